@@ -4,6 +4,7 @@ T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -164,10 +165,7 @@ class LatentAttention(SoftmaxAttention):
             out_THv = self._of_kept(q, kv, k_rope, scale, flow.cache, whole)
             whole = replace(whole, cache=None)
         if out_THv is None:
-
-            def up(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                return self._expand(q, kv, k_rope, whole)
-
+            up = partial(self._expand, flow=whole)
             q_THd, k_THd, v_THv = flow.keeper.run("mla_up", up, q, kv, k_rope)
             out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
         if self.out_gate is not None:

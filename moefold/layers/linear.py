@@ -92,16 +92,17 @@ def adapted(
     return replace(weight, low_rank=AdapterOperand(a, b, record.scale, drop))
 
 
-def locate_adapters(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Tell layers whose adapters have dropout what of each weight is on this rank."""
+def locate(model: nn.Module, shards: Mapping[str, Shard]) -> None:
+    """Tell layers what of each weight is here whose products read codes or adapter has dropout."""
     for path, module in model.named_modules():
-        if not isinstance(module, Adaptable):
-            continue
-        for leaf, record in module.adapters.items():
-            name = f"{path}.{leaf}"
-            box = shards[name + LORA_A].box
-            place = DropPlace(record.dropout, crc32(name.encode()), range(*box[-1]), box[0][0])
-            if record.dropout:
+        if isinstance(module, WeightProducts):
+            located = {n: one.located(shards[f"{path}.{n}"]) for n, one in module.narrow.items()}
+            module.narrow = located
+        if isinstance(module, Adaptable):
+            for leaf in (leaf for leaf, record in module.adapters.items() if record.dropout):
+                name = f"{path}.{leaf}"
+                box = shards[name + LORA_A].box
+                place = DropPlace(record.dropout, crc32(name.encode()), range(*box[-1]), box[0][0])
                 module.drops[leaf] = place
 
 

@@ -163,16 +163,6 @@ def narrow_products(model: nn.Module) -> dict[str, Narrow]:
     }
 
 
-def locate_products(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Tell layers whose products read codes what of each weight is on this rank."""
-    for path, module in model.named_modules():
-        if isinstance(module, WeightProducts) and module.narrow:
-            module.narrow = {
-                leaf: narrow.located(shards[f"{path}.{leaf}"])
-                for leaf, narrow in module.narrow.items()
-            }
-
-
 class PrecisionPolicy:
     """Turns parameters into operands of products.
 

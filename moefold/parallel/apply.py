@@ -16,10 +16,9 @@ from moefold.data.batch import MicroBatch
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, cut
 from moefold.layers.keeper import Keeper
-from moefold.layers.linear import locate_adapters
+from moefold.layers.linear import locate
 from moefold.layers.offload import Offloading
 from moefold.layers.placement import Shard, placements, shard
-from moefold.layers.precision import locate_products
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Decoder
@@ -120,8 +119,7 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     holders = {table.home(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)}
     _keep(model, chunks)
     shards = _cut(model, world)
-    locate_products(model, shards)
-    locate_adapters(model, shards)
+    locate(model, shards)
     if layout.clones is not None:
         for _, mixture in model.mixtures():
             mixture.sending.open_slots(layout.clones, sizes.ep)
