@@ -9,7 +9,7 @@ from moefold.model.families import layer_kinds as kinds
 from moefold.model.families import names
 from moefold.model.families.kimi_linear import FORGET, RESPELLED
 from moefold.model.families.mixed_sizes import BoundedSizes
-from moefold.model.families.sigmoid import LATENT, MULTI_TOKEN, ROUTER_FIELDS, SIZES, SigmoidFamily
+from moefold.model.families.sigmoid import LATENT, SIZES, SigmoidFamily
 
 _THETA = 6e6
 RELEASED = {"score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -39,21 +39,17 @@ class BailingHybrid(SigmoidFamily):
     fields = (
         LATENT,
         hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
-        *ROUTER_FIELDS,
+        *hf.deepseek_fields(2.5),
         hf.Rotary(_THETA, "interleaved", scales_softmax=True),
         kinds.BoundedNets(),
         hf.Follows("linear_num_heads", lambda model: model.shape.heads),
         kinds.ConvolvedKinds("linear_attention", kinds.every_full("layer_group_size", 6)),
         hf.Unread(("layer_group_size", "mtp_loss_scaling_factor", "mtp_use_kda", "router_dtype")),
         hf.Unread(("partial_rotary_factor", "rotary_dim", "qk_head_dim")),  # rope_dim says it
-        hf.BiasBalance(),
-        hf.SharedNumber(),
         hf.Follows("moe_shared_expert_intermediate_size", lambda model: model.shape.expert_width),
         kinds.DenseKinds(2, "first_k_dense_replace"),
-        hf.DenseSize(),
-        hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
         *(hf.Only(name, value) for name, value in RELEASED.items()),
-        MULTI_TOKEN,
+        hf.MULTI_TOKEN,
         hf.NO_TOKENS,
     )
     tensors = names.respelled(

@@ -7,7 +7,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.names import expert_names, latent_names, llama_names, shared_names
-from moefold.model.families.sigmoid import LATENT_FIELDS, LATENT_SIZES
+from moefold.model.families.sigmoid import LATENT_SIZES
 from moefold.model.families.sizes import DenseFirst, LatentSizes, SharedSizes
 from moefold.moe.config import Aux, Groups
 
@@ -38,7 +38,7 @@ class DeepseekV2(Family):
     router_fields = ("scale", "groups")
     hf_sizes = LATENT_SIZES | {"first_k_dense_replace": "dense_layers"}
     fields = (
-        *LATENT_FIELDS,
+        *hf.LATENT_FIELDS,
         hf.Rotary(1e4, "interleaved", scales_softmax=True),
         hf.SequenceBalance(_ALPHA, biased=False),
         hf.SharedNumber(),

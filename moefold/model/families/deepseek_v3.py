@@ -11,12 +11,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance
-from moefold.model.families.sigmoid import (
-    LATENT_FIELDS,
-    LATENT_SIZES,
-    ROUTER_FIELDS,
-    MultiTokenFamily,
-)
+from moefold.model.families.sigmoid import LATENT_SIZES, MultiTokenFamily
 from moefold.model.families.sizes import DenseFirst, LatentSizes, SharedSizes
 from moefold.moe.config import Aux, Bias
 
@@ -43,8 +38,8 @@ class DeepseekV3(MultiTokenFamily):
     extra_layers = "layers for multi-token prediction"
     hf_sizes = LATENT_SIZES | {"first_k_dense_replace": "dense_layers"}
     fields = (
-        *LATENT_FIELDS,
-        *ROUTER_FIELDS,
+        *hf.LATENT_FIELDS,
+        *hf.ROUTER_FIELDS,
         hf.Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
         hf.SequenceBalance(_ALPHA),
         hf.SharedNumber(),

@@ -8,7 +8,7 @@ from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import WindowKinds
-from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
+from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
 
 
@@ -35,13 +35,5 @@ class Dots1(SigmoidFamily):
     hf_sizes = names.gqa_sizes(
         "n_routed_experts", "moe_intermediate_size", first_k_dense_replace="dense_layers"
     )
-    fields = (
-        *ROUTER_FIELDS,
-        *hf.heads(),
-        hf.BiasBalance(),
-        hf.SharedNumber(),
-        hf.DenseSize(),
-        WindowKinds(_full),
-        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
-    )
+    fields = (*hf.deepseek_fields(1.0), *hf.heads(), WindowKinds(_full))
     tensors = (*names.deepseek_names(), *names.gqa_names(qk_norm=True))

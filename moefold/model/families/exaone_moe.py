@@ -7,7 +7,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.layer_kinds import DenseKinds, WindowKinds, every_full
-from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
+from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
 
 
@@ -30,7 +30,7 @@ class ExaoneMoe(SigmoidFamily):
     attention_own = {"qk_norm": "head"}
     hf_sizes = names.gqa_sizes("num_experts", "moe_intermediate_size")
     fields = (
-        *ROUTER_FIELDS,
+        *hf.ROUTER_FIELDS,
         *hf.heads(),
         hf.BiasBalance(),
         hf.SharedNumber("num_shared_experts"),

@@ -112,6 +112,12 @@ class FurtherTokens(ConfigField):
         return {"num_nextn_predict_layers": len(model.multi_token)}
 
 
+MULTI_TOKEN = Unread(
+    ("num_nextn_predict_layers", "num_mtp_layers"), {"num_nextn_predict_layers": 0}
+)
+"""Blocks of further tokens where a family leaves them out."""
+
+
 @dataclass(frozen=True)
 class Follows(ConfigField):
     """A field that follows from others, and is refused where it does not."""
@@ -359,3 +365,20 @@ def head_norm(name: str) -> FieldValue:
 
 def _named(kind: str) -> bool:
     return kind != "none"
+
+
+LATENT_FIELDS = (
+    Follows("num_key_value_heads", lambda model: model.shape.heads),
+    Follows("head_dim", lambda model: model.shape.rope_dim),
+    Follows("qk_head_dim", lambda model: model.shape.nope_dim + model.shape.rope_dim),
+)
+ROUTER_FIELDS = (GroupLimits(), FieldValue("norm_topk_prob", "renormalise", bool, True))
+
+
+def deepseek_fields(scale: float) -> tuple[ConfigField, ...]:
+    """Return fields of router, experts and dense layers as DeepSeek-V3 has them.
+
+    ``scale`` is what the factor on weights is where it is absent.
+    """
+    factor = FieldValue("routed_scaling_factor", "scale", float, scale)
+    return (*ROUTER_FIELDS, BiasBalance(), SharedNumber(), DenseSize(), factor)

@@ -6,7 +6,7 @@ from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
-from moefold.model.families.sigmoid import MULTI_TOKEN, ROUTER_FIELDS, SigmoidFamily
+from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, FreeGqaSizes, SharedSizes
 
 
@@ -35,15 +35,11 @@ class Glm4Moe(SigmoidFamily):
         "n_routed_experts", "moe_intermediate_size", first_k_dense_replace="dense_layers"
     )
     fields = (
-        *ROUTER_FIELDS,
+        *hf.deepseek_fields(1.0),
         *hf.heads(None, 1e4, fraction=0.5),
-        hf.BiasBalance(),
-        hf.SharedNumber(),
-        hf.DenseSize(),
         hf.projection_bias("attention_bias", False),
         hf.head_norm("use_qk_norm"),
-        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
-        MULTI_TOKEN,
+        hf.MULTI_TOKEN,
     )
     tensors = (
         *names.deepseek_names(),

@@ -7,13 +7,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.layer_kinds import DenseKinds
-from moefold.model.families.sigmoid import (
-    LATENT_FIELDS,
-    LATENT_SIZES,
-    MULTI_TOKEN,
-    ROUTER_FIELDS,
-    SigmoidFamily,
-)
+from moefold.model.families.sigmoid import LATENT_SIZES, SigmoidFamily
 from moefold.model.families.sizes import DenseListed, LatentSizes, SharedSizes
 
 
@@ -37,15 +31,11 @@ class Glm4MoeLite(SigmoidFamily):
     extra_layers = "layers for multi-token prediction"
     hf_sizes = LATENT_SIZES
     fields = (
-        *LATENT_FIELDS,
-        *ROUTER_FIELDS,
+        *hf.LATENT_FIELDS,
+        *hf.deepseek_fields(1.8),
         hf.Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
-        hf.BiasBalance(),
-        hf.SharedNumber(),
         DenseKinds(),
-        hf.DenseSize(),
         hf.Follows("first_k_dense_replace", lambda model: len(model.shape.dense)),
-        hf.FieldValue("routed_scaling_factor", "scale", float, 1.8),
-        MULTI_TOKEN,
+        hf.MULTI_TOKEN,
     )
     tensors = (*names.deepseek_names(), *names.latent_names())

@@ -8,7 +8,7 @@ from moefold.model.families import fields as hf
 from moefold.model.families import layer_kinds as kinds
 from moefold.model.families import names
 from moefold.model.families.mixed_sizes import LowRankSizes
-from moefold.model.families.sigmoid import LATENT, MULTI_TOKEN, ROUTER_FIELDS, SIZES, SigmoidFamily
+from moefold.model.families.sigmoid import LATENT, SIZES, SigmoidFamily
 
 RESPELLED = {
     "n_routed_experts": "num_experts",
@@ -42,20 +42,16 @@ class KimiLinear(SigmoidFamily):
         LATENT,
         hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
         hf.Unread(("head_dim", "qk_head_dim")),  # of no layer
-        *ROUTER_FIELDS,
+        *hf.deepseek_fields(2.446),
         kinds.NoRotary(),
         kinds.NestedNets(),
         kinds.ConvolvedKinds("linear_attention", kinds.listed_full),
-        hf.BiasBalance(),
-        hf.SharedNumber(),
         kinds.DenseKinds(stated="first_k_dense_replace"),
-        hf.DenseSize(),
-        hf.FieldValue("routed_scaling_factor", "scale", float, 2.446),
         hf.Only("moe_layer_freq", 1),
         hf.Only("moe_router_activation_func", "sigmoid"),
         hf.Only("topk_method", "noaux_tc"),
         hf.Only("use_grouped_topk", True),
-        MULTI_TOKEN,
+        hf.MULTI_TOKEN,
         hf.NO_TOKENS,
     )
     tensors = (

@@ -10,7 +10,7 @@ from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import DenseKinds, KindRotary, WindowKinds
 from moefold.model.families.mixed_sizes import TwoKindSizes
 from moefold.model.families.own_fields import Factor
-from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
+from moefold.model.families.sigmoid import SigmoidFamily
 
 _THETA, _FRACTION = 5e6, 0.334
 
@@ -37,7 +37,7 @@ class MiMoV2Flash(SigmoidFamily):
     attention_fields = ("bias", "value_scale")
     hf_sizes = names.gqa_sizes("n_routed_experts", "moe_intermediate_size", v_head_dim="v_dim")
     fields = (
-        *ROUTER_FIELDS,
+        *hf.ROUTER_FIELDS,
         hf.HeadDim(192),
         KindRotary(_THETA, fraction=_FRACTION),
         hf.BiasBalance(),

@@ -7,7 +7,7 @@ from moefold.config.errors import Violation
 from moefold.layers.config import Positive
 from moefold.model.config import Block, Decoder, MultiToken
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import RATE, FieldValue, Follows, GroupLimits, Unread
+from moefold.model.families.fields import RATE
 from moefold.model.families.layer_kinds import RecordSizes
 from moefold.model.families.names import HF_SIZES, multi_token_copies
 from moefold.model.families.sizes import LATENTS
@@ -23,15 +23,6 @@ _DIMS = ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128)
 LATENT = RecordSizes(dict(zip(LATENTS, (*_RANKS, *_DIMS), strict=True)), "latent")
 """Sizes of latent attention in a record of their own."""
 LATENT_SIZES = SIZES | {theirs: ours for ours, (theirs, _) in LATENT.names.items()}
-LATENT_FIELDS = (
-    Follows("num_key_value_heads", lambda model: model.shape.heads),
-    Follows("head_dim", lambda model: model.shape.rope_dim),
-    Follows("qk_head_dim", lambda model: model.shape.nope_dim + model.shape.rope_dim),
-)
-ROUTER_FIELDS = (GroupLimits(), FieldValue("norm_topk_prob", "renormalise", bool, True))
-MULTI_TOKEN = Unread(
-    ("num_nextn_predict_layers", "num_mtp_layers"), {"num_nextn_predict_layers": 0}
-)
 SIGMOID = {"score": "sigmoid", "epsilon": 1e-20, "selection_bias": True}
 """Scores of the router: the choice, in groups too, is by score plus bias, the weights without."""
 

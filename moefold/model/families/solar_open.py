@@ -6,7 +6,7 @@ from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
-from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
+from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import FreeGqaSizes, SharedSizes
 
 _THETA = 1e6
@@ -29,7 +29,7 @@ class SolarOpen(SigmoidFamily):
     architecture = "SolarOpenForCausalLM"
     hf_sizes = names.gqa_sizes("n_routed_experts", "moe_intermediate_size")
     fields = (
-        *ROUTER_FIELDS,
+        *hf.ROUTER_FIELDS,
         *hf.heads(128, _THETA),
         hf.BiasBalance(),
         hf.SharedNumber(),
