@@ -226,7 +226,8 @@ class ChannelNet(Record):
     @classmethod
     def of(cls, net: DeltaNet) -> dict[str, Any]:
         """Return the sizes that a record shows."""
-        return {"head_dim": net.key_dim, "taps": net.taps}
+        ours = {"head_dim": "key_dim", "heads": "key_heads"}
+        return {name: getattr(net, ours.get(name, name)) for name in cls.model_fields}
 
 
 class LowRankNet(ChannelNet):
@@ -240,11 +241,6 @@ class LowRankNet(ChannelNet):
         ranks = {"decay_rank": self.head_dim, "gate_rank": self.head_dim}
         return super().made(self.heads or heads, **ranks)
 
-    @classmethod
-    def of(cls, net: DeltaNet) -> dict[str, Any]:
-        """Return the sizes that a record shows, heads too."""
-        return super().of(net) | {"heads": net.key_heads}
-
 
 class BoundedNet(ChannelNet):
     """Those whose decays may have a bound (Ling)."""
@@ -255,11 +251,6 @@ class BoundedNet(ChannelNet):
     def made(self, heads: int, **own: Any) -> DeltaNet:
         """Return the record, with the bound."""
         return super().made(heads, decay_floor=self.decay_floor)
-
-    @classmethod
-    def of(cls, net: DeltaNet) -> dict[str, Any]:
-        """Return the sizes that a record shows, the bound too."""
-        return super().of(net) | {"decay_floor": net.decay_floor}
 
 
 class ChannelSizes(MixedSizes, SharedSizes, DenseListed):
