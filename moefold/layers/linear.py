@@ -28,7 +28,6 @@ from moefold.spec.decoder import LORA_A, LORA_B
 class DropPlace(NamedTuple):
     """What of a weight is on this rank, whose adapter's rows are thinned out in training."""
 
-    rate: float
     number: int
     """Of the weight, by its name."""
     columns: range
@@ -88,7 +87,7 @@ def adapted(
     if place is not None and flow is not None and flow.training:
         number_N = flow.number_T if number_N is None else number_N
         key = recipe.seed, place.number
-        drop = Dropout(place.rate, key, recipe.step, place.columns, number_N)
+        drop = Dropout(record.dropout, key, recipe.step, place.columns, number_N)
     return replace(weight, low_rank=AdapterOperand(a, b, record.scale, drop))
 
 
@@ -102,8 +101,7 @@ def locate(model: nn.Module, shards: Mapping[str, Shard]) -> None:
             for leaf in (leaf for leaf, record in module.adapters.items() if record.dropout):
                 name = f"{path}.{leaf}"
                 box = shards[name + LORA_A].box
-                place = DropPlace(record.dropout, crc32(name.encode()), range(*box[-1]), box[0][0])
-                module.drops[leaf] = place
+                module.drops[leaf] = DropPlace(crc32(name.encode()), range(*box[-1]), box[0][0])
 
 
 class Linear(Adaptable):
