@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moefold.layers.placement import WHOLE, Shard
+from moefold.layers.placement import WHOLE, Shard, shard
 from moefold.model.config import Decoder
 from moefold.spec.decoder import LORA_A, LORA_B
 
@@ -37,8 +37,7 @@ def initialise(
         for buffer in model.buffers():
             buffer.zero_()
         for name, parameter in model.named_parameters():
-            shape = tuple(parameter.shape)
-            whole = Shard(name, shape, tuple((0, size) for size in shape), WHOLE)
+            whole = shard(name, tuple(parameter.shape), WHOLE, {})
             parameter.copy_(start_value(decoder, seed, whole if shards is None else shards[name]))
 
 
