@@ -13,7 +13,7 @@ from moefold.model.families.layer_kinds import ExpertLayers
 from moefold.model.families.sizes import AnySharedSizes, DenseListed, GqaSizes
 from moefold.moe.config import Aux, Bias
 
-_THETA, _AUX = 5e5, 1e-3
+_THETA = 5e5
 
 
 class Ernie45MoeShape(GqaSizes, AnySharedSizes, DenseListed):
@@ -28,7 +28,7 @@ class Ernie45Moe(Family):
     shape: Ernie45MoeShape
     floor: Annotated[float, Field(ge=0)] = 1e-12
     """The least that the sum of the chosen probabilities is taken for."""
-    balance: Balance = (Bias(rate=hf.RATE), Aux(coefficient=_AUX))
+    balance: Balance = (Bias(rate=hf.RATE), Aux(coefficient=hf.AUX))
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
     norm_epsilon: Positive = 1e-5
     tied: bool = True
@@ -42,7 +42,7 @@ class Ernie45Moe(Family):
         hf.KvHeads(),
         hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
         hf.Rotary(_THETA, "interleaved"),
-        hf.AuxField(_AUX, biased=True),
+        hf.AuxField(biased=True),
         hf.SharedNumber("moe_num_shared_experts", optional=True),
         hf.DenseSize(),
         ExpertLayers(),

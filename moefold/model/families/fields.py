@@ -16,6 +16,8 @@ from moefold.moe.config import Aux, Bias, Groups
 Values = dict[str, Any]
 RATE = 1e-3
 """Of loss-free balancing, in DeepSeek-V3's report; no ``config.json`` states one."""
+AUX = 1e-3
+"""Coefficient of the aux loss by default of most classes of transformers."""
 
 
 class ConfigField:
@@ -217,7 +219,7 @@ class AuxField(ConfigField):
     routing; transformers pools the layers first, and its term is then top_k.
     """
 
-    default: float
+    default: float = AUX
     biased: bool = False
     """Whether a selection bias moves too."""
 

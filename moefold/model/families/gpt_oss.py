@@ -13,7 +13,7 @@ from moefold.model.families.own_fields import Swish
 from moefold.model.families.sizes import SinkSizes
 from moefold.moe.config import Aux
 
-_AUX, _THETA = 1e-3, 150000.0
+_THETA = 150000.0
 
 
 def _full(config: ConfigReader, layer: int) -> bool:
@@ -30,7 +30,7 @@ class GptOss(Family):
     """Whether projections of attention have biases."""
     activation: Activation = Activation(alpha=1.702, limit=7.0, offset=1.0)
     """Of the experts."""
-    balance: Balance = (Aux(coefficient=_AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5
 
@@ -42,7 +42,7 @@ class GptOss(Family):
     hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         *hf.heads(64, _THETA, stretched=True),
-        hf.AuxField(_AUX),
+        hf.AuxField(),
         hf.projection_bias("attention_bias", True, "all"),
         Swish(),
         WindowKinds(_full),

@@ -10,8 +10,6 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
-_AUX = 1e-3
-
 
 @MODEL.register
 class Granitemoe(Family):
@@ -29,7 +27,7 @@ class Granitemoe(Family):
     """Factor on the embedding's rows."""
     logits_divisor: Positive = 1.0
     """What logits are divided by."""
-    balance: Balance = (Aux(coefficient=_AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX),)
 
     architecture = "GraniteMoeForCausalLM"
     router_own = {"order": "topk_first"}
@@ -41,7 +39,7 @@ class Granitemoe(Family):
         hf.KvHeads(),
         hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
         hf.Rotary(1e4),
-        hf.AuxField(_AUX),
+        hf.AuxField(),
         hf.projection_bias("attention_bias", False, "all"),
         hf.FieldValue("attention_multiplier", "scale", float, 1.0),
         hf.FieldValue("residual_multiplier", "residual_scale", float, 1.0),

@@ -6,7 +6,7 @@ from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import HeadDim, KvHeads, Rotary, Unread, projection_bias
+from moefold.model.families.fields import Unread, heads, projection_bias
 from moefold.model.families.sizes import FreeGqaSizes
 
 
@@ -35,9 +35,7 @@ class HunyuanV1Moe(Family):
     attention_fields = ("bias",)
     hf_sizes = names.gqa_sizes("num_experts", "intermediate_size", "moe_topk")
     fields = (
-        KvHeads(),
-        HeadDim(),
-        Rotary(1e4),
+        *heads(),
         projection_bias("attention_bias", False, "all"),
         Unread(("eod_token_id",)),
     )

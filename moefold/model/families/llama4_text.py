@@ -11,7 +11,7 @@ from moefold.model.families.layer_kinds import ChunkKinds, ExpertList
 from moefold.model.families.mixed_sizes import ChunkedSizes
 from moefold.moe.config import Aux
 
-_AUX, _THETA = 1e-3, 5e5
+_THETA = 5e5
 
 
 @MODEL.register
@@ -22,7 +22,7 @@ class Llama4Text(Family):
     shape: ChunkedSizes
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
-    balance: Balance = (Aux(coefficient=_AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX),)
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
     norm_epsilon: Positive = 1e-5
 
@@ -34,7 +34,7 @@ class Llama4Text(Family):
     hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         *hf.heads(128, _THETA, "interleaved"),
-        hf.AuxField(_AUX),
+        hf.AuxField(),
         hf.DenseSize("intermediate_size_mlp"),
         hf.projection_bias("attention_bias", False, "all"),
         ChunkKinds(),

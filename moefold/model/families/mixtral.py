@@ -5,13 +5,12 @@ from typing import Literal
 from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import AuxField, HeadDim, KvHeads, Only, Rotary
+from moefold.model.families.fields import AUX, AuxField, Only, heads
 from moefold.model.families.names import gqa_names, gqa_sizes, llama_names, w123_names
 from moefold.model.families.sizes import FreeGqaSizes
 from moefold.moe.config import Aux
 
 _THETA = 1e6
-_AUX = 1e-3  # the default of transformers' class
 
 
 @MODEL.register
@@ -20,17 +19,15 @@ class Mixtral(Family):
 
     family: Literal["mixtral"] = "mixtral"
     shape: FreeGqaSizes
-    balance: Balance = (Aux(coefficient=_AUX),)
+    balance: Balance = (Aux(coefficient=AUX),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5
 
     architecture = "MixtralForCausalLM"
     hf_sizes = gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
-        KvHeads(),
-        HeadDim(),
-        Rotary(_THETA),
-        AuxField(_AUX),
+        *heads(None, _THETA),
+        AuxField(),
         Only("sliding_window", None),
         Only("router_jitter_noise", 0.0, (0, None)),
     )

@@ -12,8 +12,6 @@ from moefold.model.families.layer_kinds import DenseSteps, WindowKinds, WindowSw
 from moefold.model.families.sizes import DenseListed, GatedSharedSizes, WindowSizes
 from moefold.moe.config import Aux
 
-_AUX = 1e-3  # the default of transformers' class
-
 
 def _full(config: ConfigReader, layer: int) -> bool:
     used = config.take("use_sliding_window", bool, False)
@@ -34,7 +32,7 @@ class Qwen2Moe(Family):
     """Whether the chosen probabilities are divided by their sum."""
     bias: Literal["none", "qkv"] = "qkv"
     """Whether queries, keys and values have biases."""
-    balance: Balance = (Aux(coefficient=_AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX),)
     rope: Rope = Rope(theta=1e6)
 
     architecture = "Qwen2MoeForCausalLM"
@@ -46,7 +44,7 @@ class Qwen2Moe(Family):
     )
     fields = (
         *hf.heads(),
-        hf.AuxField(_AUX),
+        hf.AuxField(),
         DenseSteps(),
         hf.DenseSize(),
         WindowKinds(_full),

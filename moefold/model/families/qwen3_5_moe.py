@@ -4,11 +4,12 @@ from typing import Any, ClassVar, Literal
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.mixed_sizes import DeltaSizes
 from moefold.model.families.qwen2_moe import Qwen2Moe
-from moefold.model.families.qwen3_next import ATTENTION, AUX, FIELDS
+from moefold.model.families.qwen3_next import ATTENTION, FIELDS
 from moefold.model.families.sizes import GatedSharedSizes
 from moefold.moe.config import Aux
 
@@ -23,7 +24,7 @@ class Qwen35Moe(Family):
 
     family: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"
     shape: Qwen35MoeShape
-    balance: Balance = (Aux(coefficient=AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX),)
     rope: Rope = Rope(fraction=0.25)
 
     architecture = "Qwen3_5MoeForCausalLM"

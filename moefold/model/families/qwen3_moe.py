@@ -11,8 +11,6 @@ from moefold.model.families.names import expert_names, gqa_names, gqa_sizes, lla
 from moefold.model.families.sizes import DenseListed, FreeGqaSizes
 from moefold.moe.config import Aux
 
-_AUX = 1e-3  # the default of transformers' class
-
 
 class Qwen3MoeShape(FreeGqaSizes, DenseListed):
     """Sizes of a Qwen3-MoE."""
@@ -26,7 +24,7 @@ class Qwen3Moe(Family):
     shape: Qwen3MoeShape
     renormalise: bool = True
     """Whether the chosen probabilities are divided by their sum, as in the released models."""
-    balance: Balance = (Aux(coefficient=_AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX),)
     rope: Rope = Rope(theta=1e6)
 
     architecture = "Qwen3MoeForCausalLM"
@@ -36,7 +34,7 @@ class Qwen3Moe(Family):
     router_fields = ("renormalise",)
     fields = (
         *hf.heads(),
-        hf.AuxField(_AUX),
+        hf.AuxField(),
         DenseSteps(),
         hf.DenseSize(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, False),

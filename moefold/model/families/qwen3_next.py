@@ -13,7 +13,6 @@ from moefold.model.families.qwen2_moe import Qwen2Moe
 from moefold.model.families.sizes import DenseListed, GatedSharedSizes
 from moefold.moe.config import Aux
 
-AUX = 1e-3  # the default of transformers' class
 LINEAR = {
     "key_heads": ("linear_num_key_heads", 16),
     "value_heads": ("linear_num_value_heads", 32),
@@ -23,7 +22,7 @@ LINEAR = {
 }
 FIELDS = (
     *hf.heads(256, 1e4, fraction=0.25),
-    hf.AuxField(AUX),
+    hf.AuxField(),
     RecordSizes(LINEAR),
     ConvolvedKinds("linear_attention", every_full("full_attention_interval")),
     hf.Unread(("full_attention_interval",)),  # the kinds of layers say it
@@ -43,7 +42,7 @@ class Qwen3Next(Family):
     shape: Qwen3NextShape
     renormalise: bool = True
     """Whether the chosen probabilities are divided by their sum."""
-    balance: Balance = (Aux(coefficient=AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX),)
     rope: Rope = Rope(fraction=0.25)
 
     architecture = "Qwen3NextForCausalLM"
