@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.data.batch import zigzag
 from moefold.kernels.attention import reference
 from moefold.kernels.attention.block import attention
-from moefold.layers.context.sight import Sight
+from moefold.layers.context.sight import Heads, Sight
 from moefold.layers.context.ulysses import on_one_rank
 
 SCALE = 0.4
@@ -42,7 +42,7 @@ def test_one_rank_equals_the_mask(lengths: list[int], padding: int, data: st.Dat
     q, k, v, sinks_H, grad = drawn(sum(lengths) + padding)
     with_sinks = data.draw(st.booleans())
     leaves, sinks = [q, k, v, *([sinks_H] if with_sinks else [])], sinks_H if with_sinks else None
-    found = on_one_rank(q, k, v, tuple(lengths), SCALE, window, sinks)
+    found = on_one_rank(Heads(q, k, v, SCALE, tuple(lengths), window, sinks))
     expected = reference.attention(q, k, v, tuple(lengths), SCALE, window, sinks)
     assert largest(found, expected, leaves, grad) < 1e-13
 

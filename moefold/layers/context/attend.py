@@ -9,7 +9,7 @@ from moefold.comm.collectives import gather
 from moefold.config.slot import build
 from moefold.kernels.attention.largest import largest_logits
 from moefold.layers.context.gathered import tiles_of
-from moefold.layers.context.sight import Sight
+from moefold.layers.context.sight import Heads, Sight
 from moefold.layers.context.ulysses import on_one_rank
 from moefold.layers.flow import Flow
 
@@ -34,11 +34,11 @@ def attend(
         window: rows that a row sees, itself among them; None is all before it.
         sinks_H: a logit of each head here that takes weight and gives nothing.
     """
+    heads = Heads(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, window, sinks_H)
     if flow.world.group("cp").size == 1:
-        return on_one_rank(q_THd, k_TGd, v_TGv, flow.rows.lengths, scale, window, sinks_H)
+        return on_one_rank(heads)
     assert flow.context is not None, "context ranks share rows and no kind says how"
-    limits = {} if window is None and sinks_H is None else {"window": window, "sinks_H": sinks_H}
-    return build(flow.context, q_THd, k_TGd, v_TGv, scale, flow, **limits)
+    return build(flow.context, heads, flow.world)
 
 
 def largest(

@@ -6,24 +6,14 @@ Shapes as in ``ulysses`` and ``ring``.
 
 from torch import Tensor
 
+from moefold.comm.world import World
 from moefold.layers.config import Mixed
 from moefold.layers.context.ring import ring_attention
-from moefold.layers.context.ulysses import heads_here, to_heads, to_rows
-from moefold.layers.flow import Flow
+from moefold.layers.context.sight import Heads
+from moefold.layers.context.ulysses import to_heads, to_rows
 
 
-def attend(
-    record: Mixed,
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
-    scale: float,
-    flow: Flow,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def attend(record: Mixed, heads: Heads, world: World) -> Tensor:
     """Return ``out_THv`` of this rank's rows."""
-    inner, outer = flow.world.split("cp", record.heads)
-    q, k, v = to_heads((q_THd, k_TGd, v_TGv), inner)
-    sinks_h, lengths = heads_here(sinks_H, inner), flow.rows.lengths
-    return to_rows(ring_attention(q, k, v, scale, lengths, outer, window, sinks_h), inner)
+    inner, outer = world.split("cp", record.heads)
+    return to_rows(ring_attention(to_heads(heads, inner), outer), inner)

@@ -19,40 +19,20 @@ from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import Pending, shift
 from moefold.comm.group import Group
+from moefold.comm.world import World
 from moefold.kernels.attention.block import OnlineSoftmax, Seen, Sums, Tile
 from moefold.layers.config import Ring
-from moefold.layers.context.sight import Sight, View
-from moefold.layers.flow import Flow
+from moefold.layers.context.sight import Heads, Sight, View
 
 
-def attend(
-    record: Ring,
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
-    scale: float,
-    flow: Flow,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def attend(record: Ring, heads: Heads, world: World) -> Tensor:
     """Return ``out_THv`` of this rank's rows; keys and values visit all ranks that see them."""
-    ranks, lengths = flow.world.group("cp"), flow.rows.lengths
-    return ring_attention(q_THd, k_TGd, v_TGv, scale, lengths, ranks, window, sinks_H)
+    return ring_attention(heads, world.group("cp"))
 
 
-def ring_attention(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
-    scale: float,
-    lengths: tuple[int, ...],
-    ranks: Group,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def ring_attention(heads: Heads, ranks: Group) -> Tensor:
     """Return ``out_THv``; ``ranks`` hold the micro-batch of these segments in zigzag pieces."""
-    sight = Sight(lengths, q_THd.shape[0], ranks.size, window)
-    args = (q_THd, k_TGd, v_TGv, sinks_H, scale, sight, ranks)
+    args = (*heads[:3], heads.sinks_H, heads.scale, heads.sight(ranks.size), ranks)
     return _Ring.apply(*args)  # type: ignore[return-value]
 
 

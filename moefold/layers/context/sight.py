@@ -14,7 +14,32 @@ from functools import cached_property
 from itertools import accumulate, product
 from typing import NamedTuple
 
+from torch import Tensor
+
 from moefold.kernels.attention.block import Band, Tile, causal_tiles
+
+
+class Heads(NamedTuple):
+    """What attention is given of the rows of a rank, and what these see.
+
+    T rows, H query heads, G key-value heads, d query-key dims and v value dims per head.
+    """
+
+    q_THd: Tensor
+    k_TGd: Tensor
+    v_TGv: Tensor
+    scale: float
+    """Factor on the scores."""
+    lengths: tuple[int, ...]
+    """Rows of each segment of the whole micro-batch; rows beyond them are padding."""
+    window: int | None = None
+    """Rows that a row sees, itself among them; None is all before it."""
+    sinks_H: Tensor | None = None
+    """A logit of each head here that takes weight and gives nothing."""
+
+    def sight(self, ranks: int) -> "Sight":
+        """Return who sees whom where as many ranks share the micro-batch."""
+        return Sight(self.lengths, self.q_THd.shape[0], ranks, self.window)
 
 
 class View(NamedTuple):

@@ -8,72 +8,45 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.group import Group
+from moefold.comm.world import World
 from moefold.kernels.attention.block import attention as tiled
 from moefold.kernels.attention.sdpa import attention
 from moefold.layers.config import Ulysses
-from moefold.layers.context.sight import Sight
-from moefold.layers.flow import Flow, in_order
+from moefold.layers.context.sight import Heads
+from moefold.layers.flow import in_order
 
 
-def attend(
-    record: Ulysses,
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
-    scale: float,
-    flow: Flow,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def attend(record: Ulysses, heads: Heads, world: World) -> Tensor:
     """Return ``out_THv`` of this rank's rows; in between each rank has all rows in order."""
-    ranks = flow.world.group("cp")
-    q, k, v = to_heads((q_THd, k_TGd, v_TGv), ranks)
-    sinks_h = heads_here(sinks_H, ranks)
-    return to_rows(on_one_rank(q, k, v, flow.rows.lengths, scale, window, sinks_h), ranks)
+    ranks = world.group("cp")
+    return to_rows(on_one_rank(to_heads(heads, ranks)), ranks)
 
 
-def on_one_rank(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
-    lengths: tuple[int, ...],
-    scale: float,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def on_one_rank(heads: Heads) -> Tensor:
     """Return ``out_THv`` of rows that are all here, tile by tile where a window or sinks ask it."""
+    q_THd, k_TGd, v_TGv, scale, lengths, window, sinks_H = heads
     if window is None and sinks_H is None:
         return attention(q_THd, k_TGd, v_TGv, lengths, scale)
-    tiles = Sight(lengths, q_THd.shape[0], 1, window).tiles(0, 0)
-    return tiled(q_THd, k_TGd, v_TGv, tiles, scale, sinks_H=sinks_H)
+    return tiled(q_THd, k_TGd, v_TGv, heads.sight(1).tiles(0, 0), scale, sinks_H=sinks_H)
 
 
-def heads_here(sinks_H: Tensor | None, ranks: Group) -> Tensor | None:
-    """Return the sinks of the heads that this rank gets by :func:`to_heads`."""
-    if sinks_H is None or ranks.size == 1:
-        return sinks_H
-    return sinks_H.unflatten(0, (ranks.size, -1))[ranks.index]
-
-
-def to_heads(rows: tuple[Tensor, ...], ranks: Group) -> tuple[Tensor, ...]:
+def to_heads(heads: Heads, ranks: Group) -> Heads:
     """Give each rank its share of the heads of all rows, in the order of the micro-batch.
 
-    Args:
-        rows: tensors [T, heads, dims]; the ranks divide the heads of each.
-        ranks: neighbours among the context ranks.
-
-    Returns:
-        Tensors [n * T, heads / n, dims], exchanged together.
+    ``ranks``, neighbours among the context ranks, divide the heads; [n * T, heads / n, dims] of
+    queries, keys and values are exchanged together.
     """
     if ranks.size == 1:
-        return rows
-    n, count = ranks.size, rows[0].shape[0]
+        return heads
+    n, rows, sinks_H = ranks.size, heads[:3], heads.sinks_H
     shares = [x.unflatten(1, (n, -1)).movedim(1, 0).flatten(0, 1).flatten(1) for x in rows]
-    equal = [count] * n
+    equal = [rows[0].shape[0]] * n
     arrived = all_to_all(torch.cat(shares, 1), ranks, equal, equal)
     widths = [share.shape[1] for share in shares]
     whole = in_order(arrived, n).flatten(0, 1).split(widths, 1)
-    return tuple(x.unflatten(1, (-1, of.shape[-1])) for x, of in zip(whole, rows, strict=True))
+    q, k, v = (x.unflatten(1, (-1, of.shape[-1])) for x, of in zip(whole, rows, strict=True))
+    sinks_H = None if sinks_H is None else sinks_H.unflatten(0, (n, -1))[ranks.index]
+    return heads._replace(q_THd=q, k_TGd=k, v_TGv=v, sinks_H=sinks_H)
 
 
 def to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
