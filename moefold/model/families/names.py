@@ -208,10 +208,11 @@ def llama_names(
     after: str = "",
     second_before: str = "post_attention_layernorm",
     second_after: str = "",
+    mlp: str = "mlp",
 ) -> tuple[Entry, ...]:
-    """Names outside attention and feed-forward, and those of a dense feed-forward.
+    """Names outside attention and feed-forward, and those of a dense feed-forward, in ``mlp``.
 
-    The arguments name the norms around both halves of a block, none where they are empty.
+    The other arguments name the norms around both halves of a block, none where they are empty.
     """
     at = "model.layers.{i}"
     norms = {"attention_norm": before, "attention_out_norm": after}
@@ -222,8 +223,8 @@ def llama_names(
         entry("norm.weight", "model.norm.weight"),
         entry("head.weight", "lm_head.weight"),
         *(entry(f"layers.{{i}}.{ours}.weight", f"{at}.{name}.weight") for ours, name in there),
-        entry("layers.{i}.ffn.w_in", f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"),
-        entry("layers.{i}.ffn.w_out", f"{at}.mlp.down_proj.weight"),
+        entry("layers.{i}.ffn.w_in", f"{at}.{mlp}.gate_proj.weight", f"{at}.{mlp}.up_proj.weight"),
+        entry("layers.{i}.ffn.w_out", f"{at}.{mlp}.down_proj.weight"),
     )
 
 
@@ -430,17 +431,14 @@ def multi_token_copies(numbers: Iterable[int]) -> dict[str, tuple[str, ...]]:
 def llama4_names() -> tuple[Entry, ...]:
     """Names of Llama 4's feed-forwards: experts' matrices [in, out], all gates before all ups."""
     at, ours = "model.layers.{i}.feed_forward", "layers.{i}"
-    both = f"{at}.gate_proj.weight", f"{at}.up_proj.weight"
-    one = [name.replace("forward.", "forward.shared_expert.") for name in both]
+    both = (f"{at}.shared_expert.{part}.weight" for part in ("gate_proj", "up_proj"))
     experts = f"{ours}.moe.experts"
     return (
-        *(row for row in llama_names() if ".ffn." not in row.ours),
-        entry(f"{ours}.ffn.w_in", *both),
-        entry(f"{ours}.ffn.w_out", f"{at}.down_proj.weight"),
+        *llama_names(mlp="feed_forward"),
         entry(f"{ours}.moe.router.weight", f"{at}.router.weight"),
         Entry(f"{experts}.w_in", (f"{at}.experts.gate_up_proj",), order=(0, 3, 1, 2)),
         Entry(f"{experts}.w_out", (f"{at}.experts.down_proj",), order=(0, 2, 1)),
-        entry(f"{ours}.moe.shared.w_in", *one),
+        entry(f"{ours}.moe.shared.w_in", *both),
         entry(f"{ours}.moe.shared.w_out", f"{at}.shared_expert.down_proj.weight"),
     )
 
