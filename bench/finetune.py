@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from moefold.comm.world import World
-from moefold.convert.adapter import identity, write_adapter
+from moefold.convert.adapter import write_adapter
 from moefold.convert.exporter import export_folder
-from moefold.convert.importer import base_shapes, import_folder, open_adapter
+from moefold.convert.importer import import_folder, open_adapter
 from moefold.data.batch import from_ids
 from moefold.model.config import LowRank
 from moefold.model.decoder import DecoderModel
@@ -75,7 +75,7 @@ def write_both(at: Path) -> None:
     scales = adapter_scales(decoder).items()
     adapters = {n: LowRank(weight=n, rank=LORA.rank, scale=scale) for n, scale in scales}
     with import_folder(at / "base") as found:
-        said = identity(base_shapes(found.tensors.targets), found.tensors.part)
+        said = found.tensors.identity()
     write_adapter(SHAPE, adapters, held, at / "adapter", (str(at / "base"), said))
 
 

@@ -165,15 +165,6 @@ class AdapterTensors(Mapping[str, Tensor]):
         each = each.transpose(1, 2) if stored.turned else each
         return (each if wants_a else each.reshape(*site.weight.shape[:-1], rank)).contiguous()
 
-    def demand_base(self, base: Path, shapes: Mapping[str, tuple[int, ...]], part: Part) -> None:
-        """Raise ``ConvertError`` where the adapter says that it is of another base."""
-        if self.found.identity not in (None, identity(shapes, part)):
-            problem = (
-                f"was trained on another base than {base}, whose weights are others; take that "
-                f"base, or train an adapter of this one"
-            )
-            raise ConvertError(self.found.path, [problem])
-
     def close(self) -> None:
         """Let go of the file."""
         self._opened.__exit__(None, None, None)

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from moefold.convert.adapter import AdapterTensors
+from moefold.convert.adapter import AdapterTensors, identity
 from moefold.convert.pickled import PickledWeights
 from moefold.convert.plan import CODES, SCALES, ImportPlan, make_plan, targets
 from moefold.convert.source import BESIDE, ConvertError, SafetensorsWeights, Weights
@@ -57,6 +57,10 @@ class FolderTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Read one tensor, whole; see :meth:`part`."""
         return self.part(name, tuple((0, size) for size in self.targets[name].shape))
+
+    def identity(self) -> str:
+        """Return what tells the folder's weights from others."""
+        return identity({name: tuple(t.shape) for name, t in self.targets.items()}, self.part)
 
     def part(self, name: str, box: Box) -> Tensor:
         """Read a box of one tensor in the type of the model's parameter, and nothing beside it.
@@ -250,11 +254,6 @@ def _copies(reading: Reading, head: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def base_shapes(targets: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes by which a base is told from others."""
-    return {name: tuple(tensor.shape) for name, tensor in targets.items()}
-
-
 def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors) -> AdapterTensors:
     """Open an adapter's folder, which is to be closed.
 
@@ -263,7 +262,12 @@ def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors
     """
     found = AdapterTensors(read_adapter(own, decoder))
     try:
-        found.demand_base(base, base_shapes(tensors.targets), tensors.part)
+        if found.found.identity not in (None, tensors.identity()):
+            problem = (
+                f"was trained on another base than {base}, whose weights are others; take that "
+                f"base, or train an adapter of this one"
+            )
+            raise ConvertError(own, [problem])
     except BaseException:
         found.close()
         raise

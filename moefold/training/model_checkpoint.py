@@ -22,7 +22,7 @@ from moefold.config.check import check
 from moefold.config.errors import RunError
 from moefold.config.plugins import import_plugins
 from moefold.convert.adapter import AdapterTensors, identity, write_adapter
-from moefold.convert.importer import Imported, base_shapes, import_folder, open_adapter
+from moefold.convert.importer import Imported, import_folder, open_adapter
 from moefold.convert.plan import Dtype
 from moefold.convert.source import ConvertError
 from moefold.data.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ class StoredModel:
         if (Path(base) / "config.json").is_file():
             reading = read_config(Path(base), said.get("multi_token") != [])
             with import_folder(base, reading=reading) as found:
-                if own != identity(base_shapes(found.tensors.targets), found.tensors.part):
+                if own != found.tensors.identity():
                     what = f"{base} does not hold the weights that the run was trained on"
                     raise ConvertError(folder, [what + remedy])
         else:

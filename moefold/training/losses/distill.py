@@ -20,8 +20,7 @@ from torch import Tensor
 
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects, sum_
-from moefold.convert.adapter import identity
-from moefold.convert.importer import base_shapes, import_folder
+from moefold.convert.importer import import_folder
 from moefold.data.batch import IGNORED, MicroBatch
 from moefold.data.config import DataError
 from moefold.data.tokenizer import Tokenizer, from_path
@@ -231,7 +230,7 @@ def _file(folder: Path, dp: int) -> Path:
 def _asked(record: Distill, job: Any) -> dict[str, Any]:
     """Return what tells scores from others."""
     with import_folder(record.teacher, reading=record.reading()) as found:
-        teacher = identity(base_shapes(found.tensors.targets), found.tensors.part)
+        teacher = found.tensors.identity()
     return {
         "teacher": teacher,
         "tokenizer": job.tokenizer.fingerprint,
