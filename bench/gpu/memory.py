@@ -109,7 +109,7 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
     step()
     moments = state_bytes(data, optimizer)["moments"]
     peaks = dict(peaks_of(step)) if bench.device.type == "cuda" else {}
-    step(executor=partial(Allocating, data, left, ()))
+    step(executor=lambda *given: Allocating(data, left, (), *given).run())
     case = case_of(trial, data)
     plan = memory(case)[0]
     wanted = [values for values, _ in planned(case, trial.layout, 0)]

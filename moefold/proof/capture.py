@@ -36,7 +36,7 @@ from moefold.model.config import Decoder
 from moefold.parallel.apply import ModelParts, build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss
+from moefold.parallel.pipeline.executor import Factors, ScaledLoss, run_step
 from moefold.proof.case import ProofCase
 from moefold.proof.rank_run import LOSS_CHUNK, micro_batches
 from moefold.spec.layer import described
@@ -128,11 +128,7 @@ def uncaptured(case: ProofCase) -> Uncaptured:
 
 
 class _Ran(Exception):
-    """Ends a step behind its passes."""
-
-    def __init__(self, ended: str) -> None:
-        super().__init__(ended)
-        self.ended = ended
+    """Ends a step behind its passes; its text is the line where these ended early."""
 
 
 def _of_gpus(decoder: Decoder, layout: Layout) -> Layout:
@@ -177,7 +173,7 @@ def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
         ended = ""
         try:
             with mode:
-                Executor(placed, flows, factors, loss).run()
+                run_step(placed, flows, factors, loss)
         except Exception as error:  # of zeros in the place of values, whatever they led to
             if not mode.reads:
                 raise
@@ -190,5 +186,5 @@ def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
     try:
         gradients(data, micro_batches(subject)[spot.dp :: dp], LOSS_CHUNK, executor=run)
     except _Ran as ran:
-        return mode.reads, ran.ended
+        return mode.reads, str(ran)
     raise AssertionError("a step runs its passes")

@@ -167,19 +167,16 @@ class ChoiceReader:
 
 
 def executor_of(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
-    """Return what makes an executor of each step, by ``layout.graphs`` and ``train.routing``."""
+    """Return what runs each step, by ``layout.graphs`` and ``train.routing``."""
     inner = graphs.executor_of(data)
     if record is None:
         return inner
     kind = ChoiceWriter if record.record else ChoiceReader
     log = kind(Path(record.record or record.replay or ""), data.placed)
 
-    def make(placed: ModelParts, flows: Sequence[Flow], *more: Any) -> graphs.PreparedStep:
-        def run() -> StepResult:
-            left = inner(placed, log.begin(flows), *more).run()
-            log.end()
-            return left
+    def run(placed: ModelParts, flows: Sequence[Flow], *more: Any) -> StepResult:
+        left = inner(placed, log.begin(flows), *more)
+        log.end()
+        return left
 
-        return graphs.PreparedStep(run)
-
-    return make
+    return run

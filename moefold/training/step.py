@@ -22,7 +22,7 @@ from moefold.parallel.limits import (
     no_room,
     repeats,
 )
-from moefold.parallel.pipeline.executor import Executor
+from moefold.parallel.pipeline.executor import StepResult, run_step
 from moefold.training.figures import StepFigures, Totals, figures_of, totals_of
 from moefold.training.losses.base import CROSS_ENTROPY, Objective
 
@@ -32,7 +32,7 @@ def gradients(
     batches: Sequence[MicroBatch],
     loss_chunk: int,
     stop: bool = False,
-    executor: Callable[..., Executor] | None = None,
+    executor: Callable[..., StepResult] = run_step,
     objective: Objective = CROSS_ENTROPY,
 ) -> StepFigures:
     """Compute the gradients of the step's loss; every trained parameter gets one.
@@ -44,7 +44,7 @@ def gradients(
         batches: the micro-batches of this data rank, whole, in order; others have as many.
         loss_chunk: rows whose logits exist at once.
         stop: whether this rank was asked to end the run; all hear of it.
-        executor: makes what runs this rank's line of the schedule.
+        executor: runs this rank's line of the schedule.
         objective: what is minimised.
 
     Raises:
@@ -71,7 +71,7 @@ def _pass(
     totals: Totals,
     loss_chunk: int,
     stop: bool,
-    executor: Callable[..., Executor] | None,
+    executor: Callable[..., StepResult],
     objective: Objective,
     exact: bool = False,
 ) -> tuple[StepFigures, Tensor | None]:
@@ -98,7 +98,7 @@ def _pass(
             return objective(x_TD, head, flow, scale=scale, chunk=loss_chunk)
 
     with module("pipeline"):
-        ran = (executor or Executor)(placed, flows, totals.factors, loss).run()
+        ran = executor(placed, flows, totals.factors, loss)
     with module("gradients"):
         norm_squared = data.finish()
     with module("counters"):

@@ -23,7 +23,7 @@ from moefold.kernels.gradients import Deferred
 from moefold.kernels.swiglu.ffn import Products
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.executor import Executor
+from moefold.parallel.pipeline.executor import Executor, StepResult, run_step
 from moefold.parallel.pipeline.lanes import Chain, Lanes, LaneTask, State
 from moefold.schedule.table import Action, Step
 from moefold.training.step import gradients
@@ -218,11 +218,10 @@ def weigh(
     ``wanted``: what is planned to be there then. Of a step that is made twice, as rows lacked
     room, it is the first that is planned and weighed.
     """
-    tries: list[list[Bytes]] = []
+    left: list[Bytes] = []
 
-    def executor(*given: Any) -> Executor:
-        tries.append([])
-        return Weighing(data, tries[-1], wanted, *given) if len(tries) == 1 else Executor(*given)
+    def run(*given: Any) -> StepResult:
+        return run_step(*given) if left else Weighing(data, left, wanted, *given).run()
 
-    gradients(data, batches, loss_chunk, executor=executor)
-    return tries[0]
+    gradients(data, batches, loss_chunk, executor=run)
+    return left

@@ -73,25 +73,18 @@ def counted(case: ProofCase) -> list[float]:
     found: list[float] = []
 
     def execute(data: ShardedState, *given: Any) -> Any:
-        made: Any = executor_of(data, Recorder)
+        run: Any = executor_of(data, Recorder)
         data.placed.model.recipe.copies_stay = False  # no tensor without values is another's memory
-        executor = made(*given)
-        graphs, run = made.keywords["graphs"], executor.run
-
-        def counting() -> Any:
-            left = run()
-            storages: dict[int, Any] = {}
-            for one in graphs.passes:
-                pairs = ((one.flow.rows, one.flow.piece), *one.flow.ahead)
-                rows = [getattr(x, name) for pair in pairs for x in pair if x for name in ROWS]
-                held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]
-                tensors = [x for x in (*rows, *chain(*held)) if isinstance(x, Tensor)]
-                storages.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in tensors)
-            found.append(sum(storage.nbytes() for storage in storages.values()))
-            return left
-
-        executor.run = counting
-        return executor
+        left = run(*given)
+        storages: dict[int, Any] = {}
+        for one in run.keywords["graphs"].passes:
+            pairs = ((one.flow.rows, one.flow.piece), *one.flow.ahead)
+            rows = [getattr(x, name) for pair in pairs for x in pair if x for name in ROWS]
+            held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]
+            tensors = [x for x in (*rows, *chain(*held)) if isinstance(x, Tensor)]
+            storages.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in tensors)
+        found.append(sum(storage.nbytes() for storage in storages.values()))
+        return left
 
     states: list[ShardedState] = []
 
@@ -104,7 +97,7 @@ def counted(case: ProofCase) -> list[float]:
         mock.patch.object(Tensor, "data_ptr", lambda one: one.untyped_storage()._cdata),
         mock.patch.object(capture, "ShardedState", state),
         mock.patch.object(capture, "micro_batches", alike),
-        mock.patch.object(capture, "Executor", lambda *given: execute(states[-1], *given)),
+        mock.patch.object(capture, "run_step", lambda *given: execute(states[-1], *given)),
     ):
         assert not capture.uncaptured(case).ended
     return found

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from moefold.moe.config import Shared
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline import executor
 from moefold.parallel.pipeline.executor import Executor, StepResult
 from moefold.parallel.pipeline.lanes import Chain
 from moefold.schedule.table import Action
@@ -134,11 +136,8 @@ class Recording(Executor):
 @contextmanager
 def recording(kind: type[Executor] = Recording) -> Iterator[None]:
     """Let training steps be run by another executor."""
-    before, step.Executor = step.Executor, kind  # type: ignore[misc]
-    try:
+    with mock.patch.object(executor, "Executor", kind):
         yield
-    finally:
-        step.Executor = before  # type: ignore[misc]
 
 
 def run_case(case: Case, ranks: int) -> Outcome:

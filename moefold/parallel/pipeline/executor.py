@@ -202,3 +202,14 @@ class Executor:
         model, rows = self._placed.model, self._flows[micro].rows
         shape = (rows.rows, model.record.hidden)
         return torch.empty(shape, dtype=model.recipe.dtype, device=rows.ids_T.device)
+
+
+def run_step(
+    placed: ModelParts,
+    flows: Sequence[Flow],
+    factors: Factors,
+    loss: ScaledLoss,
+    graphs: PartGraphs | None = None,
+) -> StepResult:
+    """Run this rank's line of a step; arguments as :class:`Executor` takes them."""
+    return Executor(placed, flows, factors, loss, graphs).run()

@@ -7,7 +7,7 @@ issues the next.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.bucket import Bucket
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss, StepResult
+from moefold.parallel.pipeline.executor import Factors, ScaledLoss, StepResult, run_step
 from moefold.parallel.pipeline.partial import PartGraphs
 from moefold.parallel.pipeline.recording import (
     CudaGraphs,
@@ -31,7 +31,7 @@ from moefold.parallel.pipeline.recording import (
 def executor_of(
     data: ShardedState, record: Callable[[], GraphRecorder] | None = None
 ) -> Callable[..., Any]:
-    """Return what makes an executor of each step, by ``layout.graphs``.
+    """Return what runs each step, by ``layout.graphs``.
 
     Args:
         data: the model's parts.
@@ -41,10 +41,10 @@ def executor_of(
     if record is None and placed.world.device.type == "cuda":
         record = CudaGraphs
     if placed.layout.graphs == "none" or record is None:
-        return Executor
+        return run_step
     placed.model.recipe.copies_stay = True
     if placed.layout.graphs == "partial":
-        return partial(Executor, graphs=PartGraphs(data, record))
+        return partial(run_step, graphs=PartGraphs(data, record))
     return StepGraphs(data, record)
 
 
@@ -83,14 +83,8 @@ class RecordedStep:
         return self.left
 
 
-class PreparedStep(NamedTuple):
-    """One step that is about to run, in the place of an executor."""
-
-    run: Callable[[], StepResult]
-
-
 class StepGraphs:
-    """Makes what runs a step: a graph of its shape where there is one, or the executor.
+    """Runs steps: by a graph of their shape where there is one, or as they are.
 
     Args:
         data: the model's parts.
@@ -105,19 +99,13 @@ class StepGraphs:
 
     def __call__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
-    ) -> PreparedStep:
-        """Return what runs a step; arguments as :class:`Executor` takes them."""
-        return PreparedStep(partial(self.run, placed, flows, factors, loss))
-
-    def run(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> StepResult:
-        """Run a step's forward and backward."""
+        """Run a step's forward and backward; arguments as :func:`run_step` takes them."""
         if self._shapes.moved(placed):
             self.recorded.clear()
         key = tuple(map(shape_key, flows))
         if None in key or not self._shapes.ready(key):
-            return Executor(placed, flows, factors, loss).run()
+            return run_step(placed, flows, factors, loss)
         for bucket in self._data.buckets:
             bucket.wait_unshard()  # begun by the update, which is no part of the graph
         if key not in self.recorded:
@@ -133,7 +121,7 @@ class StepGraphs:
         buckets = list(self._data.buckets)
 
         def passes() -> StepResult:
-            left = Executor(placed, flows, factors, loss).run()
+            left = run_step(placed, flows, factors, loss)
             for bucket in buckets:
                 bucket.wait_reduce()
             return left
