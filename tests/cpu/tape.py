@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefold.comm import collectives
+from moefold.parallel.pipeline.recording import Graph
 from tests.reads import watched
 
-Left = TypeVar("Left")
 WAIT = dist.Work.wait
 BEGIN = collectives.Pending.__init__
 MAKE = ("lift_fresh", "detach", "empty", "new_empty", "empty_like")
@@ -122,7 +122,7 @@ class Tapes:
     def __init__(self) -> None:
         self._pool = dict[int, Tensor]()
 
-    def __call__(self, function: Callable[[], Left]) -> tuple[Tape, Left]:
+    def __call__(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
         """Record one.
 
         Raises:
@@ -140,7 +140,7 @@ class Tapes:
         if seen:
             raise RuntimeError(f"operation not permitted when stream is capturing: {dict(seen)}")
         Tapes.made += 1
-        return tape, left
+        return tape.replay, left
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import recording
 from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.recording import Graph
 from moefold.planner.case import Case
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import cluster
@@ -48,19 +49,12 @@ MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 
 
-class Recorded:
-    """In the place of a graph: what it would hold has run."""
-
-    def replay(self) -> None:
-        """Do nothing."""
-
-
 class Recorder:
     """Records nothing, and lets go of what is made, as a pool does."""
 
-    def __call__(self, function: Any) -> tuple[Recorded, Any]:
-        """Run a function."""
-        return Recorded(), function()
+    def __call__(self, function: Any) -> tuple[Graph, Any]:
+        """Run a function; what a graph would hold has run."""
+        return lambda: None, function()
 
 
 def alike(subject: Subject) -> list[MicroBatch]:

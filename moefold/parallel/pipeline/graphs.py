@@ -75,7 +75,7 @@ class RecordedStep:
             new.overflow[:] = old.overflow
         for old, new in zip(self.factors, factors, strict=True):
             old.copy_(new)
-        self.graph.replay()
+        self.graph()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         for bucket, whole, summed_L in self.sums:
@@ -91,9 +91,7 @@ class StepGraphs:
         record: makes recorders.
     """
 
-    def __init__(
-        self, data: ShardedState, record: Callable[[], GraphRecorder] = CudaGraphs
-    ) -> None:
+    def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
         self._data, self._record, self._shapes = data, record, Shapes()
         self.recorded: dict[Hashable, RecordedStep] = {}
 

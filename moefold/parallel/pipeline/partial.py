@@ -92,7 +92,7 @@ class GraphedPass:
             held.take(values)
             waiting += held.waiting
             forms[at] = held.form
-        held.graph.replay()
+        held.graph()
         left = held.static_outputs
         return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in left)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import product
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,23 +23,11 @@ WARM = 3
 SHAPES = 8
 """Shapes that are recorded at most, each with memory of its own for what it leaves; others run as
 they are."""
-Left = TypeVar("Left")
-
-
-class Graph(Protocol):
-    """What was recorded."""
-
-    def replay(self) -> None:
-        """Run it, on the tensors of the run that was recorded."""
-        ...
-
-
-class GraphRecorder(Protocol):
-    """Records a function's launches; graphs of one recorder share memory, in the order recorded."""
-
-    def __call__(self, function: Callable[[], Left], /) -> tuple[Graph, Left]:
-        """Return the graph, and what its replay will have left where the function left it."""
-        ...
+Graph = Callable[[], None]
+"""Runs what was recorded, on the tensors of the run that was recorded."""
+GraphRecorder = Callable[[Callable[[], Any]], tuple[Graph, Any]]
+"""Records a function's launches: the graph, and what its replay will have left where the function
+left it. Graphs of one recorder share memory, in the order recorded."""
 
 
 class CudaGraphs:
@@ -48,7 +36,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, function: Callable[[], Left]) -> tuple[Graph, Left]:
+    def __call__(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
         """Record one.
 
         Raises:
@@ -64,7 +52,7 @@ class CudaGraphs:
                 f"layout.graphs: this cannot be a CUDA graph: {error}. Use graphs: none"
             ) from error
         self._pool = graph.pool()
-        return graph, left
+        return graph.replay, left
 
 
 class Shapes:
