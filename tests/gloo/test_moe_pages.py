@@ -19,7 +19,7 @@ from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import executor
-from moefold.parallel.pipeline.pages import pages_of
+from moefold.parallel.pipeline.executor import pages_of
 from moefold.training.step import gradients
 from tests.cpu.small import relative
 from tests.gloo.harness import run_ranks

@@ -16,14 +16,19 @@ from torch import Tensor
 
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.flow import Flow
+from moefold.layers.stash import Pages
 from moefold.layers.unshard import UnshardHooks
+from moefold.model.config import Block
+from moefold.moe.dispatch.config import FixedRoom
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
-from moefold.parallel.pipeline.pages import pages_of
 from moefold.parallel.pipeline.partial import GraphedPass, PartGraphs
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
-from moefold.schedule.table import Action, ActionResult, Step, actions_of
+from moefold.planner.case import Keeping, offloaded, recomputed
+from moefold.planner.memory_pages import ChunkBlocks, pages
+from moefold.schedule.table import Action, ActionResult, Line, Step, actions_of
+from moefold.spec.layer import Shape
 
 
 class Factors(NamedTuple):
@@ -213,3 +218,23 @@ def run_step(
 ) -> StepResult:
     """Run this rank's line of a step; arguments as :class:`Executor` takes them."""
     return Executor(placed, flows, factors, loss, graphs).run()
+
+
+def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
+    """Return the pages of a step, by bytes of a row, of micro-batches of so many rows here."""
+    layout, decoder, sizes = placed.layout, placed.model.record, placed.layout.split
+    assert isinstance(layout.dispatch, FixedRoom)
+    width = placed.model.recipe.dtype.itemsize
+    room = layout.dispatch.arriving(sizes)
+    shape = Shape(
+        decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
+    )
+    keeping = Keeping(recompute=recomputed(layout.recompute), **offloaded(layout.offload))
+
+    def blocks(numbers: tuple[str, ...]) -> list[Block]:
+        return [decoder.blocks[int(number)] for number in numbers]
+
+    chunks = [
+        ChunkBlocks(blocks(one.layers), blocks(one.ahead), one.scores) for one in placed.chunks
+    ]
+    return Pages(*pages(chunks, shape, keeping, line))
