@@ -32,15 +32,18 @@ from moefold.moe.config import Shared
 from moefold.moe.dispatch.config import DISPATCH, Clones, FixedRoom, Foreign
 from moefold.optim.config import OPTIMIZER, AdamW, QkClip
 from moefold.parallel.config import Layout, StatePlacement
-from moefold.proof.attentions import GQA, MLA, UNCOMMON, WINDOWED
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.shrink import shrink, small_optimizer
 from moefold.proof.subjects import (
     BIASED,
     DENSE,
+    GQA,
     LATER,
+    MLA,
     SHARED,
     SUBJECTS,
+    UNCOMMON,
+    WINDOWED,
     decoder,
     moe,
     router_kinds,

@@ -22,8 +22,7 @@ from moefold.model.generate import NextLogits, generate
 from moefold.model.init import initialise
 from moefold.model.rows import Continued
 from moefold.moe.config import Capacity, Router
-from moefold.proof.attentions import GQA, MHA, MLA
-from moefold.proof.subjects import DENSE, SHARED, SUBJECTS, decoder, moe
+from moefold.proof.subjects import DENSE, GQA, MHA, MLA, SHARED, SUBJECTS, decoder, moe
 
 aten = torch.ops.aten
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2], [7, 7], [7, 7])

@@ -20,8 +20,7 @@ from moefold.optim.config import AdamW, QkClip
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.proof.attentions import GQA
-from moefold.proof.subjects import DENSE, decoder
+from moefold.proof.subjects import DENSE, GQA, decoder
 from moefold.spec.decoder import clip_violations
 from tests.cpu.routing import flow_of, rows_of
 

@@ -11,12 +11,11 @@ from moefold.moe.config import Aux, Bias, Moe, Z
 from moefold.moe.config import Router as RouterRecord
 from moefold.parallel.config import Layout
 from moefold.proof import rank_run
-from moefold.proof.attentions import GQA
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import degenerate, zero
 from moefold.proof.pool import draw
 from moefold.proof.rank_run import run_rank
-from moefold.proof.subjects import DEEPSEEK, decoder, moe, subject
+from moefold.proof.subjects import DEEPSEEK, GQA, decoder, moe, subject
 
 ONE_OF_EIGHT = RouterRecord(experts=8, top_k=1, renormalise=False)
 ONE = RouterRecord(experts=1, top_k=1, renormalise=False)

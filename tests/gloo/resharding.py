@@ -34,11 +34,10 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.proof.attentions import MLA, WINDOWED
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.rank_run import fill, micro_batches
 from moefold.proof.shrink import small_optimizer
-from moefold.proof.subjects import BIASED, DENSE, SHARED, decoder
+from moefold.proof.subjects import BIASED, DENSE, MLA, SHARED, WINDOWED, decoder
 from moefold.training.state import Progress, contents, held_by, restore
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import bits, quick_folder

@@ -14,7 +14,6 @@ from moefold.mesh.config import ORDERS
 from moefold.model.config import patterns
 from moefold.moe.dispatch.config import Clones
 from moefold.parallel.config import Layout, StatePlacement
-from moefold.proof.attentions import GQA, MLA
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.matrix import matrix
 from moefold.proof.negative_controls import control, cover, faults_of, halves
@@ -23,6 +22,8 @@ from moefold.proof.rank_run import InjectedFault
 from moefold.proof.subjects import (
     BIASED,
     DENSE,
+    GQA,
+    MLA,
     SUBJECTS,
     decoder,
     router_kinds,

@@ -19,10 +19,9 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.kinds.dense import Dense
 from moefold.moe.config import Shared
 from moefold.parallel.config import Layout
-from moefold.proof.attentions import GQA
 from moefold.proof.case import ProofCase, enough
 from moefold.proof.matrix import few_bits
-from moefold.proof.subjects import SUBJECTS, decoder, moe, subject
+from moefold.proof.subjects import GQA, SUBJECTS, decoder, moe, subject
 from moefold.proof.verify import BOUND, prove
 from tests.plants.__main__ import copy_project
 from tests.plants.quantise import PLANTS
