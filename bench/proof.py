@@ -30,7 +30,7 @@ from proof_selection import selection
 from moefold.proof.case import ProofCase
 from moefold.proof.matrix import matrix
 from moefold.proof.negative_controls import Control, control, cover, faults_of
-from moefold.proof.verify import BOUND, LayoutVerdict, Proof, prove, prove_low_precision
+from moefold.proof.verify import LayoutVerdict, Proof, prove, prove_low_precision
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -142,7 +142,7 @@ def run_controls() -> dict[str, Any]:
         rows.append({"broken": words, "in": case, "noticed": found.noticed, "by": said})
         path.write_text(json.dumps(facts(), indent=1) + "\n")
 
-    control(planned, BOUND, told)
+    control(planned, told)
     return facts()
 
 

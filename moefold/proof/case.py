@@ -1,6 +1,6 @@
 """What a proof runs: a small model on some rows, one layout of it, and how many ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -18,6 +18,13 @@ from moefold.training.losses.config import CrossEntropy, LossRecord
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
 """Micro-batches of a step, tried first, so that many layouts share one reference."""
+BOUND = 1e-10
+"""Largest relative error in fp64."""
+IN_A_BLOCK, AT_THE_END = 13, 3
+"""Operations one after another: norm, projection, rotation, scores, softmax, values, projection,
+sum, norm, projection, gate, projection, sum; and norm, head, loss."""
+ROUNDING: Mapping[Precision, float] = {"fp32": 8 * 2.0**-23, "bf16": 4 * 2.0**-7}
+"""Bound of an error in a narrow format, before any operation."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,20 @@ class ProofCase:
     def folding(self) -> Folding:
         """The layout's sizes laid over the ranks."""
         return Folding(self.layout.split, self.world, self.layout.order)
+
+    @property
+    def bound(self) -> float:
+        """The largest relative error that the number format explains: ``c * 1.03^depth * eps``.
+
+        *Depth* is the operations that a gradient has behind it, forward and backward; c is 8 in
+        fp32, whose sums processors of different vector width add up in another order, and 4 in
+        bf16.
+        """
+        rounding = ROUNDING.get(self.precision or "fp64")
+        if rounding is None:
+            return BOUND
+        operations = IN_A_BLOCK * len(self.subject.decoder.blocks) + AT_THE_END
+        return rounding * 1.03 ** (2 * operations)
 
     def refused(self) -> Iterator[str]:
         """Yield, in words, what makes the case illegal; nothing where it can run."""

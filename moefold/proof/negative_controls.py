@@ -73,7 +73,6 @@ def halves(site: Site) -> bool:
 
 def control(
     planned: Sequence[tuple[ProofCase, InjectedFault]],
-    bound: float,
     told: Callable[[Control], None] | None = None,
 ) -> list[Control]:
     """Run cases with their faults and return what the proof said of each.
@@ -86,7 +85,7 @@ def control(
         def tell(at: int, outcome: Outcome) -> None:
             number = numbers[at]
             case, broken = planned[number]
-            found[number] = Control(case.name, broken, *_noticed(broken, outcome, bound))
+            found[number] = Control(case.name, broken, *_noticed(broken, outcome, case.bound))
             if told is not None and (whole or found[number].noticed):
                 told(found[number])
 

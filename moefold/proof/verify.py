@@ -19,7 +19,7 @@ from moefold.mesh.legality import size_violations
 from moefold.model.config import Decoder, patterns
 from moefold.parallel.config import Layout
 from moefold.planner.memory_chunk import activation_width
-from moefold.proof.case import ProofCase, Subject, enough
+from moefold.proof.case import BOUND, ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
 from moefold.proof.negative_controls import Control, control, cover, faults_of
 from moefold.proof.pool import run_cases
@@ -30,18 +30,12 @@ from moefold.spec.layer import Shape, described
 from moefold.spec.quantised import cut_violations
 from moefold.training.machine import settled
 
-BOUND = 1e-10
-"""Largest relative error in fp64."""
 SPREAD = 10
 """Largest error in a run's own format, in units of what shuffled sums differ by."""
 SHUFFLED = (1, 2)
 """Seeds of the one-rank runs that show what sums in other orders differ by."""
-IN_A_BLOCK, AT_THE_END = 13, 3
-"""Operations one after another: norm, projection, rotation, scores, softmax, values, projection,
-sum, norm, projection, gate, projection, sum; and norm, head, loss."""
-FACTOR: Mapping[Precision, int] = {"fp32": 8, "bf16": 4}
-"""Factor of the bound on errors in narrow formats."""
 EXACT = {"replicas": 0.0, "counts": 0.0}
+"""Bounds in a narrow format beside the case's."""
 ALIGNMENT = 16
 """Bytes that divide a row which the grouped product takes."""
 
@@ -151,24 +145,15 @@ def _layout(run: Run, sizes: str) -> Layout:
     return asked
 
 
-def prove(
-    cases: Sequence[ProofCase],
-    told: Told | None = None,
-    bound: Callable[[ProofCase], float] = lambda case: BOUND,
-    bounds: Mapping[str, float] | None = None,
-) -> Proof:
-    """Run cases against one rank in fp64; ``bounds`` names quantities with a bound of their own."""
+def prove(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
+    """Run cases against one rank in fp64."""
     found: dict[int, LayoutVerdict] = {}
 
     def tell(number: int, outcome: Outcome) -> None:
         case = cases[number]
-        found[number] = LayoutVerdict(
-            **vars(outcome),
-            layout=case.name,
-            world=case.world,
-            bound=bound(case),
-            bounds=bounds or {},
-        )
+        bounds = EXACT if case.precision else {}
+        named = {"layout": case.name, "world": case.world, "bound": case.bound}
+        found[number] = LayoutVerdict(**vars(outcome), **named, bounds=bounds)
         if told is not None:
             told(found[number])
 
@@ -181,7 +166,7 @@ def controls_of(
 ) -> list[Control]:
     """Break every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    return control(faults_of(cover(recorded)), BOUND, told)
+    return control(faults_of(cover(recorded)), told)
 
 
 def within_spread(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
@@ -222,20 +207,7 @@ def prove_low_precision(
     A rounding may change which experts a token takes, and then everything. So tokens go to all
     experts here, nothing is dropped, and values are of a size that magnifies little.
     """
-    narrow = [low_precision_case(case, precision, experts) for case in cases]
-    return prove(narrow, told, rounding, EXACT)
-
-
-def rounding(case: ProofCase) -> float:
-    """Return the largest error that the number format of a case explains: ``c * 1.03^depth * eps``.
-
-    *Depth* is the operations that a gradient has behind it, forward and backward; c is 8 in fp32,
-    whose sums processors of different vector width add up in another order, and 4 in bf16.
-    """
-    assert case.precision is not None
-    operations = IN_A_BLOCK * len(case.subject.decoder.blocks) + AT_THE_END
-    eps = torch.finfo(DTYPES[case.precision]).eps
-    return FACTOR[case.precision] * 1.03 ** (2 * operations) * eps
+    return prove([low_precision_case(case, precision, experts) for case in cases], told)
 
 
 def low_precision_case(

@@ -13,10 +13,9 @@ from moefold.mesh.folding import Folding
 from moefold.model.init import initialise
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.config import Layout
-from moefold.proof.case import ProofCase, enough
+from moefold.proof.case import BOUND, ProofCase, enough
 from moefold.proof.pool import run_cases
 from moefold.proof.subjects import SUBJECTS
-from moefold.proof.verify import BOUND
 from tests.gloo.harness import run_ranks
 
 

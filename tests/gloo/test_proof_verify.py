@@ -14,7 +14,7 @@ from moefold.mesh.config import ORDERS
 from moefold.model.config import patterns
 from moefold.moe.dispatch.config import Clones
 from moefold.parallel.config import Layout, StatePlacement
-from moefold.proof.case import ProofCase, Subject, enough
+from moefold.proof.case import BOUND, ProofCase, Subject, enough
 from moefold.proof.matrix import matrix
 from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
@@ -30,7 +30,7 @@ from moefold.proof.subjects import (
     subject,
     terms,
 )
-from moefold.proof.verify import BOUND, low_precision_case, prove, prove_low_precision
+from moefold.proof.verify import low_precision_case, prove, prove_low_precision
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged
 
@@ -115,12 +115,15 @@ FROZEN = "centred without layer 0: tp2 ep2 on 2"
 def test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does() -> None:
     cases = few()
     assert len({block for c in cases for block in c.subject.decoder.blocks}) > 50
-    proof = prove(
-        cases, bound=lambda c: BOUND * (1 if len(c.subject.decoder.blocks) < MANY else 10)
-    )
+    proof = prove(cases)
+    growth = [1 if len(made.subject.decoder.blocks) < MANY else 10 for made in cases]
+    verdicts = [
+        replace(verdict, bound=BOUND * times)
+        for verdict, times in zip(proof.verdicts, growth, strict=True)
+    ]
     failed = {
         verdict.layout: (verdict.problems, verdict.worst)
-        for verdict in proof.verdicts
+        for verdict in verdicts
         if not verdict.passed
     }
     assert not failed
@@ -145,7 +148,7 @@ SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weig
 def test_one_gradient_scaled_by_a_hundred_millionth_is_named_on_each_axis() -> None:
     """Parameters take turns."""
     faults = [InjectedFault(parameter=name, factor=SCALE) for name in SCALED]
-    found = control(list(zip(AXES.values(), cycle(faults), strict=False)), BOUND)
+    found = control(list(zip(AXES.values(), cycle(faults), strict=False)))
     assert len(found) == len(AXES)
     assert not [(c.case, c.broken.words, c.said) for c in found if not c.noticed]
 
@@ -161,7 +164,7 @@ def test_each_exchange_of_a_folded_layout_is_needed() -> None:
     planned = faults_of([(cases[0], sites)])
     # Gradients are halved here; `moefold verify --controls` takes them away altogether too.
     planned = [(c, b) for c, b in planned if b.how == "half" or not halves(b.site)]  # type: ignore[arg-type]
-    found = control(planned, BOUND)
+    found = control(planned)
     assert len(found) > 20
     assert not [c.broken.words for c in found if not c.noticed]
 
@@ -177,7 +180,7 @@ def test_few_cases_cover_every_call_site_at_each_number_of_ranks() -> None:
 def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
     """Without this, a control that never ran would look like one that was noticed."""
     nowhere = InjectedFault(site=Site("no such module", "all_reduce", "tp"))
-    found = control([(AXES["tp"], nowhere)], BOUND)
+    found = control([(AXES["tp"], nowhere)])
     assert [c.noticed for c in found] == [False]
 
 

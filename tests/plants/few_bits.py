@@ -19,10 +19,10 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.kinds.dense import Dense
 from moefold.moe.config import Shared
 from moefold.parallel.config import Layout
-from moefold.proof.case import ProofCase, enough
+from moefold.proof.case import BOUND, ProofCase, enough
 from moefold.proof.matrix import few_bits
 from moefold.proof.subjects import GQA, SUBJECTS, decoder, moe, subject
-from moefold.proof.verify import BOUND, prove
+from moefold.proof.verify import prove
 from tests.plants.__main__ import copy_project
 from tests.plants.quantise import PLANTS
 
