@@ -72,6 +72,11 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
         yield record(**required)
 
 
+def dispatches() -> list[Record]:
+    """Return every dispatcher that needs no GPU, with room that is enough."""
+    return [one for one in kinds(DISPATCH, max_rows=ROOM) if not isinstance(one, Foreign)]
+
+
 Rule = Callable[[], Iterator[ProofCase]]
 RULES: dict[str, Rule] = {}
 
@@ -182,9 +187,7 @@ def orders() -> Iterator[ProofCase]:
 def dispatchers() -> Iterator[ProofCase]:
     """Every dispatcher that needs no GPU, dropless and with capacity, over folded groups."""
     layouts = [("ep2", 2), ("tp2 ep4", 4), ("ep2 etp2", 4), ("tp2 ep4 etp2", 8), ("cp2 ep8", 8)]
-    for record in kinds(DISPATCH, max_rows=ROOM):
-        if isinstance(record, Foreign):
-            continue
+    for record in dispatches():
         yield from _each(["gqa"], [*layouts, ("", 2)], dispatch=record)
         yield from _each(["capacity", "idle experts"], [("tp2 ep4", 8)], dispatch=record)
         yield from _each(["idle ranks"], [("ep4", 4)], dispatch=record)
@@ -195,11 +198,10 @@ def clones() -> Iterator[ProofCase]:
     """Clones of hot experts by every dispatcher that needs no GPU, and in every schedule."""
     made = Clones(slots=2)
     layouts = [("ep2", 2), ("tp2 ep4", 4), ("ep2 etp2", 4), ("cp2 ep4", 8)]
-    for record in kinds(DISPATCH, max_rows=ROOM):
-        if not isinstance(record, Foreign):
-            yield from _each(["gqa"], layouts, dispatch=record, clones=made)
-            names = ["capacity", "idle ranks", "formed"]
-            yield from _each(names, [("ep4", 4)], dispatch=record, clones=made)
+    for record in dispatches():
+        yield from _each(["gqa"], layouts, dispatch=record, clones=made)
+        names = ["capacity", "idle ranks", "formed"]
+        yield from _each(names, [("ep4", 4)], dispatch=record, clones=made)
     for schedule, zero in zip(kinds(SCHEDULE), (0, 1, 2, 3) * 3, strict=False):
         sizes = [("pp2 ep2", 4), ("pp2 vpp2 ep4", 8)]
         yield from _each(["deep", "mla"], sizes, schedule=schedule, zero=zero, clones=made)
@@ -297,9 +299,8 @@ def routers() -> Iterator[ProofCase]:
     for schedule, zero in zip(kinds(SCHEDULE), (1, 2, 3, 0) * 3, strict=False):
         layouts = [("pp2 ep2", 4), ("pp2 vpp2 ep2", 4)]
         yield from _each(latent, layouts, schedule=schedule, zero=zero)
-    for record in kinds(DISPATCH, max_rows=ROOM):
-        if not isinstance(record, Foreign):
-            yield from _each(latent, [("tp2 ep4", 4)], dispatch=record)
+    for record in dispatches():
+        yield from _each(latent, [("tp2 ep4", 4)], dispatch=record)
 
 
 @rule
@@ -351,12 +352,11 @@ def offloads() -> Iterator[ProofCase]:
     for some, (sizes, world) in product(sets, layouts):
         more = {"offload": away, "recompute": _again(sizes, *some)}
         yield from _each([latent], [(sizes, world)], **more)
-    for record in kinds(DISPATCH, max_rows=ROOM):
-        if isinstance(record, FixedRoom) and not isinstance(record, Foreign):
-            sizes = [("ep2", 2), ("tp2 ep4", 4), ("pp2 ep2", 4)]
-            for spill, of in enumerate((["gqa", "mla"], [deeper])):
-                pages = Offload(pages=OffloadToPages(page=8, load=4.0, spill=spill))
-                yield from _each(of, sizes, dispatch=record, offload=pages)
+    sizes = [("ep2", 2), ("tp2 ep4", 4), ("pp2 ep2", 4)]
+    for record in (one for one in dispatches() if isinstance(one, FixedRoom)):
+        for spill, of in enumerate((["gqa", "mla"], [deeper])):
+            pages = Offload(pages=OffloadToPages(page=8, load=4.0, spill=spill))
+            yield from _each(of, sizes, dispatch=record, offload=pages)
     inputs = Offload(host=OffloadToHost(modules=("block",)))
     for schedule in kinds(SCHEDULE):
         more = {"offload": inputs, "schedule": schedule, "recompute": Full()}
@@ -461,7 +461,7 @@ def precisions() -> Iterator[ProofCase]:
 
 def _dispatched(named: Sequence[tuple[str, Subject]], sizes: str) -> Iterator[ProofCase]:
     """Yield every way of sending rows over four ranks."""
-    for dispatch in kinds(DISPATCH, max_rows=ROOM):
+    for dispatch in dispatches():
         if isinstance(dispatch, FixedRoom):
             dispatch = dispatch.model_copy(update={"on_overflow": "stop"})
         yield from _each(named, [(sizes, 4)], dispatch=dispatch)
