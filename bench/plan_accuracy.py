@@ -22,7 +22,6 @@ from typing import Any
 
 from planning.ablations import ABLATIONS, effect, right
 from planning.fit import constants_with, fit, save, stacks_of
-from planning.memory import memory_of
 from planning.rows import FILE, Row, read
 from planning.score import (
     constant,
@@ -37,7 +36,9 @@ from planning.score import (
     twin,
 )
 
+from moefold.planner.case import Case
 from moefold.planner.curves import Constants, constants
+from moefold.planner.memory import totals
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
 TARGETS = {
@@ -106,6 +107,15 @@ def baselines(rows: Sequence[Row], known: Sequence[Row]) -> dict[str, dict[str, 
         kept = [(row, rate) for row, rate in pairs if rate is not None]
         found[name] = summary(errors([row for row, _ in kept], [rate for _, rate in kept]))
     return found
+
+
+def memory_of(case: Case) -> tuple[float | None, bool | None]:
+    """Return decimal GB of the fullest rank and whether they fit; nothing for unplanned kinds."""
+    try:
+        needed = max(totals(case))
+    except ValueError:
+        return None, None
+    return round(needed / 1e9, 2), needed <= case.cluster.device.memory_bytes
 
 
 def fits(rows: Sequence[Row]) -> dict[str, Any]:

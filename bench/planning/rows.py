@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from planning import defaults
-from planning.flops import gflop_per_token
 from planning.numbers import numbers
 
 from moefold.mesh.config import Sizes
@@ -27,6 +26,7 @@ from moefold.model.config import Decoder, MultiToken
 from moefold.planner.case import Case, Keeping, Overlaps, Software
 from moefold.planner.hardware import cluster
 from moefold.planner.published import Undescribed, model
+from moefold.planner.time import flops
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import with_multi_token
 
@@ -256,7 +256,7 @@ def _gflop_per_token(raw: dict[str, Any], case: Case) -> float:
     """Return what the source counts per token: as it implies, else by the model's own count."""
     if raw.get("gflop_per_token_implied"):
         return raw["gflop_per_token_implied"]
-    return gflop_per_token(case)
+    return flops(case) / (case.batch * case.seq) / 1e9
 
 
 def _seconds(raw: dict[str, Any], case: Case, counted: float) -> float:
