@@ -1,12 +1,11 @@
-"""What must hold of every table, whoever wrote it."""
+"""What must hold of every table, whoever wrote it; its sends and receives, written out."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import Literal, NamedTuple, get_args
 
 from moefold.schedule.simulate import Deadlock, Timeline, topological_steps
-from moefold.schedule.table import Action, Kind, Pair, Step, Table, actions_of
-from tests.schedule_transfers import channels
+from moefold.schedule.table import Action, ActionResult, Kind, Pair, Step, Table, actions_of
 
 _EARLIER: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
 
@@ -109,3 +108,58 @@ def _channels(table: Table) -> list[str]:
         for one, other, what in sorted({*sent, *received})
         if sent.get((one, other, what)) != received.get((one, other, what))
     ]
+
+
+# Transfers, derived from a table
+
+
+class Transfer(NamedTuple):
+    """One tensor that crosses between two ranks, seen from one of them."""
+
+    way: Literal["send", "receive"]
+    result: ActionResult
+    peer: int
+
+
+Channel = tuple[int, int, str]
+"""Sending rank, receiving rank, and which of outputs and gradients it carries."""
+Crossing = dict[Channel, list[ActionResult]]
+
+
+def with_transfers(table: Table) -> tuple[tuple[Step | Transfer, ...], ...]:
+    """Return each rank's steps with receives just before and sends just after what they serve.
+
+    Chunks on the same rank hand over directly, without a transfer.
+    """
+    return tuple(
+        tuple(part for step in line for part in _dressed(table, rank, step))
+        for rank, line in enumerate(table.lines)
+    )
+
+
+def _dressed(table: Table, rank: int, step: Step) -> Iterator[Step | Transfer]:
+    actions = actions_of(step)
+    for action in actions:
+        for need in table.needs(rank, action):
+            source = table.home(need.stage)
+            if source != rank:
+                yield Transfer("receive", need, source)
+    yield step
+    for action in actions:
+        given = table.gives(rank, action)
+        reader = None if given is None else table.reader(given)
+        if given is not None and reader is not None and reader != rank:
+            yield Transfer("send", given, reader)
+
+
+def channels(table: Table) -> tuple[Crossing, Crossing]:
+    """Return what is sent and what is received on each channel, in the order of that end."""
+    sent: Crossing = {}
+    received: Crossing = {}
+    for rank, line in enumerate(with_transfers(table)):
+        for part in line:
+            if isinstance(part, Transfer) and part.way == "send":
+                sent.setdefault((rank, part.peer, part.result.what), []).append(part.result)
+            elif isinstance(part, Transfer):
+                received.setdefault((part.peer, rank, part.result.what), []).append(part.result)
+    return sent, received

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from moefold.schedule.config import Grouped, Interleaved, Merged, OneFOneB, Schedule, tabulate
 from moefold.schedule.table import Action, Pair, Table
-from tests.schedule_checker import peak_in_flight, problems
-from tests.schedule_transfers import Transfer, with_transfers
+from tests.schedule_checker import Transfer, peak_in_flight, problems, with_transfers
 from tests.schedules import KINDS, Sizes, legal_sizes, mended, schedule
 
 

@@ -20,7 +20,7 @@ from moefold.planner.case import Case
 from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import shape_of
 from moefold.spec.layer import INDEX, STATISTIC, Shape
-from tests.schedule_transfers import Transfer, with_transfers
+from tests.schedule_checker import Transfer, with_transfers
 from tests.traffic.amaxes import amaxes
 from tests.traffic.calls import (
     BACKWARD,
