@@ -77,8 +77,10 @@ def control(
 ) -> list[Control]:
     """Run cases with their faults and return what the proof said of each.
 
-    One step is enough to notice most; the updates are made where it is not.
+    One step is enough to notice most; the updates are made where it is not. What a run computes in
+    its own format is broken in fp64: there no rounding passes for a break.
     """
+    planned = [(_in_fp64(case), fault) for case, fault in planned]
     found: dict[int, Control] = {}
 
     def attempt(numbers: Sequence[int], whole: bool) -> None:
@@ -100,6 +102,12 @@ def control(
     if left:
         attempt(left, whole=True)
     return [found[number] for number in range(len(planned))]
+
+
+def _in_fp64(case: ProofCase) -> ProofCase:
+    return (
+        case if case.precision else replace(case, subject=replace(case.subject, precision="fp64"))
+    )
 
 
 def _noticed(broken: InjectedFault, outcome: Outcome, bound: float) -> tuple[bool, str]:

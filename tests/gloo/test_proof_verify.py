@@ -178,10 +178,14 @@ def test_few_cases_cover_every_call_site_at_each_number_of_ranks() -> None:
 
 
 def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
-    """Without this, a control that never ran would look like one that was noticed."""
+    """Without this, a control that never ran would look like one that was noticed.
+
+    Nor is it noticed by the roundings of a run that is proved in its own format.
+    """
     nowhere = InjectedFault(site=Site("no such module", "all_reduce", "tp"))
-    found = control([(AXES["tp"], nowhere)])
-    assert [c.noticed for c in found] == [False]
+    as_run = replace(AXES["tp"], subject=replace(AXES["tp"].subject, precision="fp32"))
+    found = control([(AXES["tp"], nowhere), (as_run, nowhere)])
+    assert [c.noticed for c in found] == [False, False]
 
 
 def test_a_case_that_fails_is_named_and_the_others_still_run() -> None:
