@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class StateOffload:
         home: where what lies elsewhere is updated.
         pool: the host's memory for what left; bytes are counted there.
         file: the file where things lie on disk.
+        begin: begins a copy of what is there when it is begun.
 
     Raises:
         OffloadError: where the folder takes no file.
@@ -57,7 +59,7 @@ class StateOffload:
         self.record, self.device = record, device
         self.by_host = record.step == "host"
         self.home = torch.device("cpu") if self.by_host else device
-        self.pool, self._copies = HostPool(device), Copies(device)
+        self.pool, self.begin = HostPool(device), Copies(device).begin
         assert record.at == "host" or record.folder is not None
         self.file = DiskFile(record.folder, rank) if record.folder else None
         self._slots: dict[int, tuple[Tensor, OffloadSlot | None]] = {}
@@ -105,10 +107,6 @@ class StateOffload:
                 tensor.untyped_storage().resize_(0)
 
         return wait
-
-    def begin(self, copy: Callable[[], object]) -> Future[object]:
-        """Begin a copy of what is there when it is begun."""
-        return self._copies.begin(copy)
 
     def lying(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, or of a part of it, where they lie, to look at and change.
@@ -204,7 +202,7 @@ class OffloadedOptimizer(Optimizer):
         there = offload.come(part.tensors)
         if not (offload.by_host and part.buckets):
             return there
-        passing, copies = dict[str, Tensor](), list[Future[object]]()
+        passing, copies = dict[str, Tensor](), list[Future[Any]]()
         for name in part.optimizer.params:
             grad = self.params[name].grad
             assert grad is not None
@@ -255,7 +253,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _wait(under_way: Sequence[Future[object]]) -> None:
+def _wait(under_way: Sequence[Future[Any]]) -> None:
     for copy in under_way:
         copy.result()
 
