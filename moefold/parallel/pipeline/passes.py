@@ -74,7 +74,9 @@ class ChunkPass:
             return [one, *([LaneTask(self._end)] if chunk.scores else [])]
         tasks: list[LaneTask] = []
         if chunk.embeds:
-            tasks += self._alone(lambda: (self._model.start(self._flow),))
+            start = Subgraph(lambda: (self._model.start(self._flow),))
+            self._back.append([LaneTask(start.backward)])
+            tasks.append(LaneTask(start.forward))
         elif self._graphs is not None:
             self._back.append([LaneTask(_copied)])
         for at, number in enumerate(chunk.layers):
@@ -136,12 +138,6 @@ class ChunkPass:
         shares, gradients = zip(*pairs, strict=True)
         self.summed = shares[0] if len(shares) == 1 else torch.cat([s.view(-1) for s in shares])
         return gradients
-
-    def _alone(self, function: Callable[..., tuple[Tensor, ...]]) -> list[LaneTask]:
-        """Return the task of one part that exchanges nothing."""
-        part = Subgraph(function)
-        self._back.append([LaneTask(part.backward)])
-        return [LaneTask(part.forward)]
 
     def _block(self, number: str, place: tuple[int, int]) -> list[LaneTask]:
         """Return the tasks of one layer; the last one also notes its router terms."""
