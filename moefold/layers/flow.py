@@ -129,6 +129,14 @@ class Flow:
         rows, piece = self.ahead[later - 1]
         return replace(self, rows=rows, piece=piece)
 
+    def with_rows(self, change: Callable[[MicroBatch], MicroBatch]) -> "Flow":
+        """Return the pass with all its rows changed, those of later tokens too."""
+        (rows, piece), *ahead = (
+            (change(rows), piece and change(piece))
+            for rows, piece in ((self.rows, self.piece), *self.ahead)
+        )
+        return replace(self, rows=rows, piece=piece, ahead=tuple(ahead))
+
     def chunked(self, length: int) -> "Flow":
         """Return the pass of attention in which segments end at every ``length`` rows too."""
         cut = (

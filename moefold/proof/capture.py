@@ -155,20 +155,14 @@ def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
     with mode:
         data = ShardedState(placed)
 
-    def bare(rows: MicroBatch | None) -> MicroBatch | None:
-        named = (name for name in (*ROWS, "row_T") if getattr(rows, name, None) is not None)
-        return rows and replace(rows, **{n: mode.from_tensor(getattr(rows, n)) for n in named})
-
-    def ahead(flow: Flow) -> Any:
-        return tuple((bare(rows), bare(piece)) for rows, piece in flow.ahead)
+    def bare(rows: MicroBatch) -> MicroBatch:
+        named = (name for name in (*ROWS, "row_T") if getattr(rows, name) is not None)
+        return replace(rows, **{n: mode.from_tensor(getattr(rows, n)) for n in named})
 
     def run(
         placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> NoReturn:
-        flows = [
-            replace(one, rows=bare(one.rows), piece=bare(one.piece), ahead=ahead(one))
-            for one in flows
-        ]
+        flows = [one.with_rows(bare) for one in flows]
         factors = Factors(*map(mode.from_tensor, factors))
         ended = ""
         try:

@@ -111,9 +111,4 @@ def static_copy(flow: Flow) -> Flow:
         _ = found.cu_seqlens
         return found
 
-    def both(pair: tuple[MicroBatch, MicroBatch | None]) -> tuple[MicroBatch, MicroBatch | None]:
-        rows, piece = pair
-        return own(rows), piece and own(piece)
-
-    rows, piece = both((flow.rows, flow.piece))
-    return replace(flow, rows=rows, piece=piece, ahead=tuple(map(both, flow.ahead)))
+    return flow.with_rows(own)
