@@ -122,7 +122,11 @@ def compared(
             links[name], end = fresh.Pipe()
             given = (end, name, folder, ids_BS, shape, precision, threads)
             fresh.Process(target=be_stack, args=given, daemon=True).start()
-            said = links[name].recv()
+            end.close()
+            try:
+                said = links[name].recv()
+            except EOFError:
+                said = "its process ended"
             if isinstance(said, str):
                 cannot[name] = said
                 del links[name]
