@@ -309,12 +309,9 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
         if not tiles(stored.shape, [(part.at, part.shape) for part in stored.slices]):
             yield name, f"has slices that do not tile its shape {list(stored.shape)}"
     for shard, rows in zip(manifest.shards, spans(manifest), strict=True):
-        end = shard.header
-        for _, part in rows:
-            if part.span[0] != end:
-                break
-            end = part.span[1]
-        if end != shard.size or not 8 <= shard.header <= MAX_HEADER_BYTES + 8:
+        starts = [*(part.span[0] for _, part in rows), shard.size]
+        ends = [shard.header, *(part.span[1] for _, part in rows)]
+        if starts != ends or not 8 <= shard.header <= MAX_HEADER_BYTES + 8:
             yield None, f"does not account for every byte of {shard.file}, each once"
 
 

@@ -267,6 +267,15 @@ def test_a_shape_that_no_file_holds_takes_no_memory(tmp_path: Path) -> None:
         load(path)
 
 
+def test_two_tensors_do_not_lie_in_the_same_bytes(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"x": torch.ones(3)}, {})
+    found = manifest.read(path)
+    update = {"tensors": {"x": found.tensors["x"], "y": found.tensors["x"]}}
+    (path / manifest.FILE).write_bytes(manifest.dump(found.model_copy(update=update)))
+    with pytest.raises(DamagedError, match="each once"):
+        load(path)
+
+
 def test_huge_manifests_are_not_read(tmp_path: Path) -> None:
     path = tiny(tmp_path)
     os.truncate(path / manifest.FILE, manifest.MAX_BYTES + 1)
