@@ -32,6 +32,14 @@ PLANTS = (
         "dw = None",
     ),
     Plant(
+        "b14",
+        "copies for no bucket stand where lanes beyond the buckets have counted them",
+        "tests/triton/test_routing.py::test_b14_copies_stand_as_a_stable_sort_puts_them",
+        "kernels/routing/fused.py",
+        "number * chunk - tl.sum(tl.where(lane < buckets, before, 0), 0)",
+        "number * chunk - tl.sum(before, 0)",
+    ),
+    Plant(
         "b44",
         "the library's weight gradient is rounded before it is added",
         GROUPED + "test_b44_a_sum_over_many_rows_keeps_what_bf16_would_lose",

@@ -51,13 +51,13 @@ def test_b44_choices_are_those_of_the_plain_way(name: str, biased: bool) -> None
 
 
 def routed(tokens: int, top_k: int, buckets: int) -> Tensor:
-    """Return drawn buckets, a few of them "none"."""
+    """Return drawn buckets, of an odd number of tokens a few "none"."""
     g = torch.Generator().manual_seed(tokens)
     return torch.randint(buckets + tokens % 2, (tokens, top_k), generator=g)
 
 
 @pytest.mark.parametrize(
-    "sizes", [(37, 3, 8), (21, 8, 256), (1, 1, 1), (0, 2, 8), (300, 4, 60)], ids=str
+    "sizes", [(37, 3, 8), (21, 8, 256), (1, 1, 1), (0, 2, 8), (300, 4, 60), (301, 4, 6)], ids=str
 )
 def test_b14_copies_stand_as_a_stable_sort_puts_them(
     sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch

@@ -131,17 +131,18 @@ def _place(
     if number < 1:
         tl.store(offs + lane, ends, mask=lane < buckets)
     starts, real = ends - total, tl.sum(tl.where(lane < buckets, total, 0), 0)
+    # Copies for no bucket stand last; a lane beyond the buckets may have counted some.
+    nowhere = real + number * chunk - tl.sum(tl.where(lane < buckets, before, 0), 0)
     for first in range(0, chunk, PIECE):
         c = number.to(tl.int64) * chunk + first + p
         b = tl.load(bucket + c, mask=c < copies, other=-1)
         earlier = (b[:, None] == b[None, :]) & (p[None, :] < p[:, None])
         rank = tl.sum(earlier.to(tl.int32), 1)
         hit = b[:, None] == lane[None, :]
-        # Copies for no bucket stand last; before this piece are those that were not counted.
-        nowhere = real + number * chunk + first - tl.sum(before, 0)
         place = tl.sum(tl.where(hit, (starts + before)[None, :], 0), 1)
         place = (tl.where(b < buckets, place, nowhere) + rank).to(tl.int64)
         before += tl.sum(hit.to(tl.int32), 0)
+        nowhere += tl.sum((b == buckets).to(tl.int32), 0)
         inside = c < copies
         tl.store(row + c, tl.where(b < buckets, place, copies), mask=inside)
         tl.store(copy + place, c, mask=inside)
