@@ -65,15 +65,21 @@ def begin_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor
     if not tensors:
         hooks.pre_forward(unit)
         return ()
-    calls = partial(hooks.pre_forward, unit), partial(hooks.post_backward, unit)
-    return _Border.apply(*calls, *tensors)  # type: ignore[return-value]
+    return _border(hooks.pre_forward, hooks.post_backward, unit, tensors)
 
 
 def end_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """End a unit; returns its outputs."""
     if hooks is RESIDENT:
         return tensors
-    calls = partial(hooks.post_forward, unit), partial(hooks.pre_backward, unit)
+    return _border(hooks.post_forward, hooks.pre_backward, unit, tensors)
+
+
+def _border(
+    now: Callable[[str], None], back: Callable[[str], None], unit: str, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    calls = partial(now, unit), partial(back, unit)
+    # torch's stubs have it return a tensor or None; it returns what forward does.
     return _Border.apply(*calls, *tensors)  # type: ignore[return-value]
 
 

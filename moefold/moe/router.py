@@ -92,7 +92,12 @@ class RoutingContext:
         return values_TX[: self.rows.n_valid]
 
     def gather(self, rows_TX: Tensor) -> Tensor:
-        """Return the rows of all ranks that share the micro-batch; all of them have to ask."""
+        """Return the rows of all ranks that share the micro-batch; all of them have to ask.
+
+        On one rank it is what was given, and no copy.
+        """
+        if self.ranks.size == 1:
+            return rows_TX
         return gather(rows_TX, self.ranks).flatten(0, 1)
 
     def own(self, gathered_TX: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
 class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
     """Sizes of an AFMoE; full layers have no positions."""
 
+    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     full_turn = False
 

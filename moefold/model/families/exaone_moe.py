@@ -14,6 +14,7 @@ from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
 class ExaoneMoeShape(WindowSizes, SharedSizes, DenseListed):
     """Sizes of a K-EXAONE; full layers have no positions."""
 
+    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     full_turn = False
 

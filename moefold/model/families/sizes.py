@@ -378,6 +378,7 @@ class AnySharedSizes(FamilySizes):
 class DenseTurnSizes(WindowSizes, AnySharedSizes, DenseListed):
     """Sizes of a family whose full layers have no positions, unless they are dense."""
 
+    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     dense_turn: bool = True
     """Whether dense layers have positions whatever they see."""
