@@ -4,10 +4,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -115,6 +116,30 @@ class RankZeroRunner:
         finally:
             self._leads = leads
         return told_by_first({"answer": answer()}, self._ranks)["answer"]
+
+
+class Led(Protocol):
+    """What has methods that its ranks carry out together."""
+
+    rank_zero: RankZeroRunner
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+L = TypeVar("L", bound=Led)
+
+
+def together(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
+    """Make a method one that all ranks carry out, also where a hook on rank 0 alone calls it.
+
+    What it is given must be small data that JSON can hold.
+    """
+
+    @wraps(method)
+    def called(self: L, *args: P.args, **how: P.kwargs) -> R:
+        return self.rank_zero.call(method, *args, **how)
+
+    return called
 
 
 @contextmanager

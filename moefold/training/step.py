@@ -15,13 +15,7 @@ from moefold.layers.flow import Flow
 from moefold.moe.balance import sum_counters
 from moefold.parallel.apply import flow_of
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.limits import (
-    check_even_rows,
-    enough_room,
-    missing_room,
-    no_room,
-    repeats,
-)
+from moefold.parallel.limits import check_even_rows, enough_room, missing_room, no_room, repeats
 from moefold.parallel.pipeline.executor import StepResult, run_step
 from moefold.training.figures import StepFigures, Totals, figures_of, totals_of
 from moefold.training.losses.base import CROSS_ENTROPY, Objective

@@ -5,14 +5,14 @@ What is not the step is a hook; the trainer knows none of them by name.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import cached_property, lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,7 +39,7 @@ from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
-from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals
+from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.local import LocalCopies
@@ -58,27 +58,10 @@ from moefold.training.step import StepFigures, gradients
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Interrupted(Exception):
     """The run was asked to stop; it saved before it did."""
-
-
-def together(
-    method: Callable[Concatenate["Trainer", P], R],
-) -> Callable[Concatenate["Trainer", P], R]:
-    """Make a method one that all ranks carry out, also where a hook on rank 0 alone calls it.
-
-    What it is given must be small data that JSON can hold.
-    """
-
-    @wraps(method)
-    def called(self: "Trainer", *args: P.args, **how: P.kwargs) -> R:
-        return self._rank_zero.call(method, *args, **how)
-
-    return called
 
 
 class Trainer:
@@ -131,7 +114,7 @@ class Trainer:
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
         self._stops: str | None = None
-        self._rank_zero = RankZeroRunner(world, self)
+        self.rank_zero = RankZeroRunner(world, self)
         self.parts = parts_from_outside(run)
         prepare_products(run, self.device)
         self.lock = FolderLock(self.folder, run.name)
@@ -166,7 +149,7 @@ class Trainer:
                 lines = notes(run)
                 if not (recalled := self._recall()):
                     lines = (*lines, *start_values(run, self.decoder, self.data, forks))
-                for line in lines if self._rank_zero.leader and not self.recovered else ():
+                for line in lines if self.rank_zero.leader and not self.recovered else ():
                     _log.warning("%s", line)
                 if not recalled:
                     self.resumed_from = self._resume()
@@ -265,7 +248,7 @@ class Trainer:
             try:
                 self._start()
                 self._keep()
-                self._stops = self._rank_zero.lead(lambda: None, lambda: self._asked)
+                self._stops = self.rank_zero.lead(lambda: None, lambda: self._asked)
                 while self.progress.step < self.last_step and self._stops is None:
                     metrics = self.step()
                 self.save()
@@ -294,11 +277,8 @@ class Trainer:
         self.place = place
         self.model.recipe.seed, self.model.recipe.step = run.seed, step
         given = self.loader.step(place) if batches is None else batches
-
-        def forward_backward() -> StepFigures:
-            stop, how = self._asked is not None, {"objective": self.objective}
-            return gradients(self.data, given, run.train.loss_chunk, stop, self.executor, **how)
-
+        how = run.train.loss_chunk, self._asked is not None, self.executor, self.objective
+        forward_backward = partial(gradients, self.data, given, *how)
         figures = forward_backward()
         if figures.stop and self._asked is None:
             self._asked = "another rank was asked to stop"
@@ -364,7 +344,7 @@ class Trainer:
             for hook in self.hooks:
                 getattr(hook, event)(self, *given)
 
-        self._stops = self._rank_zero.lead(tell, lambda: self._asked)
+        self._stops = self.rank_zero.lead(tell, lambda: self._asked)
 
     def _stop(self, error: BaseException | None) -> None:
         """Tell every hook that the run ends; one that fails keeps none of the others from it."""
@@ -381,8 +361,8 @@ class Trainer:
                     failed.append(caught)
 
         if error is None or isinstance(error, Interrupted):
-            self._rank_zero.lead(tell, lambda: None)
-        elif self._rank_zero.leader:
+            self.rank_zero.lead(tell, lambda: None)
+        elif self.rank_zero.leader:
             tell()  # Others may have failed too, or be gone: nobody is waited for.
         for caught in failed:
             if error is None:
