@@ -68,31 +68,35 @@ class Run(Record):
         try:
             violations = list(self.model.violations(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in violations)
-            if not violations:
-                yield from self._model_violations()
+            if not violations and (self.train.freeze or self.adapter or self.train.quantise):
+                yield from tuning_violations(self._described(), self.train.freeze, self.adapter)
+                yield from quantise_violations(self.decoder())
+                found = cut_violations(self.decoder(), self.layout, self.data.seq)
+                yield from (one.under("layout") for one in found)
+            if not violations and self.optim.qk_clip is not None:
+                found = clip_violations(self.decoder(), self.optim.qk_clip)
+                yield from (one.under("optim") for one in found)
+            if not violations and self.optim.group:
+                cut = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
+                yield from (one.under("layout") for one in cut)
+            yield from () if violations else self.train.violations(self)
+            if not violations and not any(self.layout.rules()) and self.layout.is_split:
+                model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
+                found = self.layout.violations(model, rows * self.data.seq)
+                yield from (broken.under("layout") for broken in found)
+                yield from self._step_violations()
         except DataError as error:
             yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))
         except ValueError as error:
             yield Violation(("model",), self.model, str(error))
 
-    def _model_violations(self) -> Iterator[Violation]:
-        """Yield what of the run does not fit its model, or the model cut by its layout."""
-        decoder, layout, optim, train = self.decoder(), self.layout, self.optim, self.train
-        yield from tuning_violations(self._described(), train.freeze, self.adapter)
-        yield from quantise_violations(decoder)
-        if optim.qk_clip is not None:
-            yield from (one.under("optim") for one in clip_violations(decoder, optim.qk_clip))
-        yield from train.violations(self)
-        found = list(cut_violations(decoder, layout, self.data.seq))
-        found += moment_violations(decoder, optim, layout, self.data.seq)
-        if layout.is_split and not any(layout.rules()):
-            model = needs(decoder, self.data.seq)
-            found += layout.violations(model, train.micro_batch * self.data.seq)
-            for broken in layout.step_violations(train.batch // train.micro_batch):
-                rule = f"in micro-batches of {train.micro_batch}: {broken.rule}"
-                nearest = broken.nearest * train.micro_batch
-                yield Violation(("train", "batch"), train.batch, rule, nearest)
-        yield from (one.under("layout") for one in found)
+    def _step_violations(self) -> Iterator[Violation]:
+        """Yield where the step has micro-batches that the pipeline's schedule cannot run."""
+        train = self.train
+        for found in self.layout.step_violations(train.batch // train.micro_batch):
+            rule = f"in micro-batches of {train.micro_batch}: {found.rule}"
+            nearest = found.nearest * train.micro_batch
+            yield Violation(("train", "batch"), train.batch, rule, nearest)
 
     def decoder(self) -> Decoder:
         """Return the full description of the model, with the tokenizer's vocabulary."""
