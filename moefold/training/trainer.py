@@ -88,6 +88,7 @@ class Trainer:
         model, optimizer, loader, tokenizer: its parts.
         progress: step, tokens, and what was left out of the data.
         last_step: the step at which :meth:`train` ends.
+        rank_zero: makes all ranks carry out what hooks ask for; see ``together``.
     """
 
     def __init__(
@@ -277,8 +278,11 @@ class Trainer:
         self.place = place
         self.model.recipe.seed, self.model.recipe.step = run.seed, step
         given = self.loader.step(place) if batches is None else batches
-        how = run.train.loss_chunk, self._asked is not None, self.executor, self.objective
-        forward_backward = partial(gradients, self.data, given, *how)
+
+        def forward_backward() -> StepFigures:
+            stop, how = self._asked is not None, {"objective": self.objective}
+            return gradients(self.data, given, run.train.loss_chunk, stop, self.executor, **how)
+
         figures = forward_backward()
         if figures.stop and self._asked is None:
             self._asked = "another rank was asked to stop"
