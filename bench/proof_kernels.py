@@ -38,7 +38,7 @@ RUN = "KERNELS_RUN"
 FEW = (
     "gqa: tp2 ep2 on 2",
     "mla: cp2 on 2, context ring",
-    "deeper: ep2 on 2, dispatch padded max_rows 256 on_overflow again, offload pages experts",
+    "gqa: ep2 on 2, dispatch padded max_rows 256 on_overflow again, offload pages experts",
 )
 
 
