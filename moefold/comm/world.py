@@ -313,6 +313,8 @@ def _options(bulk: bool, limit: timedelta) -> Any:
 
 def _queued() -> Callable[[], bool]:
     """Return what says whether the device has done all that this thread has queued so far."""
+    if torch.cuda.is_current_stream_capturing():
+        return lambda: True  # nothing is queued, and asking later would be an error of CUDA's
     event = torch.cuda.Event()
     event.record()
     return event.query

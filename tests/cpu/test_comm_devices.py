@@ -10,6 +10,7 @@ from moefold.cli.main import main
 from moefold.comm.environment import Spot
 from moefold.comm.recorder import Recorder, Site
 from moefold.comm.rendezvous import join
+from moefold.comm.world import _queued
 
 
 @pytest.fixture
@@ -63,3 +64,25 @@ def test_a_device_that_has_done_all_waits_for_nothing() -> None:
     assert [open_.record.number for open_ in recorder.waiting()] == [2]
     reached = 3
     assert not recorder.waiting(), "the device is idle, and nobody is waited for"
+
+
+def test_what_is_captured_for_a_graph_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to, which would end the watch over the rank, and spoil the capture."""
+    capturing = True
+
+    class Event:
+        def record(self) -> None:
+            self.captured = capturing
+
+        def query(self) -> bool:
+            assert not self.captured, "not permitted on an event last recorded in a capture"
+            return False
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    recorder, x, waiting = Recorder(mark=_queued), torch.ones(1), list[int]()
+    for capturing in (True, False):
+        site = Site("", "all_reduce", "tp@0")
+        recorder.end(recorder.begin(site, "tp@0", (0, 1), x, 4, True))
+        waiting.append(len(recorder.waiting()))
+    assert waiting == [0, 1]

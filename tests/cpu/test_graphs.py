@@ -1,5 +1,6 @@
 """Steps by graphs, for which a tape of operators stands in: the bits of steps without."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -146,3 +147,45 @@ def test_b97_a_read_is_refused_with_its_line(graphs: str) -> None:
             run.step()
         with pytest.raises(RuntimeError, match=r"capturing.*__float__.*test_graphs.py"):
             run.step()
+
+
+def test_recording_waits_for_no_message_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stage may send it once it has what this one sends next, and records a graph too."""
+    said: list[Any] = []
+
+    class Recorded:
+        def capture_begin(self, pool: Any = None, mode: str = "global") -> None:
+            said.extend(["begin", pool, mode])
+
+        def capture_end(self) -> None:
+            said.append("end")
+
+        def pool(self) -> str:
+            return "memory"
+
+        def replay(self) -> None: ...
+
+    def waits() -> None:
+        raise AssertionError("the host waits for the device")
+
+    def run() -> None:
+        said.append("run")
+        if said.count("run") == 3:
+            raise RuntimeError("a value is read")
+
+    for name, stand_in in (
+        ("CUDAGraph", Recorded),
+        ("Stream", SimpleNamespace),
+        ("stream", lambda stream: nullcontext()),
+        ("synchronize", waits),
+        ("empty_cache", waits),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(recording, "_recording_stream", SimpleNamespace, raising=False)
+    record = recording.CudaGraphs()
+    for _ in range(2):
+        record(run)
+    with pytest.raises(RuntimeError, match=r"a value is read\. Use graphs: none"):
+        record(run)
+    one = ["begin", "memory", "thread_local", "run", "end"]
+    assert said == ["begin", None, *one[2:], *one, *one]

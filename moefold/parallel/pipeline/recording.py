@@ -9,6 +9,7 @@ are compiled and libraries choose theirs.
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -44,9 +45,15 @@ class CudaGraphs:
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # Of this thread alone: others ask whether what other ranks sent is here.
-            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
-                left = function()
+            # torch.cuda.graph would wait for all that the device was told before, and so for what
+            # other stages have yet to send: they may wait for what this one sends next.
+            with torch.cuda.stream(_recording_stream()):
+                # Of this thread alone: others ask whether what other ranks sent is here.
+                graph.capture_begin(self._pool, "thread_local")
+                try:
+                    left = function()
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:
             raise RuntimeError(
                 f"layout.graphs: this cannot be a CUDA graph: {error}. Use graphs: none"
@@ -84,7 +91,16 @@ class Shapes:
         ready = self._seen[key] > WARM and len(self._known) < SHAPES
         if ready:
             self._known.add(key)
+            # Graphs have memory of their own. Now nothing of the step is under way, for which
+            # giving some back would wait.
+            torch.cuda.empty_cache()
         return ready
+
+
+@lru_cache
+def _recording_stream() -> torch.cuda.Stream:
+    """Return the one stream that graphs are recorded on, so that a backward is on its forward's."""
+    return torch.cuda.Stream()
 
 
 def shape_key(flow: Flow) -> Hashable:
