@@ -81,7 +81,7 @@ def test_what_is_captured_for_a_graph_is_not_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     recorder, x, waiting = Recorder(mark=_queued), torch.ones(1), list[int]()
-    for capturing in (True, False):
+    for capturing in (True, False):  # noqa: B007
         site = Site("", "all_reduce", "tp@0")
         recorder.end(recorder.begin(site, "tp@0", (0, 1), x, 4, True))
         waiting.append(len(recorder.waiting()))

@@ -9,17 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.comm.alone import lone_rank
 from moefold.data.batch import MicroBatch, from_ids
 from moefold.layers.config import Full
 from moefold.layers.kinds.dense import Dense
+from moefold.mesh.config import Sizes
+from moefold.mesh.folding import Folding
 from moefold.moe.config import Shared
 from moefold.moe.layer import MoeFfn
 from moefold.optim.config import AdamW
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import alone, place_model
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import recording
 from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.partial import PartGraphs
 from moefold.training.figures import StepFigures
 from moefold.training.step import gradients
 from tests.cpu.small import GQA, decoder, ids_of, model_of, moe
@@ -147,6 +151,14 @@ def test_b97_a_read_is_refused_with_its_line(graphs: str) -> None:
             run.step()
         with pytest.raises(RuntimeError, match=r"capturing.*__float__.*test_graphs.py"):
             run.step()
+
+
+@pytest.mark.parametrize(("zero", "summed"), [(0, True), (1, False)])
+def test_gradients_that_data_ranks_share_lie_in_buckets_alone(zero: int, summed: bool) -> None:
+    layout = Layout(zero=zero, graphs="partial")
+    with lone_rank(Folding(Sizes(), 2), 0) as world:
+        data = ShardedState(place_model(model_of(decoder(GQA, SHARED)), layout, world))
+        assert bool(PartGraphs(data, Tapes)._sums) == summed
 
 
 def test_recording_waits_for_no_message_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

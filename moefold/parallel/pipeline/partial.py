@@ -166,8 +166,9 @@ class PartGraphs:
         for bucket in data.buckets:
             bucket.gradients_stay = True
             handles.update(bucket.handles.values())
-        # Graphs add to sums that lie where they lay, from the first micro-batch on.
-        trained = [one for one in data.params.values() if one.requires_grad]
+        # Graphs add to sums that lie where they lay, from the first micro-batch on: a bucket's are
+        # its own.
+        trained = [one for one in data.placed.model.parameters() if one.requires_grad]
         self._sums = {one: torch.zeros_like(one) for one in trained if one not in handles}
 
     def begin_step(self, placed: ModelParts, flows: Sequence[Flow]) -> None:
