@@ -27,7 +27,7 @@ class SoftmaxAttention(nn.Module):
     """Base of attention whose logits may be watched."""
 
     largest_H: Tensor | None = None
-    """Of this rank's heads, the largest logit over passes of training; None where nobody asks."""
+    """Of this rank's heads, the largest logit over a step's passes; None where nobody asks."""
 
 
 class GroupedQueryAttention(SoftmaxAttention):

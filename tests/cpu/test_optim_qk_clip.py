@@ -22,6 +22,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.subjects import DENSE, GQA, decoder
 from moefold.spec.decoder import clip_violations
+from moefold.training.step import gradients
 from tests.cpu.routing import flow_of, rows_of
 
 LENGTHS = (7, 4, 4, 9)
@@ -50,10 +51,9 @@ def logits_of(data: ShardedState, rows: MicroBatch) -> Tensor:
     """Return the largest logit of each head of the first layer in a pass of training."""
     attention = data.placed.model.get_submodule("layers.0.attention")
     assert isinstance(attention, SoftmaxAttention) and attention.largest_H is not None
-    data.placed.model(Flow(rows, data.placed.model.recipe))
-    found = attention.largest_H.clone()
     attention.largest_H.zero_()
-    return found
+    data.placed.model(Flow(rows, data.placed.model.recipe))
+    return attention.largest_H.clone()
 
 
 @pytest.mark.parametrize("alpha", (0.5, 0.2))
@@ -92,8 +92,21 @@ def test_b88_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: floa
         was, now = weights[name], data.placed.model.get_parameter(name)
         before_HNR, after_HNR = (one.unflatten(0, (LATENT.heads, -1)) for one in (was, now))
         assert torch.equal(before_HNR[:, LATENT.nope_dim :], after_HNR[:, LATENT.nope_dim :])
-    clipping.step()  # Nothing was seen since.
+    clipping.step()  # No head is beyond it now.
     assert torch.allclose(logits_of(data, rows), before.clamp(max=bound))
+
+
+def test_logits_of_a_step_that_was_given_up_are_forgotten() -> None:
+    """One that is not finite would keep the next update from any clip."""
+    described = decoder(PLAIN, DENSE)
+    data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))
+    initialise(data.placed.model, described, 3)
+    data.optimizer(AdamW(qk_clip=QkClip()))
+    noted_H = data.placed.model.get_submodule("layers.0.attention").largest_H
+    assert isinstance(noted_H, Tensor)
+    noted_H.fill_(torch.inf)
+    gradients(data, [rows_of(LENGTHS)], 16)
+    assert noted_H.isfinite().all() and noted_H.any()
 
 
 def test_logits_that_follow_no_trained_weight_are_refused() -> None:

@@ -72,7 +72,6 @@ class ClippedOptimizer(Optimizer):
             all_H = one.largest_H.new_zeros(one.heads)
             all_H.unflatten(0, (tp.size, -1))[tp.index] = one.largest_H
             whole.append(all_H)
-            one.largest_H.zero_()
         flat = max_(torch.cat(whole), world.group("stage"))
         bound, alpha = self._record.bound, self._record.alpha
         parts_H = flat.split([one.heads for one in self._watched])
