@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moefold.comm.world import World
+from moefold.data.batch import pack
 from moefold.mesh.folding import Folding
 from moefold.model.init import start_value
 from moefold.optim.config import AdamW
@@ -111,3 +112,25 @@ def test_b97_steps_by_graphs_are_the_steps() -> None:
 @pytest.mark.parametrize("number", range(len(MORE)))
 def test_steps_by_graphs_are_the_steps_in_more_layouts(number: int) -> None:
     check(MORE[number : number + 1])
+
+
+def recorded(rank: int, by: str) -> list[int]:
+    """Return how many graphs there are after each step; the last rank's documents end elsewhere
+    in some of them."""
+    layout = Layout.model_validate({"sizes": "ep2", "graphs": by, "dispatch": PADDED})
+    world = World.open(Folding(layout.split, 2), "cpu", 60)
+    data = ShardedState(build(small(), "fp32", layout, world))
+    data.fill(partial(start_value, data.placed.model.record, 1))
+    executor, made, Tapes.made = executor_of(data, Tapes), [], 0
+    for step in range(9):
+        texts = [[1] * 8, [2] * 8] if rank and step in (1, 3) else [[1] * 9, [2] * 7]
+        gradients(data, [pack(texts), pack([[3] * 16])], 16, executor=executor)
+        made.append(Tapes.made)
+    return made
+
+
+@pytest.mark.parametrize("by", ["step", "partial"])
+def test_b97_ranks_record_alike(by: str) -> None:
+    """NCCL's rule, though only one rank's documents end where they did."""
+    first, other = run_ranks(recorded, 2, by, time_out_s=120)
+    assert first == other and first[-1] > 0, (first, other)

@@ -110,6 +110,14 @@ PLANTS = (
     ),
     Plant(
         "b97",
+        "each rank records what it has seen often enough itself",
+        "tests/gloo/test_graphs.py::test_b97_ranks_record_alike",
+        "parallel/pipeline/recording.py",
+        'said = gather(mine, world.group("world")).tolist()',
+        "said = [mine.tolist()] * world.size",
+    ),
+    Plant(
+        "b97",
         "passes in flight share memory",
         "tests/gloo/test_graphs.py::test_b97_steps_by_graphs_are_the_steps",
         "parallel/pipeline/partial.py",

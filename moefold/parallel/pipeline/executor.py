@@ -169,7 +169,7 @@ class Executor:
         chunk, share = placed.chunks[action.chunk], self._shares[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
         flow = self._flows[micro].begun(sink, hooks, chunk.scores)
-        graphs = self._graphs and self._graphs.take(action.chunk, flow)
+        graphs = self._graphs and self._graphs.take(action.chunk, micro, flow)
         if graphs is not None:
             flow = replace(flow, rows=graphs.flow.rows, piece=graphs.flow.piece)
         way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside, graphs)

@@ -23,7 +23,6 @@ from moefold.parallel.pipeline.recording import (
     GraphRecorder,
     Shapes,
     refill,
-    shape_key,
     static_copy,
 )
 
@@ -99,9 +98,10 @@ class StepGraphs:
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> StepResult:
         """Run a step's forward and backward; arguments as :func:`run_step` takes them."""
-        if self._shapes.moved(placed):
+        moved, keys = self._shapes.begin_step(placed, flows)
+        if moved:
             self.recorded.clear()
-        key = tuple(map(shape_key, flows))
+        key = tuple(keys)
         if None in key or not self._shapes.ready(key):
             return run_step(placed, flows, factors, loss)
         for bucket in self._data.buckets:

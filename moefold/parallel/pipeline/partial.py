@@ -23,7 +23,6 @@ from moefold.parallel.pipeline.recording import (
     GraphRecorder,
     Shapes,
     refill,
-    shape_key,
     static_copy,
 )
 from moefold.parallel.pipeline.subgraph import Gradients, Subgraph, detached
@@ -156,6 +155,8 @@ class PartGraphs:
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
         self._record, self._shapes = record, Shapes()
+        self._keys: list[Hashable | None] = []
+        """Of the step's micro-batches, and which of them have graphs."""
         self._ready: set[Hashable] = set()
         self._free: dict[Hashable, list[GraphedPass]] = defaultdict(list)
         self.passes: list[GraphedPass] = []
@@ -173,17 +174,19 @@ class PartGraphs:
 
     def begin_step(self, placed: ModelParts, flows: Sequence[Flow]) -> None:
         """Look at the step's shapes, and let gradients lie where they lay."""
-        if self._shapes.moved(placed):
+        moved, self._keys = self._shapes.begin_step(placed, flows)
+        if moved:
             self._free.clear()
             self.passes.clear()
-        keys = {shape_key(flow) for flow in flows} - {None}
+        # In the order of micro-batches, the same on all ranks.
+        keys = [key for key in dict.fromkeys(self._keys) if key is not None]
         self._ready = {key for key in keys if self._shapes.ready(key)}
         for parameter, sums in self._sums.items() if self._ready else ():
             parameter.grad = sums.zero_()
 
-    def take(self, chunk: int, flow: Flow) -> GraphedPass | None:
+    def take(self, chunk: int, micro: int, flow: Flow) -> GraphedPass | None:
         """Return graphs for a pass through a chunk, with its rows; None where it runs as it is."""
-        shape = shape_key(flow)
+        shape = self._keys[micro]
         if shape not in self._ready:
             return None
         free = self._free[chunk, shape]

@@ -7,7 +7,7 @@ are compiled and libraries choose theirs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moefold.comm.collectives import gather
 from moefold.data.batch import ROWS, MicroBatch
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
@@ -69,6 +70,26 @@ class Shapes:
         self._seen, self._known = Counter[Hashable](), set[Hashable]()
         self._held: tuple[tuple[int, int], ...] = ()
 
+    def begin_step(
+        self, placed: ModelParts, flows: Sequence[Flow]
+    ) -> tuple[bool, list[Hashable | None]]:
+        """Return whether any weight of any rank moved, and the shape of each micro-batch on all
+        ranks together; None where no graph can hold its pass. All ranks call it.
+
+        NCCL asks that ranks record what they say to each other alike, and replay it alike.
+        """
+        keys, world = [shape_key(flow) for flow in flows], placed.world
+        said = [[self.moved(placed), *(hash(key or ()) for key in keys)]]
+        if world.size > 1:
+            with world.recorder.module("graphs"):
+                mine = torch.tensor(said[0], device=world.device)
+                said = gather(mine, world.group("world")).tolist()
+        moved_R, *shapes_MR = zip(*said, strict=True)
+        if moved := any(moved_R):
+            self._seen.clear()
+            self._known.clear()
+        return moved, [key and (key, hash(all_)) for key, all_ in zip(keys, shapes_MR, strict=True)]
+
     def moved(self, placed: ModelParts) -> bool:
         """Renew narrow copies, as a graph would cast in each replay; whether any weight moved."""
         model, stash = placed.model, placed.offload and placed.offload.stash
@@ -76,12 +97,8 @@ class Shapes:
         held = [*model.parameters(), *model.buffers(), *model.recipe.copies]
         held += stash.tensors if stash is not None else []
         places = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in held)
-        if places == self._held:
-            return False
-        self._held = places
-        self._seen.clear()
-        self._known.clear()
-        return True
+        before, self._held = self._held, places
+        return before != places
 
     def ready(self, key: Hashable) -> bool:
         """Note a step of a shape; whether it may be recorded, or was."""
@@ -103,7 +120,7 @@ def _recording_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def shape_key(flow: Flow) -> Hashable:
+def shape_key(flow: Flow) -> Hashable | None:
     """Return what of a micro-batch a graph of its pass holds; None where no graph can."""
     rows = flow.rows
     known = rows.rows, rows.n_valid, rows.lengths
