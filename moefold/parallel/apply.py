@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moefold.comm.world import World
+from moefold.comm.world import EXCHANGED, World
 from moefold.data.batch import MicroBatch
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, cut
@@ -124,9 +124,10 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
         for _, mixture in model.mixtures():
             mixture.sending.open_slots(layout.clones, sizes.ep)
     beside = world.beside if table.has_pairs else None
-    for each in filter(None, (world, beside)):
-        for kind, inner in layout.split_groups:
-            each.split(kind, inner)
+    for kind, inner in layout.split_groups:
+        world.split(kind, inner)
+        if beside is not None and kind in EXCHANGED:
+            beside.split(kind, inner)
     embedding, to = tuple(sorted(holders)), layout.offload
     offload = None if to is None else Offloading(to, world.device, world.rank)
     return ModelParts(

@@ -46,6 +46,16 @@ SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 
 
+def test_pairs_cut_no_groups_that_their_exchanges_say_nothing_over() -> None:
+    """Those of context ranks in two levels, which are not the ranks of experts."""
+    more: dict[str, Any] = {"context": {"kind": "mixed", "heads": 2}, "schedule": "merged"}
+    with apart():
+        data = data_of(RECORD, Layout.model_validate({"sizes": "cp4 ep2", **more}), 4)
+    world, beside = data.placed.world, data.placed.beside
+    assert beside is not None and beside is not world
+    assert [group.size for group in world.split("cp", 2)] == [2, 2]
+
+
 @pytest.mark.parametrize(("sizes", "ranks", "rank", "more"), SHARED)
 @pytest.mark.parametrize("trained", [True, False])
 def test_every_rank_states_its_share_of_the_norm_on_its_device(
