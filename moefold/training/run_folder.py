@@ -30,7 +30,7 @@ EVENTS_FILE = "events.jsonl"
 class StepLines:
     """Appends one JSON object per step; each step stands in the file once, steps rise.
 
-    A line is written with one call, so a killed process leaves at most one unfinished line, and
+    A line is written at once, so a killed process leaves at most one unfinished line, and
     that one belongs to no checkpoint. ``rewind`` cuts what lies beyond a step.
     """
 
@@ -72,7 +72,9 @@ class StepLines:
             self.rewind(step - 1)
         assert self._file is not None, "open() comes first"
         text = json.dumps({"step": step, **_plain(values)}, allow_nan=False)
-        self._file.write(text.encode() + b"\n")
+        data = text.encode() + b"\n"
+        while data:  # a disk that is nearly full takes a part, without an error
+            data = data[self._file.write(data) :]
         self.last = step
 
     def close(self) -> None:

@@ -51,6 +51,24 @@ def test_an_unfinished_line_goes(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
 
 
+def test_a_disk_that_takes_a_part_of_a_line_gets_the_rest(tmp_path: Path) -> None:
+    """A disk that is nearly full says by a number alone how much it took."""
+    path = tmp_path / "metrics.jsonl"
+    lines = written(path, range(1, 2), "first")
+    plain = lines._file
+
+    class Nearly:
+        def write(self, data: bytes) -> int:
+            return plain.write(data[:9])
+
+    lines._file = Nearly()
+    lines.append(2, {"mark": "second"})
+    lines._file = plain
+    lines.append(3, {"mark": "third"})
+    lines.close()
+    assert [line["mark"] for line in read_lines(path)] == ["first", "second", "third"]
+
+
 def test_a_run_from_the_start_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
     """Step 0 is before every line."""
     path = tmp_path / "metrics.jsonl"
