@@ -115,7 +115,9 @@ class ConversationReader(FileReader):
         batch: list[tuple[str, bytes, tuple[Written, ...]]] = []
         for name, example in self.examples(skipped):
             try:
-                said = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
+                # A table may have columns of dates or bytes beside, which JSON has no word for.
+                text = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
+                said = text.encode()
                 template = templates[bool(example.get("tools"))]
                 written = self._texts(example, template, tokenizer)
             except UnicodeEncodeError as error:

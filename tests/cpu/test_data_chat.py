@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -344,7 +345,10 @@ def test_tables_and_folders_of_datasets_give_what_lines_give(tmp_path: Path) -> 
     file = chats(tmp_path, examples)
     expected = documents(prepared_from(tmp_path, tmp_path / "model", file))
     # Tables have every key in each row.
-    rows = [{"messages": [m | {"tool_calls": None} for m in e["messages"]]} for e in examples]
+    beside = {"made": datetime(2026, 1, 2), "raw": b"\xff"}
+    rows = [
+        {"messages": [m | {"tool_calls": None} for m in e["messages"]]} | beside for e in examples
+    ]
     table = pyarrow.Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "chats.parquet")
     folder = tmp_path / "set"
