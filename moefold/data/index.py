@@ -294,6 +294,10 @@ def read_facts(prefix: str | Path) -> dict:
     return read_json(file, DataError) if file.is_file() else {}
 
 
+class UnfitTokens(DataError):
+    """Ready token files that are as they were written, and not what the run needs."""
+
+
 class IndexedSource:
     """Ready token files as a source: checked, and used where they lie; nothing is tokenized."""
 
@@ -308,7 +312,7 @@ class IndexedSource:
         made_by = self.facts.get("tokenizer")
         if made_by in (None, fingerprint) or self._record.other_tokenizer == "allow":
             return
-        raise DataError(
+        raise UnfitTokens(
             f"{facts_file(self.prefix)}: these tokens were made by the tokenizer {made_by[:12]}…, "
             f"the run's is {fingerprint[:12]}…; use that one, prepare the text again, or set "
             "other_tokenizer: allow"

@@ -24,6 +24,7 @@ from moefold.data.index import (
     Indexed,
     IndexedSource,
     IndexWriter,
+    UnfitTokens,
     facts_file,
     files_of,
     read_facts,
@@ -102,6 +103,8 @@ def prepare(
         if (place / key).is_dir():
             try:
                 return _open(place / key, data, sources)
+            except UnfitTokens:  # nothing is wrong with what was made
+                raise
             except DataError:  # damaged after it was made; everything in it can be made again
                 if place == home:
                     shutil.rmtree(place / key)
@@ -110,6 +113,11 @@ def prepare(
         draft.mkdir()
         try:
             _make(draft, data, sources, progress or (lambda *_: None))
+            if _key(data, sources)[:16] != key:
+                raise DataError(
+                    "files of the data changed while they were read, so that nobody could make "
+                    "these tokens again: prepare them once more when nothing writes to the files"
+                )
             try:
                 draft.rename(final)
             except OSError:
@@ -241,7 +249,14 @@ def _encode(
         }
         if side in masks:
             facts |= {"mask": masks[side].digest()}
-        write_json(facts_file(_prefix(draft, record, side)), facts)
+        prefix = _prefix(draft, record, side)
+        write_json(facts_file(prefix), facts | {"sampled": _sampled(prefix)})
+
+
+def _sampled(prefix: Path) -> list[str]:
+    """Return digests of pieces of token files, and of their mask's, which every start can read."""
+    mask = masks_of(prefix)
+    return [indexed.digest() for indexed in (Indexed(prefix), mask) if indexed is not None]
 
 
 def _nothing(record: SourceRecord, side: str, documents: int, skipped: Skipped) -> str:
@@ -299,6 +314,8 @@ def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokeniz
     found, said = (len(indexed), indexed.tokens), (facts.get("documents"), facts.get("tokens"))
     if found != said or facts.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(f"{facts_file(prefix)}: does not belong to the token files beside it")
+    if facts.get("sampled") not in (None, _sampled(prefix)):
+        raise DataError(f"{indexed.bin}: the token files are not as they were written")
     corpus, digest = Corpus(record.label, indexed, tokenizer.size), facts["digest"]
     if "mask" in facts:
         trained = Indexed(f"{prefix}{MASK}")
@@ -314,7 +331,7 @@ def _ready_part(
     facts, everything = source.facts, len(chosen) == len(source.indexed)
     corpus = Corpus(record.label, source.indexed, tokenizer.size, None if everything else chosen)
     if not corpus.documents:
-        raise DataError(
+        raise UnfitTokens(
             f"source {record.label}: {len(source.indexed)} documents in {source.prefix}, none of "
             f"them on this side with holdout {record.holdout}"
         )

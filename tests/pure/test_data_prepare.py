@@ -88,13 +88,31 @@ def test_changed_data_is_made_again_and_has_another_fingerprint(tmp_path: Path) 
     assert after.folder != before.folder and after.fingerprint() != before.fingerprint()
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    """What was made of them could never be made again, and no run on it could go on."""
+    corpus(tmp_path)
+    file = tmp_path / "a.jsonl"
+
+    def grow(what: str, done: int, total: int) -> None:
+        if what.startswith("encoding"):
+            file.write_text(file.read_text(encoding="utf-8") + '\n{"text": "one more"}')
+
+    with pytest.raises(DataError, match="changed while they were read"):
+        prepare(described(tmp_path), tmp_path / "out", grow)
+    assert not (tmp_path / "out").exists()
+    prepare(described(tmp_path), tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "other"])
 def test_a_damaged_folder_is_made_again(tmp_path: Path, damage: str) -> None:
     corpus(tmp_path)
     first = prepare(described(tmp_path), tmp_path / "out")
     file = first.train[0].corpus.indexed.bin
+    before = file.read_bytes()
     if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
+        file.write_bytes(before[:-1])
+    elif damage == "flipped":
+        file.write_bytes(bytes([before[0] ^ 1]) + before[1:])
     elif damage == "gone":
         (first.folder / "manifest.json").unlink()
     else:
@@ -102,7 +120,7 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, damage: str) -> None:
             writer.add([1, 2, 3])
     again = prepare(described(tmp_path), tmp_path / "out")
     assert again.fingerprint() == first.fingerprint()
-    assert again.train[0].corpus.tokens == first.train[0].corpus.tokens
+    assert file.read_bytes() == before
 
 
 def test_what_is_prepared_in_scratch_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
@@ -187,6 +205,11 @@ def test_another_tokenizer_than_the_files_is_refused_unless_allowed(tmp_path: Pa
     raw["tokenizer"]["path"] = str(tmp_path)
     with pytest.raises(DataError, match=r"were made by the tokenizer .* other_tokenizer: allow"):
         prepare(load(Data, raw).record, tmp_path / "other")
+    (kept,) = (tmp_path / "other").iterdir()
+    (kept / "mark").touch()
+    with pytest.raises(DataError, match="were made by the tokenizer"):
+        prepare(load(Data, raw).record, tmp_path / "other")
+    assert (kept / "mark").exists(), "what was made beside them is whole, and stays"
     raw["train"][0]["other_tokenizer"] = "allow"
     prepare(load(Data, raw).record, tmp_path / "other")
 
