@@ -15,6 +15,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ from moefold.checkpoint.folder import candidates, step_name
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects, receive, send, shift
 from moefold.comm.world import World
-from moefold.training.recover import KEPT, pack, packed, unpack
+from moefold.files import write_text
+from moefold.training.recover import pack, packed, unpack
 from moefold.training.saving import behind
 
 NAME_FILE = "local.json"
@@ -78,6 +80,8 @@ class LocalCopies:
         # How many places on the rank stands that keeps this one's copy.
         self._apart = world.on_host.size // 2
         self._thread: threading.Thread | None = None
+        self._written = -1
+        """The newest step of this process that this rank has on its disk."""
 
     def keep(self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]]) -> None:
         """Copy the state where the ``step`` is due, and write it behind the steps that follow."""
@@ -90,14 +94,16 @@ class LocalCopies:
         own = torch.empty(packed(tensors), dtype=torch.uint8)
         pack(tensors, own)
         shares = [(ranks.index, self._form, own)]
+        said = gather_objects([own.numel(), self._form, self._written], ranks)
+        whole = min(written for *_, written in said)
         if ranks.size > 1:
             owner = (ranks.index - self._apart) % ranks.size
-            size, form = gather_objects([own.numel(), self._form], ranks)[owner]
+            size, form, _ = said[owner]
             theirs = torch.empty(size, dtype=torch.uint8)
             with self._world.recorder.module("local copies"):
                 shift(own, theirs, self._apart, ranks).wait()
             shares.append((owner, form, theirs))
-        self._thread = behind(self._write, step, json.dumps(progress), shares)
+        self._thread = behind(self._write, step, json.dumps(progress), shares, whole)
 
     def take(self, tensors: Sequence[Tensor], since: int) -> tuple[dict[str, Any], Path] | None:
         """Fill the state from the newest whole step, if it is ``since`` or a later one.
@@ -142,8 +148,10 @@ class LocalCopies:
             return
 
         def named() -> list[str]:
-            name = self._name() or uuid.uuid4().hex
-            (self._folder / NAME_FILE).write_text(json.dumps(name) + "\n")
+            name = self._name()
+            if name is None:
+                name = uuid.uuid4().hex
+                write_text(self._folder / NAME_FILE, json.dumps(name) + "\n")
             return [name, uuid.uuid4().hex]
 
         name, self._session = on_first(named, self._world.on_host)
@@ -153,11 +161,18 @@ class LocalCopies:
                 shutil.rmtree(candidate.path, ignore_errors=True)
 
     def _name(self) -> str | None:
-        path = self._folder / NAME_FILE
-        return json.loads(path.read_text()) if path.exists() else None
+        with suppress(FileNotFoundError, ValueError):  # a loss of power can leave it empty
+            return json.loads((self._folder / NAME_FILE).read_text())
+        return None
 
-    def _write(self, step: int, progress: str, shares: Shares) -> None:
-        """Write shares, and drop the steps before; a disk that refuses costs the copies alone."""
+    def _write(self, step: int, progress: str, shares: Shares, whole: int) -> None:
+        """Drop the steps before ``whole``, which all ranks have, and write shares.
+
+        A disk that refuses costs this step's copies alone.
+        """
+        for candidate in candidates(self._here):
+            if candidate.step < whole:
+                shutil.rmtree(candidate.path, ignore_errors=True)
         folder = self._here / step_name(step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -171,11 +186,9 @@ class LocalCopies:
                 part.unlink(missing_ok=True)
                 write_whole(DISK, part, digest.hexdigest().encode() + b"\n" + head, data)
                 DISK.rename(part, path)
+            self._written = step
         except OSError as error:
             _log.warning("no local copy of step %d: %s", step, error)
-        old = [candidate for candidate in candidates(self._here) if candidate.step < step]
-        for candidate in old[KEPT - 1 :]:
-            shutil.rmtree(candidate.path, ignore_errors=True)
 
     def _found(self, here: Path, since: int) -> dict[RankCopy, list[Path]]:
         """Return the shares on this machine that fit the run and its layout, by their heads."""

@@ -1,23 +1,28 @@
 """Copies in memory: which one is whole on all ranks, and that bits come back as they were."""
 
+import errno
 import json
 import os
 import signal
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fault_injection import tear
 
+from moefold.checkpoint.disk import Disk
+from moefold.checkpoint.folder import step_name
 from moefold.comm.config import Survive
 from moefold.comm.worker import Attempt, RankMemory
 from moefold.comm.world import World
-from moefold.training import recover, resume
+from moefold.training import local, recover, resume
 from moefold.training.nonfinite import digest
 from moefold.training.recover import MemoryCheckpoint, last_whole, pack, packed, unpack
 from moefold.training.state import Progress
 from tests.cpu.checkpoint_tools import run_child
+from tests.cpu.runs import job_of
 
 
 @pytest.mark.parametrize(
@@ -106,8 +111,8 @@ def test_bits_come_back_as_they_were() -> None:
 
 
 def test_how_far_a_run_is_comes_back() -> None:
-    progress = Progress(7, 900, (2, 5))
-    assert Progress.of(json.loads(json.dumps(asdict(progress) | {"strikes": 2}))) == progress
+    progress = Progress(7, 900, (2, 5), 2, 6)
+    assert Progress.of(json.loads(json.dumps(asdict(progress) | {"more": 2}))) == progress
 
 
 def test_there_is_nothing_to_tear_without_checkpoints(tmp_path: Any) -> None:
@@ -119,3 +124,32 @@ def test_there_is_nothing_to_tear_without_checkpoints(tmp_path: Any) -> None:
 def test_ranks_that_fork_later_say_the_code_that_is_loaded() -> None:
     """Files may change while a run lasts; a rank started anew must still agree with the others."""
     assert resume.code_version.cache_info().currsize == 1
+
+
+def test_a_disk_that_stays_full_costs_no_older_copy_of_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does what a loss of power leaves of the copies' name keep the run from starting."""
+    watch = {"checkpoint": {"every": None, "local": {"folder": str(tmp_path / "disk"), "every": 1}}}
+    write, full = local.write_whole, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(disk: Disk, path: Path, *parts: Any) -> None:
+        write(disk, path, parts[0])
+        raise full
+
+    with job_of(tmp_path, watch=watch) as job:
+        for step in range(1, 6):
+            monkeypatch.setattr(local, "write_whole", refuse if step in (3, 4) else write)
+            job.step()
+            assert job.local is not None
+            job.local.wait()
+            left = [at.parent.name for at in (tmp_path / "disk").glob("*/*/0.by-0")]
+            assert step == 1 or step_name(2) in left
+    with job_of(tmp_path, watch=watch) as job:
+        assert job.step_number == 5
+    (tmp_path / "out" / local.NAME_FILE).write_text("")
+    with job_of(tmp_path, watch=watch) as job:
+        assert job.step_number == 0
+        job.step()
+    with job_of(tmp_path, watch=watch) as job:
+        assert job.step_number == 1
