@@ -20,6 +20,7 @@ from moefold.optim.norm import non_finite
 from moefold.parallel.data.sharding import ShardedState
 from moefold.spec.quantised import narrow_weights
 from moefold.training.config import Rewind, Skip, Stop
+from moefold.training.state import Progress
 from moefold.training.step import StepFigures
 
 SHOWN = 8
@@ -38,22 +39,14 @@ class NonFiniteStep(ValueError):
 
 
 class NonFinitePolicy:
-    """Says what to do with each step, by the run's ``train.on_nonfinite``.
-
-    Attributes:
-        strikes: steps that were not finite in a row, or rewinds since the run last got past one.
-        struck_at: steps done before the newest of them.
-    """
+    """Says what to do with each step, by the run's ``train.on_nonfinite``."""
 
     def __init__(self, record: Record) -> None:
-        """Begin with no strikes."""
         self._record = record
-        self.strikes = self.struck_at = 0
 
     def decide(
         self,
-        step: int,
-        place: int,
+        progress: Progress,
         figures: StepFigures,
         batches: Sequence[MicroBatch],
         data: ShardedState,
@@ -62,8 +55,7 @@ class NonFinitePolicy:
         """Return what to do with a step; every rank asks.
 
         Args:
-            step: steps done before it.
-            place: its place in the data's order.
+            progress: how far the run is before it; its strikes are counted here.
             figures: what it gave.
             batches: what this rank trained on.
             data: this rank's share of the model, with the step's gradients.
@@ -74,23 +66,23 @@ class NonFinitePolicy:
         """
         if figures.finite:
             # Steps made again after a rewind prove nothing: only getting past the bad one does.
-            if step >= self.struck_at:
-                self.strikes = 0
+            if progress.step >= progress.struck_at:
+                progress.strikes = 0
             return "update"
         policy = self._record
         assert isinstance(policy, Stop | Skip | Rewind)
-        self.strikes, self.struck_at = self.strikes + 1, step
+        progress.strikes, progress.struck_at = progress.strikes + 1, progress.step
         holders = _holders(batches, data)
         told = replay(data, again) if policy.replay else ""
-        used_up = isinstance(policy, Stop) or self.strikes > policy.limit
+        used_up = isinstance(policy, Stop) or progress.strikes > policy.limit
         if not (used_up or told.startswith(MACHINE)):
             return "skip" if isinstance(policy, Skip) else "rewind"
         holders = "\n".join([holders, *blame(data, again)])
         limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
         raise NonFiniteStep(
-            f"step {step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
+            f"step {progress.step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
             f"{figures.grad_norm}, router terms {figures.router_terms or 'none'}); nothing was "
-            f"updated.\n{holders}\nPlace in the data's order: {place}\n"
+            f"updated.\n{holders}\nPlace in the data's order: {progress.place()}\n"
             + (f"{told}\n" if told else "")
             + "Mend the cause, lower optim.lr, or set train.on_nonfinite to skip or rewind"
             + limit * used_up

@@ -36,11 +36,16 @@ class Progress:
     """Valid tokens trained on."""
     excluded: tuple[int, ...] = ()
     """Places in the data's order that a rewind left out, ascending."""
+    strikes: int = 0
+    """Steps that were not finite in a row, or rewinds since the run last got past one."""
+    struck_at: int = 0
+    """Steps done before the newest of them."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "Progress":
-        """Read it from JSON data, which may say more."""
-        return cls(said["step"], said["tokens"], tuple(said["excluded"]))
+        """Read it from JSON data; that of earlier versions says nothing of strikes."""
+        strikes = said.get("strikes", 0), said.get("struck_at", 0)
+        return cls(said["step"], said["tokens"], tuple(said["excluded"]), *strikes)
 
     def place(self) -> int:
         """Return the place in the data's order of the next step."""

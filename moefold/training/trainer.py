@@ -112,6 +112,8 @@ class Trainer:
         self.progress, self.nonfinite = Progress(), NonFinitePolicy(run.train.on_nonfinite)
         self.place, self._busy_s, self._running = 0, 0.0, False
         self.resumed_from: Path | None = None
+        # The step whose checkpoint this process has read whole, or written.
+        self._saved: int | None = None
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
         self._stops: str | None = None
@@ -172,15 +174,12 @@ class Trainer:
             return False
         self.data.renew()
         self.progress = Progress.of(said)
-        self.nonfinite.strikes, self.nonfinite.struck_at = said["strikes"], said["struck_at"]
         return True
 
     def _keep(self) -> None:
         """Copy the state of the present step, where copies are kept."""
-        policy = self.nonfinite
-        strikes = {"strikes": policy.strikes, "struck_at": policy.struck_at}
         for copies in filter(None, (self.memory, self.local)):
-            copies.keep(asdict(self.progress) | strikes, self._state)
+            copies.keep(asdict(self.progress), self._state)
         self.data.settle()
 
     def _state(self) -> list[torch.Tensor]:
@@ -202,6 +201,7 @@ class Trainer:
             said = [text for text in told if text]
             if not said:
                 self.data.renew()
+                self._saved = stored.step
                 return path
             older = self._newest(before=stored.step)
             if older is None:
@@ -286,7 +286,7 @@ class Trainer:
         figures = forward_backward()
         if figures.stop and self._asked is None:
             self._asked = "another rank was asked to stop"
-        decision = self.nonfinite.decide(step, place, figures, given, self.data, forward_backward)
+        decision = self.nonfinite.decide(self.progress, figures, given, self.data, forward_backward)
         if decision == "rewind":
             self._rewind(place)
             return {}
@@ -327,12 +327,15 @@ class Trainer:
 
     def _rewind(self, place: int) -> None:
         """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""
-        excluded = {*self.progress.excluded, place}
+        before = self.progress
         if self._resume() is None:
             start_values(self.run, self.decoder, self.data, self._forks)
             self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
-        self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
+        excluded = {*self.progress.excluded, *before.excluded, place}
+        self.progress.excluded = tuple(sorted(excluded))
+        self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
+        self._saved = None  # the checkpoint of this step, if one is there, says nothing of that
         self._tell("on_rewind")
 
     def _start(self) -> None:
@@ -391,10 +394,14 @@ class Trainer:
 
     @together
     def save(self) -> Path:
-        """Write a checkpoint of the present step, if there is none yet, and return its folder."""
+        """Write a checkpoint of the present step, and return its folder.
+
+        One that is there stays, where this process knows it to be whole: by its sizes alone, one
+        that is damaged looks so too.
+        """
         self.saver.wait()
-        present = self._newest()
-        if present is not None and present.name == step_name(self.progress.step):
+        present, step = self._newest(), self.progress.step
+        if present is not None and present.name == step_name(step) and self._saved == step:
             return present
         meta: dict[str, Any] = {
             "format": FORMAT,
@@ -405,7 +412,8 @@ class Trainer:
             "data": self.loader.fingerprint(),
             "progress": {**asdict(self.progress), "excluded": list(self.progress.excluded)},
         }
-        path = self.saver.save(self.step_number, contents(self.data, self.optimizer), meta)
+        path = self.saver.save(step, contents(self.data, self.optimizer), meta)
+        self._saved = step
         self.data.settle()
         return path
 

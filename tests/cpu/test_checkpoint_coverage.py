@@ -6,8 +6,9 @@ progress, in any attribute, must then be what it was, unless it starts anew with
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.optim.adamw import AdamWOptimizer
+from moefold.training import trainer
+from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.state import Progress
 from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import bits
-from tests.cpu.runs import job_of
+from tests.cpu.runs import Notes, job_of
 
 ANEW = re.compile(r"\.counters\b|\.recipe\.(seed|step)$")
 """Counts of a step, which begin at zero in the next, and what draws by chance go by."""
+PROGRESS = Progress(3, 77, (1,), 2, 1)
 BIASED = {
     "family": "deepseek_v3",
     "shape": {"hidden": 16, "layers": 2, "heads": 2, "experts": 4, "top_k": 2, "expert_width": 6}
@@ -73,7 +77,7 @@ def forgotten(folder: Path, **changes: Any) -> list[str]:
         with torch.no_grad():
             for tensor in job.model.state_dict().values():
                 tensor.add_(torch.rand_like(tensor.float()).to(tensor.dtype))
-        job.progress = Progress(3, 77, (1,))
+        job.progress = replace(PROGRESS)
         job.save()
         before = kept(job)
     assert sum(differ(before[path], fresh.get(path)) for path in before) > 20
@@ -103,9 +107,40 @@ def test_every_field_of_progress_is_saved() -> None:
     """A new field must be given a value of its own above."""
     defaults = Progress()
     assert all(
-        getattr(Progress(3, 77, (1,)), each.name) != getattr(defaults, each.name)
-        for each in fields(Progress)
+        getattr(PROGRESS, each.name) != getattr(defaults, each.name) for each in fields(Progress)
     )
+
+
+def test_steps_that_are_not_finite_are_counted_on_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarts must not let a run skip steps without end."""
+    real, train = trainer.gradients, {"on_nonfinite": {"kind": "skip", "limit": 3}}
+    spoilt = lambda *given, **how: replace(real(*given, **how), grad_norm=nan)  # noqa: E731
+    monkeypatch.setattr(trainer, "gradients", spoilt)
+    for _ in range(3):
+        with job_of(tmp_path, train=train) as job:
+            job.step()
+            job.save()
+    with job_of(tmp_path, train=train) as job, pytest.raises(NonFiniteStep, match="limit of 3"):
+        job.step()
+
+
+def test_what_a_rewind_left_out_is_saved_where_the_run_is_stopped_at_once(tmp_path: Path) -> None:
+    class Stops(Notes):
+        def on_rewind(self, job: Any) -> None:
+            job.request_stop("enough")
+
+    train = {"on_nonfinite": {"kind": "rewind"}}
+    with job_of(tmp_path, "out", Stops(), train=train) as job:
+        job.step()
+        job.save()
+        assert job.model.norm is not None
+        job.model.norm.register_forward_hook(lambda *given: given[-1] * nan)
+        with pytest.raises(trainer.Interrupted):
+            job.train()
+    with job_of(tmp_path, train=train) as job:
+        assert job.progress.excluded == (1,) and job.progress.strikes == 1
 
 
 def test_state_that_is_not_registered_is_noticed(

@@ -16,6 +16,7 @@ from moefold.checkpoint.manifest import spans
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
 from tests.cpu.checkpoint_tools import Calls, Refusing, load, same, state, write_sliced
+from tests.cpu.runs import job_of
 
 SHARD = "shard-00000.safetensors"
 
@@ -387,3 +388,22 @@ def newest_or_load(path: Path) -> None:
     load(path)
     if verify(path):
         raise CheckpointError("the header only")
+
+
+def test_a_damaged_checkpoint_is_written_anew_when_its_step_is_made_again(tmp_path: Path) -> None:
+    """A run that ends well leaves a last checkpoint that is whole; one that is whole stays."""
+    path = tmp_path / "out" / "step-00000004"
+    for last in (2, 4):
+        with job_of(tmp_path, train={"steps": 4}) as job:
+            job.last_step = last
+            job.train()
+    shard = path / SHARD
+    flip(shard, shard.stat().st_size - 5, 4)
+    files = []
+    for resumed in (2, 4):
+        with job_of(tmp_path, train={"steps": 4}) as job:
+            assert job.step_number == resumed
+            job.train()
+        assert verify(path) == []
+        files.append(shard.stat().st_ino)
+    assert files[0] == files[1]
