@@ -184,7 +184,8 @@ class HangWatch:
         verdict = judge(beats, silent, rings)
         self._store.set("report", json.dumps([time.time(), verdict]))
         if self.folder is not None:
-            (self.folder / "report.txt").write_text(verdict + "\n", encoding="utf-8")
+            with suppress(OSError):
+                (self.folder / "report.txt").write_text(verdict + "\n", encoding="utf-8")
         print(f"ranks wait in vain:\n{verdict}", file=sys.stderr, flush=True)
         return verdict
 

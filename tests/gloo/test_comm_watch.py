@@ -15,6 +15,9 @@ from moefold.comm import collectives as comm
 from moefold.comm.agree import on_first
 from moefold.comm.environment import Spot
 from moefold.comm.launch import RankError, all_answers, launch
+from moefold.comm.recorder import Recorder
+from moefold.comm.rendezvous import connect, serve
+from moefold.comm.watch import HangWatch
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
@@ -134,6 +137,22 @@ def word_after(spot: Spot, seconds: float, how: str, folder: str) -> Any:
 
 
 BRIEF_S = 2.0
+
+
+def test_a_disk_that_refuses_reports_ends_no_watch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its watch a rank would give no sign of life, and be blamed."""
+    store = serve(0, 10.0)
+    (tmp_path / "hangs").write_text("no folder")
+    own = connect("localhost", store.port, 10.0)
+    watch = HangWatch(Recorder(), own, 0, 1, 4.0, tmp_path / "hangs")
+    try:
+        watch._alarm.set()
+        assert watch._told.wait(30) and watch._thread.is_alive()
+    finally:
+        watch.stop()
+    assert "ranks wait in vain" in capsys.readouterr().err
 
 
 def test_b34_the_first_rank_may_work_longer_than_the_time_out(tmp_path: Path) -> None:
