@@ -82,8 +82,10 @@ class Saver:
         """Whether a save is under way."""
         return self._saving is not None
 
-    def poll(self) -> None:
+    def poll(self, wait: bool = False) -> None:
         """Go on with the save under way where all ranks are ready; called as a step begins.
+
+        With ``wait``: finish it.
 
         Raises:
             SaveError: on all ranks, where it failed and the policy is to stop then.
@@ -91,10 +93,10 @@ class Saver:
         if not self.busy:
             return
         idle = self._thread is not None and not self._thread.is_alive()
-        if int(sum_(torch.tensor([int(idle)]), self._ranks)) < self._ranks.size:
+        if not wait and int(sum_(torch.tensor([int(idle)]), self._ranks)) < self._ranks.size:
             return
         try:
-            self._go_on()
+            self.wait() if wait else self._go_on()
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise

@@ -187,7 +187,7 @@ class Trainer:
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint whose every byte is as written; return it."""
-        self.saver.wait()
+        self.saver.poll(wait=True)
         path = self._newest()
         while path is not None:
             stored = manifest.read(path)

@@ -8,14 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from enum import Enum
+from errno import EROFS
 from math import nan
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from moefold.checkpoint.disk import Disk
 from moefold.config.base import Record
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.training import trainer
@@ -141,6 +144,27 @@ def test_what_a_rewind_left_out_is_saved_where_the_run_is_stopped_at_once(tmp_pa
             job.train()
     with job_of(tmp_path, train=train) as job:
         assert job.progress.excluded == (1,) and job.progress.strikes == 1
+
+
+def test_a_rewind_lets_a_failure_behind_the_steps_pass_as_a_step_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> None:
+        sleep(0.5)  # so that the step begins before
+        raise OSError(EROFS, "Read-only file system")
+
+    watch = {"checkpoint": {"every": None, "asynchronous": True}}
+    with job_of(tmp_path, train={"on_nonfinite": {"kind": "rewind"}}, watch=watch) as job:
+        job.step()
+        job.save()
+        job.step()
+        job.saver.wait()
+        monkeypatch.setattr(Disk, "write", refuse)
+        job.save()
+        assert job.model.norm is not None
+        job.model.norm.register_forward_hook(lambda *given: given[-1] * nan)
+        job.step()
+        assert (job.step_number, job.progress.excluded) == (1, (2,))
 
 
 def test_state_that_is_not_registered_is_noticed(
