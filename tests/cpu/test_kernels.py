@@ -277,7 +277,7 @@ LENGTHS = [(12,), (4, 4, 4), (5, 5, 1, 1), (3, 2, 6)]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(("heads", "groups", "qk", "v"), [(4, 2, 8, 8), (4, 4, 8, 6), (2, 1, 4, 4)])
+@pytest.mark.parametrize(("heads", "groups", "qk", "v"), [(4, 2, 8, 8), (4, 4, 8, 6), (4, 2, 6, 8)])
 def test_attention_equals_the_reference(
     lengths: tuple[int, ...], heads: int, groups: int, qk: int, v: int
 ) -> None:
@@ -306,6 +306,15 @@ def test_narrow_values_are_kept_as_they_are_and_change_no_bit(lengths: tuple[int
     upstream = drawn(14, 4, 6, grad=False, seed=3)
     found, wanted = (torch.autograd.grad(out, inputs, upstream) for out in (ours, padded))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(14,), *LENGTHS, ()])
+def test_values_wider_than_keys_come_beside_padding_in_16_bits(lengths: tuple[int, ...]) -> None:
+    narrow = {"dtype": torch.bfloat16, "grad": False}
+    q, k, v = drawn(14, 4, 6, **narrow), drawn(14, 2, 6, **narrow), drawn(14, 2, 8, **narrow)
+    ours = sdpa.attention(q, k, v, lengths, 0.4)
+    theirs = plain_attention.attention(q.float(), k.float(), v.float(), lengths, 0.4)
+    assert ours.shape == theirs.shape and torch.allclose(ours.float(), theirs, atol=2e-2)
 
 
 def test_attention_of_a_segment_does_not_see_the_others() -> None:

@@ -38,7 +38,7 @@ def attention(
         # Zeros that lead back to the rows: their weights get gradients of zero, never none.
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
         return zero.expand(*q_THd.shape[:2], v_TGv.shape[-1])
-    return _joined(out, q_THd[..., : v_TGv.shape[-1]])
+    return _joined(out, q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1]))
 
 
 def _cudnn_takes(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
@@ -94,8 +94,8 @@ class _KeptNarrow(Function):
         for tile, given in zip(tiles, pieces, strict=False):
             q, k, v = (segments_of(x, tile) for x in given)
             found.append(block_fused.forward(q, k, v, scale, True))
-        narrow = q_THd[..., : v_TGv.shape[-1]]
-        out_THv = _joined([rows_of(out) for out, _ in found], narrow).contiguous()
+        like_THv = q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1])
+        out_THv = _joined([rows_of(out) for out, _ in found], like_THv).contiguous()
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in found))
         ctx.lengths, ctx.scale = lengths, scale
         return out_THv
