@@ -318,7 +318,7 @@ def weigh_chosen_backward(
     dweights_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
 ) -> Tensor:
     """Return ``dscores_TE``: zero for experts that were not chosen."""
-    dscores_TE = torch.empty_like(scores_TE)
+    dscores_TE = scores_TE.new_empty(scores_TE.shape)
     (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
     lanes = power_of_2(experts)
     rows = max(1, ELEMENTS // lanes)
@@ -360,7 +360,7 @@ order = Op(sort_buckets, _order)
 count = Op(count_buckets, lambda buckets_TK, buckets: buckets_TK.new_empty(buckets))
 _weighed = Op(weigh_chosen, _weights)
 _weighed_backward = Op(
-    weigh_chosen_backward, lambda dweights_TK, scores_TE, *more: torch.empty_like(scores_TE)
+    weigh_chosen_backward, lambda dweights_TK, scores_TE, *_: scores_TE.new_empty(scores_TE.shape)
 )
 
 
