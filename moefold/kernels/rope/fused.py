@@ -47,7 +47,7 @@ def _heads(
     s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
     for block in range(0, heads, HEADS):
         head = (block + tl.arange(0, HEADS))[:, None]
-        source = x + row * row_stride + head * head_stride
+        source = x + row * row_stride + head.to(tl.int64) * head_stride
         aim = y + (row * heads + head) * (stay + 2 * pairs)
         if STAY:
             n = tl.arange(0, STAY)[None, :]
