@@ -104,6 +104,17 @@ def test_b44_gradients_of_16_bit_products_are_summed_in_fp32_on_a_device() -> No
     assert made == ["aten.addmm.dtype_out", "aten.mm.dtype", "aten.mm.default"]
 
 
+@pytest.mark.parametrize("rows", (17, 100))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_gradients_of_rows_in_no_whole_step_are_added_in_place(
+    rows: int, dtype: torch.dtype
+) -> None:
+    dy, x = (drawn(rows, n, dtype=torch.bfloat16, grad=False) for n in (4, 3))
+    into = torch.ones(4, 3, dtype=dtype)
+    assert weight_gradient(dy, x, into) is into
+    assert torch.allclose(into.double(), 1 + dy.double().t() @ x.double(), rtol=0.02, atol=0.1)
+
+
 def test_b44_counters_of_flops_see_through_own_grouped_products() -> None:
     x_RI, dy_RO = torch.empty(14, 16, device="meta"), torch.empty(14, 24, device="meta")
     w_EOI, offs_E = torch.empty(4, 24, 16, device="meta"), torch.empty(4, device="meta").int()

@@ -81,7 +81,8 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
     rest = x_TI.shape[0] % row_step(x_TI.shape[0], x_TI)
     if rest:
         # Zeros make the rest as many rows as there may be: a product that is compiled already.
-        into_OI = wide(weight_gradient(dy_TO[:-rest], x_TI[:-rest], into_OI))
+        made_OI = weight_gradient(dy_TO[:-rest], x_TI[:-rest], into_OI)
+        into_OI = wide(made_OI) if into_OI is None else into_OI
         padding = (0, 0, 0, row_step(x_TI.shape[0], x_TI) - rest)
         dy_TO, x_TI = (F.pad(rows[-rest:], padding) for rows in (dy_TO, x_TI))
     if into_OI is None:
