@@ -26,7 +26,8 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self._texts: list[list[int]] = []
-        self._goes_on = False
+        self.continues = False
+        """Whether this pass has one row of each text, which goes on one of the last pass."""
         self._kept: dict[nn.Module, _Kept] = {}
         self.states: dict[tuple[nn.Module, str], Tensor] = {}
         """What does not grow with a text, [P, ...], by layer and name: none before a first pass."""
@@ -42,9 +43,9 @@ class KeyValueCache:
         """Return the rows that the next pass has to compute: of each text the last, or all."""
         places = {tuple(text): i for i, text in enumerate(self._texts)}
         found = [places.get(tuple(text[:-1])) for text in texts]
-        there, self._goes_on = list(range(len(self._texts))), None not in found
+        there, self.continues = list(range(len(self._texts))), None not in found
         self._texts = [list(text) for text in texts]
-        if not self._goes_on:
+        if not self.continues:
             self._kept.clear()
             self.states.clear()
             return pack(texts, pad_to)
@@ -56,7 +57,7 @@ class KeyValueCache:
 
     def spans(self) -> list[slice]:
         """Return the rows of each text in this pass: its last, where it goes on, or all."""
-        ends = [*accumulate(1 if self._goes_on else len(text) for text in self._texts)]
+        ends = [*accumulate(1 if self.continues else len(text) for text in self._texts)]
         return [slice(start, end) for start, end in pairwise([0, *ends])]
 
     def goes_on(self, layer: nn.Module) -> bool:

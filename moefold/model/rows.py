@@ -37,7 +37,8 @@ FEW = 16
 
 ATTENDS = {"heads", "kv_heads", "head_dim", "qk_norm", "rope", "scale", "bias"}
 MIXES = {"width", "router", "shared", "capacity", "balance", "scale"}
-"""Fields that attention and mixtures here know."""
+SHARES = {"width", "gate"}
+"""Fields that attention, mixtures and shared experts here know."""
 
 Step = Callable[[Tensor, Flow], Tensor]
 """From the rows before a block, or a half of one, to those after it."""
@@ -58,7 +59,7 @@ class Continued:
             return model.next_logits(texts, cache)
         rows = cache.rows(texts).to(model.head_weight.device)
         flow = Flow(rows, model.recipe, training=False, cache=cache, dropless=True)
-        if rows.rows > len(texts):
+        if not cache.continues:
             return linear(rows.last(model(flow)[0]), model.head_operand())
         x_PD = model.start(flow)
         for step in self._steps:
@@ -70,7 +71,7 @@ def steps_of(model: DecoderModel) -> list[Step] | None:
     """Return blocks and last norm as steps; None where calls are not what a row costs."""
     there, record = list(model.parameters()), model.record
     small = sum(p.numel() for p in there) <= SMALL and all(p.device.type == "cpu" for p in there)
-    plain = record.quantise is None and not any(block.adapters for block in record.blocks)
+    plain = record.quantise is None and not any(p.adapters for p in (record, *record.blocks))
     if not (small and plain) or any(p.dtype != model.recipe.dtype for p in there):
         return None
     blocks = zip(map(model.layers.__getitem__, model.main), record.blocks, strict=False)
@@ -150,16 +151,18 @@ def _mixture(mixture: MoeFfn) -> Step | None:
     """Return routed experts one by one; None where they are of another kind."""
     record, router = mixture.record.router, mixture.router
     plain = type(mixture) is MoeFfn and type(router) is Router and record.unsent is None
-    if not plain or mixture.apart or not _says_only(mixture.record, MIXES):
+    shared = mixture.record.shared
+    known = _says_only(mixture.record, MIXES) and (shared is None or _says_only(shared, SHARES))
+    if not plain or mixture.apart or not known:
         return None
-    w_router, bias_E = router.weight.detach(), router.selection_bias
+    w_router, b_router, bias_E = router.weight.detach(), router.bias, router.selection_bias
     wide = torch.promote_types(DTYPES[record.dtype], w_router.dtype)
-    w_router = w_router.to(wide)
+    w_router, b_router = w_router.to(wide), None if b_router is None else b_router.to(wide)
     w_in = mixture.experts.w_in.detach().flatten(1, 2).unbind()
     w_out = mixture.experts.w_out.detach().unbind()
 
     def step(x_PD: Tensor, flow: Flow) -> Tensor:
-        scores_PE = scores(F.linear(x_PD.to(wide), w_router), record)
+        scores_PE = scores(F.linear(x_PD.to(wide), w_router, b_router), record)
         experts_PK = select(scores_PE, record.top_k, bias_E=bias_E, groups=record.groups)
         chosen = experts_PK.tolist(), weights(scores_PE, experts_PK, record).tolist()
         rows = list[Tensor]()

@@ -21,7 +21,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.model.generate import NextLogits, generate
 from moefold.model.init import initialise
 from moefold.model.rows import Continued
-from moefold.moe.config import Capacity, Router
+from moefold.moe.config import Capacity, Router, Shared
 from moefold.proof.subjects import DENSE, GQA, MHA, MLA, SHARED, SUBJECTS, decoder, moe
 
 aten = torch.ops.aten
@@ -43,6 +43,15 @@ MIXERS = {
     for name in ("convolved", "delta", "channels", "bounded", "chunked", "gated latents")
 }
 """Of other mixers: what is kept of some is a state."""
+
+
+HEAD = LowRank(weight="head.weight", rank=2, scale=2.0)
+UNCOMMON = {
+    "a bias of the router": decoder(GQA, moe(router=Router(experts=4, top_k=2, bias=True))),
+    "experts that share out": decoder(GQA, moe(shared=Shared(width=8, gate=True, two_way=True))),
+    "an adapted head": decoder(GQA, DENSE, adapters=(HEAD,)),
+}
+"""Of parts that few calls have to know or to leave to the modules."""
 
 
 def model_of(record: Decoder, precision: Any = "fp32") -> DecoderModel:
@@ -97,6 +106,29 @@ def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
             atol = bound * float(other.abs().max())
             torch.testing.assert_close(one, other, rtol=bound, atol=atol)
         assert found.rows == [sum(map(len, PROMPTS)), *(len(part) for part in found.seen[1:])]
+
+
+@pytest.mark.parametrize("name", UNCOMMON)
+def test_b73_few_calls_leave_no_part_out(name: str) -> None:
+    """With values for what is zero at first: a router's bias had no part, nor an adapter's head."""
+    model = model_of(UNCOMMON[name], "fp64")
+    for parameter in model.parameters():
+        change = torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter)
+        parameter.detach().add_(change)
+    plain, texts = written(model, None, temperature=0)
+    found, same = written(model, Continued(model), temperature=0)
+    assert same == texts
+    for one, other in zip(found.seen, plain.seen, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_texts_of_one_token_are_whole_ones(window: int | None) -> None:
+    """They have as many rows as there are texts, like those that go on."""
+    model = model_of(MODELS["gqa"], "fp64")
+    how: dict[str, Any] = {"temperature": 0, "window": window}
+    plain = generate(model.next_logits, [[3], [2]], 6, **how)
+    assert generate(Continued(model), [[3], [2]], 6, **how) == plain
 
 
 def in_order(a: Tensor, b: Tensor) -> Tensor:
