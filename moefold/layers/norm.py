@@ -67,7 +67,9 @@ class LayerNorm(RmsNorm):
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows."""
-        return super().forward(x - x.mean(-1, keepdim=True), flow)
+        # In 16 bits a mean is off by a share of itself, which may be much of what is left.
+        mean = x.mean(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        return super().forward((x - mean).to(x.dtype), flow)
 
     def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return ``x + more``, the residual rows, and their norm."""

@@ -17,6 +17,8 @@ from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
+from moefold.layers.norm import LayerNorm
+from moefold.layers.precision import PrecisionPolicy
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import BLOCK, normal
@@ -34,6 +36,7 @@ from tests.cpu.small import (
     model_of,
     moe,
     padded_rows,
+    relative,
     same,
 )
 
@@ -376,6 +379,22 @@ def test_bf16_follows_fp64_within_its_rounding() -> None:
             for p in model.parameters()
         )
     same(found[1], found[0], 8 * torch.finfo(torch.bfloat16).eps)
+
+
+def test_in_bf16_a_layer_norm_takes_the_whole_mean_away() -> None:
+    """Rounded to the rows' format it was off by up to an eighth of their spread."""
+    norm, flow = LayerNorm(64, 1e-6), Flow(from_ids(ids_of(1, 8)), PrecisionPolicy("bf16"))
+    torch.nn.init.ones_(norm.weight)
+    torch.manual_seed(1)
+    x_TD = (torch.randn(8, 64) + 61.8).bfloat16().requires_grad_()
+    wanted = torch.nn.functional.layer_norm(x_TD.double(), (64,), eps=1e-6)
+    found = norm(x_TD, flow)
+    upstream = torch.randn(8, 64)
+    (mine,), (theirs,) = (
+        torch.autograd.grad(y, x_TD, upstream.to(y.dtype)) for y in (found, wanted)
+    )
+    bound = torch.finfo(torch.bfloat16).eps
+    assert relative(found, wanted) < bound and relative(mine, theirs) < bound
 
 
 def test_compute_copies_follow_their_weights() -> None:

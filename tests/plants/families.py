@@ -38,7 +38,7 @@ PLANTS = (
         "a LayerNorm leaves the mean in",
         B23,
         "layers/norm.py",
-        "super().forward(x - x.mean(-1, keepdim=True), flow)",
+        "super().forward((x - mean).to(x.dtype), flow)",
         "super().forward(x, flow)",
     ),
     Plant(
