@@ -157,8 +157,7 @@ class LatentAttention(SoftmaxAttention):
         # Latents are what tensor ranks gather: narrower than rows, and made once.
         rows = () if self.out_gate is None or q is x_TD else (x_TD,)
         q, kv, k_rope, *rows = flow.gather_all(q, kv, k_rope, *rows)
-        yarn = None if record.rope is None else record.rope.yarn
-        factor = 1.0 if yarn is None else yarn.softmax_factor
+        factor = 1.0 if record.rope is None else record.rope.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
         out_THv = None
         if flow.cache is not None and not self.kv_up.narrow:

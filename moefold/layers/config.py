@@ -89,6 +89,11 @@ class Rope(Record):
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of a head's dims, the first, that turn; latent attention states its rotary dims itself."""
 
+    @property
+    def softmax_factor(self) -> float:
+        """The factor on the softmax's scale that goes with a stretched context."""
+        return 1.0 if self.yarn is None else self.yarn.softmax_factor
+
     def rules(self) -> Iterator[Violation]:
         """A context is stretched one way."""
         if self.yarn is not None and self.bands is not None:

@@ -438,7 +438,7 @@ class Moe(MoeSpec):
         Neither that weight nor what the auxiliary loss reads moves with a logit. Any other term
         may reach it.
         """
-        alone = self.router.experts == 1 and self.router.score == "softmax"
+        alone = self.router.choices == 1 and self.router.score == "softmax"
         if alone and all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):
             yield "router.weight", "a softmax over one expert is always 1"
 

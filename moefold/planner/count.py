@@ -134,7 +134,7 @@ def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
     for weight in block_weights(block, hidden, 0):
         size = used = weight.elements
         if weight.expert and routing is not None:
-            used = size // routing.experts * routing.top_k
+            used = size // routing.experts * min(routing.top_k, routing.experts)
         # The convention takes the norm of a latent, alone among norms, for one product.
         counted = used if weight.name in multiplied or weight.latent else 0
         part = PartCounts(size, size - used, counted, counted * weight.frozen)

@@ -68,6 +68,7 @@ class Speaker:
     def settings(self, **asked: Any) -> dict[str, Any]:
         """Return how tokens are drawn: as asked for, else as the folder says, else as usual."""
         said = self.tokenizer.files.generation(self.tokenizer.end_id)
+        said = {name: value for name, value in said.items() if value is not None}
         found = {"temperature": said.get("temperature", TEMPERATURE), "top_k": said.get("top_k")}
         found |= {"top_p": said.get("top_p", TOP_P)}
         if said.get("do_sample") is False:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.training.speaker import Speaker
+from moefold.training.speaker import TEMPERATURE, TOP_P, Speaker
 from moefold.training.words import harmless
 from tests.chats import CHATML, bpe, write_chat_folder
 from tests.cpu.families import reference
@@ -89,6 +89,15 @@ def test_a_conversation_goes_on_from_what_was_said(
         assert found == harmless(text)
     pieces = list(speaker.answer([asked(PROMPTS[0])], TOKENS))
     assert "".join(pieces) == expected[0] and len(pieces) > 2
+
+
+def test_settings_of_null_are_as_usual(folder: Path, tmp_path: Path) -> None:
+    """They stand in folders whose authors took them away: sampling ended in an error."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    usual = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P}
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict.fromkeys(usual)))
+    assert usual.items() <= Speaker.open(tmp_path).settings().items()
 
 
 def test_what_cannot_speak_is_told(folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
 from moefold.kernels.gradients import Accumulated, Deferred
-from moefold.layers.config import Full, Kind, Selective
+from moefold.layers.config import Full, Kind, Rope, Selective, Yarn
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
@@ -395,6 +395,16 @@ def test_in_bf16_a_layer_norm_takes_the_whole_mean_away() -> None:
     )
     bound = torch.finfo(torch.bfloat16).eps
     assert relative(found, wanted) < bound and relative(mine, theirs) < bound
+
+
+def test_a_stretched_context_scales_the_softmax_in_place_of_the_angles() -> None:
+    """Of heads that turn whole it is the same; grouped-query attention left it out."""
+    yarn, found = Yarn(factor=4.0, original_length=16), list[Tensor]()
+    for mscale_all_dim in (0.0, 1.0):
+        rope = Rope(yarn=yarn.model_copy(update={"mscale_all_dim": mscale_all_dim}))
+        model = model_of(decoder(GQA.model_copy(update={"rope": rope}), Dense(width=24)))
+        found.append(model.logits(ids_of(2, 24)))
+    assert relative(found[1], found[0]) < 1e-6
 
 
 def test_compute_copies_follow_their_weights() -> None:

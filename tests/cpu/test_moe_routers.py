@@ -242,6 +242,14 @@ def test_b86_idle_experts_add_what_they_are() -> None:
     assert load_E.sum() == 3 * ROWS and (load_E[4:] > 0).all()
 
 
+def test_a_router_of_one_expert_and_one_that_is_idle_learns() -> None:
+    """A softmax over the expert alone is always 1, but not beside a choice that gives nothing."""
+    alone = Router(experts=1, top_k=1, renormalise=False)
+    beside = IdleRouter(experts=1, top_k=1, renormalise=False, idle=Idle(zero=1))
+    named = [[*Moe(width=4, router=one).without_gradient()] for one in (alone, beside)]
+    assert [bool(names) for names in named] == [True, False]
+
+
 def test_b87_rows_of_a_latent_mixture_are_narrow_between_two_projections() -> None:
     """The sum of the experts' results is widened, not each of them; the gate shares both out."""
     shared = Shared(width=5, gate=True, two_way=True)

@@ -11,7 +11,7 @@ from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.families.deepseek_v3 import DeepseekV3
 from moefold.model.families.mixtral import Mixtral
-from moefold.moe.config import Moe, Router, Shared
+from moefold.moe.config import Idle, IdleRouter, Moe, Router, Shared
 from moefold.planner.count import Counts, count
 from moefold.run import load_run
 from moefold.spec.layer import Attention
@@ -160,6 +160,16 @@ def test_what_a_token_does_not_pass_through_is_idle() -> None:
     }
     assert counts.parameters - counts.active_parameters == 2 * 2 * 3 * 8 * 7
     assert attended(counts) == 2 * (3 * (4 + 4) + 2 * (6 + 3))
+
+
+def test_a_token_passes_through_no_more_experts_than_there_are() -> None:
+    """More choices than experts compute something: all of their weights were counted twice."""
+    router = IdleRouter(experts=2, top_k=4, idle=Idle(identity=3))
+    gqa, moe = Gqa(heads=2, kv_heads=1, head_dim=4), Moe(width=7, router=router)
+    stack = Stack(blocks=(Block(attention=gqa, ffn=moe),))
+    counts = count(Decoder(vocab=17, hidden=8, stacks=(stack,)))
+    assert counts.active_parameters == counts.parameters
+    assert counts.parts["experts"].multiplied == 2 * 3 * 8 * 7
 
 
 class Widened(Dense):

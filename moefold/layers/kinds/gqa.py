@@ -80,8 +80,9 @@ class Gqa(LayerSpec):
 
     @property
     def softmax_scale(self) -> float:
-        """``scale``, or what it is by default."""
-        return self.scale or self.head_dim**-0.5
+        """``scale``, or what it is by default, times the factor of a stretched context."""
+        factor = 1.0 if self.rope is None else self.rope.softmax_factor
+        return (self.scale or self.head_dim**-0.5) * factor
 
     @property
     def value_dim(self) -> int:
