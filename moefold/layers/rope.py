@@ -43,10 +43,10 @@ which their types do not say."""
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     """Return the ``dim / 2`` angular frequencies, in radians per position."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    plain = 1.0 / rope.theta**exponents
+    period = rope.theta**exponents
     if rope.bands is not None:
-        return _banded(plain, rope.bands)
-    return plain if rope.yarn is None else _stretched(plain, rope.yarn, rope.theta, dim)
+        return _banded(1.0 / period, rope.bands)
+    return 1.0 / period if rope.yarn is None else _stretched(period, rope.yarn, rope.theta, dim)
 
 
 def _banded(plain: Tensor, bands: Bands) -> Tensor:
@@ -56,8 +56,11 @@ def _banded(plain: Tensor, bands: Bands) -> Tensor:
     return (1 - kept) * plain / bands.factor + kept * plain
 
 
-def _stretched(plain: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
-    """Interpolate slow dims by ``factor``, leave fast dims, blend between the two boundaries."""
+def _stretched(period: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
+    """Interpolate slow dims by ``factor``, leave fast dims, blend between the two boundaries.
+
+    Rounded where transformers rounds: the bits are its own.
+    """
 
     def dim_of(turns: float) -> float:
         return dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -67,5 +70,5 @@ def _stretched(plain: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high > low else 0.001
-    slow = ((torch.arange(dim // 2).float() - low) / width).clamp(0, 1)
-    return plain / yarn.factor * slow + plain * (1 - slow)
+    kept = 1 - ((torch.arange(dim // 2).float() - low) / width).clamp(0, 1)
+    return 1.0 / (yarn.factor * period) * (1 - kept) + 1.0 / period * kept

@@ -53,7 +53,7 @@ def draw(model_type: str, random: Random) -> Fields:
     if random.random() < 0.5:
         config["rope_parameters"] |= {
             "rope_type": "yarn",
-            "factor": random.choice((2.0, 4.0)),
+            "factor": random.choice((3.0, 40.0)),
             "original_max_position_embeddings": 16,
         }
         if random.random() < 0.5:

@@ -126,7 +126,7 @@ PLANTS = (
         "every expert's products are counted",
         B36_PLANNED,
         "planner/count.py",
-        "used = size // routing.experts * routing.top_k",
+        "used = size // routing.experts * min(routing.top_k, routing.experts)",
         "used = size",
     ),
     Plant(
