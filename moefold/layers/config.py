@@ -70,10 +70,10 @@ class Bands(Record):
     """Those whose turn is shorter than ``original_length / fast`` stay; between both they blend."""
 
     def rules(self) -> Iterator[Violation]:
-        """The fast boundary lies above the slow one."""
-        if self.fast <= self.slow:
+        """The fast boundary lies at the slow one, where nothing blends, or above."""
+        if self.fast < self.slow:
             yield Violation(
-                ("fast",), self.fast, f"must be above slow ({self.slow})", self.slow * 4
+                ("fast",), self.fast, f"must not be below slow ({self.slow})", self.slow * 4
             )
 
 

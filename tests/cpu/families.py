@@ -18,7 +18,10 @@ from moefold.model.families.names import TensorPiece, find, pieces, sized
 from moefold.model.families.registry import from_hf
 from moefold.spec.decoder import model_weights
 
-STORED = json.loads((Path(__file__).parents[1] / "data" / "hf_tiny_reference.json").read_text())
+DATA = Path(__file__).parents[1] / "data"
+STORED = json.loads((DATA / "hf_tiny_reference.json").read_text())
+RELEASED = json.loads((DATA / "released_configs.json").read_text())
+"""What ``config.json`` of released models holds: their sizes, switches and what goes with them."""
 
 
 def places(model: DecoderModel, family: Family) -> Iterator[tuple[str, TensorPiece]]:
@@ -100,10 +103,27 @@ def total_of(decoder: Decoder) -> int:
     return sum(weight.elements for weight in model_weights(decoder))
 
 
+def by_class(model_type: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a ``config.json`` as its class of transformers completes it; None where it refuses."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    given = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        return stripped(CONFIG_MAPPING[model_type](**given))
+    except (StrictDataclassError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def stripped(config: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of an object of such a class."""
+    found = json.loads(config.to_json_string())
+    return {k: v for k, v in found.items() if k != "transformers_version"}
+
+
 def written(model: Any) -> dict[str, Any]:
     """Return the ``config.json`` that transformers writes for a model."""
-    config = json.loads(model.config.to_json_string())
-    return present({k: v for k, v in config.items() if k != "transformers_version"})
+    return present(stripped(model.config))
 
 
 def present(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The families compute what transformers computes: stored numbers, and drawn configurations."""
 
+import json
 import math
 from random import Random
 from typing import Any
@@ -9,10 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moefold.layers.config import Bands, Rope
+from moefold.layers.rope import inverse_frequencies
+from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.registry import from_hf
+from moefold.model.families.registry import families, family_of, from_hf
 from tests.cpu.families import (
+    RELEASED,
     STORED,
+    by_class,
     fill,
     gate_of,
     gradients,
@@ -164,6 +170,22 @@ def test_the_default_configuration_has_as_many_parameters(model_type: str) -> No
     assert expected == PUBLISHED.get(model_type, expected)
 
 
+@pytest.mark.parametrize("fast", [1.0, 4.0])
+def test_bands_of_frequencies_are_those_of_transformers(fast: float) -> None:
+    """Llama 4 Scout has one boundary: what is slower is divided, and nothing blends."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": fast}
+    rope |= {"original_max_position_embeddings": 8192}
+    config = LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, None)
+    bands = Bands(factor=16.0, original_length=8192, slow=1.0, fast=fast)
+    found = inverse_frequencies(Rope(theta=5e5, bands=bands), 128)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
 def test_b23_aux_loss_is_that_of_transformers_in_one_layer_over_k(model_type: str) -> None:
     """Transformers pools layers and lets the load sum to K; so one layer is compared, over K."""
@@ -178,3 +200,64 @@ def test_b23_aux_loss_is_that_of_transformers_in_one_layer_over_k(model_type: st
     expected = output.aux_loss / config["num_experts_per_tok"]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert found > 1
+
+
+def meant(config: dict[str, Any]) -> Decoder | str:
+    """What a configuration describes, but for the longest sequence, which changes no maths."""
+    try:
+        return from_hf(present(config)).decoder.model_copy(update={"context": None})
+    except ValueError as error:
+        return str(error)
+
+
+REFUSED = {
+    "bailing_hybrid": {"linear_conv_kernel_dim"},  # null, beside another name that has a number
+    "deepseek_v2": {"topk_method"},  # null
+    "qwen3_moe": {"num_local_experts"},  # it goes by another name here
+    "glm4_moe": {"head_dim"},  # the class divides what does not go into it
+}
+"""Fields beside sizes without which a default configuration is refused."""
+
+
+def test_every_family_has_a_class_of_transformers_and_a_draw() -> None:
+    assert set(FAMILIES) == set(families())
+    assert all(by_class(model_type, DEFAULTS.get(model_type, {})) for model_type in FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_absent_field_means_what_the_class_of_transformers_takes(model_type: str) -> None:
+    """Each field in turn is left out, or null, of the default and of a drawn configuration."""
+    usual = DEFAULTS.get(model_type, {})
+    compared = 0
+    for given in (usual, draw(model_type, Random(f"{model_type} 0"))):
+        whole = by_class(model_type, given)
+        assert whole is not None
+        assert isinstance(meant(whole), Decoder), meant(whole)
+        for name in whole.keys() - {"model_type"}:
+            rest = {key: value for key, value in whole.items() if key != name}
+            for less in (rest, rest | {name: None}):
+                theirs = by_class(model_type, less)
+                if theirs is None:
+                    continue
+                mine = meant(less)
+                if isinstance(mine, Decoder):
+                    expected = meant(theirs)
+                    follows = isinstance(expected, str) and f"{name} is " in expected
+                    assert follows or mine == expected, (name, name in less)
+                    compared += 1
+                elif given is usual and name not in REFUSED.get(model_type, ()):
+                    assert f"{name} is " in mine, (name, mine)
+    assert compared > 30
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configurations_are_read_as_transformers_reads_them(name: str) -> None:
+    """Every field that stands there is known, and those of their own say what they say there."""
+    config = RELEASED[name]
+    mine = meant(config)
+    assert isinstance(mine, Decoder), mine
+    theirs = by_class(config["model_type"], config)
+    assert theirs is not None
+    assert mine == meant(theirs | ({"vision_config": {}} if "text_config" in theirs else {}))
+    written = family_of(mine).to_hf(mine)
+    assert meant(json.loads(json.dumps(written))) == mine

@@ -402,6 +402,19 @@ def test_layers_without_experts_follow_either_field() -> None:
     assert dense(decoder_sparse_step=3, mlp_only_layers=[2]) == [0, 1, 2, 3, 4]
 
 
+def test_yarn_without_a_length_and_a_null_size_are_refused_by_name() -> None:
+    bare = {k: v for k, v in QWEN.items() if k != "max_position_embeddings"}
+    with pytest.raises(ValueError, match="original_max_position_embeddings is missing"):
+        from_hf(bare | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    with pytest.raises(ValueError, match="num_experts is missing"):
+        from_hf(QWEN | {"num_experts": None})
+
+
+@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.mtp.x", "model.mtp_block.0.x"])
+def test_further_tokens_are_left_out_by_any_name(name: str) -> None:
+    assert from_hf(QWEN).model.ignores(name) == "layers for multi-token prediction"
+
+
 def test_what_a_folder_cannot_hold_is_said() -> None:
     assert left_out(from_hf(OLMOE).decoder) == []
     decoder = (

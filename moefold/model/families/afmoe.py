@@ -11,6 +11,8 @@ from moefold.model.families.own_fields import RootScale
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
 
+_GROUPS = "n_group", "topk_group", "num_expert_groups", "num_limited_groups"
+
 
 class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
     """Sizes of an AFMoE; full layers have no positions."""
@@ -52,6 +54,10 @@ class Afmoe(SigmoidFamily):
         hf.projection_bias("attention_bias", False, "all"),
         RootScale(),
         hf.Unread(("global_attn_every_n_layers",)),  # the kinds of layers say it
+        *(hf.Only(name, 1) for name in _GROUPS),
+        hf.Only("route_norm", True),
+        hf.Only("score_func", "sigmoid"),
+        hf.Unread(("load_balance_coeff", "use_grouped_mm")),
     )
     tensors = (
         *names.llama_names(

@@ -15,7 +15,10 @@ _THETA = 6e6
 RELEASED = {"score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 RELEASED |= {"moe_router_enable_expert_bias": True, "no_kda_lora": True, "rope_interleave": True}
 RELEASED |= {"gated_attention_proj_granularity_type": "head_wise", "use_qk_norm": True}
-RELEASED |= {"use_bias": False, "use_qkv_bias": False}
+RELEASED |= {"group_norm_size": 1, "linear_silu": True}
+RELEASED |= {"embedding_dropout": 0.0, "output_dropout": 0.0}
+_OFF = "scale_router_input up_proj_norm use_bias use_kda_lora use_mla_nope use_nGPT use_qkv_bias"
+RELEASED |= dict.fromkeys([*_OFF.split(), "value_norm"], False)
 PARTS = {"embed_tokens": "word_embeddings", "e_score_correction_bias": "expert_bias"}
 PARTS |= {"self_attn.": "attention.", **FORGET}
 GATES = {"decay_in": "forget_gate.f_proj", "gate_in": "g_proj", "out_gate": "g_proj"}
@@ -30,6 +33,8 @@ class BailingHybrid(SigmoidFamily):
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
 
     architecture = "BailingHybridForCausalLM"
+    other_architectures = ("BailingMoeV3ForCausalLM",)
+    unstated = {"n_group": 8, "topk_group": 4}
     fixed_rope = "interleaved"
     scales_softmax = True
     extra_layers = "layers for multi-token prediction"

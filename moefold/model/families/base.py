@@ -22,6 +22,7 @@ from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router
 
 _ROTARY = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_FURTHER = re.compile(r"^(model\.)?mtp[._]")
 Balance = tuple[Annotated[Record, BALANCE], ...]
 
 
@@ -62,11 +63,15 @@ class Family(Record):
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names of the very same model in a ``config.json``."""
     architecture: ClassVar[str]
+    other_architectures: ClassVar[tuple[str, ...]] = ()
+    """What the very same class is called in released folders."""
     hf_sizes: ClassVar[Mapping[str, str]]
     """Fields of ``config.json`` that are sizes, and the size each is; a null one is left out."""
     respelled: ClassVar[Mapping[str, str]] = {}
     """Names that fields of ``config.json`` have here, by those that most families give them; both
     are read."""
+    unstated: ClassVar[Mapping[str, Any]] = {}
+    """What transformers' class takes for absent fields of ``config.json``, where entries do not."""
     epsilon_field: ClassVar[str] = "rms_norm_eps"
     """The field of ``config.json`` that is ``norm_epsilon``."""
     fields: ClassVar[tuple[ConfigField, ...]] = ()
@@ -160,6 +165,8 @@ class Family(Record):
         """Why a tensor on disk has no place in the model; None where it must have one."""
         if _ROTARY.search(name):
             return "rotary frequencies, which are computed"
+        if _FURTHER.match(name):
+            return "layers for multi-token prediction"
         layer = _LAYER.match(name)
         layers = self.shape.layers + len(getattr(self, "multi_token", ()))
         return self.extra_layers if layer and int(layer[1]) >= layers else None
@@ -201,19 +208,25 @@ class Family(Record):
         Raises:
             ValueError: naming every field that is unknown, missing or not supported.
         """
-        reader = ConfigReader(config, cls.architecture, cls.model_type, cls.respelled)
+        names = cls.architecture, *cls.other_architectures
+        reader = ConfigReader(config, names, cls.model_type, cls.respelled, cls.unstated)
         fields = {
             "norm_epsilon": reader.take(cls.epsilon_field, float),
             "tied": reader.take("tie_word_embeddings", bool, False),
             "init_std": reader.take("initializer_range", float, 0.02),
             "context": reader.take("max_position_embeddings", int, None),
         }
-        sizes = {o: reader.take(t, int) for t, o in cls.hf_sizes.items() if not reader.null(t)}
-        reader.skip(*cls.hf_sizes)
         own = cls.read(reader)
+        shape = cls.model_fields["shape"].annotation.model_fields  # type: ignore[union-attr]
+        sizes = {
+            ours: reader.take(theirs, int)
+            for theirs, ours in cls.hf_sizes.items()
+            if not reader.null(theirs) or (shape[ours].is_required() and ours not in own["shape"])
+        }
+        reader.skip(*cls.hf_sizes)
         tokens, block = reader.special_tokens(), reader.quantised()
         reader.finish()
-        model = cls(**(fields | own | {"shape": sizes | own.get("shape", {})}))
+        model = cls(**(fields | own | {"shape": sizes | own["shape"]}))
         refuse((b.under("shape") for b in model.shape.rules()), "config.json describes a model:")
         refuse(model.rules(), "config.json describes a model:")
         for entry in cls.fields:

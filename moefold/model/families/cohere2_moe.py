@@ -33,6 +33,7 @@ class Cohere2Moe(Family):
     norm_epsilon: Positive = 1e-5
 
     architecture = "Cohere2MoeForCausalLM"
+    unstated = {"tie_word_embeddings": True}
     epsilon_field = "layer_norm_eps"
     fixed_rope = "interleaved"
     attention_fields = ("bias",)
@@ -56,6 +57,8 @@ class Cohere2Moe(Family):
         WindowKinds(prefix_full, some=True),
         Selection(),
         hf.projection_bias("attention_bias", False, "all"),
+        hf.Only("use_parallel_block", True),
+        hf.Only("use_qk_norm", False),
         hf.inverse("logit_scale", "logits_divisor", 0.0625),
         hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
         hf.NO_TOKENS,

@@ -33,6 +33,7 @@ class DeepseekV3(MultiTokenFamily):
 
     aliases = ("kimi_k2",)
     architecture = "DeepseekV3ForCausalLM"
+    unstated = {"n_group": 8, "topk_group": 4}
     fixed_rope = None
     scales_softmax = True
     extra_layers = "layers for multi-token prediction"

@@ -31,9 +31,18 @@ class Dots1(SigmoidFamily):
     scale: Positive = 1.0
 
     architecture = "Dots1ForCausalLM"
+    unstated = {"norm_topk_prob": False}
     attention_own = {"qk_norm": "head"}
     hf_sizes = names.gqa_sizes(
         "n_routed_experts", "moe_intermediate_size", first_k_dense_replace="dense_layers"
     )
-    fields = (*hf.deepseek_fields(1.0), *hf.heads(), WindowKinds(_full))
+    fields = (
+        *hf.deepseek_fields(1.0),
+        *hf.heads(),
+        WindowKinds(_full),
+        hf.Unread(("max_window_layers",)),  # the kinds of layers say it
+        hf.Only("moe_layer_freq", 1),
+        hf.Only("scoring_func", "sigmoid", ("noaux_tc",)),
+        hf.Only("topk_method", "noaux_tc"),
+    )
     tensors = (*names.deepseek_names(), *names.gqa_names(qk_norm=True))

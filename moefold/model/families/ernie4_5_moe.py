@@ -34,6 +34,7 @@ class Ernie45Moe(Family):
     tied: bool = True
 
     architecture = "Ernie4_5_MoeForCausalLM"
+    unstated = {"tie_word_embeddings": True}
     fixed_rope = "interleaved"
     router_own = {"selection_bias": True}
     router_fields = ("floor",)
@@ -48,6 +49,10 @@ class Ernie45Moe(Family):
         ExpertLayers(),
         hf.FieldValue("moe_norm_min", "floor", float, 1e-12),
         hf.Only("use_bias", False, (None,)),
+        hf.Only("use_rmsnorm", True),
+        hf.Only("moe_gate", "topk"),
+        hf.Only("moe_use_aux_free", True),
+        hf.Unread(("moe_capacity", "num_nextn_predict_layers")),
     )
     tensors = (
         *names.llama_names(),

@@ -180,13 +180,15 @@ class Rotary(ConfigField):
     """Whether ``mscale_all_dim`` scales the softmax too."""
     fraction: float | None = None
     """Of a head's dims that turn, where none is stated; None is a family in which all do."""
-    stretched: bool = False
-    """Whether YaRN is there unless its absence is stated."""
+    unstated: Mapping[str, Any] = field(default_factory=dict)
+    """``rope_parameters`` where neither they nor ``rope_scaling`` are stated."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take theta, YaRN and the layout."""
-        softmax, fraction = self.scales_softmax, self.fraction
-        rope = read_rope(config, self.theta, scales_softmax=softmax, fraction=fraction)
+        softmax, fraction, unstated = self.scales_softmax, self.fraction, self.unstated
+        rope = read_rope(
+            config, self.theta, scales_softmax=softmax, fraction=fraction, unstated=unstated
+        )
         layout = self.layout
         if self.switch is not None:
             interleaved = config.take(self.switch, bool, layout == "interleaved")
@@ -198,7 +200,7 @@ class Rotary(ConfigField):
         rope, written = model.rope, rope_fields(model.rope, model.context)
         if self.switch is not None:
             written[self.switch] = rope.layout == "interleaved"
-        if self.stretched and rope.yarn is None and rope.bands is None:
+        if self.unstated and rope.yarn is None and rope.bands is None:
             plain = {"rope_type": "default", "rope_theta": rope.theta}
             written |= {"rope_parameters": plain, "rope_scaling": plain}
         return written | ({} if self.fraction is None else {"partial_rotary_factor": rope.fraction})
@@ -334,7 +336,7 @@ class SharedNumber(ConfigField):
 
 @dataclass(frozen=True)
 class DenseSize(ConfigField):
-    """The dense layers' width; absent it follows from the experts'."""
+    """The dense layers' width."""
 
     name: str = "intermediate_size"
     other: str | None = None
@@ -344,6 +346,11 @@ class DenseSize(ConfigField):
         """Take it."""
         other = None if self.other is None else config.take(self.other, int)
         return {"shape.dense_width": config.take(self.name, int, other)}
+
+    def check(self, config: ConfigReader, model: Any) -> None:
+        """Refuse dense layers of which no field says how wide they are."""
+        if model.shape.dense and not (config.present(self.name) or self.other):
+            config.refuse(f"{self.name} is missing, and there are dense layers")
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it, or what it follows from."""

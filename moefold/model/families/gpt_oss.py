@@ -14,6 +14,14 @@ from moefold.model.families.sizes import SinkSizes
 from moefold.moe.config import Aux
 
 _THETA = 150000.0
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _full(config: ConfigReader, layer: int) -> bool:
@@ -41,11 +49,13 @@ class GptOss(Family):
     attention_fields = ("bias",)
     hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
-        *hf.heads(64, _THETA, stretched=True),
+        *hf.heads(64, _THETA, unstated=_YARN),
         hf.AuxField(),
         hf.projection_bias("attention_bias", True, "all"),
         Swish(),
         WindowKinds(_full),
+        hf.Follows("experts_per_token", lambda model: model.shape.top_k),
+        hf.Unread(("initial_context_length",)),  # YaRN's own field says it
     )
     tensors = (
         *names.llama_names(),

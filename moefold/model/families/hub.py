@@ -53,17 +53,19 @@ class ConfigReader:
     def __init__(
         self,
         config: Mapping[str, Any],
-        architecture: str = "",
+        architectures: tuple[str, ...] = (),
         model_type: str = "",
         respelled: Mapping[str, str] | None = None,
+        unstated: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.model_type = model_type
         self.notes: list[str] = []
         self._problems: list[str] = []
         self._read: set[str] = set()
-        self._architecture = architecture
+        self._architectures = architectures
         self._respelled = respelled or {}
+        self._unstated = unstated or {}
         for usual, own in self._respelled.items():
             if {usual, own} <= config.keys():
                 self.only(own, config[usual])
@@ -75,21 +77,24 @@ class ConfigReader:
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
         """Return a field of type ``kind``; ``default`` where it is absent or null.
 
-        A field without default must be there. Problems are kept for ``finish``.
+        Where it is absent, what the family's class of transformers takes goes first. A field
+        without default must be there. Problems are kept for ``finish``.
         """
-        name = self._there(name)
+        usual, name = name, self._there(name)
         self._read.add(name)
+        if name not in self.config and usual in self._unstated:
+            return self._unstated[usual]
         value = self.config.get(name)
         if value is None:
             if default is REQUIRED:
                 self._problems.append(f"{name} is missing")
-                return kind(1)
+                return _stand_in(kind)
             return default
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
             self._problems.append(f"{name} is {value!r}, which is not of type {kind.__name__}")
-            return kind(1) if default is REQUIRED else default
+            return _stand_in(kind) if default is REQUIRED else default
         return value
 
     def present(self, name: str) -> bool:
@@ -155,8 +160,9 @@ class ConfigReader:
                 self.only(name, *allowed)
         names = self.config.get("architectures")
         self._read.add("architectures")
-        if names is not None and names != [self._architecture]:
-            self._problems.append(f"architectures is {names!r}; supported: {self._architecture}")
+        if names is not None and names not in [[name] for name in self._architectures]:
+            known = " or ".join(self._architectures)
+            self._problems.append(f"architectures is {names!r}; supported: {known}")
         if self.config.get("auto_map") is not None:
             self.notes.append("auto_map names code of the folder's own; it is never run")
         self._read.add("auto_map")
@@ -173,12 +179,22 @@ class ConfigReader:
             raise ValueError("config.json: " + "; ".join(self._problems))
 
 
+def _stand_in(kind: type) -> Any:
+    """Return a value to read on with, where a problem is kept."""
+    return kind() if kind in (list, dict) else kind(1)
+
+
 def _same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def read_rope(
-    config: ConfigReader, default_theta: float, *, scales_softmax: bool, fraction: float | None
+    config: ConfigReader,
+    default_theta: float,
+    *,
+    scales_softmax: bool,
+    fraction: float | None,
+    unstated: Mapping[str, Any],
 ) -> Rope:
     """Read rotary positions, in the older form (``rope_theta``, ``rope_scaling``) and the newer.
 
@@ -187,13 +203,15 @@ def read_rope(
         default_theta: the family's theta where none stands.
         scales_softmax: whether the family gives ``mscale_all_dim`` its second meaning.
         fraction: of a head's dims that turn, where none is stated; None refuses any but all.
+        unstated: the newer form's field where neither form has one.
     """
     theta = config.take("rope_theta", float, default_theta)
     scaling = dict(
-        config.take("rope_scaling", dict, {}) or config.take("rope_parameters", dict, {})
+        config.take("rope_scaling", dict, {}) or config.take("rope_parameters", dict, unstated)
     )
     config.skip("rope_parameters")
     inner = ConfigReader(scaling)
+    inner.skip("mrope_interleaved", "mrope_section")  # of pictures: text has one position
     theta = inner.take("rope_theta", float, theta)
     kind = inner.take("rope_type", str, inner.take("type", str, "default"))
     turning = 1.0
@@ -222,14 +240,14 @@ def read_rope(
         config.refuse(f"rotary positions: {str(error).removeprefix('config.json: ')}")
         yarn = bands = None
     if any(bands.rules()) if bands else False:
-        config.refuse(f"rotary positions: {bands!r} has no fast boundary above its slow one")
+        config.refuse(f"rotary positions: {bands!r} has its fast boundary below its slow one")
         bands = None
     return Rope(theta=theta, yarn=yarn, bands=bands, fraction=turning)
 
 
 def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) -> Yarn:
     longest = config.take("max_position_embeddings", int, 0)
-    original = inner.take("original_max_position_embeddings", int, longest) or 1
+    original = inner.take("original_max_position_embeddings", int, longest or REQUIRED)
     original = config.take("original_max_position_embeddings", int, original)
     factor = inner.take("factor", float, max(1.0, longest / original))
     mscale = inner.take("mscale", float, 0.0)

@@ -13,6 +13,12 @@ from moefold.model.families.sizes import DenseListed, FreeGqaSizes, SharedSizes
 from moefold.moe.config import Bias
 
 _THETA = 11_158_840.0
+_RELEASED = "moe_router_enable_expert_bias", "moe_router_use_sigmoid", "qk_norm", "route_norm"
+_UNREAD = """
+enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id
+use_grouped_mm
+"""
+"""Number formats, kernels, and a token that no part of the model knows."""
 
 
 class HyV3Shape(FreeGqaSizes, SharedSizes, DenseListed):
@@ -32,6 +38,7 @@ class HyV3(Family):
     norm_epsilon: Positive = 1e-5
 
     architecture = "HYV3ForCausalLM"
+    unstated = {"initializer_range": 0.006}
     extra_layers = "layers for multi-token prediction"
     attention_own = {"qk_norm": "head"}
     router_own = SIGMOID
@@ -42,9 +49,13 @@ class HyV3(Family):
         hf.BiasBalance(),
         hf.SharedNumber("num_shared_experts"),
         DenseKinds(),
+        hf.Follows("first_k_dense_replace", lambda model: len(model.shape.dense)),
         hf.DenseSize(),
         hf.FieldValue("router_scaling_factor", "scale", float, 2.826),
-        hf.Unread(("enable_moe_fp32_combine",)),  # the sum's number format
+        hf.Follows("expert_hidden_dim", lambda model: model.shape.expert_width),
+        *(hf.Only(name, True) for name in _RELEASED),
+        hf.Unread(tuple(_UNREAD.split())),
+        hf.MULTI_TOKEN,
     )
     tensors = (
         *names.llama_names(),

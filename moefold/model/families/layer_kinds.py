@@ -9,6 +9,7 @@ from moefold.model.families.fields import ConfigField, FieldValue, Rotary, Value
 from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_SLIDING = "swa_rope_theta"
 _START, _END, _STEP = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
 
 
@@ -278,8 +279,9 @@ class WindowKinds(ConfigField):
         """Take the window, and the numbers of the full layers; without a sliding one, neither."""
         window = config.take("sliding_window", int, None)
         layers = config.take("num_hidden_layers", int)
-        usual = [FULL if self.full(config, n) else SLIDING for n in range(layers)]
-        kinds = config.take("layer_types", list, usual)
+        kinds = config.take("layer_types", list, None)
+        if kinds is None:
+            kinds = [FULL if self.full(config, n) else SLIDING for n in range(layers)]
         if len(kinds) != layers or not {FULL, SLIDING}.issuperset(kinds):
             config.refuse(f"layer_types is not {FULL} or {SLIDING} for each of {layers} layers")
         if SLIDING not in kinds:
@@ -300,19 +302,26 @@ class WindowKinds(ConfigField):
 
 
 class KindRotary(Rotary):
-    """``rope_parameters`` of full and of sliding layers, each by the name of its kind."""
+    """``rope_parameters`` of full and of sliding layers, each by the name of its kind.
+
+    What they do not say, fields of released folders do.
+    """
 
     def read(self, config: ConfigReader) -> Values:
         """Take both; those of sliding layers only where there are any and they differ."""
-        config.skip("rope_theta", "rope_scaling")
+        config.skip("rope_scaling")
         both = config.take("rope_parameters", dict, {})
         if not {FULL, SLIDING}.issuperset(both):
             config.refuse(f"rope_parameters has other keys than {FULL} and {SLIDING}")
         context = {"max_position_embeddings": config.take("max_position_embeddings", int, None)}
         found: list[Rope] = []
-        for kind, theta in ((FULL, self.theta), (SLIDING, 1e4)):
+        fraction = config.take("partial_rotary_factor", float, self.fraction)
+        for kind, name, usual in ((FULL, "rope_theta", self.theta), (SLIDING, _SLIDING, 1e4)):
             inner = ConfigReader(context | {"rope_parameters": both.get(kind)})
-            found.append(read_rope(inner, theta, scales_softmax=False, fraction=self.fraction))
+            theta = config.take(name, float, usual)
+            found.append(
+                read_rope(inner, theta, scales_softmax=False, fraction=fraction, unstated={})
+            )
             try:
                 inner.refuse_all()
             except ValueError as error:

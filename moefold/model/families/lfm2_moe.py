@@ -9,7 +9,7 @@ from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import ConvolvedKinds
 from moefold.model.families.mixed_sizes import ConvolvedSizes
-from moefold.model.families.own_fields import BiasSwitch
+from moefold.model.families.own_fields import BiasSwitch, Tied
 from moefold.moe.config import Bias
 
 _THETA = 1e6
@@ -36,13 +36,16 @@ class Lfm2Moe(Family):
     attention_own = {"qk_norm": "head"}
     router_own = {"score": "sigmoid", "epsilon": 1e-6}
     router_fields = ("renormalise", "scale", "selection_bias")
+    unstated = {"tie_word_embeddings": True}
     epsilon_field = "norm_eps"
     hf_sizes = names.gqa_sizes(
         "num_experts", "moe_intermediate_size", num_dense_layers="dense_layers", conv_L_cache="taps"
     )
     fields = (
         hf.KvHeads(),
+        hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
         hf.Rotary(_THETA),
+        Tied(),
         hf.DenseSize(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),

@@ -7,9 +7,9 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.hub import ConfigReader
-from moefold.model.families.layer_kinds import DenseKinds, KindRotary, WindowKinds
+from moefold.model.families.layer_kinds import DenseKinds, KindRotary
 from moefold.model.families.mixed_sizes import TwoKindSizes
-from moefold.model.families.own_fields import Factor
+from moefold.model.families.own_fields import MIMO, Factor, WindowBeside
 from moefold.model.families.sigmoid import SigmoidFamily
 
 _THETA, _FRACTION = 5e6, 0.334
@@ -34,6 +34,7 @@ class MiMoV2Flash(SigmoidFamily):
     norm_epsilon: Positive = 1e-5
 
     architecture = "MiMoV2FlashForCausalLM"
+    unstated = {"rms_norm_eps": 1e-5}
     attention_fields = ("bias", "value_scale")
     hf_sizes = names.gqa_sizes("n_routed_experts", "moe_intermediate_size", v_head_dim="v_dim")
     fields = (
@@ -43,10 +44,11 @@ class MiMoV2Flash(SigmoidFamily):
         hf.BiasBalance(),
         DenseKinds(),
         hf.DenseSize(),
-        WindowKinds(_full),
+        WindowBeside(_full),
         hf.projection_bias("attention_bias", False),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
         Factor("attention_value_scale", "value_scale", float, 0.707),
+        *MIMO,
     )
     tensors = (
         *names.llama_names(),
@@ -60,8 +62,3 @@ class MiMoV2Flash(SigmoidFamily):
         *names.expert_names(),
         *names.bias_names(),
     )
-
-    def ignores(self, name: str) -> str | None:
-        """Leave out layers for multi-token prediction, which have a name of their own."""
-        apart = name.startswith("model.mtp.")
-        return "layers for multi-token prediction" if apart else super().ignores(name)

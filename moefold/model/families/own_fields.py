@@ -5,8 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.layers.config import Activation
-from moefold.model.families.fields import BiasBalance, ConfigField, FieldValue, Values
+from moefold.model.families.fields import (
+    BiasBalance,
+    ConfigField,
+    FieldValue,
+    Follows,
+    Only,
+    Unread,
+    Values,
+)
 from moefold.model.families.hub import ConfigReader
+from moefold.model.families.layer_kinds import WindowKinds
 
 
 class Factor(FieldValue):
@@ -30,6 +39,15 @@ class BiasSwitch(BiasBalance):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it."""
         return {"use_expert_bias": model.selection_bias}
+
+
+class Tied(ConfigField):
+    """``tie_embedding``, which goes before ``tie_word_embeddings``."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it where it is stated."""
+        tied = config.take("tie_embedding", bool, None)
+        return {} if tied is None else {"tied": tied}
 
 
 class RootScale(ConfigField):
@@ -126,3 +144,40 @@ class NormKind(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it."""
         return {"rms_norm_eps": model.norm_epsilon if model.norm == "rms" else None}
+
+
+class WindowBeside(WindowKinds):
+    """The window and the kinds of layers; ``sliding_window_size`` counts all but the token."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take them, and the released field before the other."""
+        found, beside = super().read(config), config.take("sliding_window_size", int, None)
+        return found | ({"shape.window": beside + 1} if found and beside else {})
+
+
+def _windowed(model: Any) -> list[int]:
+    layers = range(model.shape.layers)
+    full = layers if model.shape.window is None else model.shape.full_layers
+    return [int(layer not in full) for layer in layers]
+
+
+def _sparse(model: Any) -> list[int]:
+    return [int(layer not in model.shape.dense) for layer in range(model.shape.layers)]
+
+
+MIMO: tuple[ConfigField, ...] = (
+    Only("add_full_attention_sink_bias", False),
+    Only("add_swa_attention_sink_bias", True),
+    Only("n_shared_experts", None),
+    Only("scoring_func", "sigmoid"),
+    Only("topk_method", "noaux_tc"),
+    Follows("hybrid_layer_pattern", _windowed),
+    Follows("layernorm_epsilon", lambda model: model.norm_epsilon),
+    Follows("moe_layer_freq", _sparse),
+    Follows("swa_head_dim", lambda model: model.shape.dims_per_head),
+    Follows("swa_num_attention_heads", lambda model: model.shape.heads),
+    Follows("swa_num_key_value_heads", lambda model: 2 * model.shape.kv_heads),
+    Follows("swa_v_head_dim", lambda model: model.shape.v_dim),
+    Unread(("attention_chunk_size",)),
+)
+"""Fields of the released MiMo-V2-Flash that say what others say too, or must be as they are."""

@@ -32,7 +32,12 @@ class Qwen35Moe(Family):
     attention_own: ClassVar[dict[str, Any]] = ATTENTION
     decoder_own: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
     hf_sizes = Qwen2Moe.hf_sizes
-    fields = FIELDS
+    fields = (
+        *FIELDS,
+        hf.Only("attn_output_gate", True),
+        hf.Only("mlp_only_layers", []),
+        hf.Unread(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
+    )
     tensors = (
         *names.qwen_names(),
         *names.qwen_delta_names(),

@@ -56,6 +56,7 @@ class Qwen3Next(Family):
         DenseSteps(),
         hf.DenseSize(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
+        hf.Only("use_sliding_window", False),
     )
     tensors = (
         *names.qwen_names(),
