@@ -106,8 +106,7 @@ class FolderTensors(Mapping[str, Tensor]):
         scale = self._plan.scales.get(piece.name)
         if scale is not None and self._plan.block is not None:
             codes, scales = self._source.read(piece.name), self._source.read(scale)
-            whole = dequantise(codes, scales, self._plan.block)
-            whole = whole if piece.rows is None else piece.to_ours(whole, shape)
+            whole = piece.to_ours(dequantise(codes, scales, self._plan.block), shape)
             return whole[tuple(slice(start, end) for start, end in box)]
         if piece.rows is not None:
             places = piece.rows.places(*box[0])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moefold.convert.importer import import_folder
 from moefold.convert.source import ConvertError, SafetensorsWeights
+from moefold.model.config import MODEL
 from tests.cpu.hubs import (
     MODELS,
     decoder_of,
@@ -271,6 +272,23 @@ def test_fp8_is_multiplied_out_with_its_scales(tmp_path: Path) -> None:
     assert problems(tmp_path) == [f"{name}_scale_inv is missing"]
     write_hub(tmp_path, decoder, stored)
     assert problems(tmp_path) == [f"{name} is FP8, and config.json has no block size for it"]
+
+
+def test_fp8_of_gate_above_up_is_multiplied_out(tmp_path: Path) -> None:
+    sizes = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 2, "experts": 4, "top_k": 2}
+    sizes |= {"expert_width": 6, "shared_width": 10}
+    decoder = MODEL.kinds["granitemoeshared"].model_validate({"shape": sizes}).describe(40)  # type: ignore[attr-defined]
+    stored = on_disk(decoder, weights_of(decoder))
+    name = "model.layers.0.shared_mlp.input_linear.weight"
+    codes = (stored[name] * 50).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5, 2.0], [1.0, 4.0], [8.0, 0.25]])
+    stored |= {name: codes, name + "_scale_inv": scales}
+    quantised = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    write_hub(tmp_path, decoder, stored, quantization_config=quantised)
+    spread = scales.repeat_interleave(8, 0)[:20].repeat_interleave(8, 1)
+    with import_folder(tmp_path) as found:
+        whole = found.tensors["layers.0.moe.shared.w_in"]
+    assert torch.equal(whole, (codes.float() * spread).reshape(2, 10, 16))
 
 
 # ---------------------------------------------------------------- hostile folders
