@@ -14,6 +14,7 @@ from moefold.layers.config import Bands, Rope
 from moefold.layers.rope import inverse_frequencies
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
+from moefold.model.families.dense import DENSE, read_dense
 from moefold.model.families.registry import families, family_of, from_hf
 from tests.cpu.families import (
     RELEASED,
@@ -248,6 +249,29 @@ def test_an_absent_field_means_what_the_class_of_transformers_takes(model_type: 
                 elif given is usual and name not in REFUSED.get(model_type, ()):
                     assert f"{name} is " in mine, (name, mine)
     assert compared > 30
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_an_absent_field_of_a_dense_model_means_what_its_class_takes(model_type: str) -> None:
+    """Beside sizes, without which it is refused: mistral's window and qwen3's head among them."""
+
+    def read(config: dict[str, Any]) -> Decoder | str:
+        try:
+            return read_dense(config, 8, 2, 1)[0].decoder.model_copy(update={"context": None})
+        except ValueError as error:
+            return str(error)
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    whole = by_class(model_type, sizes | {"sliding_window": None, "rope_parameters": rope})
+    assert whole is not None
+    assert isinstance(read(whole), Decoder)
+    for name in whole.keys() - sizes - {"model_type", "rms_norm_eps"}:
+        less = {key: value for key, value in whole.items() if key != name}
+        theirs = by_class(model_type, less)
+        assert theirs is not None
+        assert read(less) == read(theirs), name
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -10,6 +10,8 @@ from moefold.model.families.registry import from_hf
 
 DENSE = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense families by ``model_type``, and the mixture that has the same blocks but for experts."""
+UNSTATED = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
+"""What their classes of transformers take for absent fields, and the mixture's does not."""
 
 
 def read_dense(
@@ -40,18 +42,19 @@ def read_dense(
     }
     if wrong := [f"--{name}: {rules[name]}" for name, fits in asked.items() if not fits]:
         raise ValueError("; ".join(wrong))
-    own = {"model_type": dense, "num_experts_per_tok": top_k, "rope_theta": 1e4}
-    own |= {"architectures": None, "router_aux_loss_coef": 1e-3}
+    own = {"model_type": dense, "num_experts_per_tok": top_k, "architectures": None}
+    own |= {"router_aux_loss_coef": 1e-3}
     if dense == "mixtral":
         own |= {"num_local_experts": experts, "intermediate_size": width // shards}
     else:
         own |= {"num_experts": experts, "moe_intermediate_size": width // shards}
         own |= {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
-    given = {name: value for name, value in config.items() if name != "layer_types"}
+    usual = {"rope_theta": 1e4, **UNSTATED.get(config["model_type"], {})}
+    given = usual | {name: value for name, value in config.items() if name != "layer_types"}
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         given["layer_types"] = config["layer_types"]
-    if (config.get("rope_theta") or config.get("rope_parameters")) is not None:
-        del own["rope_theta"]
+    if given["rope_theta"] is None:
+        given["rope_theta"] = usual["rope_theta"]
     mixture = from_hf({**given, **own})
     ffn = Dense(width=width)
     blocks = (block.model_copy(update={"ffn": ffn}) for block in mixture.decoder.blocks)
