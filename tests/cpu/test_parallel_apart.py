@@ -10,8 +10,12 @@ import pytest
 import torch
 from lone_rank import META, ROWS, apart, data_of, micro_batch
 
+from moefold.comm import alone
+from moefold.mesh.folding import Folding
 from moefold.moe.topk import best
+from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.limits import missing_room
 from moefold.parallel.pipeline import lanes
 from moefold.training import step
@@ -54,6 +58,18 @@ def test_pairs_cut_no_groups_that_their_exchanges_say_nothing_over() -> None:
     world, beside = data.placed.world, data.placed.beside
     assert beside is not None and beside is not world
     assert [group.size for group in world.split("cp", 2)] == [2, 2]
+
+
+def test_a_table_on_two_stages_is_summed_over_them_last() -> None:
+    """Before data ranks' sums, of which each stage makes its own in its own order, its copies would
+    drift apart: ``pp2`` on eight ranks with ``zero: 0`` and further tokens did."""
+    layout = Layout(sizes="pp2", zero=0)
+    with alone.lone_rank(Folding(layout.split, 8), 0) as world:
+        data = ShardedState(build(decoder(GQA, moe(), tied=True), "fp32", layout, world))
+        data.begin_step(1)
+        data.finish()
+        said = [record.site.group.split("+")[0] for record in world.recorder.last(2)]
+    assert said == ["dp", "pp"]
 
 
 @pytest.mark.parametrize(("sizes", "ranks", "rank", "more"), SHARED)

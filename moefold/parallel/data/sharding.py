@@ -323,20 +323,20 @@ class ShardedState:
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         placed = {name: self._shards[name].placement for name in trained}
-        whole = [p for n, p in trained.items() if placed[n].shared_over_tp]
-        _sum(whole, self.placed.world.group("tp"))
-        sliced = [p for n, p in trained.items() if placed[n].shared_over_etp]
-        _sum(sliced, self.placed.world.group("etp"))
-        if self._ends is not None and TABLE in trained:
-            _sum([trained[TABLE]], self._ends)
         for kind, (_, across) in self._levels.items():
             copied = [
                 p
                 for n, p in trained.items()
-                if (n not in self._bucket or self._bucket[n].alone)
-                and self._shards[n].placement.copies == kind
+                if (n not in self._bucket or self._bucket[n].alone) and placed[n].copies == kind
             ]
             _sum(copied, across)
+        whole = [p for n, p in trained.items() if placed[n].shared_over_tp]
+        _sum(whole, self.placed.world.group("tp"))
+        sliced = [p for n, p in trained.items() if placed[n].shared_over_etp]
+        _sum(sliced, self.placed.world.group("etp"))
+        # Last: two stages' sums over data ranks, each of its own, have the same bits in any order.
+        if self._ends is not None and TABLE in trained:
+            _sum([trained[TABLE]], self._ends)
         counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
         grads = [grad for grad in counted if grad is not None]
         return squared_norm(grads, self.placed.world.device)
