@@ -61,6 +61,9 @@ class Loader:
             raise ValueError(f"a batch of {batch} is no multiple of a micro-batch of {micro_batch}")
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
         self._rank, self._ranks = rank, ranks
+        self.offset = 0
+        """Sequences that were read before step 0, beyond those of steps of this batch; of a run
+        that began with a larger one fewer than none."""
         self.rows = padded(micro_batch * seq, pad_to)
         """Rows T of each micro-batch."""
         self._parts = prepared.train
@@ -89,7 +92,7 @@ class Loader:
 
     def epoch(self, step: int) -> dict[str, float]:
         """Return how many times each training source has been read when ``step`` begins."""
-        taken = self._mixture.counts(step * self.batch)
+        taken = self._mixture.counts(step * self.batch + self.offset)
         pairs = zip(self._parts, taken, self._drawn, strict=True)
         return {part.name: n / drawn.sequences for part, n, drawn in pairs}
 
@@ -105,7 +108,7 @@ class Loader:
         first = j * self.micro_batch
         cuts = []
         for i in range(first, first + self.micro_batch):
-            source, n = self._mixture.pick(step * self.batch + i)
+            source, n = self._mixture.pick(step * self.batch + self.offset + i)
             cuts.append((self._parts[source], self._drawn[source].drawn(n)))
         padding = self.batch * self.seq + j * (self.rows - self.micro_batch * self.seq)
         return self._build(cuts, first * self.seq, padding)

@@ -67,6 +67,9 @@ def fork(
         ) from None
     job.data.renew()
     before = as_known_today(meta["run"], job.run) if "run" in meta else {}
+    if not weights_only:
+        job.progress = job.progress.rebatched(before["train"]["batch"], job.run.train.batch)
+        job.loader.offset = job.progress.sequence_offset
     said = {
         "from": str(path),
         "taken": ["weights"] if weights_only else ["weights", "optimizer state", "progress"],

@@ -6,7 +6,7 @@ and no step draws anything else. Counters start anew with each step.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,13 @@ class Progress:
     """Steps that were not finite in a row, or rewinds since the run last got past one."""
     struck_at: int = 0
     """Steps done before the newest of them."""
+    sequence_offset: int = 0
+    """Sequences that were read beyond the place times the batch: a fork's source had another."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "Progress":
-        """Read it from JSON data; that of earlier versions says nothing of strikes."""
-        strikes = said.get("strikes", 0), said.get("struck_at", 0)
-        return cls(said["step"], said["tokens"], tuple(said["excluded"]), *strikes)
+        """Read it from JSON data; that of earlier versions lacks the newest fields."""
+        return cls(**{**said, "excluded": tuple(said["excluded"])})
 
     def place(self) -> int:
         """Return the place in the data's order of the next step."""
@@ -53,6 +54,13 @@ class Progress:
         for excluded in self.excluded:
             place += excluded <= place
         return place
+
+    def rebatched(self, batch: int, new: int) -> "Progress":
+        """Return the progress of a run that reads on, ``new`` sequences a step for ``batch``."""
+        if batch == new:
+            return self
+        offset = self.sequence_offset + self.place() * batch - self.step * new
+        return replace(self, excluded=(), sequence_offset=offset)
 
 
 def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[str, LocalSlice]]:

@@ -156,6 +156,7 @@ class Trainer:
                     _log.warning("%s", line)
                 if not recalled:
                     self.resumed_from = self._resume()
+                self.loader.offset = self.progress.sequence_offset
                 if scratch is None:
                     self.saver.prepare(partial(contents, self.data, self.optimizer))
         except BaseException:

@@ -30,7 +30,7 @@ from tests.cpu.runs import Notes, job_of
 
 ANEW = re.compile(r"\.counters\b|\.recipe\.(seed|step)$")
 """Counts of a step, which begin at zero in the next, and what draws by chance go by."""
-PROGRESS = Progress(3, 77, (1,), 2, 1)
+PROGRESS = Progress(3, 77, (1,), 2, 1, sequence_offset=9)
 BIASED = {
     "family": "deepseek_v3",
     "shape": {"hidden": 16, "layers": 2, "heads": 2, "experts": 4, "top_k": 2, "expert_width": 6}

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from moefold.api import load_model, train
 from moefold.cli.main import main
+from moefold.data.batch import SegmentOrigin
 from moefold.run import load_run
+from moefold.training.fork import fork
 from moefold.training.model_checkpoint import MODEL
-from moefold.training.run_folder import History
+from moefold.training.run_folder import RUN_FILE, History
+from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import load
 from tests.cpu.hubs import MODELS, decoder_of, on_disk, weights_of, write_hub, write_tokenizer
 from tests.cpu.runs import WORDS, corpus, raw_run
@@ -151,6 +154,33 @@ def test_a_fork_takes_all_or_weights_alone(trained: Path, tmp_path: Path, capsys
     assert any(line.startswith("optim.kind: adamw -> muon") for line in said["changed"])
     assert same_model(tmp_path / "weights" / "step-00000000", newest)
     assert [line["step"] for line in History.read(tmp_path / "weights").lines] == [1, 2]
+
+
+def test_a_fork_with_another_batch_reads_on_where_its_source_ended(
+    trained: Path, tmp_path: Path
+) -> None:
+    """No sequence is left out or read again: not in a fork of a fork, nor where that goes on."""
+
+    def opened(name: str, batch: int) -> Trainer:
+        run = load_run(trained / RUN_FILE, [f"train.batch={batch}", "train.steps=9"])
+        return Trainer(run, tmp_path / name)
+
+    def read(job: Trainer, *places: int) -> list[SegmentOrigin]:
+        return [o for place in places for batch in job.loader.step(place) for o in batch.sources]
+
+    with opened("reference", 4) as job:
+        expected = read(job, 4, 5, 6)
+    with opened("wide", 8) as job:
+        fork(job, trained)
+        assert read(job, job.progress.place()) == expected[: len(read(job, 4))]
+        job.last_step = 5
+        job.train()
+    with opened("narrow", 2) as job:
+        fork(job, tmp_path / "wide")
+        after = read(job, 5, 6)
+    assert read(job, 5, 6) == after == expected[-len(after) :]
+    with opened("narrow", 2) as job:
+        assert job.resumed_from is not None and read(job, 5, 6) == after
 
 
 def test_an_imported_checkpoint_is_no_run_and_can_become_one(tmp_path: Path, capsys: Any) -> None:
