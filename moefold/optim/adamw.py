@@ -6,7 +6,7 @@ parameters and shards alike. All arithmetic is elementwise.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,14 @@ from torch.autograd.graph import increment_version
 
 from moefold.optim.base import Optimizer, state_dtype, zeros_for
 from moefold.optim.config import AdamW, AdamWRule
-from moefold.optim.moments import Bf16Moment, ElementRun, Fp8Moment, MomentGroups, settle
+from moefold.optim.moments import (
+    Bf16Moment,
+    ElementRun,
+    Fp8Moment,
+    MomentGroups,
+    MomentPlace,
+    settle,
+)
 
 FUSED_DEVICES = ("cpu", "cuda")
 AlikeTensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -102,7 +109,7 @@ class AdamWOptimizer(Optimizer):
     """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each.
 
     Moments in FP8 have ``exp_avg_groups`` and ``exp_avg_sq_groups`` too. ``groups`` says where
-    parameters are of which this rank updates only elements.
+    elements are that moments in fewer bits are of; without it parameters are whole.
     """
 
     def __init__(
@@ -156,29 +163,41 @@ class AdamWOptimizer(Optimizer):
             first, second = ([self._moments[n][k] for n in group] for k in (0, 1))
             tensors = [self.params[n] for n in group], [grads[n] for n in group], first, second
             update(tensors, *alike)
-        narrow = self.narrow.items()
-        for name, moments in narrow:
-            flat, grad = self.params[name].view(-1), grads[name].reshape(-1)
-            alike = self._alike(name)
-            for start, stop in self._run(name).chunks():
-                wide = [one.read(start, stop).to(state_dtype(flat)) for one in moments]
-                tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
-                update(tensors, *alike)
-                for one, values in zip(moments, wide, strict=True):
-                    one.write(start, stop, values)
-        if self._groups is not None:
+        for name in self.narrow:
+            self._step_narrow(name, grads[name], update)
+        if self._groups is not None and self.group:
+            narrow = self.narrow.items()
             kept = {name: [m for m in both if isinstance(m, Fp8Moment)] for name, both in narrow}
             settle(kept, self._groups)
+
+    def _step_narrow(self, name: str, grad: Tensor, update: Callable[..., None]) -> None:
+        """Update a parameter whose moments are kept in fewer bits, some elements at a time."""
+        flat, grad, moments = self.params[name].view(-1), grad.reshape(-1), self.narrow[name]
+        alike, run, place = self._alike(name), self._run(name), self._place(name)
+        for start, stop in run.chunks():
+            wide = [one.read(start, stop).to(state_dtype(flat)) for one in moments]
+            tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
+            update(tensors, *alike)
+            drawn = place.chance(run.part(start, stop), flat.device, alike[-1])
+            for one, values, chance in zip(moments, wide, drawn, strict=True):
+                one.write(start, stop, values, chance)
 
     def _alike(self, name: str) -> tuple[bool, bool, int]:
         """Return what tells how a parameter is updated."""
         return name in self._fused, name in self._decayed, int(self._steps[name])
 
     def _run(self, name: str) -> ElementRun:
-        """Return where a parameter's elements here stand in its tensor."""
-        p = self.params[name]
-        first, row = self._groups.place(name) if self._groups else (0, max(1, p.shape[-1]))
-        return ElementRun(first, p.numel(), row, self.group or row)
+        """Return a parameter's elements here as a run of its piece."""
+        place = self._place(name)
+        elements = self.params[name].numel()
+        return ElementRun(place.first, elements, place.row, self.group or place.row)
+
+    def _place(self, name: str) -> MomentPlace:
+        """Return where a parameter's elements here stand."""
+        if self._groups is not None:
+            return self._groups.place(name)
+        shape = tuple(self.params[name].shape)
+        return MomentPlace(name, 0, tuple((0, size) for size in shape), shape)
 
     def _keep_narrow(self, name: str, p: Tensor, states: Sequence[str]) -> None:
         """Keep the moments of a parameter in fewer bits."""

@@ -191,12 +191,17 @@ class Optim(Record):
 
     @property
     def group(self) -> int:
-        """Elements of a parameter's last dim whose state shares scales; 0 where none does.
-
-        An optimizer for which some do is built with one more argument, ``groups``
-        (:class:`moefold.optim.moments.MomentGroups`).
-        """
+        """Elements of a parameter's last dim whose state shares scales; 0 where none does."""
         return 0
+
+    @property
+    def rounds(self) -> bool:
+        """Whether state is rounded stochastically, by the places of elements.
+
+        An optimizer for which it is, or whose state shares scales, is built with one more argument,
+        ``groups`` (:class:`moefold.optim.moments.MomentGroups`).
+        """
+        return self.group > 0
 
     def split(self, shape: Sequence[int], heads: int) -> tuple[int, ...]:
         """Return a parameter's shape as the update takes it; its rows are of so many heads."""
@@ -249,8 +254,8 @@ class AdamW(AdamWRule, Optim):
     """AdamW for all parameters."""
 
     moments: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """What both moments of parameters with two dims and more are kept in; the update is in fp32.
-    ``fp8``: E4M3 with an expanded range (COAT, arXiv 2410.19313)."""
+    """What both moments of parameters with two dims and more are kept in, rounded stochastically;
+    the update is in fp32. ``fp8``: E4M3 with an expanded range (COAT, arXiv 2410.19313)."""
     moment_group: Annotated[int, Field(ge=1)] = 128
     """Elements of a parameter's last dim that share a scale under ``fp8``; fewer for small ones."""
 
@@ -259,12 +264,17 @@ class AdamW(AdamWRule, Optim):
 
     def narrows(self, shape: Sequence[int]) -> bool:
         """Return whether a parameter's moments are kept in fewer bits."""
-        return self.moments != "fp32" and len(shape) >= 2
+        return self.rounds and len(shape) >= 2
 
     @property
     def group(self) -> int:
         """Elements that share a scale under ``fp8``."""
         return self.moment_group if self.moments == "fp8" else 0
+
+    @property
+    def rounds(self) -> bool:
+        """Whether moments are kept in fewer bits."""
+        return self.moments != "fp32"
 
     def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
         """Return 2, or 1 and twelve for each group, where moments are kept in fewer bits."""

@@ -1,5 +1,8 @@
 """Moments of an optimizer in fewer bits than its arithmetic has: bf16, or E4M3 in groups.
 
+They are rounded stochastically. To nearest, a moment that decays by less than half a unit of its
+format would stay what it is: in bf16 a second moment times 0.999 is the number before.
+
 A group is so many elements of one row of a parameter, a row being its last dim; the last one of a
 row may be shorter. Of a parameter that ranks share, a rank may hold part of a group: its scale is
 of the whole, by one maximum over those ranks (:class:`MomentGroups`).
@@ -8,6 +11,7 @@ G groups here, N elements of a group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +25,8 @@ CHUNK = 1 << 20
 """Elements whose moments are wide at once."""
 FACTORS = 3
 """Numbers beside the codes of a group."""
+GAMMA, MIXERS = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+"""Of SplitMix64 (Steele et al., OOPSLA 2014), as signed numbers."""
 
 
 class ElementRun(NamedTuple):
@@ -86,11 +92,56 @@ class ElementRun(NamedTuple):
         return x_GN.view(rows, -1)[:, : self.row].flatten()[lead : lead + self.elements]
 
 
+class MomentPlace(NamedTuple):
+    """Where a rank's elements of a parameter stand: in its piece, and the piece in the whole."""
+
+    name: str
+    first: int
+    """Place in the piece of the first element that this rank updates."""
+    box: tuple[tuple[int, int], ...]
+    """The piece, in the whole parameter."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    seed: int = 0
+    """The run's, which stochastic rounding draws by."""
+
+    @property
+    def row(self) -> int:
+        """Last dim of the piece."""
+        start, stop = self.box[-1]
+        return max(1, stop - start)
+
+    def chance(self, run: ElementRun, device: torch.device, step: int) -> tuple[Tensor, Tensor]:
+        """Return for elements of the piece multiples of 2^-16 in [0, 1), for either moment.
+
+        They depend on seed, name, step and each element's place in the whole alone. Of one mix of
+        64 bits, as Philox of plain operations would take several times as long as the update.
+        """
+        row_N = torch.arange(run.first // run.row, -(-run.end // run.row), device=device)
+        place_N, stride = torch.zeros_like(row_N), self.shape[-1]
+        for (start, stop), size in zip(self.box[-2::-1], self.shape[-2::-1], strict=True):
+            place_N += (row_N % (stop - start) + start) * stride
+            row_N, stride = row_N // (stop - start), stride * size
+        lead, columns = run.first % run.row, torch.arange(*self.box[-1], device=device)
+        if len(row_N) == 1:
+            columns, lead = columns[lead : lead + run.elements], 0
+        place = (place_N[:, None] + columns).flatten()[lead : lead + run.elements]
+        said = sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()[:8]
+        mixed = place.mul_(GAMMA).add_(int.from_bytes(said, "little", signed=True))
+        for shift, factor in MIXERS:
+            # The sign's copies that come with a shift are no bits of the number.
+            high = (mixed >> shift).bitwise_and_((1 << 64 - shift) - 1)
+            mixed.bitwise_xor_(high).mul_(factor)
+        parts = ((mixed >> at).bitwise_and_(0xFFFF) for at in (32, 48))
+        first, second = (part.float().mul_(2.0**-16) for part in parts)
+        return first, second
+
+
 class MomentGroups(Protocol):
     """Where elements stand in their tensors, and maxima over ranks that hold parts of groups."""
 
-    def place(self, name: str) -> tuple[int, int]:
-        """Return the place of a parameter's first element here, and its tensor's last dim."""
+    def place(self, name: str) -> MomentPlace:
+        """Return where a parameter's elements here stand."""
         ...
 
     def largest(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
@@ -99,7 +150,7 @@ class MomentGroups(Protocol):
 
 
 class Bf16Moment:
-    """A moment that is kept in bf16, rounded to nearest."""
+    """A moment that is kept in bf16."""
 
     def __init__(self, param: Tensor) -> None:
         self.values = torch.zeros_like(param, dtype=torch.bfloat16, requires_grad=False)
@@ -112,9 +163,11 @@ class Bf16Moment:
         """Return some of its elements in fp32."""
         return self.values.view(-1)[start:stop].float()
 
-    def write(self, start: int, stop: int, values: Tensor) -> None:
-        """Take new values for them."""
-        self.values.view(-1)[start:stop] = values
+    def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
+        """Take new values for them, rounded by what was drawn."""
+        wide = values.float()
+        added = drawn.mul(1 << 16).int().add_(wide.view(torch.int32)).bitwise_and_(-(1 << 16))
+        self.values.view(-1)[start:stop] = torch.where(wide.isnan(), wide, added.view(wide.dtype))
 
 
 class Fp8Moment:
@@ -127,7 +180,7 @@ class Fp8Moment:
         shape = len(run.groups), FACTORS
         self.factors_G3 = torch.ones(shape, dtype=torch.float32, device=param.device)
         self.ends: dict[int, Tensor] = {}
-        """Elements of cut groups, which wait for what other ranks have of them."""
+        """Elements of cut groups, and what was drawn for them, which wait for other ranks'."""
 
     def states(self, what: str) -> dict[str, Tensor]:
         """Return the tensors by their names."""
@@ -139,26 +192,27 @@ class Fp8Moment:
         codes_GN = part.split(self._bytes[start:stop]).view(E4M3)
         return part.join(decode(codes_GN, self.factors_G3[self._of(part)]))
 
-    def write(self, start: int, stop: int, values: Tensor) -> None:
+    def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
         """Take new values for them; groups that ranks share are settled later."""
         part = self.run.part(start, stop)
-        values_GN = part.split(values)
+        values_GN, drawn_GN = part.split(values.float()), part.split(drawn)
         found_G3 = factors(extremes(values_GN))
         self.factors_G3[self._of(part)] = found_G3
-        self._bytes[start:stop] = part.join(encode(values_GN, found_G3).view(torch.uint8))
+        self._bytes[start:stop] = part.join(encode(values_GN, found_G3, drawn_GN).view(torch.uint8))
         for group in self.run.cut:
             if group in part.groups:
-                self.ends[group] = values_GN[group - part.groups[0]].float()
+                at = group - part.groups[0]
+                self.ends[group] = torch.stack((values_GN[at], drawn_GN[at]))
 
     def settle(self, group: int, extremes_2: Tensor) -> None:
         """Make the codes of a cut group by the extremes of all of it."""
-        found_G3, values_GN = factors(extremes_2[None]), self.ends.pop(group)[None]
+        found_G3, ends_2N = factors(extremes_2[None]), self.ends.pop(group)
         self.factors_G3[group - self.run.groups[0]] = found_G3[0]
         run, per_row = self.run, -(-self.run.row // self.run.size)
         first = group // per_row * run.row + group % per_row * run.size
         last = min(first + run.size, (group // per_row + 1) * run.row)
         start, stop = max(first, run.first), min(last, run.end)
-        codes_N = encode(values_GN, found_G3).view(torch.uint8)[0]
+        codes_N = encode(ends_2N[:1], found_G3, ends_2N[1:]).view(torch.uint8)[0]
         self._bytes[start - run.first : stop - run.first] = codes_N[start - first : stop - first]
 
     @property
@@ -175,7 +229,7 @@ def settle(moments: Mapping[str, Sequence[Fp8Moment]], groups: MomentGroups) -> 
     parts: dict[tuple[str, int], Tensor] = {}
     for name, each in moments.items():
         for group in each[0].run.cut:
-            parts[name, group] = torch.cat([extremes(one.ends[group][None]) for one in each])
+            parts[name, group] = torch.cat([extremes(one.ends[group][:1]) for one in each])
     for (name, group), found in groups.largest(parts).items():
         for one, extremes_2 in zip(moments[name], found, strict=True):
             one.settle(group, extremes_2)

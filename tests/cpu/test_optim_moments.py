@@ -12,8 +12,9 @@ from torch import Tensor
 from moefold.config.slot import build
 from moefold.kernels.quantise.expanded import decode, encode, extremes, factors
 from moefold.optim import moments
+from moefold.optim.adamw import AdamWOptimizer
 from moefold.optim.config import AdamW
-from moefold.optim.moments import ElementRun, Fp8Moment
+from moefold.optim.moments import Bf16Moment, ElementRun, Fp8Moment, MomentPlace
 from moefold.run import load_run
 from tests.cpu.test_optim_adamw import parameters, run
 
@@ -25,16 +26,22 @@ E4M3 = sorted(
 )
 
 
+def placed(shape: tuple[int, ...], *box: tuple[int, int], first: int = 0) -> MomentPlace:
+    """Where elements stand of a piece of a parameter, all of it unless a box is given."""
+    return MomentPlace("w", first, box or tuple((0, size) for size in shape), shape, seed=3)
+
+
 def kept(x: Tensor, size: int = 128, *cuts: int) -> list[Fp8Moment]:
     """A tensor as parts, each written by itself and settled with what the others have."""
-    flat, ends = x.reshape(-1), [0, *cuts, x.numel()]
+    flat, ends, place = x.reshape(-1), [0, *cuts, x.numel()], placed(tuple(x.shape))
     parts, found = list[Fp8Moment](), dict[int, list[Tensor]]()
     for start, stop in pairwise(ends):
         part = Fp8Moment(flat[start:stop], ElementRun(start, stop - start, x.shape[-1], size))
         for a, b in part.run.chunks():
-            part.write(a, b, flat[start + a : start + b])
+            drawn, _ = place.chance(part.run.part(a, b), x.device, 1)
+            part.write(a, b, flat[start + a : start + b], drawn)
         for group in part.run.cut:
-            found.setdefault(group, []).append(extremes(part.ends[group][None])[0])
+            found.setdefault(group, []).append(extremes(part.ends[group][:1])[0])
         parts.append(part)
     for part in parts:
         for group in part.run.cut:
@@ -82,6 +89,86 @@ def test_what_is_far_apart_stays_finite_and_what_is_not_finite_reads_back_as_nan
     found = decode(encode(x, f := factors(extremes(x))), f)
     assert found[0].isfinite().all() and found[0, 2] > 0
     assert found[1:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_moments_decay_and_grow_at_any_beta(kind: str) -> None:
+    """After one large gradient the second moment falls to that of the small ones that follow.
+
+    In each group of FP8 one element's gradient stays large, so that no scale falls with the rest.
+    To nearest, bf16 times 0.999 is the number before.
+    """
+    record = AdamW(lr=0.0, betas=(0.99, 0.999), moments=kind, moment_group=16)  # type: ignore[arg-type]
+    p = torch.nn.Parameter(torch.zeros(64, 32))
+    optimizer = AdamWOptimizer(record, {"w": p})
+    first, second = torch.zeros(64, 32), torch.zeros(64, 32)
+    for step in range(300):
+        p.grad = torch.full_like(p, 0.1 if step else 1.0)
+        p.grad[:, ::16] = 2
+        first.lerp_(p.grad, 1 - 0.99)
+        second.lerp_(p.grad.square(), 1 - 0.999)
+        optimizer.step()
+    steady = torch.arange(32) % 16 == 0
+    for moment, exact in zip(optimizer.narrow["w"], (first, second), strict=True):
+        found = moment.read(0, p.numel()).view_as(p)
+        for some in (steady, ~steady):
+            assert found[:, some].mean().item() == pytest.approx(
+                exact[:, some].mean().item(), rel=0.03
+            )
+
+
+def test_b54_what_is_drawn_for_an_element_is_the_same_wherever_it_is() -> None:
+    """In pieces that axes cut, and runs of them; other moments, steps, names and seeds draw others.
+
+    Plant: rows are numbered as in the piece.
+    """
+    shape, device = (4, 60, 20), torch.device("cpu")
+    everything = ElementRun(0, math.prod(shape), 20, 4)
+
+    def drawn(place: MomentPlace, run: ElementRun, step: int = 7) -> Tensor:
+        return torch.stack(place.chance(run, device, step))
+
+    whole = drawn(placed(shape), everything).view(2, *shape)
+    for box in (((1, 3), (0, 60), (0, 20)), ((0, 4), (3, 6), (0, 20)), ((2, 4), (0, 3), (8, 16))):
+        piece = whole[:, *(slice(*one) for one in box)]
+        row, flat = piece.shape[-1], piece.flatten(1)
+        for start, stop in pairwise((0, 3, 5, 2 * row, 3 * row + 1, flat.shape[1])):
+            found = drawn(placed(shape, *box), ElementRun(start, stop - start, row, 4))
+            assert torch.equal(found, flat[:, start:stop])
+    others = [placed(shape)._replace(**change) for change in ({"name": "v"}, {"seed": 4})]
+    all_of = [whole.view(2, -1), drawn(placed(shape), everything, 8)]
+    all_of += [drawn(other, everything) for other in others]
+    rows = torch.cat(all_of)
+    assert ((rows - 0.5).mean(1).abs() < 0.02).all()
+    assert ((rows.var(1) - 1 / 12).abs() < 0.005).all()
+    together = rows.corrcoef().fill_diagonal_(0)
+    assert together.abs().max() < 0.06
+    assert torch.stack([rows[:, 1:], rows[:, :-1]]).view(2, -1).corrcoef()[0, 1].abs() < 0.03
+
+
+def test_rounding_keeps_the_mean_and_what_the_format_has() -> None:
+    """Of bf16 and of FP8 codes; zeros, codes, infinities and NaN stay what they are."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 16, generator=draw) * torch.randn(8, 16, generator=draw).mul(4).exp2()
+    x[0, :4] = 0
+    many = x.repeat(1000, 1)
+    (coded,) = kept(many, 16)
+    narrow = Bf16Moment(many)
+    drawn, _ = placed((8000, 16)).chance(ElementRun(0, many.numel(), 16, 16), x.device, 1)
+    narrow.write(0, many.numel(), many.flatten(), drawn)
+    for found, bound in ((read([coded], many), 0.02), (narrow.values.float(), 4e-4)):
+        mean = found.view(1000, 8, 16).mean(0)
+        assert (mean - x).abs().max() <= bound * x.abs().max()
+        assert torch.equal(mean[0, :4], x[0, :4])
+        assert ((mean - x).abs() <= 20 * bound * x.abs()).all()
+    chance_GN = drawn.view_as(many)
+    codes = encode(many, f := factors(extremes(many)), chance_GN)
+    assert torch.equal(encode(decode(codes, f), f, chance_GN).float(), codes.float())
+    odd = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -1.0, 1e-45])
+    narrow = Bf16Moment(odd)
+    narrow.write(0, 6, odd, torch.full((6,), 1 - 2**-16))
+    assert torch.equal(narrow.values.float()[:2], odd[:2]) and narrow.values[2].isnan()
+    assert narrow.values[3] == 0 and narrow.values[4] == -1
 
 
 def test_b54_adams_update_of_real_moments_is_near() -> None:

@@ -482,8 +482,17 @@ PLANTS = (
         "tests/cpu/test_optim_moments.py::"
         "test_b54_parts_of_a_parameter_have_the_codes_of_the_whole",
         "optim/moments.py",
-        "factors(extremes_2[None]), self.ends.pop(group)[None]",
-        "factors(extremes(self.ends[group][None])), self.ends.pop(group)[None]",
+        "factors(extremes_2[None]), self.ends.pop(group)",
+        "factors(extremes(self.ends[group][:1])), self.ends.pop(group)",
+    ),
+    Plant(
+        "b54",
+        "moments are rounded by places in the piece that is here",
+        "tests/cpu/test_optim_moments.py::"
+        "test_b54_what_is_drawn_for_an_element_is_the_same_wherever_it_is",
+        "optim/moments.py",
+        "place_N += (row_N % (stop - start) + start) * stride",
+        "place_N += row_N % (stop - start) * stride",
     ),
     Plant(
         "b54",

@@ -3,7 +3,8 @@
 COAT (arXiv 2410.19313): ``code = sign(x) (|x| / middle)^power / scale``, where ``middle`` is the
 geometric mean of a group's largest and least magnitude, and ``power``, in sixteenths, is the
 largest that keeps those two apart by no more than E4M3 tells apart. Zeros stay zeros, and nothing
-else becomes one. Numbers are fp32; powers and logarithms are taken in fp64 and rounded, as fp32's
+else becomes one. Numbers become the nearest code, or by chance one of the two beside them, so that
+their mean is kept. Numbers are fp32; powers and logarithms are taken in fp64 and rounded, as fp32's
 last bit differs by where in a tensor they stand. A group with a NaN or an Inf reads back as NaN.
 
 G groups of N numbers.
@@ -22,6 +23,8 @@ STEPS = 16
 """Powers are multiples of one over this."""
 MOST_POWER = 1024.0
 """Of groups whose magnitudes hardly differ: a higher one loses fp32's digits."""
+LARGEST_CODE = 126
+"""Bits of the code of 448."""
 LEAST = 2.0**-100
 """Magnitudes below its square times the largest count as that: a power has a least one."""
 
@@ -50,11 +53,25 @@ def factors(extremes_G2: Tensor) -> Tensor:
     return torch.stack((torch.where(high.isfinite(), scale, torch.nan), middle, power), 1)
 
 
-def encode(x_GN: Tensor, factors_G3: Tensor) -> Tensor:
-    """Return E4M3 codes of the same shape."""
+def encode(x_GN: Tensor, factors_G3: Tensor, chance_GN: Tensor | None = None) -> Tensor:
+    """Return E4M3 codes of the same shape, to nearest.
+
+    With ``chance_GN``, multiples of 2^-16 in [0, 1), a number becomes the code above it with the
+    probability of its distance from what the code below stands for.
+    """
     scale, middle, power = factors_G3[..., None].unbind(1)
-    spread = _power(x_GN.float().abs() / middle, power) / scale
-    return cast(spread.copysign_(x_GN.float()), E4M3)
+    size = x_GN.float().abs()
+    spread = _power(size / middle, power) / scale
+    code = cast(spread, E4M3)
+    bits = code.view(torch.uint8)  # In the order of the numbers.
+    if chance_GN is not None:
+        below = bits - (code.float() > spread).to(torch.uint8)
+        above = (below + 1).clamp_(max=LARGEST_CODE)
+        low, high = (decode(one.view(E4M3), factors_G3) for one in (below, above))
+        # Half a step more: what a code stands for stays, in fp32's last bit too.
+        up = size - low > (chance_GN + 2.0**-17) * (high - low)
+        bits = torch.where(up, above, below)
+    return bits.bitwise_or_(x_GN.signbit().to(torch.uint8) << 7).view(E4M3)
 
 
 def decode(codes_GN: Tensor, factors_G3: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from moefold.comm.collectives import max_
 from moefold.comm.group import Group
 from moefold.layers.placement import Box, Shard
-from moefold.optim.moments import FACTORS, ElementRun
+from moefold.layers.precision import PrecisionPolicy
+from moefold.optim.moments import FACTORS, ElementRun, MomentPlace
 from moefold.parallel.data.bucket import Bucket, boxes, moved, size_of
 
 MOMENTS = 2
@@ -23,19 +24,26 @@ class SharedGroups:
     """Where this rank's elements stand, and maxima over the ranks that hold parts of groups.
 
     Args:
-        size: elements of a group.
-        rows: last dim of the piece of each parameter that is on this rank.
+        size: elements of a group; 0 where none share a scale.
+        shards: the piece of each parameter that is on this rank.
         buckets: those that hold what is updated together; the same on all ranks that share them.
+        recipe: the model's, which knows the run's seed.
     """
 
-    def __init__(self, size: int, rows: Mapping[str, int], buckets: Iterable[Bucket]) -> None:
-        self._rows, self._first = rows, dict[str, int]()
+    def __init__(
+        self,
+        size: int,
+        shards: Mapping[str, Shard],
+        buckets: Iterable[Bucket],
+        recipe: PrecisionPolicy,
+    ) -> None:
+        self._shards, self._first, self._recipe = shards, dict[str, int](), recipe
         self._device = torch.device("cpu")
         cut: dict[Group, dict[tuple[str, int], None]] = {}
         for bucket in buckets:
             self._first |= {name: bucket.part(slot)[0] for name, slot in bucket.slots.items()}
             self._device = bucket.values.device
-            if bucket.alone or not bucket.trained:
+            if bucket.alone or not (bucket.trained and size):
                 continue
             ends = range(bucket.length, bucket.length * bucket.inside.size, bucket.length)
             for slot, end in product(bucket.slots.values(), ends):
@@ -46,9 +54,10 @@ class SharedGroups:
                     cut.setdefault(bucket.inside, {}).update(dict.fromkeys(keys))
         self._cut = {ranks: list(keys) for ranks, keys in cut.items() if keys}
 
-    def place(self, name: str) -> tuple[int, int]:
-        """Return the place of a parameter's first element here, and its piece's last dim."""
-        return self._first.get(name, 0), self._rows[name]
+    def place(self, name: str) -> MomentPlace:
+        """Return where a parameter's elements here stand."""
+        shard, first = self._shards[name], self._first.get(name, 0)
+        return MomentPlace(name, first, shard.box, shard.shape, self._recipe.seed)
 
     def largest(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
         """Return for each cut group the maximum over ranks; all that share parameters call it."""

@@ -236,10 +236,10 @@ class ShardedState:
         self, record: Optim, masters: dict[str, Tensor], units: Collection[str]
     ) -> Optimizer:
         """Build what updates some of the masters here, those of units, as they lie on this rank."""
-        if record.group:
-            rows = {name: self._shards[name].local_shape[-1] for name in masters}
+        if record.rounds:
             buckets = [bucket for bucket in self.buckets if bucket.unit in units]
-            return build(record, masters, groups=SharedGroups(record.group, rows, buckets))
+            groups = SharedGroups(record.group, self._shards, buckets, self.placed.model.recipe)
+            return build(record, masters, groups=groups)
         sources = [
             self._source(name, record)
             for name, parameter in self.placed.model.named_parameters()
