@@ -75,6 +75,18 @@ def test_a_spike_is_noted_with_its_documents(
     assert capsys.readouterr().out.count("spike") == 1
 
 
+def test_a_norm_that_is_not_finite_says_nothing_of_what_is_usual(tmp_path: Any) -> None:
+    hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
+    job = FakeJob(tmp_path, [hook])
+    loader = type("Loader", (), {"micro_batches": 1, "step_part": staticmethod(Part)})()
+    job.loader, job.place = loader, 7  # type: ignore[assignment, attr-defined]
+    for step, norm in enumerate([1.0] * 3 + [math.nan] + [1.0] * 10 + [9.0], 1):
+        job.step_number = step
+        hook.on_step(job, {"grad_norm": norm})
+    (spike,) = History.read(tmp_path).events
+    assert (spike["step"], spike["usual"]) == (15, 1.0)
+
+
 def test_a_slow_rank_is_named_after_some_looks_in_a_row(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Alarms: collapsed routing, slow ranks (stragglers), and spikes of the gradient norm."""
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
@@ -145,7 +146,8 @@ class SpikesHook(Hook):
             return
         usual = median(self._norms) if len(self._norms) >= FEWEST else None
         if usual is None or norm <= self._record.ratio * usual:
-            self._norms.append(norm)
+            if math.isfinite(norm):  # Of NaN among others no median can be told.
+                self._norms.append(norm)
             return
         batches = (job.loader.step_part(job.place, j) for j in range(job.loader.micro_batches))
         named = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
