@@ -176,6 +176,8 @@ def edited(folder: Path, **changes: Any) -> None:
     ("changes", "said"),
     [
         ({"use_dora": True}, "use_dora is True"),
+        ({"init_lora_weights": "olora"}, "'olora', which changes the base; save it once more"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\]"),
         ({"r": 5}, r"q_b_proj.lora_A.weight, B: \[3, 8\], \[16, 3\], expected"),
         ({"r": None}, "r is None"),
         ({"rank_pattern": {"(": 3}}, "no pattern"),

@@ -34,6 +34,12 @@ _ONCE_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Linear layers of these names PEFT takes for experts', wherever they are."""
 _PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none"}
 """Settings with which an adapter adds ``scale * B A`` and nothing else."""
+_UNSTATED = dict.fromkeys(
+    ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"), False
+)
+"""Others, which not every release of PEFT knows, so that they are not written."""
+_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Beginnings of A and B that leave the base as it is; others take their product out of it."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -242,9 +248,14 @@ def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
     shapes, metadata = _header(folder)
     problems = [
         f"{CONFIG}: {key} is {said[key]!r}, which is not supported; train without it"
-        for key, plain in _PLAIN.items()
+        for key, plain in (_PLAIN | _UNSTATED).items()
         if said.get(key, plain) not in (plain, None)
     ]
+    if (begun := said.get("init_lora_weights")) not in _BESIDE_BASE:
+        problems.append(
+            f"{CONFIG}: init_lora_weights is {begun!r}, which changes the base; save it once more "
+            "with path_initial_model_for_weight_conversion"
+        )
     if said.get("peft_type", "LORA") != "LORA":
         problems.append(f"{CONFIG}: peft_type {said['peft_type']!r} is no low-rank adapter")
     known = prefixes(_adapted(sites(decoder), said, shapes))
