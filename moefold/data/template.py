@@ -158,7 +158,8 @@ class ChatTemplate:
             BadDocument: where the template fails, or spans cannot be told.
         """
         whole = self.render(messages, tools, **more)
-        if _OPEN in str(messages) or _CLOSE in str(messages):
+        said = json.dumps([messages, tools, more], ensure_ascii=False, default=str)
+        if _OPEN in said or _CLOSE in said:
             raise BadDocument("broken text", "a noncharacter, U+FDD0 or U+FDD1")
 
         def begin(number: int) -> int:

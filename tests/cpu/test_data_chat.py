@@ -130,6 +130,9 @@ def chats(folder: Path, examples: Sequence[dict[str, Any]], template: str | None
     return write_lines(folder / "chats.jsonl", examples)
 
 
+MARKED = [{"role": "user", "content": "\ufdd0a\ufdd1"}, {"role": "assistant", "content": "b"}]
+
+
 def drawn(count: int, seed: int = 1) -> list[dict[str, Any]]:
     draws = Random(seed)
     return [{"messages": conversation(draws)} for _ in range(count)]
@@ -247,6 +250,8 @@ def test_packed_is_one_by_one(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": ""}, "without an answer: its completion"),
         ({"prompt": "a", "completion": []}, "without an answer: its completion"),
         ({"prompt": [], "completion": "b"}, "no conversation: prompt and completion are both"),
+        ({"messages": MARKED}, "broken text: a noncharacter"),
+        ({"messages": drawn(1)[0]["messages"], "tools": [{"name": "\ufdd0"}]}, "broken text: a non"),
     ],
 )
 def test_bad_examples_are_refused_by_line_or_left_out(
