@@ -140,11 +140,12 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes]:
         """The UTF-8 bytes of each token id in [0, vocab); of special and absent ones none."""
         table, added = [b""] * self.vocab, self._inner.get_added_tokens_decoder()
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.text).get("decoder"))
-        alphabet = _byte_alphabet() if byte_level else None
+        said = json.loads(self.text)
+        alphabet = _byte_alphabet() if '"ByteLevel"' in json.dumps(said.get("decoder")) else None
+        inner = said["model"].get("continuing_subword_prefix") or ""
         for token, i in self._inner.get_vocab(with_added_tokens=True).items():
             if i not in added:
-                table[i] = _spelt(token, alphabet)
+                table[i] = _spelt(token, alphabet, inner)
             elif not added[i].special and i not in (self.start_id, self.end_id):
                 table[i] = added[i].content.encode()
         return table
@@ -291,15 +292,15 @@ def _library(source: str) -> Iterator[None]:
                 os.write(STDERR, said)
 
 
-def _spelt(token: str, alphabet: Mapping[str, bytes] | None) -> bytes:
+def _spelt(token: str, alphabet: Mapping[str, bytes] | None, inner: str) -> bytes:
     """Return a token's bytes: a byte-level one's by an alphabet, else of SentencePiece's kind or
-    WordPiece's: ``▁the``, ``<0x0A>``, ``##ing``.
+    WordPiece's: ``▁the``, ``<0x0A>``, ``##ing``, where ``inner`` is ``##``.
     """
     if alphabet is not None:
         return b"".join(alphabet.get(c) or c.encode() for c in token)
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
         return bytes.fromhex(byte[1])
-    return token.removeprefix("##").replace("▁", " ").encode()
+    return token.removeprefix(inner).replace("▁", " ").encode()
 
 
 def _byte_alphabet() -> dict[str, bytes]:

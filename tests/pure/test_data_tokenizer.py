@@ -91,10 +91,10 @@ def test_the_fingerprint_does_not_see_the_layout_of_the_file() -> None:
 def pieces_tokenizer() -> tokenizers.Tokenizer:
     """A tokenizer of SentencePiece's kind: ``▁`` for spaces, bytes for what is unknown."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": b + 3 for b in range(256)}
-    for piece in ("▁", "b", "c"):
+    for piece in ("▁", "b", "c", "#", "##"):
         vocab[piece] = len(vocab)
     inner = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+        models.BPE(vocab=vocab, merges=[("#", "#")], unk_token="<unk>", byte_fallback=True)
     )
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     inner.decoder = decoders.Sequence(
@@ -111,7 +111,7 @@ def test_bytes_of_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     )
     found = from_path(str(tmp_path))
     assert (found.start, found.end) == ("<s>", "</s>")
-    text = "bc b\nü"
+    text = "bc ## b\nü"
     ids = found.encode(text)
     assert b"".join(found.token_bytes[i] for i in ids) == text.encode()
     assert found.n_bytes_V[[1, 2]].tolist() == [0, 0]
