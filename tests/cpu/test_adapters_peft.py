@@ -194,6 +194,16 @@ def test_what_is_no_adapter_of_the_base_is_refused(
         import_folder(folder)
 
 
+@pytest.mark.parametrize("shape", [(-1,), (8, -1, 1)])
+def test_tensors_that_are_no_matrices_are_named(shape: tuple[int, ...], tmp_path: Path) -> None:
+    folder = based(tmp_path, "down")
+    held = load_file(folder / TENSORS)
+    name = next(name for name in held if "lora_A" in name)
+    save_file(held | {name: held[name].reshape(shape)}, folder / TENSORS)
+    with pytest.raises(ValueError, match=rf"{name}, B: .* expected"):
+        import_folder(folder)
+
+
 def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
     folder = based(tmp_path, "down")
     held = load_file(folder / TENSORS)

@@ -269,11 +269,11 @@ def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
         left -= {a, b, prefix + _INNER + ".weight"}  # PEFT may write the frozen head once more
         name, (rank, alpha) = site.weight.name, _said_sizes(said, target)
         scale = alpha / (rank**0.5 if said.get("use_rslora") else rank)
-        sizes = shapes[a][1], shapes[b][0], shapes[a][0], shapes[b][1]
-        plain, ranks = (site.inputs, site.outputs), (site.experts * rank,) * 2
-        turned = site.experts > 1 and _turned(sizes[:2], plain, said)
-        if sizes[2:] != ranks or sizes[:2] != (plain[::-1] if turned else plain):
-            wanted = [ranks[0], plain[0]], [plain[1], ranks[0]]
+        plain, ranks = (site.inputs, site.outputs), site.experts * rank
+        turned = site.experts > 1 and _turned((*shapes[a][1:], *shapes[b][:1]), plain, said)
+        into, out = plain[::-1] if turned else plain
+        if (shapes[a], shapes[b]) != ((ranks, into), (out, ranks)):
+            wanted = [ranks, plain[0]], [plain[1], ranks]
             problems.append(f"{a}, B: {list(shapes[a])}, {list(shapes[b])}, expected {wanted}")
         own = LowRank(weight=name, rank=rank, scale=scale)
         if found.setdefault(name, own) != own:
@@ -304,7 +304,7 @@ def _adapted(
             yield site
 
 
-def _turned(sizes: tuple[int, int], plain: tuple[int, int], said: Mapping[str, Any]) -> bool:
+def _turned(sizes: tuple[int, ...], plain: tuple[int, int], said: Mapping[str, Any]) -> bool:
     """Return whether A and B of experts are of the transposed matrix: by sizes, else by release."""
     if plain[0] != plain[1]:
         return sizes == plain[::-1]
