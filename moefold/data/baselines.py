@@ -50,7 +50,7 @@ def baselines(prepared: Prepared) -> dict[str, float]:
         [b"".join(map(spelling.__getitem__, ids.tolist())) for ids in documents]
         for documents in (held, seen)
     )
-    n_bytes = sum(map(len, held_text))
+    n_bytes = sum(map(len, held_text)) * prepared.valid[0].byte_ratio  # of the text itself
     held_bytes, seen_bytes = (
         [np.frombuffer(text, np.uint8).astype(np.int64) for text in texts]
         for texts in (held_text, seen_text)

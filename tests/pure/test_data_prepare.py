@@ -256,22 +256,28 @@ def test_inspect_an_empty_file(tmp_path: Path) -> None:
     assert Indexed(tmp_path / "x").read(0, 0).tolist() == []
 
 
-def test_a_tokenizer_that_rewrites_text_is_weighed_by_the_text(tmp_path: Path) -> None:
-    """Bits per byte are per byte of the text, whatever a normalizer makes of it."""
-    made, _ = ready(tmp_path)
+def rewritten(folder: Path) -> Prepared:
+    """Prepare text of which the tokenizer's normalizer makes other text."""
+    made, _ = ready(folder)
     content = json.loads(made.tokenizer.text)
     content["normalizer"] = {"type": "Replace", "pattern": {"String": "queue"}, "content": "q"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    data = described(tmp_path, tokenizer={"kind": "file", "path": str(tmp_path)})
-    prepared = prepare(data, tmp_path / "out")
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    data = described(folder, tokenizer={"kind": "file", "path": str(folder)})
+    return prepare(data, folder / "out")
+
+
+def test_a_tokenizer_that_rewrites_text_is_weighed_by_the_text(tmp_path: Path) -> None:
+    """Bits per byte are per byte of the text, whatever a normalizer makes of it."""
+    prepared = rewritten(tmp_path)
     part = prepared.train[0]
     spelt = prepared.tokenizer.n_bytes_V[part.corpus.indexed.read(0, part.corpus.tokens)].sum()
     assert part.byte_ratio > 1 and spelt * part.byte_ratio == pytest.approx(part.n_bytes)
 
 
-def test_baselines_equal_a_plain_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain", [True, False])
+def test_baselines_equal_a_plain_count(tmp_path: Path, plain: bool) -> None:
     corpus(tmp_path)
-    prepared = prepare(described(tmp_path), tmp_path / "out")
+    prepared = prepare(described(tmp_path), tmp_path / "out") if plain else rewritten(tmp_path)
     found = baselines(prepared)
     size = prepared.tokenizer.size
     for value, order, unit in (
