@@ -109,9 +109,9 @@ class FolderTensors(Mapping[str, Tensor]):
             whole = piece.to_ours(dequantise(codes, scales, self._plan.block), shape)
             return whole[tuple(slice(start, end) for start, end in box)]
         if piece.rows is not None:
-            places = piece.rows.places(*box[0])
-            starts = [n for n in places if n - 1 not in set(places)]
-            ends = [n + 1 for n in places if n + 1 not in set(places)]
+            places = dict.fromkeys(piece.rows.places(*box[0]))
+            starts = [n for n in places if n - 1 not in places]
+            ends = [n + 1 for n in places if n + 1 not in places]
             spans = zip(starts, ends, strict=True)
             return torch.cat([self._source.read_box(piece.name, (s, *box[1:])) for s in spans])
         if piece.order:  # on disk dims lie otherwise, and whole experts are read
