@@ -251,7 +251,10 @@ def test_packed_is_one_by_one(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": []}, "without an answer: its completion"),
         ({"prompt": [], "completion": "b"}, "no conversation: prompt and completion are both"),
         ({"messages": MARKED}, "broken text: a noncharacter"),
-        ({"messages": drawn(1)[0]["messages"], "tools": [{"name": "\ufdd0"}]}, "broken text: a non"),
+        (
+            {"messages": drawn(1)[0]["messages"], "tools": [{"name": "\ufdd0"}]},
+            "broken text: a non",
+        ),
     ],
 )
 def test_bad_examples_are_refused_by_line_or_left_out(
