@@ -149,7 +149,7 @@ class ConversationReader(FileReader):
             completion = example.get("completion")
             if not isinstance(completion, str) or not completion:
                 raise BadDocument("example without an answer", "its completion is no text")
-            begin = tokenizer.files.special().get("bos_token", "")
+            begin = tokenizer.files.special().get("bos_token", "") if tokenizer.start else ""
             return Written(Rendered(begin + prompt, ()), completion + tokenizer.end)
         return Written(rendered(example, template, self._answers == "last"))
 

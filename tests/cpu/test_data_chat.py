@@ -394,6 +394,19 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     assert sum(pair[1]) == len(tokenizer.encode(messages[-1]["content"])) + 1
 
 
+@pytest.mark.parametrize("start", [None, "", "<|im_start|>"])
+def test_a_prompt_of_text_begins_as_documents_do(tmp_path: Path, start: str | None) -> None:
+    file = chats(tmp_path, [{"prompt": "the gate", "completion": " is open"}] * 3)
+    folder = write_chat_folder(tmp_path / "model", bos_token="<|endoftext|>")
+    sources = [{"source": "chat", "files": [str(file)]}]
+    sources += [{"source": "jsonl", "files": [str(file)], "field": "prompt"}]
+    tokenizer = {"kind": "file", "path": str(folder), "start": start}
+    data = {"seq": 20, "tokenizer": tokenizer, "train": sources}
+    prepared = prepare(load(Data, data).record, tmp_path / "prepared")
+    chat, text = (part.corpus.document(0).tolist() for part in prepared.train)
+    assert chat[: len(text) - 1] == text[:-1]
+
+
 def test_inspect_shows_a_conversation_with_its_mask(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
