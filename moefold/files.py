@@ -5,8 +5,9 @@ Standard library alone.
 
 import errno
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ def write_text(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def plain(value: Any) -> Any:
+    """Turn numbers of NumPy and torch into Python's, and what JSON has no word for into null."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from moefold.files import plain
+
 WRONG_INPUT = 2
 """Exit status for wrong input, of every command."""
 
@@ -56,8 +58,8 @@ def add_json(parser: argparse.ArgumentParser, said: str = "answer as one JSON ob
 
 
 def print_json(facts: Any) -> None:
-    """Print the answer for programs."""
-    print(json.dumps(facts, indent=2))
+    """Print the answer for programs; a figure that is not finite is null."""
+    print(json.dumps(plain(facts), indent=2, allow_nan=False))
 
 
 def print_conversion(facts: dict[str, Any], as_json: bool) -> None:

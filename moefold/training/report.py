@@ -44,7 +44,8 @@ def summary(history: History) -> dict[str, Any]:
     for name, key in history.sets():
         curve = history.curve(key)
         out[key] = curve.last
-        out[f"best_step/{name}"] = int(curve.steps[np.nanargmin(curve.values)])
+        if np.isfinite(curve.values).any():
+            out[f"best_step/{name}"] = int(curve.steps[np.nanargmin(curve.values)])
     for key in ("lm_loss", "val_loss"):
         curve = history.curve(key)
         if len(curve):
@@ -155,7 +156,9 @@ def loss_chart(history: History) -> dict[str, Any]:
     lines = [_line("training", train, smooth=True)]
     lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
     marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []
-    title = f"Loss, {'bits per byte' if factor else 'nats per token'}"
+    pairs = any("preference/margin" in line for line in history.lines)
+    unit = "per pair" if pairs else "nats per token"
+    title = f"Loss, {'bits per byte' if factor else unit}"
     return {"title": title, "lines": lines, "marks": marks, "wide": True}
 
 

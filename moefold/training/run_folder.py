@@ -4,7 +4,6 @@ Imports no torch, so that ``moefold report`` starts at once.
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moefold.files import named
+from moefold.files import named, plain
 
 RUN_FILE = "run.yaml"
 TOKENIZER_FILE = "tokenizer.json"
@@ -71,7 +70,7 @@ class StepLines:
         if step <= self.last:
             self.rewind(step - 1)
         assert self._file is not None, "open() comes first"
-        text = json.dumps({"step": step, **_plain(values)}, allow_nan=False)
+        text = json.dumps({"step": step, **plain(values)}, allow_nan=False)
         data = text.encode() + b"\n"
         while data:  # a disk that is nearly full takes a part, without an error
             data = data[self._file.write(data) :]
@@ -109,18 +108,6 @@ def _spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
                 ) from error
             yield found, start, start + len(line)
             start += len(line)
-
-
-def _plain(value: Any) -> Any:
-    """Turn numbers of NumPy and torch into Python's, and what JSON has no word for into null."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, str | bool | int) or value is None:
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True)
@@ -249,7 +236,8 @@ def note(folder: Path, event: str, **values: Any) -> None:
     path = folder / EVENTS_FILE
     now = time.time()
     stamp = {"time": now, "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")}
-    line = json.dumps({"event": event, **values, **stamp, "process": os.getpid()}) + "\n"
+    said = plain({"event": event, **values, **stamp, "process": os.getpid()})
+    line = json.dumps(said, allow_nan=False) + "\n"
     with open(path, "a+b", buffering=0) as file:
         # A kill can leave the line before unfinished.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"

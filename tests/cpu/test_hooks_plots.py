@@ -63,7 +63,7 @@ def test_without_held_out_text_the_loss_is_drawn_in_nats(tmp_path: Path) -> None
     """Baselines are in bits per byte and are left out."""
     history = History([{"step": s, "lm_loss": 5.0} for s in (1, 2, 3)], baselines={"xz": 1.8})
     figure = loss_figure(history, "trial")
-    assert figure is not None and figure.axes[0].get_ylabel() == "loss per token (nats)"
+    assert figure is not None and figure.axes[0].get_ylabel() == "nats per token"
     assert len(figure.axes[0].get_lines()) == 2
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moefold.cli.main import main
 from moefold.training.report import MOST_POINTS, page, summary
-from moefold.training.run_folder import BASELINES_FILE, Curve, History
+from moefold.training.run_folder import BASELINES_FILE, EVENTS_FILE, Curve, History, note
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -152,3 +153,27 @@ def test_a_utilisation_above_one_is_not_shown(tmp_path: Path) -> None:
     lines = [line(1, mfu=3.37), line(2, mfu=0.4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert summary(History.read(tmp_path))["median_mfu"] == 0.4
+
+
+def test_figures_that_are_not_finite_keep_no_answer_from_being_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A skipped step has no loss, and a run whose weights are not finite no bits per byte."""
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"{name} is not JSON")
+
+    bad = line(1, val_loss=None, **{"val/code/bits_per_byte": None}) | {"lm_loss": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(bad) + "\n")
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert facts["lm_loss"] is facts["val/code/bits_per_byte"] is None
+    assert "best_step/code" not in facts and Page(page(History([bad]), "a", "b")).data["cards"]
+    note(tmp_path, "spike", grad_norm=float("nan"))
+    (event,) = (tmp_path / EVENTS_FILE).read_text().splitlines()
+    assert json.loads(event, parse_constant=refuse)["grad_norm"] is None
+
+
+def test_a_loss_of_pairs_is_no_loss_of_tokens() -> None:
+    found = Page(page(History([line(1, **{"preference/margin": 0.0}), line(2)]), "a", "b")).data
+    assert found["charts"][0]["title"] == "Loss, per pair"

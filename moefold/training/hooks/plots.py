@@ -87,8 +87,7 @@ def loss_figure(history: History, title: str) -> Figure | None:
     tokens = history.lines[-1].get("tokens")
     after = f" ({count(tokens)} tokens)" if tokens else ""
     axes.set_xlabel(f"step{after}", color=INK)
-    known = history.bits_per_byte_per_nat() is not None
-    axes.set_ylabel("bits per byte" if known else "loss per token (nats)", color=INK)
+    axes.set_ylabel(chart["title"].removeprefix("Loss, "), color=INK)
     _finish(axes, f"{title}: loss")
     return figure
 
