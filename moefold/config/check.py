@@ -5,7 +5,7 @@ are refused, the nearest legal values are put in, and the rules are asked of the
 said of them is then marked as depending on those values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Generic, TypeVar
@@ -27,6 +27,8 @@ from moefold.config.fields import (
 from moefold.config.suggest import candidates, closest, likely_kind, places_of_key, words
 
 ROUNDS = 20
+LIKE, MUCH_LIKE = 0.65, 0.8
+"""How alike a key is spelt that may be meant, and one that is meant rather than a place."""
 _IDS = {
     "missing": "missing",
     "slot_missing": "missing",
@@ -56,13 +58,19 @@ class Checked(Generic[R]):
     violations: tuple[Violation, ...] = ()
 
 
-def check(cls: type[R], data: Any) -> Checked[R]:
-    """Check raw data (mappings, lists, scalars; records are written out) against a record class."""
+def check(cls: type[R], data: Any, overrides: Collection[FieldPath] = ()) -> Checked[R]:
+    """Check raw data (mappings, lists, scalars; records are written out) against a record class.
+
+    ``overrides`` are the paths of leaves that replace what a file says: a misspelt one means that.
+    """
     data = to_dict(data)
     rounds: list[list[Violation]] = []
     for _ in range(ROUNDS):
         record, refused = validate(cls, data)
-        found = _refused_fields(cls, data, refused) if record is None else _relations(record, data)
+        if record is None:
+            found = _refused_fields(cls, data, refused, overrides)
+        else:
+            found = _relations(record, data)
         fresh = [item for item in found if not any(item in known for known in rounds)]
         # Items are taken out of lists last, from the end of each.
         gone = [v for v in fresh if v.nearest == REMOVE and v.path and isinstance(v.path[-1], int)]
@@ -125,12 +133,15 @@ def validate(record: type[M], data: Any) -> tuple[M | None, Refused]:
 # ---------------------------------------------------------------------- fields, each on its own
 
 
-def _refused_fields(cls: type[Record], data: Any, refused: Refused) -> list[Violation]:
+def _refused_fields(
+    cls: type[Record], data: Any, refused: Refused, overrides: Collection[FieldPath]
+) -> list[Violation]:
     """Return a violation for each path that is refused."""
+    above = {leaf[:end] for leaf in overrides for end in range(len(leaf) + 1)}
     found, renamed = [], set[FieldPath]()
     for path, said in refused.items():
         if said[0][0] == "extra_forbidden":
-            item = _unknown_key(cls, data, path, renamed)
+            item = _unknown_key(cls, data, path, renamed | above, path in above)
             found.append(item)
             if isinstance(item.nearest, Rename):
                 renamed.add((*path[:-1], item.nearest.to))
@@ -140,19 +151,26 @@ def _refused_fields(cls: type[Record], data: Any, refused: Refused) -> list[Viol
     return found
 
 
-def _unknown_key(cls: type[Record], data: Any, path: FieldPath, taken: set[FieldPath]) -> Violation:
-    """Return the violation of an unknown key: renamed where one spelt like it is free."""
+def _unknown_key(
+    cls: type[Record], data: Any, path: FieldPath, taken: set[FieldPath], replaces: bool
+) -> Violation:
+    """Return the violation of an unknown key: renamed where one spelt like it is free.
+
+    To one that ``replaces`` what stands there those that a file gives are free too. A key that is
+    known elsewhere, as it is spelt, hardly means another one here.
+    """
     parent, key = path[:-1], str(path[-1])
     holder, value = get_at(data, parent), get_at(data, path)
     record = spec_at(FieldSpec(cls), data, parent).record(holder)
     known = [] if record is None else list(specs(record))
-    free = [name for name in known if name not in holder and (*parent, name) not in taken]
+    home = next(places_of_key(FieldSpec(cls), data, key), None)
+    alike = LIKE if home is None else MUCH_LIKE
+    free = [name for name in known if replaces or name not in holder]
     rule = f"unknown key; {dotted(parent) or 'the run'} has {', '.join(known)}"
-    like = closest(key, free)
+    like = closest(key, [name for name in free if (*parent, name) not in taken], alike)
     if like is not None:
         return Violation(path, value, rule, Rename(like), "unknown-key")
-    given = closest(key, known)
-    home = next(places_of_key(FieldSpec(cls), data, key), None)
+    given = closest(key, known, alike)
     if given is not None:
         rule += f" ({given} is given already)"
     elif home is not None:

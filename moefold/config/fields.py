@@ -268,6 +268,9 @@ def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
     if isinstance(nearest, Rename):
         renamed, nearest = (*path[:-1], nearest.to), get_at(data, path)
         data, path = set_at(data, path, REMOVE), renamed
+        there = get_at(data, path)
+        if isinstance(there, Mapping) and isinstance(nearest, Mapping):
+            nearest = {**there, **nearest}
     return set_at(with_parents(spec, data, path), path, nearest)
 
 

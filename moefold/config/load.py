@@ -62,7 +62,8 @@ def load(
     reading = _Reading(cls, dict(recipes or {}))
     name = reading.read(source, called, folder)
     merged = reading.merged(overrides)
-    checked = check(cls, merged.data)
+    overridden = [path for path, origin in merged.origins.items() if origin.sort == "override"]
+    checked = check(cls, merged.data, overridden)
     known = {item.path[:1] for item in reading.violations} & {(USES,)}
     found = [item for item in checked.violations if item.path[:1] not in known]
     violations = [*reading.violations, *found]

@@ -17,6 +17,8 @@ _BOOLS = {
     **dict.fromkeys(("true", "yes", "on", "y", "1"), True),
     **dict.fromkeys(("false", "no", "off", "n", "0"), False),
 }
+_NOTHING = ("false", "no", "off", "none")
+"""What people write for null."""
 _KINDS = {
     "list": "a list",
     "map": "a mapping",
@@ -146,6 +148,8 @@ def _converted(option: Option, value: Any) -> Iterator[Any]:
         yield from _inside(option, number)
     elif option.kind == "bool" and str(value).strip().lower() in _BOOLS:
         yield _BOOLS[str(value).strip().lower()]
+    elif option.kind == "none" and str(value).strip().lower() in _NOTHING:
+        yield None
     elif option.kind == "literal":
         name = closest(value, [item for item in option.of if isinstance(item, str)])
         numbers = [item for item in option.of if _number(item) is not None]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from moefold.config.errors import RunError, Violation
+from moefold.config.errors import REMOVE, Rename, RunError, Violation
 from moefold.config.load import Loaded, load, parse_override
+from moefold.run import load_run
 from tests.config_toys import ENGINE, Coach, Diesel, Iron, Rubber, Steam, Train, full, smallest
 from tests.mutations import repair
 
@@ -313,3 +314,38 @@ def test_an_instance_in_raw_data_is_written_out() -> None:
         Train, {**smallest(), "engine": Steam(pressure=4.0), "coaches": (Coach(seats=3),)}
     )
     assert loaded.record.engine == Steam(pressure=4.0)
+
+
+def test_a_misspelt_override_is_the_key_that_a_file_gives() -> None:
+    """It replaces that one's value; beside an override of the right name it is left out."""
+    for text, name, fixed in (
+        ("nmae=slow", "name", "slow"),
+        ("crewe=3", "crew", 3),
+        ("limitz.low=0.5", "limits", {"low": 0.5, "high": 2.0, "count": 5}),
+    ):
+        (item,) = violations(full(), text)
+        assert item.nearest == Rename(name)
+        with pytest.raises(RunError) as caught:
+            load(Train, full(), [text])
+        assert repair(Train, caught.value.data, [item])[name] == fixed
+    (item,) = violations(full(), "crew=3", "crewe=2")
+    assert item.nearest == REMOVE and "crew is given already" in item.rule
+    (item,) = violations(full() | {"crewe": 3})
+    assert item.nearest == REMOVE
+
+
+def test_a_key_as_it_is_spelt_elsewhere_is_no_other_one_here() -> None:
+    """``steps`` at the top is no misspelt ``uses``."""
+    with pytest.raises(RunError) as caught:
+        load_run("tiny", ["steps=5"])
+    (item,) = caught.value.violations
+    assert item.nearest == REMOVE and "(steps belongs at train.steps)" in item.rule
+
+
+@pytest.mark.parametrize("said", ["false", "off", "None"])
+def test_what_is_switched_off_is_null(said: str) -> None:
+    """The nearest of a field that may be null, whatever its default is."""
+    with pytest.raises(RunError) as caught:
+        load_run("tiny", [f"watch.evaluate={said}"])
+    (item,) = caught.value.violations
+    assert item.nearest is None
