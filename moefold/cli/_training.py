@@ -66,8 +66,8 @@ def train_to_end(job: Trainer, console: Console, said: Sequence[Row] = ()) -> in
         console.print(panel(job, job.folder, said))
     if job.step_number >= job.last_step:
         job.save()
-        where = f"--folder {job.folder} train.steps={2 * job.last_step}"
-        done = f"step {job.last_step} is done already; go on with {where}"
+        where = f"--folder {job.folder} train.steps={2 * job.step_number}"
+        done = f"step {job.step_number} is done already; go on with {where}"
         console.print(Text(done), soft_wrap=True)
         return ENDED
     try:

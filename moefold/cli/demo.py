@@ -82,7 +82,8 @@ def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
     """
     begun, asked = newest(folder), run.train.steps
     if begun is not None:
-        steps, said = manifest.read(begun).meta["run"]["train"]["steps"], None
+        meta = manifest.read(begun).meta  # an imported model's knows no run
+        steps, said = meta["run"]["train"]["steps"] if "run" in meta else asked, None
     else:
         cache = folder.parent / ".prepared"
         with progress_bars(console) as told:

@@ -18,6 +18,7 @@ from moefold.kernels.fused import why_not
 from moefold.kernels.quantise.config import Quantise
 from moefold.kernels.scaled.choose import PRODUCTS, paths
 from moefold.layers.precision import recipe_of
+from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
 from moefold.planner.answer import graph_bytes
@@ -139,7 +140,7 @@ def _adapters(job: Trainer) -> Iterator[Row]:
 def _cost(job: Trainer) -> Iterator[Row]:
     run, seq = job.run, job.run.data.seq
     causal, full = (job.counts.flops_per_token(seq, causal=c) for c in (True, False))
-    steps = job.last_step - job.step_number
+    steps = max(0, job.last_step - job.step_number)
     least = least_step_time(job)
     tokens = tokens_per_step(job)
     yield (
@@ -245,7 +246,10 @@ def _balance(job: Trainer) -> str:
     """Say each term with its coefficient, and what all its layers add to the loss when even."""
     found: dict[str, list[float]] = {}
     rates: dict[float, int] = {}
-    for _, mixture in job.model.mixtures():
+    model = job.model
+    if job.world.folding.sizes.pp > 1:  # a rank has some layers alone
+        model = DecoderModel(job.decoder, job.precision.precision, device="meta")
+    for _, mixture in model.mixtures():
         for name, coefficient in mixture.terms.items():
             found.setdefault(name, []).append(coefficient)
         for part in mixture.record.balance:
@@ -258,13 +262,14 @@ def _balance(job: Trainer) -> str:
         said.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in all")
     said += [f"selection bias: {rate:g} a step in {n} layers" for rate, n in rates.items()]
     if not said:
-        return "none" if any(job.model.mixtures()) else "none (no experts)"
+        return "none" if any(model.mixtures()) else "none (no experts)"
     return "; ".join(said) + ". The reported LM loss has none of it"
 
 
 def _data(job: Trainer) -> Iterator[Row]:
-    prepared, steps = job.loader.prepared, job.last_step - job.step_number
-    begins, ends = (job.loader.epoch(step) for step in (job.step_number, job.last_step))
+    prepared, last = job.loader.prepared, max(job.last_step, job.step_number)
+    steps = last - job.step_number
+    begins, ends = (job.loader.epoch(step) for step in (job.step_number, last))
     for part in prepared.train:
         corpus = part.corpus
         yield (

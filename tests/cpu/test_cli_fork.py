@@ -139,6 +139,10 @@ def test_a_fork_takes_all_or_weights_alone(trained: Path, tmp_path: Path, capsys
     said = capsys.readouterr().out
     assert "weights, optimizer state, progress taken" in said
     assert fork_of(tmp_path / "all")["taken"] == ["weights", "optimizer state", "progress"]
+    fewer = ["train", "--folder", str(tmp_path / "all"), "train.steps=3"]
+    assert main(fewer) == 0  # what it says to type makes steps
+    assert "step 6 is done already" in (said := capsys.readouterr().out) and "steps=12" in said
+    assert "0 steps to go, 0 tokens" in " ".join(said.replace("│", " ").split())
     assert same_model(tmp_path / "all" / "step-00000004", newest)
     muon = ["optim={kind: muon, lr: 0.01}", "train.steps=6"]
     assert main(["train", "--folder", str(trained), *muon, "--fork", str(tmp_path / "no")]) == 2
@@ -197,6 +201,9 @@ def test_an_imported_checkpoint_is_no_run_and_can_become_one(tmp_path: Path, cap
     assert same_model(new / "step-00000000", imported / "step-00000000")
     assert not same_model(new / "step-00000004", new / "step-00000000")
     assert main(["train", "--folder", str(new), "train.steps=5", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["demo", "--folder", str(imported)]) == 2
+    assert f"--folder {imported} --fork NEW" in capsys.readouterr().err
 
 
 def test_weights_of_another_program_are_trained_on(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,6 +242,17 @@ def test_a_dry_run_of_a_begun_run_says_where_it_goes_on(trained: Path, capsys: A
     facts = json.loads(capsys.readouterr().out)
     assert facts["step"] >= 8 and "step-" in facts["resumed_from"]
     assert sorted(path.name for path in trained.iterdir()) == before
+
+
+def test_balancing_is_said_of_all_layers_where_a_rank_has_some(tmp_path: Path) -> None:
+    """A pipeline's first rank tells of the whole model."""
+    with job_of(tmp_path) as job:
+        sizes = SimpleNamespace(folding=SimpleNamespace(sizes=SimpleNamespace(pp=2)))
+        held = SimpleNamespace(mixtures=lambda: list(job.model.mixtures())[:1])
+        part: Any = SimpleNamespace(
+            model=held, world=sizes, decoder=job.decoder, precision=job.precision
+        )
+        assert banner._balance(part) == dict(banner.rows(job, tmp_path))["balance"]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
