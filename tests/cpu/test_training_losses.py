@@ -26,6 +26,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
 from moefold.spec.tuning import adapt
 from moefold.training.config import Lora
+from moefold.training.fork import fork
 from moefold.training.losses.config import Distill, Dpo
 from moefold.training.step import gradients
 from moefold.training.trainer import Trainer
@@ -249,6 +250,13 @@ def test_losses_that_do_not_fit_a_run(tmp_path: Path) -> None:
     ):
         with pytest.raises(RunError, match=f"(?s){said}"):
             run_of(tmp_path, loss, pairs=pairs)
+    raw = raw_run(tmp_path)
+    data = source(tmp_path, examples(12))
+    data["valid"] = [one | {"name": name} for one in data["train"] for name in "ab"]
+    with pytest.raises(RunError) as caught:
+        load(Run, raw | {"data": data | {"train": raw["data"]["train"]}})
+    (rule,) = (item.rule for item in caught.value.violations if item.path == ("train", "loss"))
+    assert rule == "cannot learn from pairs of answers, which data.valid names"
     raw = raw_run(tmp_path, layout={"graphs": "step"}, train={"steps": 8, "loss": {"kind": "dpo"}})
     with pytest.raises(RunError, match=r"(?s)layout.graphs.*no graph repeats"):
         load(Run, raw)
@@ -272,6 +280,10 @@ def test_b76_a_stored_reference_is_the_model_as_the_run_began(tmp_path: Path) ->
         Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job,
     ):
         job.evaluate()
+    fork_folder = tmp_path / "fork"
+    with Trainer(run, fork_folder, cache=tmp_path / "prepared", forks=True) as job:
+        fork(job, tmp_path / "out")  # begins as what it takes, whose scores it stores
+        assert job.evaluate()["val/preferences/preference/margin"] == 0.0
 
 
 FIGURES = ("preference/margin", "preference/accuracy")

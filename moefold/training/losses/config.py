@@ -38,7 +38,7 @@ class LossRecord(Record):
             for number, source in enumerate(getattr(run.data, part)):
                 paired = isinstance(source, Preferences)
                 if paired and not self.pairs:
-                    rule = "cannot learn from pairs of answers; data.train names some"
+                    rule = f"cannot learn from pairs of answers, which data.{part} names"
                     yield Violation(("train", "loss"), self, rule, {"kind": "dpo"})
                 elif self.pairs and not paired:
                     path = ("data", part, number, "source")

@@ -98,11 +98,11 @@ class StoredPreference(Preference):
         """Read the scores, or make those of all answers before the first step.
 
         Raises:
-            CheckpointError: where the run has made steps and their file is gone.
+            CheckpointError: where the run goes on after its first steps and their file is gone.
         """
         path = job.folder / STORED
         if not on_first(path.exists, job.world.on_host):
-            if job.step_number:
+            if job.step_number and (job.resumed_from or job.recovered):  # not of a new fork
                 raise CheckpointError(
                     f"{path} is gone, and the model has been trained since: put it back, or begin "
                     "a new folder"
