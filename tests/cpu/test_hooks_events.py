@@ -4,7 +4,9 @@ import io
 import json
 import re
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +18,7 @@ from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Evaluate, Health, ProgressDisplay
 from moefold.training.hooks.evaluate import EvaluateHook
-from moefold.training.hooks.logs import EventsHook, MetricsHook
+from moefold.training.hooks.logs import EventsHook, MetricsHook, TensorBoardHook
 from moefold.training.hooks.progress import ProgressHook
 from moefold.training.run_folder import EVENTS_FILE, METRICS_FILE, History
 from tests.pure.fake_job import FakeJob, layer
@@ -198,3 +200,46 @@ def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Pat
     job.save = save  # type: ignore[method-assign]
     with pytest.raises(SaveError):
         job.go()
+
+
+def test_a_refused_save_is_said_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    """Brackets in a path are no markup, and do not end the run."""
+
+    def save() -> Path:
+        raise SaveError(tmp_path / "a[/b]", "disk full", needed=2, free=1)
+
+    where = console()
+    job = FakeJob(tmp_path, [CheckpointHook(CheckpointPolicy(every=2), where)], last_step=4)
+    job.save = save  # type: ignore[method-assign]
+    job.go()
+    assert "a[/b]" in said(where)
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="an optional package")
+@pytest.mark.parametrize("begun", [0, 4])
+def test_events_of_steps_that_are_made_again_are_hidden(
+    tmp_path: Path, begun: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a run that goes on without a checkpoint, and of one that went back by itself."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer as writer
+
+    # Files of one second are read by their numbers as text: all have two digits.
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(10))
+
+    def steps() -> list[int]:
+        found = EventAccumulator(str(tmp_path / "tensorboard"))
+        found.Reload()
+        return [event.step for event in found.Scalars("lm_loss")]
+
+    FakeJob(tmp_path, [TensorBoardHook()]).go(steps=7)
+    job: Any = FakeJob(tmp_path, [hook := TensorBoardHook()])
+    job.step_number = begun
+    hook.on_start(job)
+    for step in (begun + 1, begun + 2):
+        job.step_number = step
+        hook.on_step(job, {"lm_loss": float(step)})
+    job.step_number = begun + 1
+    hook.on_rewind(job)
+    hook.on_stop(job, None)
+    assert steps() == list(range(1, begun + 2))

@@ -3,6 +3,7 @@
 import time
 
 from rich.console import Console
+from rich.markup import escape
 
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
@@ -43,7 +44,7 @@ class CheckpointHook(Hook):
             due = step - step % every + every
             self._owed, self._wait = min(step + self._wait, due), 2 * self._wait
             self._console.print(
-                f"[bold red]checkpoint failed[/] step {step}: {error}\n"
+                f"[bold red]checkpoint failed[/] step {step}: {escape(str(error))}\n"
                 f"training goes on; step {self._owed} tries again",
                 soft_wrap=True,
                 highlight=False,

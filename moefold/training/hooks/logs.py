@@ -85,8 +85,13 @@ class TensorBoardHook(Hook):
         # Imported here: it takes a second, and a run without it must not pay.
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = job.step_number + 1 if job.step_number else None
+        purge = job.step_number + 1 if job.step_number else 0
         self._writer = SummaryWriter(str(job.folder / "tensorboard"), purge_step=purge)
+
+    def on_rewind(self, job: JobView) -> None:
+        """Hide the events of the steps that are made again."""
+        self.on_stop(job, None)
+        self.on_start(job)
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Write one scalar per figure."""
