@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from moefold.cli._common import (
     add_json,
@@ -50,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
         return _memory(args)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: at least 1")
+    for flag in ("layout", "world", "picture"):
+        if getattr(args, flag) is not None:
+            raise ValueError(f"--{flag}: belongs to --memory; give that too")
     runs = {source: load_run(source) for source in args.sources or RUNS}
     file = Path(args.machine) if args.machine else usual_file()
     demand_writable(file)  # before minutes of measuring
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         )
         table.add_row(source, planned, own, f"{one['off']:+.0%}", wall)
     console.print(table)
-    console.print(f"written to {file}", style="dim")
+    console.print(Text(f"written to {file}", style="dim"), soft_wrap=True)
     return 0
 
 

@@ -95,8 +95,8 @@ def _data(args: argparse.Namespace) -> Data:
             given.append({"source": source, "files": files, "bad": args.bad, **named})
     given += [{"source": "python_stdlib"}] if args.stdlib else []
     if args.what is not None:
-        if given or args.vocab or args.tokenizer:
-            raise DataError("give a run, or sources and a tokenizer, not both")
+        if given or args.vocab or args.tokenizer or args.holdout:
+            raise DataError("give a run, or sources, a tokenizer and a holdout, not both")
         return load_run(args.what, args.overrides).data
     if not given:
         raise DataError("nothing to read: give a run, --text, --jsonl, --parquet or --stdlib")

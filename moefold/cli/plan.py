@@ -6,6 +6,7 @@ docs/plan.md says how to read it and how far to trust it.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -56,6 +57,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
+    for name in ("batch", "seq", "load", "memory", "tokens"):
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value:g}: a number above 0")
     found = planned(
         args.source,
         args.cluster,

@@ -64,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         rules = args.matrix or list(RULES)
         cases = [case for name, found in matrix().items() if name in rules for case in found]
         cases = [case for case in cases if args.world in (None, case.world)]
+        if not cases:
+            raise ValueError(
+                f"--world {args.world}: none of the matrix's layouts has so many ranks"
+            )
     else:
         cases = cases_of(run, args.layout, args.world, args.as_run)
     console = Console(soft_wrap=True)

@@ -124,7 +124,7 @@ def cases_of(
     precision = settled(run.train.precision, torch.device("cpu")) if as_run else "fp64"
     model, cases = needs(run.decoder(), run.data.seq), []
     for record in records:
-        ranks = world or max(2, record.split.smallest_world)
+        ranks = max(2, record.split.smallest_world) if world is None else world
         found = list(record.violations(model))
         found = found or size_violations(record.split, model, ranks, record.order, record.stages)
         found = found or list(cut_violations(as_proved(run.decoder()), record, run.data.seq))

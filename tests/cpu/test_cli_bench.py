@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,12 @@ def test_the_command_writes_a_machine_and_shows_the_step(
     planned = json.loads(capsys.readouterr().out)
     assert planned["cluster"]["device"] == "CPU" and planned["best"]["step_time_s"] > 0
     assert planned["given"]["step_time_s"] == pytest.approx(step_of(file), rel=1e-9)
+
+
+@pytest.mark.parametrize("words", [["--layout", "tp2"], ["--world", "2"], ["--picture", "x.png"]])
+def test_what_belongs_to_memory_is_not_passed_over(words: list[str], capsys: Any) -> None:
+    assert main(["bench", "tiny", *words]) == 2
+    assert f"{words[0]}: belongs to --memory" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -99,6 +99,10 @@ WRONG = [
     (["tiny", "--cluster", "h100"], "such as h100x256"),
     (["Mixtral-8x7B", "--cluster", "h100x8"], "--batch"),
     (["tiny", "--cluster", "h100x4", "--load", "0.5"], "load"),
+    (["tiny", "--cluster", "h100x4", "--load", "nan"], "--load nan"),
+    (["tiny", "--cluster", "h100x4", "--batch", "0"], "--batch 0"),
+    (["tiny", "--cluster", "h100x4", "--memory", "-1"], "--memory -1"),
+    (["tiny", "--cluster", "h100x4", "--tokens", "-5"], "--tokens -5"),
 ]
 
 

@@ -55,6 +55,8 @@ WRONG = [
     (["--layout", "tp2"], "name a RUN"),
     (["tiny", "--matrix"], "its own models"),
     (["--matrix", "no_such_rule"], "no such rule"),
+    (["--matrix", "--world", "7"], "none of the matrix"),
+    (["tiny", "--world", "0"], "world = 0"),
     (["tiny", "--precision", "bf16"], "--as-run"),
 ]
 

@@ -85,6 +85,7 @@ def test_inspect_takes_the_folder_that_prepare_names(
         (["prepare"], "nothing to read"),
         (["prepare", "--stdlib", "--vocab", "300", "--tokenizer", "x"], "give one"),
         (["prepare", "demo", "--stdlib"], "give a run, or sources"),
+        (["prepare", "demo", "--holdout", "0.1"], "give a run, or sources"),
         (["prepare", "--stdlib", "--vocab", "3"], "train the tokenizer|at least 257"),
         (["prepare", "--text", "no/such.txt"], "no file matches"),
         (["inspect", "no/such"], "no such file"),
