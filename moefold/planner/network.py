@@ -4,6 +4,7 @@ Ranks of a group are evenly apart; ``stride`` is the distance of neighbours in t
 so that a group of ``size`` ranks spans ``size * stride`` of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moefold.planner.curves import Rates
@@ -34,9 +35,20 @@ class Reach:
 
 def reach(cluster: Cluster, size: int, stride: int) -> Reach:
     """Return how a group lies. Domains are filled up to the largest power of two of ranks."""
-    domain = 1 << (min(cluster.domain, cluster.devices).bit_length() - 1)
+    domain = _domain(cluster)
     inside = max(1, min(size, domain // stride if stride <= domain else 1))
     return Reach(size, inside)
+
+
+def lying(cluster: Cluster, ranks: Sequence[int]) -> Reach:
+    """Return how a group lies whose ranks are not evenly apart, the first among them."""
+    domain = _domain(cluster)
+    return Reach(len(ranks), sum(rank // domain == ranks[0] // domain for rank in ranks))
+
+
+def _domain(cluster: Cluster) -> int:
+    """Return the ranks of a domain that are filled."""
+    return 1 << (min(cluster.domain, cluster.devices).bit_length() - 1)
 
 
 def ring_seconds(moved: float, group: Reach, cluster: Cluster, rates: Rates) -> float:

@@ -33,6 +33,7 @@ from moefold.planner.time import (
     estimate,
     pipeline_seconds,
 )
+from moefold.planner.time_data import DataWork, data_work, least
 from moefold.planner.time_layer import (
     SM_COST,
     LayerPolicy,
@@ -202,7 +203,7 @@ class Search:
         for dispatch, paired in self._ways(space, grids):
             work, slowest = self._rank(grids, dispatch, paired, (again, away), pp)
             ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
-            outside = self._fixed(grids, depth.on_host) + self._shared(depth)
+            outside = self._fixed(grids, depth.on_host) + self._shared(depth, slowest)
             for schedule in space.schedules:
                 if schedule.paired != paired and dispatch != "local":
                     continue
@@ -338,24 +339,31 @@ class Search:
         """Return the least seconds of a depth, whatever its schedule."""
         grids, pp, kept = depth.grids, depth.pp, depth.kept[0]
         ways = (self._rank(grids, *way, kept, pp) for way in self._ways(space, grids))
-        took = min(slowest * depth.m for _, slowest in ways)
-        return took + self._fixed(grids, depth.on_host) + self._shared(depth)
+        slowest = min(slowest for _, slowest in ways)
+        return slowest * depth.m + self._fixed(grids, depth.on_host) + self._shared(depth, slowest)
 
-    def _shared(self, depth: Depth) -> float:
-        """Return the least seconds of data-parallel communication, where nothing hides it.
+    def _shared(self, depth: Depth, slowest: float) -> float:
+        """Return the least seconds of data-parallel communication that show, where passes of the
+        slowest rank take as long or longer: a second more hides less than a second.
 
         A pipeline's slowest rank has its share of the layers' time, the ends of the model aside.
         """
         grids, pp, key = depth.grids, depth.pp, ("shared", depth.grids, depth.pp, depth.zero)
+        rates = self._how(grids, "local")[1].rates
         if key not in self._known:
             how, rank = self._how(grids, "local"), Time()
             made = PassTime(self.task.decoder, *how)
             whole, layers = made.time(self.whole), made.time(Held(self.whole.layers))
             part = max(0.0, whole.device / pp - (whole.device - layers.device)) / layers.device
-            rank.add(*((layers, part) if pp > 1 else (whole, 1.0)))
+            held, part = (Held(self.whole.layers), part) if pp > 1 else (self.whole, 1.0)
             case = self._sample(grids, Keeping(depth.zero), pp)
-            self._known[key] = data_seconds(case, rank, ENDLESS, how[1].rates)[0]
-        return self._known[key] * (depth.m if depth.zero == 3 else 1)
+            if self.task.software.stack == "moefold":
+                self._known[key] = data_work(case, held, rates).scaled(part)
+            else:
+                rank.add(made.time(held), part)
+                seconds = data_seconds(case, rank, held, ENDLESS, rates)[0]
+                self._known[key] = DataWork(**{"between" if depth.zero == 3 else "end": seconds})
+        return least(self._known[key], depth.zero, depth.m, slowest, rates)
 
     def _fixed(self, grids: Grids, on_host: float) -> float:
         """Return the least seconds outside layers, with a share of the update on the host."""

@@ -104,7 +104,8 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
     for recipe in space.recipes:
         if recipe != choice.recipe:
             yield f"precision {recipe}", replace(choice, recipe=recipe)
-    for zero in (1, 3) if choice.sizes.pp == 1 else (1,):
+    priced = task.software.stack == "moefold" or choice.sizes.pp == 1
+    for zero in (1, 2, 3) if priced else (1, 2):
         if zero != keeping.zero:
             other = replace(keeping, zero=zero)
             yield f"zero {keeping.zero} → {zero}", replace(choice, keeping=other)

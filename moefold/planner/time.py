@@ -20,9 +20,10 @@ from moefold.optim.config import Muon
 from moefold.planner.case import Case, Held, kinds, table_of
 from moefold.planner.count import count
 from moefold.planner.curves import Constants, Product, Rates, product_seconds
-from moefold.planner.memory_state import GATHERED, inner_parts, part_weights
+from moefold.planner.memory_state import Split, inner_parts, part_weights
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.remember import remembered
+from moefold.planner.time_data import HIDDEN_ONCE, copies_of, data_work, levels, shown
 from moefold.planner.time_layer import (
     DISK_BANDWIDTH,
     PARTS,
@@ -135,8 +136,8 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
         # The first has nothing to hide under.
         parts["dispatch"] += span.hidden / case.sizes.vpp
     parts["bubble"] = inner - m * span.seconds
-    parts["dp"], covered = data_seconds(case, ranks[slow], span, rates)
-    parts["optimizer"] = _optimizer_seconds(case, ranks[slow], rates)
+    parts["dp"], covered = data_seconds(case, ranks[slow], case.held[slow], span, rates)
+    parts["optimizer"] = _optimizer_seconds(case, case.held[slow], rates)
     parts["optimizer"] += orthogonal_seconds(case, slow, rates)
     parts["step"] = rates.step_s
     return StepTime(
@@ -182,7 +183,9 @@ class PassTime:
                 made.add(end_time(None, *self.how), held.multi_token)
             losses = held.multi_token + held.loss
             if losses:
-                made.add(end_time(self.decoder.vocab, *self.how), losses)
+                head = end_time(self.decoder.vocab, *self.how)
+                made.add(head, losses)
+                made.weights -= (losses - 1) * head.weights  # which all of them share
             self._known[held] = made
         return self._known[held]
 
@@ -215,9 +218,17 @@ class PassTime:
         return MicroBatchTime(spans[0], spans[1], parts, hidden)
 
 
-def data_seconds(case: Case, rank: Time, span: MicroBatchTime, rates: Rates) -> tuple[float, float]:
-    """Return data-parallel communication per step: what shows, and what is hidden."""
+def data_seconds(
+    case: Case, rank: Time, held: Held, span: MicroBatchTime, rates: Rates
+) -> tuple[float, float]:
+    """Return data-parallel communication per step: what shows, and what is hidden.
+
+    Of other stacks the exchanged bytes are those of products' weights.
+    """
     cluster, m, overlaps = case.cluster, case.micro_batches, case.software.overlaps
+    if case.software.stack == "moefold":
+        work = data_work(case, held, rates)
+        return shown(case, work, held, (span.forward, span.backward), rates)
     sizes, folding = case.sizes, case.folding
     dense = rank.weights - rank.experts
     copies = reach(cluster, folding.dp * sizes.cp, sizes.tp)
@@ -228,27 +239,24 @@ def data_seconds(case: Case, rank: Time, span: MicroBatchTime, rates: Rates) -> 
             rank.experts * each, expert, cluster, rates
         )
 
-    codes = GATHERED.get(case.numbers.recipe) if case.software.stack == "moefold" else None
-    gather, times = ring(codes or 2.0), 1
-    backward = ring(case.numbers.gradient_bytes), 0.8 * overlaps.gradients * span.backward
-    forward = gather, 0.8 * overlaps.parameters * span.forward
+    gather, times = ring(2.0), (1, m if case.keeping.zero == 2 else 1)
+    backward = ring(case.numbers.gradient_bytes), HIDDEN_ONCE * overlaps.gradients * span.backward
+    forward = gather, HIDDEN_ONCE * overlaps.parameters * span.forward
     if case.keeping.zero == 3 and sizes.pp == 1:
         # Weights come and gradients go with every micro-batch.
-        times, free = m, rates.hidden_shards * overlaps.parameters
+        times, free = (m, m), rates.hidden_shards * overlaps.parameters
         backward, forward = (2 * gather, free * span.backward), (gather, free * span.forward)
-    hidden = min(backward) + min(forward)
-    return times * (backward[0] + forward[0] - hidden), times * hidden
+    hidden = times[0] * min(forward) + times[1] * min(backward)
+    return times[0] * forward[0] + times[1] * backward[0] - hidden, hidden
 
 
-def _optimizer_seconds(case: Case, rank: Time, rates: Rates) -> float:
+def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update, on device and host."""
-    numbers, keeping, folding = case.numbers, case.keeping, case.folding
-    sharded = keeping.zero > 0
-    dense = (rank.weights - rank.experts) / (folding.dp * case.sizes.cp if sharded else 1)
-    own = dense + rank.experts / (folding.edp if sharded else 1)
+    numbers, keeping = case.numbers, case.keeping
+    local, own = copies_of(case.decoder, Split.of(case)).trained(held)
     each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
-    local = rank.weights / (folding.edp if keeping.zero == 3 else 1)
-    moved = own * (each + numbers.weight_bytes) + local * 2 * numbers.gradient_bytes
+    summed = own if keeping.zero > 1 else local
+    moved = own * (each + numbers.weight_bytes) + summed * 2 * numbers.gradient_bytes
     device = moved / (case.cluster.device.memory_bandwidth * rates.memory)
     return device + _away_seconds(case, own * keeping.optimizer_offload)
 
@@ -340,15 +348,14 @@ def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
     rule = case.numbers.optimizer
     if not isinstance(rule, Muon):
         return 0.0
-    peak, folding, total = case.cluster.device.peak("bf16"), case.folding, 0.0
+    peak, total = case.cluster.device.peak("bf16"), 0.0
     for part, times in inner_parts(case.held[stage]):
         for weight in part_weights(case.decoder, part) if times else ():
-            if not rule.orthogonalises(weight.name, weight.shape):
+            if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):
                 continue
             short, long = sorted(weight.shape[-2:])
             matrices = times * prod(weight.shape[:-2]) / (case.sizes.ep if weight.expert else 1)
-            if case.keeping.zero:
-                matrices /= folding.edp if weight.expert else folding.dp * case.sizes.cp
+            matrices /= levels(Split.of(case), weight.expert)[0]
             products = (
                 Product(short, short, long, 2 * matrices),
                 Product(short, short, short, matrices),

@@ -5,8 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from moefold.optim.config import Muon
+from moefold.planner.memory_state import Split
+from moefold.planner.time_data import copies_of, reach_of
 from tests.gloo.harness import run_ranks
 from tests.gloo.sending import Sending, differences, send_all
+from tests.traffic.calls import stage_of
+from tests.traffic.data import data
 
 FULL = {"recompute": {"kind": "full"}}
 ALLGATHER, ONCE = {"dispatch": {"kind": "allgather"}}, {"dispatch": {"kind": "alltoall_once"}}
@@ -45,11 +49,14 @@ PAIRS = (
     Sending("ep2", 2, "mla", layout={"zero": 3}, optimizer=Muon()),
     Sending("ep2", 2, precision="bf16", layout={"zero": 3}, quantise=CODES),
     Sending("cp2 ep2", 2, quantise=FP4),
+    Sending("ep2", 2, micro_batches=3, layout={"zero": 3, **FULL}),
 )
 FOURS = (
     Sending("ep2 etp2", 4, layout=TWO_LEVEL | {"zero": 0}),
     Sending("ep4", 4, layout=ONCE | {"zero": 2, "zero_ranks": 2}),
     Sending("pp2 vpp2 ep2", 4, micro_batches=4, layout=by("merged")),
+    Sending("pp2 vpp2", 4, "tied", 4, layout={"zero": 2, **by("interleaved")}),
+    Sending("pp2", 4, "mla", 4, precision="bf16", layout={"zero": 3, **FULL}),
 )
 REST = (
     Sending("tp2", 2, "mla", precision="bf16"),
@@ -106,6 +113,11 @@ REST = (
     Sending("", 2, layout={"zero": 1}, quantise=DELAYED),
     Sending("tp2 ep2 etp2", 4, layout={"zero": 3}, quantise=DELAYED),
     Sending("pp2 cp2", 4, micro_batches=4, quantise=DELAYED),
+    *(Sending("pp2 ep2", 4, micro_batches=4, layout={"zero": zero}) for zero in range(4)),
+    *(Sending("pp2 ep2", 4, "tied", 3, layout={"zero": zero, **FULL}) for zero in range(4)),
+    Sending("pp2 vpp2", 4, micro_batches=4, layout={"zero": 3, **by("zb_v")}),
+    Sending("ep4", 8, micro_batches=2, precision="bf16", layout={"zero": 3, "zero_ranks": 2}),
+    Sending("ep2", 4, layout={"zero": 2, "zero_ranks": 2}),
 )
 
 
@@ -133,6 +145,35 @@ def test_b55_a_step_sends_what_is_planned(sendings: Sequence[Sending]) -> None:
 @pytest.mark.parametrize("sending", REST, ids=str)
 def test_a_step_of_any_layout_sends_what_is_planned(sending: Sending) -> None:
     assert not wrong([sending])
+
+
+def priced(sending: Sending, rank: int) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the operations and bytes over copies of weights that the time model prices."""
+    case, found = sending.case, dict[tuple[str, str], tuple[int, int]]()
+    stage = stage_of(case, rank)
+    copies = copies_of(case.decoder, Split.of(case))
+    for one, number in copies.collectives(case.held[stage]).items():
+        ranks = reach_of(case, one).size
+        if one.kind not in ("dp_cp", "edp") or ranks == 1:
+            continue
+        times = number * (case.micro_batches if one.each(case.keeping.zero) else 1)
+        sent = round(one.bytes * (ranks - 1) / ranks * (2 if one.op == "all_reduce" else 1))
+        calls, total = found.get((one.kind, one.op), (0, 0))
+        found[one.kind, one.op] = calls + times, total + times * sent
+    return found
+
+
+@pytest.mark.parametrize("sending", [*PAIRS, *FOURS, *REST], ids=str)
+def test_time_is_of_the_bytes_that_copies_of_weights_exchange(sending: Sending) -> None:
+    """Of all ZeRO stages, in pipelines, with blocks that are made again, in codes."""
+    for rank in range(sending.ranks):
+        sent = dict[tuple[str, str], tuple[int, int]]()
+        for call in data(sending.case, rank):
+            key = call.group.split()[0], call.op
+            if key[0] in ("dp_cp", "edp") and call.op != "all_reduce_max" and call.total:
+                calls, total = sent.get(key, (0, 0))
+                sent[key] = calls + call.count, total + round(call.total)
+        assert priced(sending, rank) == sent
 
 
 def test_what_is_not_sent_is_noticed() -> None:

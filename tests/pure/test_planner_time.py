@@ -12,22 +12,26 @@ import pytest
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
-from moefold.mesh.config import Sizes
+from moefold.mesh.config import ORDERS, Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
-from moefold.planner.case import Case, Keeping, Numbers, Overlaps, Software, table_of
+from moefold.optim.config import AdamW, Muon
+from moefold.planner.case import Case, Held, Keeping, Numbers, Overlaps, Software, table_of
 from moefold.planner.curves import Product, attention_seconds, constants, product_seconds
 from moefold.planner.hardware import cluster
 from moefold.planner.network import (
     LATENCY_LINK,
+    RING_SHARE,
     Rows,
     exchange_seconds,
     reach,
     ring_seconds,
 )
 from moefold.planner.search_space import SCHEDULES
-from moefold.planner.time import estimate, flops, idle, pipeline_seconds
+from moefold.planner.time import PassTime, estimate, flops, idle, pipeline_seconds
+from moefold.planner.time_layer import LayerPolicy, setting_of
+from moefold.planner.time_work import RankShare
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
@@ -38,6 +42,7 @@ from moefold.schedule.config import (
 )
 from moefold.schedule.simulate import Costs, simulate
 from moefold.spec.decoder import with_multi_token
+from tests.traffic.data import data
 from tests.traffic.experts import expert
 
 STORED = json.loads(
@@ -222,6 +227,79 @@ def test_exchanges_carry_the_bytes_that_traffic_counts(dispatcher):
     # Dispatch and combine, forward and backward; counts and probabilities are a few bytes a row.
     passes = 4 * 48 * one.micro_batches
     assert sum(call.total for call in counted) / passes == pytest.approx(sent, rel=0.03)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("pp", "again"), [(1, ()), (2, ()), (2, ("block",))])
+def test_copies_of_weights_take_the_bytes_that_traffic_counts(zero, pp, again):
+    """Under ZeRO 2 gradients go with every micro-batch, under ZeRO 3 weights come twice too."""
+    one = case(
+        cluster=cluster("h100x8"),
+        sizes=Sizes(pp=pp, ep=2),
+        stages=Stages.balanced(pp, 1, 48),
+        batch=64,
+        keeping=Keeping(zero=zero, recompute=frozenset(again)),
+        software=Software(),
+    )
+    took, device = estimate(one), one.cluster.device
+    rank = max(range(pp), key=lambda at: sum(took.ranks[at])) * (8 // pp)
+    kinds = "dp_cp", "edp"
+    sent = sum(call.total for call in data(one, rank) if call.group in kinds)
+    carried = (took.parts["dp"] + took.hidden["dp"]) * device.link_bandwidth * RING_SHARE
+    assert carried == pytest.approx(sent, rel=0.03)
+
+
+def ours(zero: int, pp: int = 2, **changes: object) -> Case:
+    """Return a case of Moefold on 16 H100 with a stage of ZeRO."""
+    given = changes.pop("keeping", Keeping(zero=zero))
+    stages = Stages.balanced(pp, 1, 48)
+    sizes = Sizes(pp=pp, ep=2)
+    return case(sizes=sizes, stages=stages, keeping=given, software=Software(), **changes)
+
+
+def test_what_copies_exchange_hides_where_passes_run_beside_it():
+    """Sums of all at the end of a step hide nowhere, nor those of products that were put off."""
+    hidden = {zero: estimate(ours(zero)).hidden["dp"] for zero in range(4)}
+    assert hidden[0] == 0 < hidden[1] < hidden[2] < hidden[3]
+    off = estimate(ours(2, schedule=ZeroBubbleH1()))
+    assert off.hidden["dp"] < hidden[2] / 5 and off.parts["dp"] > estimate(ours(2)).parts["dp"]
+    shown = estimate(ours(3)).parts["dp"]
+    deep = replace(ours(3), sizes=Sizes(pp=2, vpp=24, ep=2), stages=Stages.balanced(2, 24, 48))
+    # Of a chunk of one layer nothing computes while its weights come.
+    assert estimate(replace(deep, schedule=Interleaved())).parts["dp"] > 2 * shown > 0
+
+
+def test_losses_on_further_tokens_read_one_head():
+    one = case()
+    setting = setting_of(one.cluster, one.software, "bf16", frozenset())
+    made = PassTime(QWEN3_30B, RankShare.of(one), setting, LayerPolicy.of(one))
+    alone, further = (made.time(Held((), more, False, True)).weights for more in (0, 1))
+    assert further - alone == 2 * QWEN3_30B.hidden**2  # what joins its two inputs
+
+
+def test_state_that_fewer_ranks_share_takes_longer():
+    for rule in (AdamW(lr=1e-3), Muon(lr=1e-3)):
+        numbers = Numbers(optimizer=rule)
+        all_, two = (
+            estimate(ours(1, keeping=Keeping(zero_ranks=ranks), numbers=numbers))
+            for ranks in (None, 2)
+        )
+        # Of 8 copies of dense weights, and of 4 of experts, two share one.
+        assert two.parts["optimizer"] > 1.3 * all_.parts["optimizer"]
+        assert two.parts["dp"] > 0
+
+
+def test_other_stacks_too_sum_after_each_pass_where_gradients_are_shared_out():
+    once, each = (estimate(case(keeping=Keeping(zero=zero))).parts["dp"] for zero in (1, 2))
+    assert each > 4 * once
+
+
+def test_copies_are_further_apart_where_pipelines_lie_between():
+    sizes, stages = Sizes(tp=2, pp=4, ep=2), Stages.balanced(4, 1, 48)
+    base = replace(ours(1), sizes=sizes, stages=stages)
+    near, far = (estimate(replace(base, order=order)) for order in ORDERS)
+    took = [one.parts["dp"] + one.hidden["dp"] for one in (near, far)]
+    assert took[1] > 2 * took[0]
 
 
 def test_each_policy_moves_the_step_the_way_it_should():
