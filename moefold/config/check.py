@@ -172,7 +172,7 @@ def _unknown_key(
         return Violation(path, value, rule, Rename(like), "unknown-key")
     given = closest(key, known, alike)
     if given is not None:
-        rule += f" ({given} is given already)"
+        rule += f" (did you mean {given}? It is given already)"
     elif home is not None:
         rule += f" ({key} belongs at {dotted(home)})"
     return Violation(path, value, rule, REMOVE, "unknown-key")

@@ -66,6 +66,8 @@ def load(
     checked = check(cls, merged.data, overridden)
     known = {item.path[:1] for item in reading.violations} & {(USES,)}
     found = [item for item in checked.violations if item.path[:1] not in known]
+    if any(item.id == "base" and item.nearest is not REMOVE for item in reading.violations):
+        found = [item for item in found if item.id != "missing"]  # The base that is meant has it.
     violations = [*reading.violations, *found]
     if violations or checked.record is None:
         origins = (item.where or merged.origin(item.path).where for item in violations)

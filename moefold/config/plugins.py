@@ -33,7 +33,8 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in map(resolve, paths):
         if path.suffix != ".py" or not path.is_file():
-            raise ValueError(f"{path} is not a Python file")
+            what = "is not a Python file" if path.exists() else "does not exist"
+            raise ValueError(f"{path} {what}")
         with named(path):
             content = path.read_bytes()
         found[str(path)] = digest = hashlib.sha256(content).hexdigest()

@@ -169,13 +169,14 @@ class _Converter:
         found: dict[str, Any] = {}
         for key, value in node.value:
             name = self._key(key)
+            held = self.convert(value, (*path, name), above)
             if name in found:
                 where = f"{self.source}:{key.start_mark.line + 1}"
                 rule = "the key stands twice; write it once"
                 self.parsed.violations.append(
-                    Violation((*path, name), found[name], rule, id="duplicate-key", where=where)
+                    Violation((*path, name), held, rule, id="duplicate-key", where=where)
                 )
-            found[name] = self.convert(value, (*path, name), above)
+            found[name] = held
         return found
 
     def _check_tag(self, node: Node) -> None:

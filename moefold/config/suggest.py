@@ -56,9 +56,8 @@ def _words(option: Option, hidden: tuple[str, ...]) -> str:
     if option.kind == "record":
         said = f"a mapping with the keys {_listed(specs(option.of))}"
     elif option.kind == "slot":
-        said = (
-            f"a {option.of.name}: a mapping with {option.of.tag}, one of {_listed(option.of.kinds)}"
-        )
+        one = f"a{'n' * (option.of.name[0] in 'aeiou')} {option.of.name}"
+        said = f"{one}: a mapping with {option.of.tag}, one of {_listed(option.of.kinds)}"
     elif option.kind == "fixed":
         said = f"a list of {len(option.of)} ({', '.join(words(FieldSpec(of)) for of in option.of)})"
     elif option.kind == "literal":

@@ -227,6 +227,11 @@ def test_a_rule_for_which_no_value_is_known_is_told_without_one() -> None:
     assert (item.path, item.rule, item.nearest) == (("choice", "value"), "cannot be", MISSING)
 
 
+def test_the_article_is_that_of_the_slots_name() -> None:
+    (item,) = check(Train, changed((("engine",), 5))).violations
+    assert item.rule.startswith("must be an engine: a mapping with kind")
+
+
 @pytest.mark.parametrize("value", ["always", {"kind": "always"}])
 def test_a_kind_under_the_key_of_another_part_is_sent_to_its_own(value: Any) -> None:
     (item,) = check(Holder, {"steps": value}).violations

@@ -146,9 +146,9 @@ def test_a_base_that_is_none_is_refused_beside_all_else(base: str, tmp_path: Pat
 
 
 def test_a_base_is_suggested_by_name(tmp_path: Path) -> None:
-    paths = write(tmp_path, run="base: plian\nname: x\ncoaches: [{seats: 1}]\n")
+    paths = write(tmp_path, run="base: plian\n")
     (item,) = violations(paths["run"], recipes={"plain": paths["run"]})
-    assert item.nearest == "plain"
+    assert item.nearest == "plain", "and what it would bring is not told to be missing"
 
 
 def test_a_source_that_is_none_is_refused() -> None:

@@ -169,6 +169,7 @@ def test_a_key_given_twice_is_a_violation_with_its_line() -> None:
     parsed = read_yaml("a:\n  b: 1\n  c: 2\n  b: 3", "f.yaml")
     (item,) = parsed.violations
     assert (item.path, item.id, item.where) == (("a", "b"), "duplicate-key", "f.yaml:4")
+    assert item.value == 3, "what stands in that line"
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,11 @@ def test_a_file_that_fails_leaves_nothing_behind(text: str, tmp_path: Path) -> N
 
 def test_only_python_files_are_brought(tmp_path: Path) -> None:
     (tmp_path / "part.txt").write_text("", "utf-8")
-    for name in ("part.txt", "absent.py", "."):
+    for name in ("part.txt", "."):
         with pytest.raises(ValueError, match="is not a Python file"):
             import_plugins([tmp_path / name])
+    with pytest.raises(ValueError, match=r"absent\.py does not exist"):
+        import_plugins([tmp_path / "absent.py"])
 
 
 def test_toys_are_what_they_say() -> None:
