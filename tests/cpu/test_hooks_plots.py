@@ -45,6 +45,21 @@ def test_pictures_open_and_have_their_curves(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in drawn}
 
 
+def test_pictures_of_few_steps_are_filled_and_name_whole_steps(tmp_path: Path) -> None:
+    """What falls little still fills the picture; no step is a fraction, none is to come."""
+    lines = [{"step": step, "lm_loss": 6.0 - step / 100} for step in (1, 2, 3, 4)]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    loads = {"step": 4, "load": {"0": [0.5, 0.5]}}
+    (tmp_path / LOAD_FILE).write_text(json.dumps(loads) + "\n")
+    history = History.read(tmp_path)
+    figure, load = loss_figure(history, "trial"), load_figure(history, "trial")
+    assert figure is not None and load is not None
+    (axes,) = figure.axes
+    assert axes.get_ylim()[1] == pytest.approx(5.99, abs=0.01)
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    assert load.axes[-1].get_xticks().tolist() == [4]
+
+
 def test_the_loss_is_drawn_in_bits_per_byte(tmp_path: Path) -> None:
     """2 nats were measured as 1 bit per byte; the baselines are level lines."""
     figure = loss_figure(write(tmp_path), "trial")

@@ -81,8 +81,12 @@ def loss_figure(history: History, title: str) -> Figure | None:
     # The first steps would squeeze everything that matters into the bottom.
     top = max([smooth[len(smooth) // 25], *(1.12 * v for _, v, _ in ends), *begins])
     low = min([*smooth, *(v for _, v, _ in ends)])
+    highest = max(*(v for line in chart["lines"] for v in line["y"]), *(v for _, v, _ in ends))
+    if highest > low:
+        top = min(top, highest + 0.06 * (highest - low))
     axes.set_ylim(low - 0.06 * (top - low), top)
     axes.set_xlim(0, steps[-1])
+    axes.locator_params(axis="x", integer=True)
     _label_ends(axes, ends)
     tokens = history.lines[-1].get("tokens")
     after = f" ({count(tokens)} tokens)" if tokens else ""
@@ -124,6 +128,9 @@ def load_figure(history: History, title: str) -> Figure | None:
             load[:, index].T, aspect="auto", norm=norm, cmap="PuOr_r", interpolation="nearest",
             extent=(steps[0], max(steps[-1], steps[0] + 1), load.shape[2] - 0.5, -0.5),
         )  # fmt: skip
+        panel.locator_params(axis="x", integer=True)
+        if len(steps) == 1:
+            panel.set_xticks(steps)
         _finish(panel, f"layer {layers[index]} over steps", grid=False, size=9)
         if place % columns == 0:
             panel.set_ylabel("expert", color=INK)
