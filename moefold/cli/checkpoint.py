@@ -76,12 +76,12 @@ def _inspect(path: Path, args: argparse.Namespace) -> int:
     count = len(found.tensors)
     head = (
         f"{path}\nstep {found.step} · {count} tensors · {size(found.size)} in "
-        f"{len(found.shards)} shards · format version {found.version} · {found.writer}"
+        f"{plural(len(found.shards), 'shard')} · format version {found.version} · {found.writer}"
     )
     console.print(Text(head))
     rows = []
     for name, stored in list(found.tensors.items())[: None if args.all else ROWS]:
-        files = ", ".join(sorted({found.shards[part.shard].file for part in stored.slices}))
+        files = ", ".join(sorted({Path(found.shards[p.shard].file).stem for p in stored.slices}))
         rows.append((name, stored.dtype, str(list(stored.shape)), size(stored.size), files))
     console.print(plain_table("tensor", "dtype", "shape", "size", "shard", rows=rows))
     if len(rows) < count:

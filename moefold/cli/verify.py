@@ -21,6 +21,7 @@ from rich.text import Text
 from moefold.cli._common import add_json, add_run, add_world, plain_table, print_json
 from moefold.proof.matrix import RULES, matrix
 from moefold.run import Run, load_run
+from moefold.training.words import plural
 
 if TYPE_CHECKING:
     from moefold.proof.negative_controls import Control
@@ -166,7 +167,8 @@ def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control
         console.print(Text(f"broken on purpose: {seen} of {len(controls)} noticed", style=style))
     failed = sum(not verdict.passed for verdict in proof.verdicts)
     total = len(proof.verdicts)
-    words = f"{total} layouts, all as one rank" if not failed else f"{failed} of {total} failed"
+    passed = f"{plural(total, 'layout')}, {'all ' * (total > 1)}as one rank"
+    words = f"{failed} of {total} failed" if failed else passed
     console.print(Text(words, style="bold red" if failed else "bold green"))
 
 

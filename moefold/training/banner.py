@@ -113,6 +113,7 @@ def _model(job: Trainer) -> Iterator[Row]:
     )
     kinds = Counter(words_of(block.ffn) for block in decoder.blocks)
     layers = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
+    yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
     frozen = [w for w in model_weights(decoder) if w.frozen]
     if frozen:
         fixed = sum(w.elements for w in frozen)
@@ -122,7 +123,6 @@ def _model(job: Trainer) -> Iterator[Row]:
             f"{plural(len(frozen), 'tensor')} are frozen, without gradient and optimizer state",
         )
     yield from _adapters(job)
-    yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
 
 
 def _adapters(job: Trainer) -> Iterator[Row]:

@@ -72,10 +72,10 @@ class PrecisionChoice:
 
         said = on_first(found, world.on_host)
         rates, held = said["rates"], said["held"]
-        if asked != "auto":
-            precision, why = asked, "asked for"
-        elif held is not None:
+        if held is not None and asked in ("auto", held):  # Its own run file says what was settled.
             precision, why = held, "as the run began"
+        elif asked != "auto":
+            precision, why = asked, "asked for"
         else:
             precision, why = faster(rates), "auto"
         on = {"asked": asked, "flops_per_s": rates, "device": device_name(world.device)}

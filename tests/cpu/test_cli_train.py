@@ -126,6 +126,10 @@ def test_a_finished_run_says_so_and_goes_on_when_asked(trained: Path, capsys: An
     before = History.read(trained).lines
     assert main(again) == 0
     assert "step 8 is done already" in capsys.readouterr().out
+    assert main(["train", "--folder", str(trained), "train.steps=5"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "step 8 is done already; go on with" in said and "train.steps=16" in said
+    assert "0 steps to go, 0 tokens" in said and "(as the run began; here" in said
     assert main([*again, "train.steps=10", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["step"] == 10 and answer["restarts"] == 1 and answer["status"] == 0

@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import ProgressDisplay
-from moefold.training.words import clock, count, size
+from moefold.training.words import clock, count, plural, size
 
 SMOOTHING = 0.95
 """Share of the past in the running mean of wall time per step."""
@@ -85,8 +85,8 @@ class ProgressHook(Hook):
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
         self._print(
-            f"[cyan]measured[/] {1000 * step_s:.0f} ms a step, {steps} steps to go: {clock(left)} "
-            f"and what evaluation takes, so about {at}; peak memory {size(peak)}"
+            f"[cyan]measured[/] {1000 * step_s:.0f} ms a step, {plural(steps, 'step')} to go: "
+            f"{clock(left)} and what evaluation takes, so about {at}; peak memory {size(peak)}"
         )
 
     def on_evaluate(self, job: JobView, metrics: Figures) -> None:
