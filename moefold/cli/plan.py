@@ -121,7 +121,7 @@ def _given(found: Plan) -> Iterator[Text | Table]:
     """Yield the given layout: in full where it fits, or where there is none to look at instead."""
     given = found.given
     if given is None:
-        yield Text(f"\nno layout given: {found.given_problem}", style="yellow")
+        yield Text(f"\ngiven: none. {found.given_problem}", style="yellow")
     elif given.fits or found.best is None:
         yield Text("")
         yield from _close(given, "given")

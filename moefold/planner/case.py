@@ -254,7 +254,7 @@ class Case:
             raise ValueError(f"stages hold {self.multi_token} m, the model has {ahead}")
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
-            raise ValueError(f"batch {self.batch}: a multiple of dp * micro_batch = {share}")
+            raise ValueError(f"batch {self.batch} must be a multiple of dp * micro_batch = {share}")
         if self.load < 1:
             raise ValueError(f"load {self.load}: the most loaded is at least the mean, 1")
         if not isinstance(self.context, Ring):
