@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             said = console.input("[bold]> [/]").strip()
         except EOFError:
+            console.print()
             return 0
         if said == EXIT:
             return 0

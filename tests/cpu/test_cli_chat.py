@@ -83,6 +83,7 @@ def test_a_conversation_goes_on_from_what_was_said(
         messages.append({"role": "assistant", "content": expected[-1]})
     expected.append(theirs(folder, [asked(PROMPTS[1])]))
     out = capsys.readouterr().out
+    assert out.endswith("> \n"), "and the shell's prompt begins a line"
     shown = [part.removesuffix("\n") for part in out.split("> ")[1:-1]]
     speaker = Speaker.open(folder)
     for text, found in zip(expected, [shown[0], shown[1], shown[3]], strict=True):
