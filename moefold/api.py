@@ -216,8 +216,8 @@ def verify(
         run: the run; schedule, dispatcher and all else of its layout but the sizes are kept.
         layouts: axis sizes such as ``tp2 ep2``; those of the run where left out.
         world: number of ranks; default the fewest of each layout, and two at least.
-        as_run: in the run's own number format instead of fp64, within ten times what reordered
-            sums differ by.
+        as_run: in the run's own number format instead of fp64, within a few times what reordered
+            sums differ by; what the format is too coarse for fails, or is named.
 
     Raises:
         ValueError: for a layout that is not legal for the run on so many ranks, with the nearest.

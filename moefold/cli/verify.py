@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = 'axis sizes, such as "tp2 pp2 ep4"; repeatable (default: the run\'s own)'
     parser.add_argument("--layout", metavar="SIZES", action="append", help=text)
     add_world(parser)
-    text = "in the run's own number format: within ten times what reordered sums differ by"
+    text = "in the run's own number format: within a few times what reordered sums differ by"
     parser.add_argument("--as-run", action="store_true", help=text)
     text = "the release's own layouts: all, or those of some rules (default: a run's)"
     parser.add_argument("--matrix", metavar="RULE", nargs="*", help=text)
@@ -159,6 +159,9 @@ def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control
     console.print(plain_table("quantity", "largest error", "in layout", "worst", rows=rows))
     if floored := {name for verdict in proof.verdicts for name in verdict.floored}:
         console.print(Text(f"compared at the floor, being tiny: {', '.join(sorted(floored))}"))
+    if coarse := {name for verdict in proof.verdicts for name in verdict.coarse}:
+        words = "not compared, roundings alone differ by more than a quarter"
+        console.print(Text(f"{words}: {', '.join(sorted(coarse))}"))
     if zero := {words for verdict in proof.verdicts for words in verdict.zero}:
         console.print(Text(f"zero by the run's own maths: {'; '.join(sorted(zero))}"))
     if controls:
@@ -188,6 +191,7 @@ def facts(proof: "Proof", controls: "Sequence[Control]") -> dict[str, Any]:
                 **figures,
                 "problems": list(verdict.problems),
                 "at_the_floor": list(verdict.floored),
+                "too_coarse": list(verdict.coarse),
                 "zero_by_maths": list(verdict.zero),
                 "seconds": verdict.seconds,
             }

@@ -25,6 +25,12 @@ IN_A_BLOCK, AT_THE_END = 13, 3
 sum, norm, projection, gate, projection, sum; and norm, head, loss."""
 ROUNDING: Mapping[Precision, float] = {"fp32": 8 * 2.0**-23, "bf16": 4 * 2.0**-7}
 """Bound of an error in a narrow format, before any operation."""
+LARGEST = 0.4
+"""Largest bound: a gradient halved, as where one of two ranks' terms is missing, is off by more."""
+MEANS = ("lm_loss", "evaluation", "router/")
+"""Quantities that are means over rows, in which most of a rounding goes."""
+EXACT = ("replicas", "counts")
+"""Quantities of a step, no token of which can go elsewhere, that no rounding changes."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +75,22 @@ class ProofCase:
         """The layout's sizes laid over the ranks."""
         return Folding(self.layout.split, self.world, self.layout.order)
 
-    @property
-    def bound(self) -> float:
-        """The largest relative error that the number format explains: ``c * 1.03^depth * eps``.
+    def bound_of(self, quantity: str) -> float:
+        """Return the largest relative error of a quantity that the number format explains.
 
-        *Depth* is the operations that a gradient has behind it, forward and backward; c is 8 in
-        fp32, whose sums processors of different vector width add up in another order, and 4 in
-        bf16.
+        ``c * 1.03^depth * eps``, and 0.4 at most; *depth* is the operations that a gradient has
+        behind it, forward and backward; c is 8 in fp32, whose sums processors of different vector
+        width add up in another order, and 4 in bf16. Of means over rows an eighth of ``c * eps``.
         """
         rounding = ROUNDING.get(self.precision or "fp64")
         if rounding is None:
             return BOUND
+        if quantity in EXACT:
+            return 0.0
+        if quantity.startswith(MEANS):
+            return max(rounding / 8, 2.0**-21)
         operations = IN_A_BLOCK * len(self.subject.decoder.blocks) + AT_THE_END
-        return rounding * 1.03 ** (2 * operations)
+        return min(rounding * 1.03 ** (2 * operations), LARGEST)
 
     def refused(self) -> Iterator[str]:
         """Yield, in words, what makes the case illegal; nothing where it can run."""

@@ -31,6 +31,8 @@ FLOOR = 1e-6
 SEPARATOR = "|"
 Tensors = dict[str, tuple[float, Sequence[int]]]
 """Norm and shape of each tensor of a kind, in the reference."""
+Item = tuple[str, str]
+"""A quantity, and its tensor or step."""
 Row = Sequence[Any]
 """A piece: its tensor's name, its box, its squared error, and a digest of its bits."""
 
@@ -43,6 +45,8 @@ class Outcome:
     """The largest relative error by quantity."""
     where: dict[str, str] = field(default_factory=dict)
     """The tensor or step of that error."""
+    each: dict[Item, float] = field(default_factory=dict)
+    """The largest relative error of each tensor, or of each step, over all ranks."""
     floored: tuple[str, ...] = ()
     """Tensors so small beside the others of their kind that the floor is their measure."""
     problems: tuple[str, ...] = ()
@@ -196,18 +200,25 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     for kind in dict.fromkeys(kind for rank in told for kind in rank["pieces"]):
         rows = [row for rank in told for row in rank["pieces"].get(kind, ())]
         problems += _judge_kind(outcome, kind, facts["tensors"].get(kind, {}), rows, replicas)
-    outcome.errors["replicas"] = float(len(replicas))
-    outcome.where["replicas"] = replicas[0] if replicas else ""
+    _note(outcome, "replicas", float(len(replicas)), replicas[0] if replicas else "")
     outcome.problems, outcome.zero = tuple(problems), tuple(facts["zero"])
     outcome.sites = tuple(sorted({Site(*site) for rank in told for site in rank["sites"]}))
     return outcome
 
 
-def _note(outcome: Outcome, quantity: str, error: float, where: str) -> None:
-    """Keep the larger error of a quantity; NaN is the largest."""
-    held = outcome.errors.get(quantity)
-    if held is None or math.isnan(error) or error > held:
-        outcome.errors[quantity], outcome.where[quantity] = error, where
+def _note(
+    outcome: Outcome, quantity: str, error: float, what: str, rank: int | None = None
+) -> None:
+    """Keep the larger error of a tensor or step and of its quantity; NaN is the largest."""
+    if _exceeds(error, outcome.each.get((quantity, what))):
+        outcome.each[quantity, what] = error
+    if _exceeds(error, outcome.errors.get(quantity)):
+        outcome.errors[quantity] = error
+        outcome.where[quantity] = what if rank is None else f"{what}, rank {rank}"
+
+
+def _exceeds(error: float, held: float | None) -> bool:
+    return held is None or math.isnan(error) or error > held
 
 
 def _judge_figures(
@@ -220,7 +231,7 @@ def _judge_figures(
                 _note(outcome, name, math.inf, f"rank {number} has none")
             for step, (a, b) in enumerate(zip(have, values, strict=False)):
                 error = abs(a - b) / max(abs(b), NEGLIGIBLE)
-                _note(outcome, name, error, f"step {step + 1}, rank {number}")
+                _note(outcome, name, error, f"step {step + 1}", number)
 
 
 def _judge_norm(outcome: Outcome, tensors: Tensors, told: Sequence[dict[str, Any]]) -> None:
@@ -229,7 +240,7 @@ def _judge_norm(outcome: Outcome, tensors: Tensors, told: Sequence[dict[str, Any
     for number, rank in enumerate(told):
         for have in rank["figures"].get("grad_norm", [])[:1]:
             error = abs(have - whole) / max(whole, NEGLIGIBLE)
-            _note(outcome, "grad_norm", error, f"beside all gradients, rank {number}")
+            _note(outcome, "grad_norm", error, "beside all gradients", number)
 
 
 def _judge_counts(
@@ -243,7 +254,7 @@ def _judge_counts(
             want = wanted.get(name, [])
             apart = sum(abs(a - b) for a, b in zip(have, want, strict=False))
             error = apart / max(sum(want), 1) if len(have) == len(want) else math.inf
-            _note(outcome, "counts", error, f"{name}, rank {number}")
+            _note(outcome, "counts", error, name, number)
     return [f"counts of {name} are on no rank" for name in wanted if name not in seen]
 
 

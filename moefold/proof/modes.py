@@ -77,11 +77,14 @@ def _place() -> tuple[str, str, int]:
 
 
 class ShuffledSums(TorchDispatchMode):
-    """Runs matrix products in two shuffled halves; everything else as it is."""
+    """Runs matrix products in two shuffled halves; everything else as it is.
 
-    def __init__(self, seed: int) -> None:
+    Halves of products on codes, which are summed in fp32, are rounded to what ranks exchange.
+    """
+
+    def __init__(self, seed: int, exchanged: torch.dtype) -> None:
         super().__init__()
-        self._draws = torch.Generator().manual_seed(seed)
+        self._draws, self._exchanged = torch.Generator().manual_seed(seed), exchanged
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -89,6 +92,8 @@ class ShuffledSums(TorchDispatchMode):
         """Run an operation."""
         if func in (aten.mm.default, aten.bmm.default):
             return self._product(func, *args)
+        if func is aten.mm.out and kwargs is not None:
+            return kwargs["out"].copy_(self._product(aten.mm.default, *args))
         if func is aten.addmm_.default and not kwargs:
             into, *factors = args
             return into.add_(self._product(aten.mm.default, *factors))
@@ -102,4 +107,6 @@ class ShuffledSums(TorchDispatchMode):
         halves = [
             func(a.index_select(-1, part), b.index_select(-2, part)) for part in order.chunk(2)
         ]
+        if _place()[0].startswith("kernels/scaled/"):
+            halves = [half.to(self._exchanged).to(half.dtype) for half in halves]
         return halves[0] + halves[1]

@@ -5,15 +5,17 @@ taken part, and a gradient's by its half. Each must make the proof fail. So must
 gradient that one rank scales by 1 + 1e-8, and the proof must name the parameter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from moefold.comm.recorder import BACKWARD, Site
-from moefold.proof.case import ProofCase
+from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import Outcome
 from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
+from moefold.proof.rounding_noise import RoundingNoise
 
 UNSEEN = ("send",)
 """Operations without a result: the other end's receive is broken instead."""
@@ -74,20 +76,28 @@ def halves(site: Site) -> bool:
 def control(
     planned: Sequence[tuple[ProofCase, InjectedFault]],
     told: Callable[[Control], None] | None = None,
+    noise: Mapping[Subject, RoundingNoise] = MappingProxyType({}),
 ) -> list[Control]:
     """Run cases with their faults and return what the proof said of each.
 
-    One step is enough to notice most; the updates are made where it is not. What a run computes in
-    its own format is broken in fp64: there no rounding passes for a break.
+    One step is enough to notice most; the updates are made where it is not. ``noise`` gives the
+    bounds of what is proved in its own format.
     """
-    planned = [(_in_fp64(case), fault) for case, fault in planned]
+    noises = [noise.get(case.subject) for case, _ in planned]
+    planned = [
+        (case if of_it is None else replace(case, subject=of_it.subject), fault)
+        for (case, fault), of_it in zip(planned, noises, strict=True)
+    ]
     found: dict[int, Control] = {}
 
     def attempt(numbers: Sequence[int], whole: bool) -> None:
         def tell(at: int, outcome: Outcome) -> None:
             number = numbers[at]
             case, broken = planned[number]
-            found[number] = Control(case.name, broken, *_noticed(broken, outcome, case.bound))
+            bounds = {quantity: case.bound_of(quantity) for quantity in outcome.errors}
+            if (of_it := noises[number]) is not None:
+                outcome, bounds = of_it.held(outcome)
+            found[number] = Control(case.name, broken, *_noticed(broken, outcome, bounds))
             if told is not None and (whole or found[number].noticed):
                 told(found[number])
 
@@ -104,17 +114,14 @@ def control(
     return [found[number] for number in range(len(planned))]
 
 
-def _in_fp64(case: ProofCase) -> ProofCase:
-    return (
-        case if case.precision else replace(case, subject=replace(case.subject, precision="fp64"))
-    )
-
-
-def _noticed(broken: InjectedFault, outcome: Outcome, bound: float) -> tuple[bool, str]:
-    beyond = {name: e for name, e in outcome.errors.items() if not e <= bound}
+def _noticed(
+    broken: InjectedFault, outcome: Outcome, bounds: Mapping[str, float]
+) -> tuple[bool, str]:
+    beyond = {name: e for name, e in outcome.errors.items() if not e <= bounds[name]}
     if broken.parameter:
         error, named = outcome.errors.get("gradients", 0.0), outcome.where.get("gradients")
-        return named == broken.parameter and not error <= bound, f"gradients {error:.1e} of {named}"
+        noticed = named == broken.parameter and "gradients" in beyond
+        return noticed, f"gradients {error:.1e} of {named}"
     if beyond:
         name = max(beyond, key=lambda quantity: beyond[quantity])
         return True, f"{name} {beyond[name]:.1e}, {outcome.where[name]}"

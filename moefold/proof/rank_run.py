@@ -20,6 +20,7 @@ from moefold.comm.world import World
 from moefold.config.slot import build
 from moefold.data.batch import IGNORED, MicroBatch, assemble
 from moefold.layers.placement import Shard
+from moefold.layers.precision import DTYPES
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise, normal_piece
 from moefold.optim.base import Optimizer
@@ -139,8 +140,9 @@ def run_rank(case: ProofCase, world: World, fault: InjectedFault | None = None) 
     """Run a case on this rank and return what came of it."""
     trial = RankRun(case, world)
     world.recorder.alter = None if fault is None or fault.site is None else fault.alter
+    dtype = DTYPES[trial.precision]
     try:
-        with nullcontext() if case.shuffle is None else ShuffledSums(case.shuffle):
+        with nullcontext() if case.shuffle is None else ShuffledSums(case.shuffle, dtype):
             return trial.run(fault)
     finally:
         world.recorder.alter = None

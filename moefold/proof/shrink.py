@@ -28,6 +28,11 @@ BLOCKS = 4, 2
 CLIP = 0.05
 """Largest gradient norm of a shrunk run that clips: always exceeded, so that the factor is seen."""
 RATE = 0.01
+STD, STEADY_STD = 0.3, 0.2
+"""Size of weights: so large that every part of the model matters to the loss; and where roundings
+count, which larger ones magnify from layer to layer."""
+STEADY_EPS = 0.1
+"""Adam's eps where roundings count: with less its first update is a sign, which one may turn."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,14 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     asked = Asked.of(layouts)
     rows = rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp)
     decoder = in_blocks(small_decoder(as_proved(run.decoder()), asked), layouts, rows)
+    optim = small_optimizer(run.optim)
+    if precision != "fp64":
+        decoder = decoder.model_copy(update={"init_std": STEADY_STD})
+        if "eps" in type(optim).model_fields:
+            optim = optim.model_copy(update={"eps": STEADY_EPS})
     masked = any(isinstance(source, Chat | Preferences) for source in run.data.train)
     more = {"precision": precision, "loss": run.train.loss, "masked": masked}
-    optim = in_groups(small_optimizer(run.optim), decoder, layouts, rows)
+    optim = in_groups(optim, decoder, layouts, rows)
     return Subject(decoder, optim, rows=rows, **more)
 
 
@@ -118,8 +128,7 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
         "vocab": rounded_up(VOCAB, asked.by.tp),
         "hidden": HIDDEN,
         "stacks": patterns(small),
-        # Large enough that every part of the model matters to the loss.
-        "init_std": 0.3,
+        "init_std": STD,
         "init_out_scale": 1.0,
     }
     return decoder.model_copy(update=changed)

@@ -1,8 +1,8 @@
 """Proves that layouts do not change the maths of a run, or of the whole matrix.
 
 A layout passes where every error beside one rank's run is within its bound: 1e-10 in fp64; in a
-run's own number format ten times what two orders of the same sums differ by on one rank; in a
-narrow format beside fp64 what its rounding explains.
+run's own number format a few times what orders of the same sums differ by on one rank; in a narrow
+format beside fp64 what its rounding explains.
 """
 
 import math
@@ -23,6 +23,7 @@ from moefold.proof.case import BOUND, ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
 from moefold.proof.negative_controls import Control, control, cover, faults_of
 from moefold.proof.pool import run_cases
+from moefold.proof.rounding_noise import RoundingNoise, noise_of
 from moefold.proof.shrink import as_proved, shrink
 from moefold.run import Run
 from moefold.spec.decoder import needs
@@ -30,12 +31,6 @@ from moefold.spec.layer import Shape, described
 from moefold.spec.quantised import cut_violations
 from moefold.training.machine import settled
 
-SPREAD = 10
-"""Largest error in a run's own format, in units of what shuffled sums differ by."""
-SHUFFLED = (1, 2)
-"""Seeds of the one-rank runs that show what sums in other orders differ by."""
-EXACT = {"replicas": 0.0, "counts": 0.0}
-"""Bounds in a narrow format beside the case's."""
 ALIGNMENT = 16
 """Bytes that divide a row which the grouped product takes."""
 
@@ -60,6 +55,8 @@ class LayoutVerdict(Outcome):
     bound: float = BOUND
     bounds: Mapping[str, float] = field(default_factory=dict)
     """Of quantities that have one of their own."""
+    coarse: tuple[str, ...] = ()
+    """What the number format is too coarse for, and was not compared."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -91,6 +88,8 @@ class Proof:
     """What several layouts came to."""
 
     verdicts: tuple[LayoutVerdict, ...]
+    noise: Mapping[Subject, RoundingNoise] = field(default_factory=dict)
+    """What errors in a run's own format were held against."""
 
     @property
     def passed(self) -> bool:
@@ -151,8 +150,9 @@ def prove(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
 
     def tell(number: int, outcome: Outcome) -> None:
         case = cases[number]
-        bounds = EXACT if case.precision else {}
-        named = {"layout": case.name, "world": case.world, "bound": case.bound}
+        quantities = outcome.errors if case.precision else ()
+        bounds = {quantity: case.bound_of(quantity) for quantity in quantities}
+        named = {"layout": case.name, "world": case.world}
         found[number] = LayoutVerdict(**vars(outcome), **named, bounds=bounds)
         if told is not None:
             told(found[number])
@@ -166,34 +166,30 @@ def controls_of(
 ) -> list[Control]:
     """Break every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    return control(faults_of(cover(recorded)), told)
+    return control(faults_of(cover(recorded)), told, proof.noise)
 
 
 def within_spread(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
-    """Hold each error against ten times what shuffled sums on one rank differ by."""
-    subjects = list(dict.fromkeys(case.subject for case in cases))
-    shuffled = [
-        ProofCase(f"one rank, shuffled {seed}", subject, Layout(), 1, shuffle=seed)
-        for subject in subjects
-        for seed in SHUFFLED
-    ]
-    outcomes = run_cases([*cases, *shuffled])
-    spread: dict[Subject, dict[str, float]] = {subject: {} for subject in subjects}
-    for case, outcome in zip(shuffled, outcomes[len(cases) :], strict=True):
-        held = spread[case.subject]
-        for quantity, error in outcome.errors.items():
-            held[quantity] = max(held.get(quantity, 0.0), error)
-    verdicts = []
-    for case, outcome in zip(cases, outcomes, strict=False):
-        least = torch.finfo(DTYPES[case.subject.precision]).eps
-        seen = spread[case.subject].items()
-        bounds = {quantity: SPREAD * max(error, least) for quantity, error in seen}
-        bounds |= {"replicas": 0.0}
-        named = {"layout": case.name, "world": case.world, "bound": SPREAD * least}
-        verdicts.append(LayoutVerdict(**vars(outcome), **named, bounds=bounds))
+    """Hold cases in their own format against what shuffled sums on one rank differ by.
+
+    What the format is too coarse for is named; before an update nothing may be.
+    """
+    noise = noise_of(case.subject for case in cases)
+    found: dict[int, LayoutVerdict] = {}
+
+    def tell(number: int, outcome: Outcome) -> None:
+        case = cases[number]
+        of_it = noise[case.subject]
+        held, bounds = of_it.held(outcome)
+        held.problems += of_it.problems
+        coarse = tuple(f"{quantity} of {what}" for quantity, what in of_it.coarse)
+        named = {"layout": case.name, "world": case.world, "bound": of_it.least}
+        found[number] = LayoutVerdict(**vars(held), **named, bounds=bounds, coarse=coarse)
         if told is not None:
-            told(verdicts[-1])
-    return Proof(tuple(verdicts))
+            told(found[number])
+
+    run_cases([replace(case, subject=noise[case.subject].subject) for case in cases], told=tell)
+    return Proof(tuple(found[number] for number in range(len(cases))), noise)
 
 
 def prove_low_precision(

@@ -1,9 +1,14 @@
-"""A proof tells what is zero by its run's maths from what is zero by chance or by a fault."""
+"""A proof tells what is zero by its run's maths from what is zero by chance or by a fault.
 
+And what a number format is too coarse for from what it shows.
+"""
+
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from moefold.comm.world import World
 from moefold.moe import balance, router
@@ -12,9 +17,11 @@ from moefold.moe.config import Router as RouterRecord
 from moefold.parallel.config import Layout
 from moefold.proof import rank_run
 from moefold.proof.case import ProofCase, Subject
-from moefold.proof.compare import degenerate, zero
+from moefold.proof.compare import Outcome, degenerate, zero
+from moefold.proof.modes import ShuffledSums
 from moefold.proof.pool import draw
 from moefold.proof.rank_run import run_rank
+from moefold.proof.rounding_noise import RoundingNoise
 from moefold.proof.subjects import DEEPSEEK, GQA, decoder, moe, subject
 
 ONE_OF_EIGHT = RouterRecord(experts=8, top_k=1, renormalise=False)
@@ -88,3 +95,44 @@ def test_gradients_that_get_lost_are_vacuous(monkeypatch: pytest.MonkeyPatch) ->
     for mixture in (moe(balance=()), moe(router=ONE, balance=(Z(),))):
         drawn, found = draw(small(mixture))
         assert lost in degenerate(drawn, found)
+
+
+def test_what_a_format_is_too_coarse_for_is_said_and_decides_nothing() -> None:
+    """An update magnifies what it pleases; a gradient of the first step is to be told."""
+    shuffled = {
+        ("gradients", "fine"): 0.01,
+        ("gradients", "coarse"): 0.3,
+        ("weights", "coarse"): 0.3,
+        ("grad_norm", "step 2"): 0.3,
+        ("replicas", ""): 0.0,
+    }
+    noise = RoundingNoise.of(small(moe(), precision="bf16"), [Outcome(each=shuffled), Outcome()])
+    (problem,) = noise.problems
+    assert problem.startswith("gradients of coarse: ") and "30%" in problem
+    each = {("gradients", "fine"): 0.05, ("gradients", "coarse"): 2.0, ("replicas", "fine"): 1.0}
+    held, bounds = noise.held(Outcome(each=each | {("lm_loss", "rank 1 has none"): math.inf}))
+    assert held.errors == {"gradients": 0.05, "replicas": 1.0, "lm_loss": math.inf}
+    assert all(held.errors[quantity] > bounds[quantity] for quantity in bounds)
+    assert bounds["gradients"] == pytest.approx(0.04) and held.where["gradients"] == "fine"
+
+
+def test_an_error_that_is_no_number_is_the_worst_of_its_quantity() -> None:
+    noise = RoundingNoise.of(
+        small(moe(), precision="bf16"), [Outcome(each={("gradients", "a"): 0.01})]
+    )
+    for order in (1, -1):
+        each = [(("gradients", "a"), math.nan), (("gradients", "b"), 0.1)][::order]
+        held, _ = noise.held(Outcome(each=dict(each)))
+        assert math.isnan(held.errors["gradients"])
+
+
+def test_every_product_of_rows_is_summed_in_another_order() -> None:
+    """One into memory that is there, as experts' are, too."""
+    a, b = torch.randn(8, 64), torch.randn(64, 8)
+    plain, into = a @ b, torch.empty(8, 8)
+    with ShuffledSums(1, torch.float32):
+        returned, into_there = a @ b, torch.mm(a, b, out=into)
+    assert into_there is into
+    for shuffled in (returned, into):
+        assert not torch.equal(shuffled, plain)
+        torch.testing.assert_close(shuffled, plain)

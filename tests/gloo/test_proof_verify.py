@@ -14,7 +14,7 @@ from moefold.mesh.config import ORDERS
 from moefold.model.config import patterns
 from moefold.moe.dispatch.config import Clones
 from moefold.parallel.config import Layout, StatePlacement
-from moefold.proof.case import BOUND, ProofCase, Subject, enough
+from moefold.proof.case import BOUND, LARGEST, ProofCase, Subject, enough
 from moefold.proof.matrix import matrix
 from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
@@ -30,7 +30,13 @@ from moefold.proof.subjects import (
     subject,
     terms,
 )
-from moefold.proof.verify import low_precision_case, prove, prove_low_precision
+from moefold.proof.verify import (
+    cases_of,
+    low_precision_case,
+    prove,
+    prove_low_precision,
+    within_spread,
+)
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged
 
@@ -184,7 +190,8 @@ def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
     """
     nowhere = InjectedFault(site=Site("no such module", "all_reduce", "tp"))
     as_run = replace(AXES["tp"], subject=replace(AXES["tp"].subject, precision="fp32"))
-    found = control([(AXES["tp"], nowhere), (as_run, nowhere)])
+    noise = within_spread([as_run]).noise
+    found = control([(AXES["tp"], nowhere), (as_run, nowhere)], noise=noise)
     assert [c.noticed for c in found] == [False, False]
 
 
@@ -213,3 +220,36 @@ def test_a_run_is_proved_as_it_runs() -> None:
     assert proof.passed, proof.verdicts
     errors = {row.quantity: row.max_relative_error for row in proof.rows}
     assert 1e-9 < errors["gradients"] < 1e-4
+
+
+IN_BF16 = [
+    ("gradients", "reduce_scatter", "forward", "half"),
+    ("embed", "all_gather", "backward", "half"),
+    ("layers.*.attention", "reduce_scatter", "backward", "half"),
+    ("evaluation", "all_gather", "forward", "alone"),
+]
+"""Exchanges whose breaks a bound of ten times the worst tensor's roundings, 1.2, let pass."""
+
+
+def test_a_missing_exchange_is_noticed_in_16_bits() -> None:
+    cases = cases_of(load_run("tiny", ["train.precision=bf16"]), ["tp2"], as_run=True)
+    proof = within_spread(cases)
+    assert proof.passed, proof.verdicts
+    assert {row.quantity for row in proof.rows} >= {"gradients", "lm_loss", "optimizer/exp_avg"}
+    assert max(row.bound for row in proof.rows) <= LARGEST
+    planned = faults_of([(cases[0], proof.verdicts[0].sites)])
+    planned = [
+        (made, broken)
+        for made, broken in planned
+        if (broken.site.label, broken.site.op, broken.site.direction, broken.how) in IN_BF16  # type: ignore[union-attr]
+    ]
+    assert len(planned) == len(IN_BF16)
+    found = control(planned, noise=proof.noise)
+    assert not [(c.broken.words, c.said) for c in found if not c.noticed]
+
+
+def test_a_run_on_codes_is_proved_as_it_runs() -> None:
+    """Where a number is rounded otherwise its code is another: shuffled sums are to show it."""
+    codes = ["train.precision=bf16", "train.quantise={kind: fp8_tensor, rows: micro_batch}"]
+    proof = verify(load_run("tiny", codes), layouts=["tp2 ep2"], as_run=True)
+    assert proof.passed, proof.verdicts

@@ -38,6 +38,14 @@ def test_there_are_enough_and_each_is_legal_and_once(cases: tuple[ProofCase, ...
     assert {case.world for case in cases} == {2, 4, 8}
 
 
+def test_no_bound_of_a_narrow_format_lets_half_a_gradient_go(cases: tuple[ProofCase, ...]) -> None:
+    """Of eight layers in 16 bits it grew to 17."""
+    for precision in ("fp32", "bf16"):
+        lowered = [replace(case, precision=precision) for case in cases]
+        assert max(case.bound_of("gradients") for case in lowered) < 0.5
+        assert max(case.bound_of("evaluation") for case in lowered) < 0.005
+
+
 def test_every_rule_gives_some() -> None:
     assert not [name for name, found in matrix().items() if not found]
     assert all(make.__doc__ for make in RULES.values())
