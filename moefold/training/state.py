@@ -6,7 +6,7 @@ and no step draws anything else. Counters start anew with each step.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,9 @@ class Progress:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "Progress":
-        """Read it from JSON data; that of earlier versions lacks the newest fields."""
-        return cls(**{**said, "excluded": tuple(said["excluded"])})
+        """Read it from JSON data of any version: with fewer fields, or more."""
+        known = {each.name: said[each.name] for each in fields(cls) if each.name in said}
+        return cls(**{**known, "excluded": tuple(said["excluded"])})
 
     def place(self) -> int:
         """Return the place in the data's order of the next step."""

@@ -87,7 +87,7 @@ def test_a_folder_is_tuned_by_the_recipe_and_answers(
     words = [str(folder), "base=finetune_lora", *files, *small, "--folder", str(tuned)]
     assert main(["train", *words]) == 0
     first, *_, last = History.read(tuned).lines
-    assert (first["step"], last["step"]) == (0, 6) and last["val_loss"] < 0.9 * first["val_loss"]
+    assert (first["step"], last["step"]) == (0, 6) and last["val_loss"] < 0.95 * first["val_loss"]
     assert main(["report", str(tuned)]) == 0
     assert imread(tuned / "moved.png").std() > 0.05
     with Reader(tuned / "step-00000006") as reader:

@@ -329,7 +329,7 @@ def test_a_misspelt_override_is_the_key_that_a_file_gives() -> None:
             load(Train, full(), [text])
         assert repair(Train, caught.value.data, [item])[name] == fixed
     (item,) = violations(full(), "crew=3", "crewe=2")
-    assert item.nearest == REMOVE and "crew is given already" in item.rule
+    assert item.nearest == REMOVE and "did you mean crew? It is given already" in item.rule
     (item,) = violations(full() | {"crewe": 3})
     assert item.nearest == REMOVE
 
