@@ -117,7 +117,7 @@ def take(job: Trainer, base: Path, state: Mapping[str, Tensor], step: int) -> No
     for name, moments in job.optimizer.narrow.items():
         for one, what in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
             values = state[f"optim.{name}.{what}"].view(-1)
-            one.write(0, len(values), values)
+            one.write(0, len(values), values, torch.full_like(values, 0.5))  # to nearest
     for key, tensor in job.optimizer.state().items():
         if key in state and tensor.dtype == state[key].dtype:
             tensor.copy_(state[key])
