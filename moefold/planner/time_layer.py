@@ -263,12 +263,10 @@ def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str])
             shares[name] = max(shares.get(name, 0.0), share)
     again = [(one, shares[name]) for name, one in parts.items() if shares[name]]
     seconds = sum(share * sum(one.forward.values()) for one, share in again)
-    return replace(
-        plain,
-        forward=dict(plain.forward),
-        backward={**plain.backward, "recompute": seconds},
-        host_backward=plain.host_backward + sum(share * one.host_forward for one, share in again),
-    )
+    host = plain.host_backward + sum(share * one.host_forward for one, share in again)
+    backward = {**plain.backward, "recompute": seconds}
+    sizes = plain.weights, plain.experts
+    return Time(dict(plain.forward), backward, plain.host_forward, host, *sizes)
 
 
 @remembered(1 << 15)
