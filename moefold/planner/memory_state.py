@@ -99,14 +99,19 @@ class Split(NamedTuple):
             keeping.state_step is not None,
         )  # fmt: skip
 
+    def levels(self, expert: bool) -> tuple[int, int]:
+        """Return how many ranks share one copy of a parameter, and how many copies there are."""
+        ranks = self.expert_copies if expert else self.copies
+        inner = gcd(self.zero_ranks or ranks, ranks) if self.zero else 1
+        return inner, ranks // inner
+
     def state(self, weights: Iterable[Weight]) -> State:
         """Return the state of some parameters on one rank."""
         return sum((self._state(weight) for weight in weights), State())
 
     def _state(self, weight: Weight) -> State:
         numbers, local = self.numbers, weight.part(*self.sizes)
-        ranks = self.expert_copies if weight.expert else self.copies
-        ranks = gcd(self.zero_ranks or ranks, ranks)
+        ranks, _ = self.levels(weight.expert)
         share = [local / (ranks if self.zero >= stage else 1) for stage in range(4)]
         copied = numbers.weight_bytes
         if self.stack == "moefold" and not (weight.product and copied):

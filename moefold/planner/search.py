@@ -349,9 +349,9 @@ class Search:
         A pipeline's slowest rank has its share of the layers' time, the ends of the model aside.
         """
         grids, pp, key = depth.grids, depth.pp, ("shared", depth.grids, depth.pp, depth.zero)
-        rates = self._how(grids, "local")[1].rates
+        how = self._how(grids, "local")
+        rates = how[1].rates
         if key not in self._known:
-            how, rank = self._how(grids, "local"), Time()
             made = PassTime(self.task.decoder, *how)
             whole, layers = made.time(self.whole), made.time(Held(self.whole.layers))
             part = max(0.0, whole.device / pp - (whole.device - layers.device)) / layers.device
@@ -360,6 +360,7 @@ class Search:
             if self.task.software.stack == "moefold":
                 self._known[key] = data_work(case, held, rates).scaled(part)
             else:
+                rank = Time()
                 rank.add(made.time(held), part)
                 seconds = data_seconds(case, rank, held, ENDLESS, rates)[0]
                 self._known[key] = DataWork(**{"between" if depth.zero == 3 else "end": seconds})

@@ -23,7 +23,7 @@ from moefold.planner.curves import Constants, Product, Rates, product_seconds
 from moefold.planner.memory_state import Split, inner_parts, part_weights
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.remember import remembered
-from moefold.planner.time_data import HIDDEN_ONCE, copies_of, data_work, levels, shown
+from moefold.planner.time_data import HIDDEN_ONCE, copies_of, data_work, shown
 from moefold.planner.time_layer import (
     DISK_BANDWIDTH,
     PARTS,
@@ -355,7 +355,7 @@ def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
                 continue
             short, long = sorted(weight.shape[-2:])
             matrices = times * prod(weight.shape[:-2]) / (case.sizes.ep if weight.expert else 1)
-            matrices /= levels(Split.of(case), weight.expert)[0]
+            matrices /= Split.of(case).levels(weight.expert)[0]
             products = (
                 Product(short, short, long, 2 * matrices),
                 Product(short, short, short, matrices),

@@ -8,7 +8,6 @@ backward of a micro-batch; its gradients are summed once a step, or from ZeRO 2 
 
 from collections import Counter
 from collections.abc import Iterator
-from math import gcd
 from typing import Literal, NamedTuple, cast
 
 from moefold.mesh.config import ORDERS
@@ -60,13 +59,6 @@ class DataWork(NamedTuple):
     def scaled(self, part: float) -> "DataWork":
         """Return those of a part of the layers."""
         return DataWork(*(part * seconds for seconds in self))
-
-
-def levels(split: Split, expert: bool) -> tuple[int, int]:
-    """Return how many ranks share one copy of a parameter, and how many copies there are."""
-    ranks = split.expert_copies if expert else split.copies
-    inner = gcd(split.zero_ranks or ranks, ranks) if split.zero else 1
-    return inner, ranks // inner
 
 
 class WeightCopies:
@@ -139,7 +131,7 @@ class PartCopies(NamedTuple):
         """Return that of a part."""
         joined, trained, own = dict[tuple[Kind, bool], float](), 0.0, 0.0
         for weight in part_weights(decoder, part):
-            inner = levels(split, weight.expert)[0]
+            inner = split.levels(weight.expert)[0]
             here = round(weight.part(*split.sizes)) * (not weight.frozen)
             trained, own = trained + here, own + here / inner
             kinds: dict[Kind, float] = {
@@ -157,11 +149,11 @@ def _buckets(decoder: Decoder, part: Part, split: Split) -> Iterator[Collective]
     """Yield the collectives of a part's buckets."""
     buckets = Counter[tuple[bool, bool, bool, float]]()
     for weight in part_weights(decoder, part):
-        if levels(split, weight.expert)[0] > 1 and (split.zero == 3 or not weight.frozen):
+        if split.levels(weight.expert)[0] > 1 and (split.zero == 3 or not weight.frozen):
             elements = aligned(round(weight.part(*split.sizes)))
             buckets[weight.expert, weight.frozen, *_read(weight, split)] += elements
     for (expert, frozen, _, width), elements in buckets.items():
-        (inner, outer), kind = levels(split, expert), cast("Kind", "edp" if expert else "dp_cp")
+        (inner, outer), kind = split.levels(expert), cast("Kind", "edp" if expert else "dp_cp")
         length = aligned(-(-elements // inner))
         whole = length * inner
         ends = split.zero == 3 and part in ("embedding", "head")
@@ -195,7 +187,7 @@ def reach_of(case: Case, one: Collective) -> Reach:
         return reach(cluster, sizes.tp, 1)
     if one.kind == "stages":
         return lying(cluster, [folding.on_stage(0, stage) for stage in table_stages(case)])
-    inner, outer = levels(Split.of(case), one.kind == "edp")
+    inner, outer = Split.of(case).levels(one.kind == "edp")
     if case.order != ORDERS[0]:  # a pipeline lies between data ranks
         ranks = folding.group(one.kind, 0)
         return lying(cluster, ranks[::inner] if one.across else ranks[:inner])
