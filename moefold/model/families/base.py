@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from moefold.config.base import Record
 from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
+from moefold.config.fields import required
 from moefold.layers.config import Positive, Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, patterns
@@ -217,11 +218,13 @@ class Family(Record):
             "context": reader.take("max_position_embeddings", int, None),
         }
         own = cls.read(reader)
-        shape = cls.model_fields["shape"].annotation.model_fields  # type: ignore[union-attr]
+        record = cls.model_fields["shape"].annotation
+        assert isinstance(record, type) and issubclass(record, FamilySizes)
+        needed = {*required(record)} - own["shape"].keys()
         sizes = {
             ours: reader.take(theirs, int)
             for theirs, ours in cls.hf_sizes.items()
-            if not reader.null(theirs) or (shape[ours].is_required() and ours not in own["shape"])
+            if ours in needed or not reader.null(theirs)
         }
         reader.skip(*cls.hf_sizes)
         tokens, block = reader.special_tokens(), reader.quantised()

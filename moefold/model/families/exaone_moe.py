@@ -1,6 +1,6 @@
 """K-EXAONE: windows in three layers of four, no positions in the others, DeepSeek-V3's router."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from moefold.layers.config import Positive, Size
 from moefold.model.config import MODEL
@@ -9,11 +9,6 @@ from moefold.model.families import names
 from moefold.model.families.layer_kinds import DenseKinds, WindowKinds, every_full
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
-
-
-def _sparse(model: Any) -> list[bool]:
-    return [layer not in model.shape.dense for layer in range(model.shape.layers)]
-
 
 _KINDS = "first_k_dense_replace first_last_k_dense_replace sliding_window_pattern"
 """Fields of which ``layer_types`` and ``mlp_layer_types`` are made."""
@@ -49,7 +44,7 @@ class ExaoneMoe(SigmoidFamily):
         WindowKinds(every_full("sliding_window_pattern"), some=True),
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
         hf.Unread(tuple(_KINDS.split())),
-        hf.Follows("is_moe_layer", _sparse),
+        hf.Follows("is_moe_layer", hf.sparse_layers),
         hf.Only("scoring_func", "sigmoid"),
         hf.Only("topk_method", "noaux_tc"),
         hf.MULTI_TOKEN,

@@ -141,6 +141,11 @@ class Follows(ConfigField):
         return {self.name: self.of(model)}
 
 
+def sparse_layers(model: Any) -> list[bool]:
+    """Return for each layer of a model with listed dense layers whether it has experts."""
+    return [layer not in model.shape.dense for layer in range(model.shape.layers)]
+
+
 class KvHeads(ConfigField):
     """Key-value heads where the field is null: as many as heads. Else they are a size."""
 

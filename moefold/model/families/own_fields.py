@@ -13,6 +13,7 @@ from moefold.model.families.fields import (
     Only,
     Unread,
     Values,
+    sparse_layers,
 )
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import WindowKinds
@@ -161,10 +162,6 @@ def _windowed(model: Any) -> list[int]:
     return [int(layer not in full) for layer in layers]
 
 
-def _sparse(model: Any) -> list[int]:
-    return [int(layer not in model.shape.dense) for layer in range(model.shape.layers)]
-
-
 MIMO: tuple[ConfigField, ...] = (
     Only("add_full_attention_sink_bias", False),
     Only("add_swa_attention_sink_bias", True),
@@ -173,7 +170,7 @@ MIMO: tuple[ConfigField, ...] = (
     Only("topk_method", "noaux_tc"),
     Follows("hybrid_layer_pattern", _windowed),
     Follows("layernorm_epsilon", lambda model: model.norm_epsilon),
-    Follows("moe_layer_freq", _sparse),
+    Follows("moe_layer_freq", lambda model: [*map(int, sparse_layers(model))]),
     Follows("swa_head_dim", lambda model: model.shape.dims_per_head),
     Follows("swa_num_attention_heads", lambda model: model.shape.heads),
     Follows("swa_num_key_value_heads", lambda model: 2 * model.shape.kv_heads),
