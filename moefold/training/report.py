@@ -156,10 +156,16 @@ def loss_chart(history: History) -> dict[str, Any]:
     lines = [_line("training", train, smooth=True)]
     lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
     marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []
-    pairs = any("preference/margin" in line for line in history.lines)
-    unit = "per pair" if pairs else "nats per token"
-    title = f"Loss, {'bits per byte' if factor else unit}"
+    title = f"Loss, {loss_unit(history)}"
     return {"title": title, "lines": lines, "marks": marks, "wide": True}
+
+
+def loss_unit(history: History) -> str:
+    """Return what the loss is counted in, in words."""
+    if history.bits_per_byte_per_nat():
+        return "bits per byte"
+    pairs = any("preference/margin" in line for line in history.lines)
+    return "per pair" if pairs else "nats per token"
 
 
 def _charts(history: History) -> list[dict[str, Any]]:

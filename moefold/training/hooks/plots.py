@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Plots
-from moefold.training.report import loss_chart
+from moefold.training.report import loss_chart, loss_unit
 from moefold.training.run_folder import History
 from moefold.training.words import count
 
@@ -91,7 +91,7 @@ def loss_figure(history: History, title: str) -> Figure | None:
     tokens = history.lines[-1].get("tokens")
     after = f" ({count(tokens)} tokens)" if tokens else ""
     axes.set_xlabel(f"step{after}", color=INK)
-    axes.set_ylabel(chart["title"].removeprefix("Loss, "), color=INK)
+    axes.set_ylabel(loss_unit(history), color=INK)
     _finish(axes, f"{title}: loss")
     return figure
 
