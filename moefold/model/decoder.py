@@ -109,6 +109,12 @@ class DecoderModel(nn.Module):
             if isinstance(block, DecoderBlock) and block.moe is not None:
                 yield int(number), block.moe
 
+    def start_step(self) -> None:
+        """Forget what blocks noted in the step before, or in a try of it that was given up."""
+        for block in self.layers.values():
+            assert isinstance(block, DecoderBlock)
+            block.start_step()
+
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the normed rows ``x_TD`` and the router terms [N] by layer number."""
         x_TD, terms = self.run(flow, self.start(flow), self.main)
@@ -226,8 +232,7 @@ class DecoderModel(nn.Module):
 
     def loss_of(self, rows: MicroBatch) -> LossOutput:
         """Return the differentiable loss of one micro-batch taken as a whole batch."""
-        for _, mixture in self.mixtures():
-            mixture.balance.start_step()
+        self.start_step()
         further = self.record.multi_token
         ahead = tuple((rows.ahead(later), None) for later in range(1, len(further) + 1))
         flow = Flow(rows, self.recipe, ahead=ahead)

@@ -11,7 +11,6 @@ from functools import partial
 from torch import Tensor
 
 from moefold.data.batch import MicroBatch
-from moefold.layers.attention import SoftmaxAttention
 from moefold.layers.flow import Flow
 from moefold.moe.balance import sum_counters
 from moefold.parallel.apply import flow_of
@@ -84,11 +83,7 @@ def _pass(
             for batch, flow in zip(batches, flows, strict=True)
         ]
     data.begin_step(len(batches))
-    for _, mixture in model.mixtures():
-        mixture.balance.start_step()
-    for attention in model.modules():
-        if isinstance(attention, SoftmaxAttention) and attention.largest_H is not None:
-            attention.largest_H.zero_()
+    model.start_step()
 
     def loss(x_TD: Tensor, flow: Flow, scale: Tensor) -> tuple[Tensor, Tensor]:
         head = model.head_operand(flow)

@@ -77,8 +77,8 @@ PLANTS = (
         "the second try goes on with the first one's counters",
         ROOM,
         "training/step.py",
-        "        mixture.balance.start_step()\n",
-        "        if not exact:\n            mixture.balance.start_step()\n",
+        "    model.start_step()\n",
+        "    if not exact:\n        model.start_step()\n",
     ),
     Plant(
         "b65",
