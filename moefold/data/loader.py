@@ -62,8 +62,8 @@ class Loader:
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
         self._rank, self._ranks = rank, ranks
         self.offset = 0
-        """Sequences that were read before step 0, beyond those of steps of this batch; of a run
-        that began with a larger one fewer than none."""
+        """What is added to ``step * batch`` for the number of a step's first sequence: not 0 in a
+        run that goes on from one with another batch."""
         self.rows = padded(micro_batch * seq, pad_to)
         """Rows T of each micro-batch."""
         self._parts = prepared.train
