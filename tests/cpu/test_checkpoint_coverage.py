@@ -24,6 +24,7 @@ from moefold.optim.adamw import AdamWOptimizer
 from moefold.training import trainer
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.state import Progress
+from moefold.training.step import StepFigures
 from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import bits
 from tests.cpu.runs import Notes, job_of
@@ -119,7 +120,10 @@ def test_steps_that_are_not_finite_are_counted_on_from_a_checkpoint(
 ) -> None:
     """Restarts must not let a run skip steps without end."""
     real, train = trainer.gradients, {"on_nonfinite": {"kind": "skip", "limit": 3}}
-    spoilt = lambda *given, **how: replace(real(*given, **how), grad_norm=nan)  # noqa: E731
+
+    def spoilt(*given: Any, **how: Any) -> StepFigures:
+        return replace(real(*given, **how), grad_norm=nan)
+
     monkeypatch.setattr(trainer, "gradients", spoilt)
     for _ in range(3):
         with job_of(tmp_path, train=train) as job:

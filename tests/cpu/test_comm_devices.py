@@ -1,6 +1,7 @@
 """Ranks and CUDA devices, on a machine without any: what is refused, and what a device is at."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,20 +69,20 @@ def test_a_device_that_has_done_all_waits_for_nothing() -> None:
 
 def test_what_is_captured_for_a_graph_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA refuses to, which would end the watch over the rank, and spoil the capture."""
-    capturing = True
 
     class Event:
         def record(self) -> None:
-            self.captured = capturing
+            self.captured = torch.cuda.is_current_stream_capturing()
 
         def query(self) -> bool:
             assert not self.captured, "not permitted on an event last recorded in a capture"
             return False
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     recorder, x, waiting = Recorder(mark=_queued), torch.ones(1), list[int]()
-    for capturing in (True, False):  # noqa: B007
+    for capturing in (True, False):
+        answer = partial(bool, capturing)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", answer)
         site = Site("", "all_reduce", "tp@0")
         recorder.end(recorder.begin(site, "tp@0", (0, 1), x, 4, True))
         waiting.append(len(recorder.waiting()))

@@ -292,7 +292,8 @@ def test_fp8_is_multiplied_out_with_its_scales(tmp_path: Path) -> None:
 def test_fp8_of_gate_above_up_is_multiplied_out(tmp_path: Path) -> None:
     sizes = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 2, "experts": 4, "top_k": 2}
     sizes |= {"expert_width": 6, "shared_width": 10}
-    decoder = MODEL.kinds["granitemoeshared"].model_validate({"shape": sizes}).describe(40)  # type: ignore[attr-defined]
+    family: Any = MODEL.kinds["granitemoeshared"]
+    decoder = family.model_validate({"shape": sizes}).describe(40)
     stored = on_disk(decoder, weights_of(decoder))
     name = "model.layers.0.shared_mlp.input_linear.weight"
     codes = (stored[name] * 50).to(torch.float8_e4m3fn)

@@ -238,10 +238,11 @@ def test_a_missing_exchange_is_noticed_in_16_bits() -> None:
     assert {row.quantity for row in proof.rows} >= {"gradients", "lm_loss", "optimizer/exp_avg"}
     assert max(row.bound for row in proof.rows) <= LARGEST
     planned = faults_of([(cases[0], proof.verdicts[0].sites)])
+    sites = [(made, broken, broken.site) for made, broken in planned if broken.site is not None]
     planned = [
         (made, broken)
-        for made, broken in planned
-        if (broken.site.label, broken.site.op, broken.site.direction, broken.how) in IN_BF16  # type: ignore[union-attr]
+        for made, broken, site in sites
+        if (site.label, site.op, site.direction, broken.how) in IN_BF16
     ]
     assert len(planned) == len(IN_BF16)
     found = control(planned, noise=proof.noise)

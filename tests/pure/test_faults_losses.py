@@ -59,13 +59,19 @@ class Part:
         self.sources = [SimpleNamespace(name="text", document=10 * place + j)]
 
 
+def watched(folder: Any, micro_batches: int) -> tuple[SpikesHook, FakeJob]:
+    """Return the hook, and a run at place 7 of the data's order."""
+    hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
+    job = FakeJob(folder, [hook])
+    loader: Any = SimpleNamespace(micro_batches=micro_batches, step_part=Part)
+    vars(job).update(loader=loader, place=7)
+    return hook, job
+
+
 def test_a_spike_is_noted_with_its_documents(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
-    job = FakeJob(tmp_path, [hook])
-    loader = type("Loader", (), {"micro_batches": 2, "step_part": staticmethod(Part)})()
-    job.loader, job.place = loader, 7  # type: ignore[assignment, attr-defined]
+    hook, job = watched(tmp_path, 2)
     for step, norm in enumerate([5.0, *[1.0] * 7, 4.0, 4.1, 1.0], 1):
         job.step_number = step
         hook.on_step(job, {"grad_norm": norm})
@@ -76,10 +82,7 @@ def test_a_spike_is_noted_with_its_documents(
 
 
 def test_a_norm_that_is_not_finite_says_nothing_of_what_is_usual(tmp_path: Any) -> None:
-    hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
-    job = FakeJob(tmp_path, [hook])
-    loader = type("Loader", (), {"micro_batches": 1, "step_part": staticmethod(Part)})()
-    job.loader, job.place = loader, 7  # type: ignore[assignment, attr-defined]
+    hook, job = watched(tmp_path, 1)
     for step, norm in enumerate([1.0] * 3 + [math.nan] + [1.0] * 10 + [9.0], 1):
         job.step_number = step
         hook.on_step(job, {"grad_norm": norm})
