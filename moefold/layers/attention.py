@@ -29,6 +29,11 @@ class SoftmaxAttention(nn.Module):
     largest_H: Tensor | None = None
     """Of this rank's heads, the largest logit over a step's passes; None where nobody asks."""
 
+    def start_step(self) -> None:
+        """Begin to note the largest logits anew."""
+        if self.largest_H is not None:
+            self.largest_H.zero_()
+
 
 class GroupedQueryAttention(SoftmaxAttention):
     """Each group of query heads shares one key and value head."""

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.config.slot import build
-from moefold.layers.attention import SoftmaxAttention
 from moefold.layers.flow import BlockOutput, Flow, Segment, scaled
 from moefold.layers.linear import Linear
 from moefold.layers.norm import NORMS, RmsNorm
@@ -52,13 +51,6 @@ class DecoderBlock(nn.Module):
             self.moe.residual_scale *= 1.0 if self.moe.apart else record.residual_scale
         self._name = f"layers.{layer}"
         self._half = f"{self._name}.{'ffn' if self.moe is None else 'moe'}"
-
-    def start_step(self) -> None:
-        """Forget what was noted in the step before, or in a try of it that was given up."""
-        if self.moe is not None:
-            self.moe.balance.start_step()
-        if isinstance(self.attention, SoftmaxAttention) and self.attention.largest_H is not None:
-            self.attention.largest_H.zero_()
 
     def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
         """Return the rows after both halves, and the router's terms."""

@@ -20,6 +20,7 @@ from moefold.data.batch import MicroBatch, from_ids, pack
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum
 from moefold.kernels.linear.product import linear
 from moefold.kernels.operand import Operand
+from moefold.layers.attention import SoftmaxAttention
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, scaled
@@ -111,9 +112,11 @@ class DecoderModel(nn.Module):
 
     def start_step(self) -> None:
         """Forget what blocks noted in the step before, or in a try of it that was given up."""
-        for block in self.layers.values():
-            assert isinstance(block, DecoderBlock)
-            block.start_step()
+        for _, mixture in self.mixtures():
+            mixture.balance.start_step()
+        for attention in (block.attention for block in self.layers.values()):
+            if isinstance(attention, SoftmaxAttention):
+                attention.start_step()
 
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the normed rows ``x_TD`` and the router terms [N] by layer number."""
