@@ -45,9 +45,11 @@ class NarrowWatch(TorchDispatchMode):
     ) -> Any:
         """Run an operation and look at what it makes."""
         out = func(*args, **(kwargs or {}))
-        if any(_narrow(leaf) for leaf in tree_leaves(out)):
+        # Most make one tensor: looked at without taking results and arguments apart.
+        leaves = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+        if narrow := [leaf for leaf in leaves if _narrow(leaf)]:
             given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-            made = [leaf for leaf in tree_leaves(out) if _narrow(leaf) and id(leaf) not in given]
+            made = [leaf for leaf in narrow if id(leaf) not in given]
             if any(leaf._base is None or id(leaf._base) not in given for leaf in made):
                 file, function, line = _place()
                 if f"{file}:{function}" not in ALLOWED and not file.startswith(QUANTISERS):
@@ -56,9 +58,12 @@ class NarrowWatch(TorchDispatchMode):
 
 
 def _narrow(value: Any) -> bool:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
-        return False
-    return value.dtype != torch.float64
+    return (
+        isinstance(value, Tensor)
+        and value.dtype != torch.float64
+        and value.is_floating_point()
+        and value.numel() > 0
+    )
 
 
 def _place() -> tuple[str, str, int]:
