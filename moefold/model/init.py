@@ -17,6 +17,7 @@ from moefold.model.config import Decoder
 from moefold.spec.decoder import LORA_A, LORA_B
 
 BLOCK = 1 << 16
+HALF = BLOCK // 2
 """Elements drawn from one key."""
 
 WRITES_RESIDUAL = (".o.weight", ".out.weight", ".w_out")
@@ -86,14 +87,23 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float, first: int 
     out = np.empty(count, np.float32)
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         start, end = max(first, block * BLOCK), min(first + count, (block + 1) * BLOCK)
-        drawn = _block(key, block)
-        out[start - first : end - first] = drawn[start - block * BLOCK : end - block * BLOCK]
+        out[start - first : end - first] = _drawn(key, block, start % BLOCK, (end - 1) % BLOCK + 1)
     return torch.from_numpy(out).mul_(std).view(shape)
 
 
-def _block(key: np.uint64, block: int) -> np.ndarray:
-    """Draw one block by the Box-Muller transform of 2 uniforms in (0, 1]."""
+def _drawn(key: np.uint64, block: int, start: int, end: int) -> np.ndarray:
+    """Draw elements of a block by the Box-Muller transform of 2 uniforms in (0, 1].
+
+    A pair gives one element of the block's first half and one of its second; only pairs of elements
+    that are asked for are transformed, which for a small parameter is most of the time.
+    """
     raw = np.random.Philox(key=np.array([key, block], np.uint64)).random_raw(BLOCK)
-    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 1) * 2.0**-53
-    radius, angle = np.sqrt(-2 * np.log(uniform[: BLOCK // 2])), 2 * np.pi * uniform[BLOCK // 2 :]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
+    within = start // HALF == (end - 1) // HALF
+    pairs = slice(start % HALF, (end - 1) % HALF + 1) if within else slice(None)
+    bits = raw.reshape(2, HALF)[:, pairs] >> np.uint64(11)
+    first, second = (bits.astype(np.float64) + 1) * 2.0**-53
+    radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
+    if within:
+        return (radius * (np.sin if start >= HALF else np.cos)(angle)).astype(np.float32)
+    drawn = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    return drawn[start:end].astype(np.float32)

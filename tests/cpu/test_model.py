@@ -419,8 +419,10 @@ def test_compute_copies_follow_their_weights() -> None:
 
 def test_start_values_are_functions_of_seed_name_and_index() -> None:
     whole = normal(3, "layers.0.moe.experts.w_in", (3, BLOCK), 0.5)
-    part = normal(3, "layers.0.moe.experts.w_in", (BLOCK,), 0.5, first=BLOCK + 17)
-    assert torch.equal(whole.flatten()[BLOCK + 17 : 2 * BLOCK + 17], part)
+    for first in (0, BLOCK // 2 - 3, BLOCK // 2, BLOCK - 3, BLOCK, BLOCK + 17):
+        for count in (1, 3, 4, 17, BLOCK // 2, BLOCK):
+            part = normal(3, "layers.0.moe.experts.w_in", (count,), 0.5, first)
+            assert torch.equal(whole.flatten()[first : first + count], part)
     assert abs(float(whole.std()) - 0.5) < 5e-3 and abs(float(whole.mean())) < 5e-3
     assert not torch.equal(normal(4, "a", (8,), 1.0), normal(3, "a", (8,), 1.0))
     assert not torch.equal(normal(3, "b", (8,), 1.0), normal(3, "a", (8,), 1.0))
