@@ -1,5 +1,6 @@
 """What holds for every test: one thread, no network, nothing asked of a service."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -45,6 +46,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [name for name in in_turn if "/gloo/" not in name]
     at = {name: (i + 0.5) / len(part) for part in (of_ranks, others) for i, name in enumerate(part)}
     items[:] = [item for name in sorted(files, key=at.__getitem__) for item in files[name]]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what collecting has made out of what is looked through for cycles: a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let all go as usual: extension modules complain of what is there at the interpreter's end."""
+    gc.unfreeze()
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -170,7 +170,10 @@ class RankRun:
         """Make the steps; the first one is looked at closely."""
         before = _pieces(self.data.weights())
         found = self.found
-        watch = NarrowWatch() if self.precision == "fp64" else None
+        spot = self.world.attention
+        # Ranks of a stage run the same operations: one of them watches.
+        watched = self.precision == "fp64" and not (spot.tp or spot.cp or spot.dp)
+        watch = NarrowWatch() if watched else None
         with watch or nullcontext():
             scale = self._gradients(fault)
         found.narrow = tuple(sorted(watch.found)) if watch else ()
