@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what collecting has made out of what is looked through for cycles: a million objects."""
+    """Leave what collecting has made, a million objects, out of what is searched for cycles."""
     gc.collect()
     gc.freeze()
 
