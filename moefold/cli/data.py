@@ -41,12 +41,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     for kind in ("text", "jsonl", "parquet"):
         make.add_argument(f"--{kind}", metavar="FILES", action="append", default=[], help=text)
     make.add_argument("--stdlib", action="store_true", help="Python's own standard library")
-    text = "JSON field or column with the text"
-    make.add_argument("--field", metavar="NAME", default="text", help=text)
-    text = "text that cannot be read"
-    make.add_argument("--bad", choices=("refuse", "skip"), default="refuse", help=text)
-    text = "share of documents kept for validation"
-    make.add_argument("--holdout", metavar="SHARE", type=float, default=0.0, help=text)
+    text = "JSON field or column with the text (default: text)"
+    make.add_argument("--field", metavar="NAME", help=text)
+    text = "text that cannot be read (default: refuse)"
+    make.add_argument("--bad", choices=("refuse", "skip"), help=text)
+    text = "share of documents kept for validation (default: 0)"
+    make.add_argument("--holdout", metavar="SHARE", type=float, help=text)
     text = "train a BPE of N tokens (default: 2048)"
     make.add_argument("--vocab", metavar="N", type=int, help=text)
     text = "use this tokenizer.json or its folder (default: train one)"
@@ -88,25 +88,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _data(args: argparse.Namespace) -> Data:
     """Return the data that the arguments describe: a run's, or the sources they name."""
-    given: list[dict[str, Any]] = []
-    for source, field in (("text", None), ("jsonl", "field"), ("parquet", "column")):
-        if files := getattr(args, source):
-            named = {} if field is None else {field: args.field}
-            given.append({"source": source, "files": files, "bad": args.bad, **named})
+    named = {"jsonl": {"field": args.field}, "parquet": {"column": args.field}}
+    given = [
+        {"source": source, "files": files, "bad": args.bad, **named.get(source, {})}
+        for source in ("text", "jsonl", "parquet")
+        if (files := getattr(args, source))
+    ]
     given += [{"source": "python_stdlib"}] if args.stdlib else []
     if args.what is not None:
-        if given or args.vocab or args.tokenizer or args.holdout:
-            raise DataError("give a run, or sources, a tokenizer and a holdout, not both")
+        options = (args.field, args.bad, args.holdout, args.vocab, args.tokenizer)
+        if given or any(option is not None for option in options):
+            raise DataError("give a run, or sources and what is said of them, not both")
         return load_run(args.what, args.overrides).data
     if not given:
         raise DataError("nothing to read: give a run, --text, --jsonl, --parquet or --stdlib")
-    if args.vocab and args.tokenizer:
+    if None not in (args.vocab, args.tokenizer):
         raise DataError("--vocab trains a tokenizer, --tokenizer takes a ready one: give one")
-    tokenizer: dict[str, Any] = {"kind": "bpe", **({"vocab": args.vocab} if args.vocab else {})}
-    if args.tokenizer:
+    tokenizer = {"kind": "bpe", "vocab": args.vocab}
+    if args.tokenizer is not None:
         tokenizer = {"kind": "file", "path": args.tokenizer}
-    train = [{**source, "holdout": args.holdout} for source in given]
-    return load(Data, {"seq": 2, "tokenizer": tokenizer, "train": train}).record
+    train = [_said({**source, "holdout": args.holdout}) for source in given]
+    return load(Data, {"seq": 2, "tokenizer": _said(tokenizer), "train": train}).record
+
+
+def _said(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return what was said of a part, without what is left to its defaults."""
+    return {name: value for name, value in raw.items() if value is not None}
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:

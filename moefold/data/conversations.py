@@ -80,7 +80,7 @@ class ConversationReader(FileReader):
         """Yield the examples of all files, by name."""
         for path in self.files():
             if path.suffix in (".parquet", ".arrow"):
-                yield from self._rows(path)
+                yield from self._rows(path, skipped)
                 continue
             for name, line in lines_of(path):
                 try:
@@ -88,15 +88,21 @@ class ConversationReader(FileReader):
                 except BadDocument as error:
                     self.refuse(name, *error.args, skipped=skipped)
 
-    def _rows(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        number = 0
+    def _rows(self, path: Path, skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             with path.open("rb") as file:
-                for batch in self._batches(path, file):
-                    for row in batch.to_pylist():
+                batches = self._batches(path, file)
+                rows = (batch.slice(i, 1) for batch in batches for i in range(batch.num_rows))
+                for number, row in enumerate(rows):
+                    name = f"{path.as_posix()}:{number}"
+                    try:
+                        (found,) = row.to_pylist()
+                    except UnicodeDecodeError as error:
+                        said = f"byte {error.start}: {error.reason}"
+                        self.refuse(name, "not UTF-8", said, skipped)
+                    else:
                         # A table has every key of any row in each, null where it has none.
-                        yield f"{path.as_posix()}:{number}", _without_nulls(row)
-                        number += 1
+                        yield name, _without_nulls(found)
         except (self._arrow.ArrowException, OSError) as error:
             raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 

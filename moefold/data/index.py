@@ -142,8 +142,7 @@ class Indexed:
         self._rows_1 = np.cumsum(np.append(0, self.lengths), dtype=np.int64)
         self.rows_1 = self._rows_1[self.documents_1]
         """int64 [documents + 1], first token of each document, then the number of tokens."""
-        raw = self.bin.stat().st_size
-        self._ids = np.memmap(self.bin, self.dtype, "r") if raw >= self.dtype.itemsize else None
+        self._ids = np.memmap(self.bin, self.dtype, "r") if self.bin.stat().st_size else None
 
     def _refuse(self, field: str, byte: int, said: str, file: Path | None = None) -> NoReturn:
         raise DataError(f"{file or self.idx}: {field} at byte {byte}: {said}")
@@ -215,6 +214,9 @@ class Indexed:
             self._check(wrong, "offset of sequence", first, 8, said, offsets, before)
         for i in np.flatnonzero(ends > size)[:1]:
             said = f"sequence {i} ends at byte {ends[i]}; the file is cut off or of another index"
+            self._refuse("end of file", size, said, self.bin)
+        if size % item:
+            said = f"is no multiple of {item}, the bytes of a token; the file is damaged"
             self._refuse("end of file", size, said, self.bin)
         marks, n = self.documents_1, len(lengths)
         last = np.arange(len(marks)) == len(marks) - 1

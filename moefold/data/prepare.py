@@ -4,12 +4,14 @@ What is made lies in ``folder/<key>``, where the key stands for everything that 
 records, tokenizer, and the files' paths, sizes and times. A folder under its final name is whole.
 """
 
+import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -108,27 +110,44 @@ def prepare(
             except DataError:  # damaged after it was made; everything in it can be made again
                 if place == home:
                     shutil.rmtree(place / key)
-    draft, final = home / f".preparing-{key}-{os.getpid()}-{time.time_ns()}", home / key
-    with folder_for(home), named(home):
-        draft.mkdir()
+    final = home / key
+    with folder_for(home), named(home), _draft(home) as draft:
+        _make(draft, data, sources, progress or (lambda *_: None))
+        if _key(data, sources)[:16] != key:
+            raise DataError(
+                "files of the data changed while they were read, so that nobody could make these "
+                "tokens again: prepare them once more when nothing writes to the files"
+            )
         try:
-            _make(draft, data, sources, progress or (lambda *_: None))
-            if _key(data, sources)[:16] != key:
-                raise DataError(
-                    "files of the data changed while they were read, so that nobody could make "
-                    "these tokens again: prepare them once more when nothing writes to the files"
-                )
-            try:
-                draft.rename(final)
-            except OSError:
-                if not (final / MANIFEST).is_file():  # else another process was first
-                    raise
-            handle = os.open(home, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            draft.rename(final)
+        except OSError:
+            if not (final / MANIFEST).is_file():  # else another process was first
+                raise
     return _open(final, data, sources)
+
+
+@contextmanager
+def _draft(home: Path) -> Iterator[Path]:
+    """Make a folder below ``home`` for what is made within; it is gone, or renamed, afterwards.
+
+    Drafts of processes of this machine that were killed go too, while none is at work in ``home``:
+    all of them hold the folder's lock, which the kernel gives back however they end.
+    """
+    mine = f".preparing-{socket.gethostname()}-"
+    draft, handle = home / f"{mine}{os.getpid()}-{time.time_ns()}", os.open(home, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # at work in it, or of a file system whose folders have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in [folder for folder in home.iterdir() if folder.name.startswith(mine)]:
+                shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        draft.mkdir()
+        yield draft
+        os.fsync(handle)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        os.close(handle)
 
 
 def _build(record: SourceRecord) -> Source | IndexedSource:

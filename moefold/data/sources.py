@@ -174,17 +174,16 @@ class TextReader(FileReader):
             if self._split is None:
                 yield path.as_posix(), 0, file.read()
                 return
-            mark, rest, start, number = self._split.encode(), b"", 0, 0
-            while True:
-                chunk = file.read(READ_BYTES)
-                *whole, rest = (rest + chunk).split(mark) if chunk else [rest]
-                for piece in whole:
-                    yield f"{path.as_posix()}#{number}", start, piece
-                    start, number = start + len(piece) + len(mark), number + 1
-                if not chunk:
-                    break
+            mark, rest, start, number = self._split.encode(), bytearray(), 0, 0
+            while chunk := file.read(READ_BYTES):
+                seen = max(len(rest) - len(mark) + 1, 0)  # behind it a mark may have begun
+                rest += chunk
+                while (end := rest.find(mark, seen)) >= 0:
+                    yield f"{path.as_posix()}#{number}", start, bytes(rest[:end])
+                    del rest[: end + len(mark)]
+                    start, number, seen = start + end + len(mark), number + 1, 0
             if rest:
-                yield f"{path.as_posix()}#{number}", start, rest
+                yield f"{path.as_posix()}#{number}", start, bytes(rest)
 
 
 class JsonlReader(FileReader):
@@ -362,7 +361,8 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
         names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
         files = [Path(n) for n in names if Path(n).is_file()]
         if not files:
-            where = "it is a folder; add a pattern such as /**/*.txt" if names else str(Path.cwd())
+            folder = any(Path(n).is_dir() for n in names)
+            where = "it is a folder; add a pattern such as /**/*.txt" if folder else Path.cwd()
             raise DataError(f"{pattern}: no file matches ({where})")
         found.update(dict.fromkeys(files))
     return list(found)

@@ -367,6 +367,13 @@ def test_tables_and_folders_of_datasets_give_what_lines_give(tmp_path: Path) -> 
             writer.write_table(part)
     for source in (tmp_path / "chats.parquet", folder):
         assert documents(prepared_from(tmp_path, tmp_path / "model", source)) == expected
+    broken = pyarrow.array([b"fine", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"prompt": ["one", "two"], "completion": broken})
+    parquet.write_table(table, tmp_path / "broken.parquet")
+    with pytest.raises(DataError, match=r"broken\.parquet:1: not UTF-8: byte 0"):
+        prepared_from(tmp_path, tmp_path / "model", tmp_path / "broken.parquet")
+    found = prepared_from(tmp_path, tmp_path / "model", tmp_path / "broken.parquet", bad="skip")
+    assert found.skipped["chat"]["not UTF-8"]["count"] == 1 and len(documents(found)) == 1
     several = tmp_path / "several"
     several.mkdir()
     (several / "dataset_dict.json").write_text("{}")

@@ -130,6 +130,14 @@ def test_the_good_index_of_the_table_is_good(tmp_path: Path) -> None:
     assert Indexed(put(tmp_path, GOOD, [1, 2, 3])).document(0).tolist() == [1, 2]
 
 
+def test_bytes_behind_the_last_whole_token_are_refused(tmp_path: Path) -> None:
+    prefix = put(tmp_path, GOOD, [1, 2, 3])
+    with prefix.with_suffix(".bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"x\.bin: end of file at byte 7: is no multiple of 2"):
+        Indexed(prefix)
+
+
 def test_a_bin_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
     prefix = put(tmp_path, GOOD, [1, 2])
     with pytest.raises(DataError, match=r"x.bin: end of file at byte 4: sequence 1 ends at byte 6"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,39 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:2"):
         prepare(described(tmp_path), tmp_path / "out")
     assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.pure.test_data_prepare import described, prepare
+folder = Path(sys.argv[1])
+print("ready", flush=True)
+prepare(described(folder), folder / "out", lambda *_: eval(sys.argv[2]))
+"""
+
+
+def test_what_a_killed_preparation_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    out = tmp_path / "out"
+
+    def started(then: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", KILLED, str(tmp_path), then]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with started("os.kill(os.getpid(), 9)") as dead:
+        assert dead.wait() == -9
+    assert len(left := list(out.iterdir())) == 1 and left[0].name.startswith(".preparing-")
+    # One at work keeps its draft, and what may be the dead one's, until it is done.
+    with started("print('at work', flush=True) or sys.stdin.readline()") as alive:
+        assert alive.stdout is not None and alive.stdin is not None
+        assert [alive.stdout.readline() for _ in range(2)] == ["ready\n", "at work\n"]
+        assert not left[0].exists() and len(drafts := list(out.iterdir())) == 1
+        made = prepare(described(tmp_path), out).folder
+        assert set(out.iterdir()) == {made, *drafts}
+        alive.stdin.close()
+        assert alive.wait() == 0
+    assert list(out.iterdir()) == [made]
 
 
 def test_what_is_left_out_is_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -122,6 +123,23 @@ def test_patterns_without_files(tmp_path: Path) -> None:
         read(Text(files=(f"{tmp_path}/*.nothing",)))
     with pytest.raises(DataError, match=r"it is a folder; add a pattern"):
         read(Text(files=(str(tmp_path),)))
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    for neither in (tmp_path / "gone.txt", "/dev/null"):
+        with pytest.raises(DataError, match="no file matches") as caught:
+            read(Text(files=(str(neither),)))
+        assert "it is a folder" not in str(caught.value)
+
+
+def test_text_without_its_mark_is_read_in_time_that_grows_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "READ_BYTES", 100)
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"x" * 3_000_000 + b"<|end|>" + b"y" * 10)
+    began = time.process_time()
+    documents, _ = read(Text(files=(str(file),), split="<|end|>"))
+    assert [len(text) for _, text in documents] == [3_000_000, 10]
+    assert time.process_time() - began < 2.0  # a second look at all that was read takes 15
 
 
 @pytest.mark.parametrize(
