@@ -68,19 +68,21 @@ class Run(Record):
         try:
             violations = list(self.model.violations(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in violations)
-            if not violations and (self.train.freeze or self.adapter or self.train.quantise):
+            if violations:
+                return
+            if self.train.freeze or self.adapter or self.train.quantise:
                 yield from tuning_violations(self._described(), self.train.freeze, self.adapter)
                 yield from quantise_violations(self.decoder())
                 found = cut_violations(self.decoder(), self.layout, self.data.seq)
                 yield from (one.under("layout") for one in found)
-            if not violations and self.optim.qk_clip is not None:
+            if self.optim.qk_clip is not None:
                 found = clip_violations(self.decoder(), self.optim.qk_clip)
                 yield from (one.under("optim") for one in found)
-            if not violations and self.optim.group:
+            if self.optim.group:
                 cut = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
                 yield from (one.under("layout") for one in cut)
-            yield from () if violations else self.train.violations(self)
-            if not violations and not any(self.layout.rules()) and self.layout.is_split:
+            yield from self.train.violations(self)
+            if self.layout.is_split and not any(self.layout.rules()):
                 model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
                 found = self.layout.violations(model, rows * self.data.seq)
                 yield from (broken.under("layout") for broken in found)

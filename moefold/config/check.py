@@ -262,9 +262,7 @@ def _relations(record: Record, data: Any) -> Iterator[Violation]:
 def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
     """Return all violations, those about a value that another one suggests joined to that.
 
-    Args:
-        rounds: what was found, and then what was found once that was fixed, and so on.
-        fixed: the raw data with all suggestions carried out.
+    Each of ``rounds`` was found once those before it were fixed; in ``fixed`` all are.
     """
     kept: list[Violation] = []
     for fresh in rounds:

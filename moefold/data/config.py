@@ -245,23 +245,22 @@ class Data(Record):
                 taken.add(f"{label}_{number}")
                 rule = f"each source needs its own name, {label!r} is taken"
                 yield Violation((*path, "name"), label, rule, f"{label}_{number}")
-        for (part, i), source in places:
-            if part == "valid" and source.holdout:
-                rule = "a validation set holds nothing out: all of it is evaluated"
-                yield Violation((part, i, "holdout"), source.holdout, rule, 0.0)
         trains = isinstance(self.tokenizer, BpeTokenizer)
         for path, source in places:
-            nearest = {"source": "python_stdlib"} if path[0] == "train" else REMOVE
+            valid = path[0] == "valid"
+            if valid and source.holdout:
+                rule = "a validation set holds nothing out: all of it is evaluated"
+                yield Violation((*path, "holdout"), source.holdout, rule, 0.0)
             if isinstance(source, IndexedTokens) and trains:
                 rule = "token files need the tokenizer that made them (tokenizer: {kind: file})"
+                nearest = REMOVE if valid else {"source": "python_stdlib"}
                 yield Violation(path, source.prefix, rule, nearest)
             if isinstance(source, Chat | Preferences) and trains:
                 rule = (
                     "conversations need a tokenizer that brings a chat template (tokenizer: "
                     "{kind: file, path: ...})"
                 )
-                removed = MISSING if path[0] == "train" else REMOVE
-                yield Violation(path, source.files[0], rule, removed)
+                yield Violation(path, source.files[0], rule, REMOVE if valid else MISSING)
 
 
 def tokenizer_file(path: str) -> Path:

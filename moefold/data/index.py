@@ -57,9 +57,7 @@ def files_of(prefix: str | Path) -> tuple[Path, Path]:
 class IndexWriter:
     """Writes documents as they come; the files appear when the ``with`` block ends without error.
 
-    Args:
-        prefix: the files' path without suffix.
-        vocab: ids must lie in ``[0, vocab)``.
+    ``prefix`` is their path without suffix; ids must lie in ``[0, vocab)``.
     """
 
     def __init__(self, prefix: str | Path, vocab: int) -> None:
@@ -150,14 +148,9 @@ class Indexed:
     def _check(
         self, wrong: np.ndarray, what: str, first: int, step: int, said: str, *values: np.ndarray
     ) -> None:
-        """Refuse the first entry of an array of the index that is wrong.
+        """Refuse the first entry that is ``wrong``, of ``step`` bytes each from ``first`` on.
 
-        Args:
-            wrong: bool, one for each entry.
-            what: the entries' name.
-            first: byte of the first entry.
-            step: bytes from one entry to the next.
-            said: what is wrong with an entry, a format of what ``values`` hold in its place.
+        ``said`` is a format of what ``values`` hold in its place.
         """
         for i in np.flatnonzero(wrong)[:1]:
             entry = said.format(*(each[i] for each in values))
@@ -348,11 +341,8 @@ class DocumentPiece(NamedTuple):
 class Corpus:
     """The documents of a token file, or a choice of them, one after another.
 
-    Args:
-        name: how messages call it.
-        indexed: the token file.
-        vocab: ids must lie in ``[0, vocab)``.
-        chosen: numbers of the documents that belong to it, ascending (default: all).
+    ``name`` is how messages call it; ids must lie in ``[0, vocab)``; ``chosen`` are the numbers of
+    the documents that belong to it, ascending (default: all).
     """
 
     def __init__(

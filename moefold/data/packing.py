@@ -61,12 +61,8 @@ class Packs:
 class Conversations(Corpus):
     """Documents that are never cut, of which some tokens alone are labels.
 
-    Args:
-        name: how messages call it.
-        indexed: the token file.
-        vocab: ids must lie in ``[0, vocab)``.
-        trained: one for each token that is a label, zero for the others, in documents alike; and
-            :data:`REJECTED` more in the second part of a pair.
+    ``trained`` has one for each token that is a label, zero for the others, in documents alike; and
+    :data:`REJECTED` more in the second part of a pair.
     """
 
     def __init__(self, name: str, indexed: Indexed, vocab: int, trained: Indexed) -> None:
@@ -80,20 +76,14 @@ class Conversations(Corpus):
         """int64, tokens of each document."""
         return np.diff(self._ends_1)
 
-    def piece(self, i: int) -> DocumentPiece:
-        """Return the i-th document, whole."""
-        number = int(self._numbers[i])
-        trained_N = self._trained.document(number) % REJECTED != 0
-        return DocumentPiece(number, 0, self.document(i), None, trained_N)
-
     def pieces(self, i: int) -> Iterator[DocumentPiece]:
         """Yield the i-th document: a conversation, or a pair's chosen one and its rejected one."""
-        whole = self.piece(i)
-        assert whole.trained_N is not None
-        parts = np.flatnonzero(np.diff(self._trained.document(whole.document) // REJECTED)) + 1
-        for start, end in zip((0, *parts), (*parts, len(whole.ids_N)), strict=True):
-            ids_N, trained_N = whole.ids_N[start:end], whole.trained_N[start:end]
-            yield DocumentPiece(whole.document, int(start), ids_N, None, trained_N)
+        number, ids_N = int(self._numbers[i]), self.document(i)
+        marks_N = self._trained.document(number)
+        parts = np.flatnonzero(np.diff(marks_N // REJECTED)) + 1
+        for start, end in zip((0, *parts), (*parts, len(ids_N)), strict=True):
+            trained_N = marks_N[start:end] % REJECTED != 0
+            yield DocumentPiece(number, int(start), ids_N[start:end], None, trained_N)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

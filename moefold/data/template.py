@@ -137,11 +137,8 @@ class ChatTemplate:
         return Rendered("".join(parts), full, bool(spans))
 
     def _refuse(self, error: Exception) -> NoReturn:
-        lines = [
-            f.lineno
-            for f in traceback.extract_tb(error.__traceback__)
-            if f.filename == "<template>"
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
         where = f" (line {lines[-1]} of {self._source})" if lines else ""
         if isinstance(error, UndefinedError):
             said = f"{error}{where}; give it, or mend the template"
@@ -174,11 +171,10 @@ class ChatTemplate:
         spans = []
         for number in range(first, len(messages)):
             if messages[number]["role"] == ANSWER:
-                begun = begin(number)
-                until = self.render(messages[: number + 1], tools, **more).text
-                if number + 1 == len(messages):
-                    until = whole.text
-                self._demand(whole.text, until, number)
+                begun, until = begin(number), whole.text
+                if number + 1 < len(messages):
+                    until = self.render(messages[: number + 1], tools, **more).text
+                    self._demand(whole.text, until, number)
                 spans.append((begun, len(until)))
         return Rendered(whole.text, tuple(spans))
 

@@ -58,7 +58,7 @@ def documents(prepared: Prepared) -> list[tuple[list[int], list[int]]]:
     """Ids and mask of each conversation, in order."""
     corpus = prepared.train[0].corpus
     assert isinstance(corpus, Conversations)
-    pieces = [corpus.piece(i) for i in range(corpus.documents)]
+    pieces = [piece for i in range(corpus.documents) for piece in corpus.pieces(i)]
     return [(p.ids_N.tolist(), p.trained_N.astype(int).tolist()) for p in pieces]  # type: ignore[union-attr]
 
 
