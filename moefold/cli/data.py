@@ -221,11 +221,7 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
     ``lowest`` and ``highest`` are token ids, -1 where there is none; ``shortest``, ``median`` and
     ``longest`` tokens of a document; ``said`` is what their maker wrote beside them, empty for
     other makers' files; ``as_written`` says whether every byte has the digest that stands there,
-    None where there is none.
-
-    Args:
-        prefix: path of the files, with or without ``.bin`` or ``.idx``.
-        tokenizer: where given, every id must be one of its tokens.
+    None where there is none. Where a tokenizer is given, every id must be one of its tokens.
 
     Raises:
         DataError: where the index is not sound, or an id is none of the tokenizer's.

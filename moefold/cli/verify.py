@@ -53,35 +53,28 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
     run = _asked_run(args)
 
-    from moefold.proof.verify import (
-        cases_of,
-        controls_of,
-        prove,
-        prove_low_precision,
-        within_spread,
-    )
+    from moefold.proof import verify as proving
 
     if run is None:
         rules = args.matrix or list(RULES)
         cases = [case for name, found in matrix().items() if name in rules for case in found]
         cases = [case for case in cases if args.world in (None, case.world)]
         if not cases:
-            raise ValueError(
-                f"--world {args.world}: none of the matrix's layouts has so many ranks"
-            )
+            said = "none of the matrix's layouts has so many ranks"
+            raise ValueError(f"--world {args.world}: {said}")
     else:
-        cases = cases_of(run, args.layout, args.world, args.as_run)
+        cases = proving.cases_of(run, args.layout, args.world, args.as_run)
     console = Console(soft_wrap=True)
     if run is not None and not args.json and getattr(run.train.quantise, "rows", "") == "rank":
         console.print("train.quantise.rows: rank is proved as micro_batch: a layout changes it")
     progress = VerdictPrinter(console, len(cases), quiet=args.json)
     if args.precision is not None:
-        proof = prove_low_precision(cases, args.precision, progress.show)
+        proof = proving.prove_low_precision(cases, args.precision, progress.show)
     elif args.as_run:
-        proof = within_spread(cases, progress.show)
+        proof = proving.within_spread(cases, progress.show)
     else:
-        proof = prove(cases, progress.show)
-    controls = controls_of(cases, proof, progress.show_control) if args.controls else []
+        proof = proving.prove(cases, progress.show)
+    controls = proving.controls_of(cases, proof, progress.show_control) if args.controls else []
     if args.json:
         print_json(facts(proof, controls))
     else:

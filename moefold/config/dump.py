@@ -73,17 +73,10 @@ def identity(
     parts: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> str:
-    """Return a hash of what a record says, stable across machines and versions of Python.
+    """Return a SHA-256 of what a record says, stable across machines and versions of Python.
 
-    A run that is moved with its files keeps it.
-
-    Args:
-        record: the record; of its paths the last part counts.
-        parts: SHA-256 of each file from outside by path; only the hashes count.
-        only: the top-level keys that count; all where absent.
-
-    Returns:
-        SHA-256, 64 hexadecimal digits.
+    A run that is moved with its files keeps it: of paths the last part counts, and of ``parts``,
+    files from outside by path, the SHA-256 of each. ``only`` are the top-level keys that count.
     """
     data = unplaced(record)
     chosen = data if only is None else {key: data[key] for key in only}

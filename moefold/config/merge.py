@@ -90,13 +90,9 @@ class MergedData:
         return Origin("default")
 
     def override(self, path: FieldPath, value: Any, text: str, add: bool) -> Violation | None:
-        """Set one value by its path, or add it to the list there; return what is wrong with it.
+        """Set a value by its path, or ``add`` it to the list there; return what is wrong with it.
 
-        Args:
-            path: keys and list indices.
-            value: raw data.
-            text: the override as it was given.
-            add: whether the value becomes one more item of the list at the path.
+        ``text`` is the override as it was given.
         """
         if add:
             there = get_at(self.data, path)

@@ -21,9 +21,6 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
     A file is imported once per content, under a module name of its own made from its path and
     content, and stays in ``sys.modules`` so that classes in it can be pickled.
 
-    Args:
-        paths: files to import; relative ones start from the working folder.
-
     Returns:
         Absolute path to SHA-256 (hex) of each file, in order; the hashes enter a run's identity.
 

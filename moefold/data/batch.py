@@ -223,11 +223,8 @@ def pack(
 ) -> MicroBatch:
     """Pack whole documents one after another; labels are the next token of the same document.
 
-    Args:
-        documents: token ids of each document; each becomes one segment, empty ones none.
-        pad_to: the rows are padded to a multiple of this.
-        first_token: global number of the first row.
-        rows: number of rows in all; default the fewest.
+    Each becomes one segment, an empty one none. There are ``rows`` rows in all, by default the
+    fewest that are a multiple of ``pad_to``; ``first_token`` is the global number of the first.
     """
     kept = [np.asarray(d, dtype=np.int64) for d in documents if len(d)]
     none = np.zeros(0, np.int64)

@@ -86,7 +86,8 @@ class FileTokenizer(TokenizerRecord):
 
     def vocab_size(self) -> int:
         """Return the highest token id plus one, read from the file."""
-        return ids_in(tokenizer_file(self.path))
+        file = tokenizer_file(self.path)
+        return ids_in(file, file.stat().st_mtime_ns)
 
     def stamp(self) -> str:
         """Return the SHA-256 of the tokenizer's files."""
@@ -274,8 +275,8 @@ def tokenizer_file(path: str) -> Path:
 
 
 @lru_cache(maxsize=8)
-def ids_in(file: Path) -> int:
-    """Return the highest token id in a ``tokenizer.json``, plus one."""
+def ids_in(file: Path, written_ns: int = 0) -> int:
+    """Return the highest token id in a ``tokenizer.json`` as it was when written, plus one."""
     content = read_json(file, DataError)
     try:
         vocab = content["model"]["vocab"]

@@ -257,26 +257,21 @@ def rendered(found: Mapping[str, Any], template: ChatTemplate, last: bool) -> Re
     elif "prompt" in found and "completion" in found:
         prompt, completion = found["prompt"], found["completion"]
         if not (isinstance(prompt, list) and isinstance(completion, list)):
-            raise BadDocument(
-                "no conversation", "prompt and completion are both text or both messages"
-            )
+            said = "prompt and completion are both text or both messages"
+            raise BadDocument("no conversation", said)
         messages, first = [*prompt, *completion], len(prompt)
     else:
-        names = sorted(found)[:20]
-        raise BadDocument(
-            "no conversation", f"it has {names}, not messages, or prompt and completion"
-        )
+        said = f"it has {sorted(found)[:20]}, not messages, or prompt and completion"
+        raise BadDocument("no conversation", said)
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise BadDocument(
-            "no conversation", "messages are no list of objects with role and content"
-        )
+        said = "messages are no list of objects with role and content"
+        raise BadDocument("no conversation", said)
     check_roles(messages)
     if last:
         first = len(messages) - 1
     if not any(m["role"] == ANSWER for m in messages[first:]):
-        raise BadDocument(
-            "example without an answer", "its completion has no message of an assistant"
-        )
+        said = "its completion has no message of an assistant"
+        raise BadDocument("example without an answer", said)
     tools, more = found.get("tools"), found.get("chat_template_kwargs")
     if isinstance(tools, str):  # a table holds schemas of many forms as text
         try:
@@ -294,9 +289,8 @@ def check_roles(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         role, text = message.get("role"), message.get("content")
         if role not in BEFORE:
-            raise BadDocument(
-                "unknown role", f"message {number} has role {role!r}, not {[*BEFORE]}"
-            )
+            said = f"message {number} has role {role!r}, not {[*BEFORE]}"
+            raise BadDocument("unknown role", said)
         if before not in BEFORE[role]:
             after = f"follows {before}" if before else "comes first"
             said = f"message {number} of {role} {after}; put them in order, or join neighbours"

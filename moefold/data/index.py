@@ -88,10 +88,10 @@ class IndexWriter:
     def add(self, ids_N: np.ndarray | Sequence[int], name: str = "") -> None:
         """Append one document of N >= 1 token ids; ``name`` is for the error message."""
         ids = np.asarray(ids_N)
-        what = f"document {len(self.lengths)}" + (f" ({name})" if name else "")
+        what = f"{self.bin}: document {len(self.lengths)}" + (f" ({name})" if name else "")
         if ids.size == 0:
-            raise DataError(f"{self.bin}: {what} has no tokens; leave it out")
-        check_ids(ids, self.vocab, f"{self.bin}: {what}")
+            raise DataError(f"{what} has no tokens; leave it out")
+        check_ids(ids, self.vocab, what)
         data = ids.astype(self.dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
@@ -168,12 +168,7 @@ class Indexed:
         for wrong, field, byte, said in (
             (magic != MAGIC, "magic", 0, f"is {magic!r}, not {MAGIC!r}: this is no token index"),
             (version != VERSION, "version", 9, f"is {version}; only version {VERSION} is known"),
-            (
-                code not in DTYPES,
-                "dtype",
-                17,
-                f"is {code}; whole numbers' codes: {list(DTYPES)}",
-            ),
+            (code not in DTYPES, "dtype", 17, f"is {code}; of whole numbers: {list(DTYPES)}"),
             (middle > size, "sequence count", 18, f"{n} sequences {need.format(middle)}"),
             (end > size, "document count", 26, f"{marks} marks {need.format(end)}"),
             (size not in (end, end + n), "end", end, f"{size - end} bytes follow the last field"),

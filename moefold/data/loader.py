@@ -114,13 +114,10 @@ class Loader:
         return self._build(cuts, first * self.seq, padding)
 
     def evaluation(self, name: str | None = None, limit: int | None = None) -> Iterator[MicroBatch]:
-        """Yield this rank's part of a held-out set, in order.
+        """Yield this rank's part of a held-out set (default: the only one), in order.
 
-        Together the labels of all ranks are every byte of its text, each once.
-
-        Args:
-            name: one of ``evaluation_sets`` (default: the only one).
-            limit: about how many tokens at most, in sequences evenly spread over the set.
+        Together the labels of all ranks are every byte of its text, each once; or, with ``limit``,
+        about so many tokens at most, in sequences evenly spread over the set.
         """
         if name is None and len(self._valid) == 1:
             (name,) = self._valid

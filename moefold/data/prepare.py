@@ -90,11 +90,7 @@ def prepare(
 ) -> Prepared:
     """Make, or find again, the token files of a run's data below ``folder``.
 
-    Args:
-        data: what is read, and how.
-        folder: where token files are kept.
-        progress: told of what is being done.
-        scratch: where what is not found is made instead; ``folder`` is then left as it is.
+    What is not found is made in ``scratch``, where that is given, and ``folder`` left as it is.
 
     Raises:
         DataError: where a source cannot be read or gives nothing.

@@ -216,6 +216,15 @@ def test_what_others_say_meanwhile_is_not_lost(tmp_path: Path, monkeypatch) -> N
     assert said == [b"a warning"]
 
 
+def test_a_file_written_anew_is_counted_anew(tmp_path: Path) -> None:
+    file, sizes = tmp_path / "tokenizer.json", []
+    for number, vocab in enumerate((300, 280)):
+        file.write_text(trained(vocab).text)
+        os.utime(file, (number, number))
+        sizes.append(FileTokenizer(path=str(file)).vocab_size())
+    assert sizes == [300, 280]
+
+
 @pytest.mark.parametrize("highest", [1 << 24, 1 << 31])
 def test_ids_beyond_any_model_are_refused(tmp_path: Path, highest: int) -> None:
     content = json.loads(trained(300).text)
