@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.convert.plan import targets
-from moefold.kernels.swiglu.reference import swiglu
+from moefold.kernels.swiglu import pieces
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, Reading, refuse
 from moefold.model.families.sizes import first_moe
@@ -128,7 +128,8 @@ def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: in
     x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1], generator=draw).double()
 
     def ffn(w_in: Tensor, w_out: Tensor) -> Tensor:
-        return F.linear(swiglu(F.linear(x_TD, w_in.flatten(0, 1).double())), w_out.double())
+        h_T2F = F.linear(x_TD, w_in.flatten(0, 1).double())
+        return F.linear(pieces.forward(h_T2F, None), w_out.double())
 
     want_TD = ffn(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
     w_in, w_out = (read(f"layers.0{name}")[::copies] for name in (W_IN, W_OUT))

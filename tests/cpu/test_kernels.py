@@ -11,10 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from moefold.kernels.attention import reference as plain_attention
 from moefold.kernels.attention import sdpa
 from moefold.kernels.cross_entropy import chunked
-from moefold.kernels.cross_entropy import reference as plain_loss
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum, loss_and_gradients
 from moefold.kernels.fused import forced
 from moefold.kernels.gradients import RETURNED, Accumulated, Deferred
@@ -22,14 +20,13 @@ from moefold.kernels.grouped import fused, grouped, loop
 from moefold.kernels.grouped.choose import choose
 from moefold.kernels.linear.product import linear, weight_gradient
 from moefold.kernels.norm import rms
-from moefold.kernels.norm.rms import reference as plain_norm
 from moefold.kernels.norm.rms import rms_norm
 from moefold.kernels.operand import Operand
 from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.kernels.rope.rotate import rotate
 from moefold.kernels.swiglu import pieces
 from moefold.kernels.swiglu.ffn import dense_products, gated_ffn, grouped_products
-from moefold.kernels.swiglu.reference import swiglu
+from tests import references
 from tests.cpu.small import relative
 
 
@@ -211,7 +208,7 @@ def test_swiglu_in_pieces_equals_the_reference(
     monkeypatch.setattr(pieces, "PIECE", 20)
     h, da = drawn(11, 12), drawn(11, 6, grad=False)
     p = drawn(11).detach().abs().requires_grad_() if weighted else None
-    a = swiglu(h, p)
+    a = references.swiglu(h, p)
     a.backward(da)
     dh, dp, again = pieces.backward(h.detach(), None if p is None else p.detach(), da)
     assert relative(pieces.forward(h.detach(), None if p is None else p.detach()), a) < 1e-15
@@ -265,7 +262,7 @@ def test_the_gated_ffn_keeps_only_input_and_preactivation() -> None:
 def test_rms_norm_equals_the_reference(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms, "PIECE", piece)
     x, w = drawn(7, 3, 8), drawn(8)
-    assert relative(rms_norm(x, operand(w), 1e-6), plain_norm(x, w, 1e-6)) < 1e-14
+    assert relative(rms_norm(x, operand(w), 1e-6), references.norm(x, w, 1e-6)) < 1e-14
     assert gradcheck(lambda x, w: rms_norm(x, operand(w), 1e-3), (x, w))
 
 
@@ -293,7 +290,7 @@ def test_attention_equals_the_reference(
     lengths: tuple[int, ...], heads: int, groups: int, qk: int, v: int
 ) -> None:
     inputs = drawn(14, heads, qk), drawn(14, groups, qk, seed=1), drawn(14, groups, v, seed=2)
-    ours, theirs = (f(*inputs, lengths, 0.4) for f in (sdpa.attention, plain_attention.attention))
+    ours, theirs = (f(*inputs, lengths, 0.4) for f in (sdpa.attention, references.attention))
     assert relative(ours, theirs) < 1e-14
     upstream = drawn(14, heads, v, grad=False, seed=3)
     for a, b in zip(
@@ -324,7 +321,7 @@ def test_values_wider_than_keys_come_beside_padding_in_16_bits(lengths: tuple[in
     narrow = {"dtype": torch.bfloat16, "grad": False}
     q, k, v = drawn(14, 4, 6, **narrow), drawn(14, 2, 6, **narrow), drawn(14, 2, 8, **narrow)
     ours = sdpa.attention(q, k, v, lengths, 0.4)
-    theirs = plain_attention.attention(q.float(), k.float(), v.float(), lengths, 0.4)
+    theirs = references.attention(q.float(), k.float(), v.float(), lengths, 0.4)
     assert ours.shape == theirs.shape and torch.allclose(ours.float(), theirs, atol=2e-2)
 
 
@@ -377,7 +374,7 @@ def test_the_chunked_loss_equals_the_whole_one(chunk: int) -> None:
     x, w = drawn(40, 6), drawn(50, 6)
     labels = torch.arange(40) % 50
     labels[3:9] = -100
-    want = plain_loss.cross_entropy_sum(x, w, labels)
+    want = references.cross_entropy_sum(x, w, labels)
     dx, dw = torch.autograd.grad(want / 34, (x, w))
     ours = cross_entropy_sum(x, operand(w), labels, chunk=chunk)
     assert relative(ours.detach(), want.detach()) < 1e-14

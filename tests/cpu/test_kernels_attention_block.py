@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.attention import block_fused, block_plain, reference, sdpa
+from moefold.kernels.attention import block_fused, block_plain, sdpa
 from moefold.kernels.attention.block import Band, Tile, attention, causal_tiles, choose
+from tests import references
 from tests.cpu.small import relative
 
 SCALE = 0.35
@@ -81,7 +82,7 @@ def test_segments_equal_the_reference(lengths: tuple[int, ...], dims: tuple[int,
     given = inputs(14, 14, dims, torch.float64)
     ours = run(attention, given, causal_tiles(lengths), SCALE)
     theirs = (
-        run(reference.attention, given, lengths, SCALE)
+        run(references.attention, given, lengths, SCALE)
         if lengths
         else [torch.zeros_like(x) for x in ours]
     )
@@ -101,7 +102,7 @@ def test_a_causal_segment_is_the_same_in_any_cut_and_order(dtype: torch.dtype, o
     ]
     given = inputs(13, 13, DIMS[1], dtype)
     ours = run(attention, given, tiles[::order], SCALE)
-    theirs = run(reference.attention, [x.double() for x in given], (13,), SCALE)
+    theirs = run(references.attention, [x.double() for x in given], (13,), SCALE)
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == dtype and relative(a, b) < 8 * EPS[dtype]
 
@@ -111,7 +112,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     given = [x.detach() * 30 for x in inputs(8, 8, DIMS[0], torch.float32)]
     tiles = [*causal_tiles((4, 4)), Tile(slice(4, 8), slice(0, 4))]
     ours = run(attention, given, tiles, SCALE)
-    theirs = run(reference.attention, [x.double() for x in given], (8,), SCALE)
+    theirs = run(references.attention, [x.double() for x in given], (8,), SCALE)
     largest = float(torch.einsum("qhd,khd->hqk", given[0], given[1]).abs().max()) * SCALE
     assert largest > 1000
     assert all(a.isfinite().all() for a in ours)
@@ -125,7 +126,7 @@ def test_b44_gradients_of_short_segments_in_bf16_are_rounded_once() -> None:
     given = inputs(512, 512, (4, 2, 32, 32), torch.bfloat16)
     wide = [x.detach().double() for x in given]
     ours = run(sdpa.attention, given, (256, 256), SCALE)
-    theirs = run(reference.attention, wide, (256, 256), SCALE)
+    theirs = run(references.attention, wide, (256, 256), SCALE)
     assert all(
         relative(a, b) < 0.4 * EPS[torch.bfloat16] for a, b in zip(ours, theirs, strict=True)
     )

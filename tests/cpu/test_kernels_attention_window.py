@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefold.data.batch import zigzag
-from moefold.kernels.attention import reference
 from moefold.kernels.attention.block import attention
 from moefold.layers.context.sight import Heads, Sight
 from moefold.layers.context.ulysses import on_one_rank
+from tests import references
 
 SCALE = 0.4
 HEADS, KV_HEADS, DIM, VALUES = 4, 2, 6, 5
@@ -43,7 +43,7 @@ def test_one_rank_equals_the_mask(lengths: list[int], padding: int, data: st.Dat
     with_sinks = data.draw(st.booleans())
     leaves, sinks = [q, k, v, *([sinks_H] if with_sinks else [])], sinks_H if with_sinks else None
     found = on_one_rank(Heads(q, k, v, SCALE, tuple(lengths), window, sinks))
-    expected = reference.attention(q, k, v, tuple(lengths), SCALE, window, sinks)
+    expected = references.attention(q, k, v, tuple(lengths), SCALE, window, sinks)
     assert largest(found, expected, leaves, grad) < 1e-13
 
 
@@ -70,7 +70,7 @@ def test_tiles_of_context_ranks_equal_the_mask(
                 tiles.append(tile.moved(owner * 2 * piece)._replace(queries=queries))
     out = attention(q[order], k[order], v[order], tiles, SCALE, sinks_H=sinks_H)
     found = torch.empty_like(out).index_copy(0, order, out)
-    expected = reference.attention(q, k, v, tuple(lengths), SCALE, window, sinks_H)
+    expected = references.attention(q, k, v, tuple(lengths), SCALE, window, sinks_H)
     assert largest(found, expected, [q, k, v, sinks_H], grad) < 1e-13
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from moefold.kernels.convolution.short import reference, short_convolution
+from moefold.kernels.convolution.short import short_convolution
 from moefold.kernels.operand import Operand
+from tests import references
 
 LENGTHS = (1, 7, 2, 6)
 """Of documents; two rows of padding follow."""
@@ -22,7 +23,7 @@ def test_b23_documents_are_convolved_by_themselves_and_padding_leaks_nothing(tap
     positions_T = torch.cat([torch.arange(n) for n in (*LENGTHS, 1, 1)])
     operand = Operand(weight, weight)
     found = short_convolution(h_T3C, None, operand, positions_T, gated=True, n_valid=rows)
-    wanted = reference(h_T3C[:rows], weight, LENGTHS)
+    wanted = references.convolution(h_T3C[:rows], weight, LENGTHS)
     torch.testing.assert_close(found[:rows], wanted, rtol=1e-12, atol=1e-12)
     mine = torch.autograd.grad(found, (h_T3C, weight), dy_TC)
     theirs = torch.autograd.grad(wanted, (h_T3C, weight), dy_TC[:rows])

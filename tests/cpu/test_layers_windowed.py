@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moefold.data.batch import from_ids
-from moefold.kernels.attention import reference
 from moefold.layers.attention import WindowedAttention
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Full, Selective
@@ -22,6 +21,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.spec.decoder import model_weights, needs
 from moefold.spec.layer import Shape
+from tests import references
 
 RECORD = Windowed(heads=4, kv_heads=2, head_dim=8, window=3)
 FULL = RECORD.model_copy(update={"window": None})
@@ -52,7 +52,7 @@ def test_a_layer_equals_the_mask_written_out() -> None:
 
     def written_out(q: Tensor, k: Tensor, v: Tensor, flow: Flow) -> Tensor:
         seen.append(q)
-        return reference.attention(q, k, v, rows.lengths, 8**-0.5, 3, layer.sinks)
+        return references.attention(q, k, v, rows.lengths, 8**-0.5, 3, layer.sinks)
 
     leaves = [x_TD, layer.sinks, layer.q.weight, layer.k.weight, layer.v.weight]
     found = layer(x_TD, flow)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.data.batch import from_ids
-from moefold.kernels.attention import reference
 from moefold.layers.config import Full
 from moefold.layers.context import ulysses as attention_layer
 from moefold.layers.kinds.dense import Dense
@@ -22,6 +21,7 @@ from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Capacity, Moe, Router, Shared
 from moefold.planner.count import count
+from tests import references
 from tests.cpu.small import HIDDEN, gradients, ids_of, model_of, padded_rows
 from tests.model_counts import tally, total
 
@@ -75,7 +75,7 @@ class Products(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let attention multiply every query with every key, as plain products."""
-    monkeypatch.setattr(attention_layer, "attention", reference.attention)
+    monkeypatch.setattr(attention_layer, "attention", references.attention)
 
 
 def measured(

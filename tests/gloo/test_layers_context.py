@@ -14,13 +14,13 @@ from torch import Tensor
 from moefold.comm.recorder import BACKWARD, FORWARD, CallRecord
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, zigzag
-from moefold.kernels.attention import reference
 from moefold.layers.config import Context, Gathered, Mixed, Ring, Ulysses
 from moefold.layers.context.attend import attend
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
+from tests import references
 from tests.cpu.small import padded_rows
 from tests.gloo.harness import run_ranks
 
@@ -87,7 +87,7 @@ def expected(given: list[Tensor], lengths: tuple[int, ...]) -> list[Tensor]:
     q, k, v = fresh = [x.clone().requires_grad_() for x in given[:3]]
     if not lengths:
         return [torch.zeros_like(x) for x in (given[3], *fresh)]
-    out = reference.attention(q, k, v, lengths, SCALE)
+    out = references.attention(q, k, v, lengths, SCALE)
     out.backward(given[3])
     return [out.detach(), *(x.grad for x in fresh if x.grad is not None)]
 
@@ -270,7 +270,7 @@ def rank_finds_windows(rank: int, cp: int) -> dict[Any, tuple[float, Tensor, Ten
             sinks = torch.linspace(-1, 2, HEADS["grouped"][0], dtype=torch.float64)
             fresh = [x.clone().requires_grad_() for x in (*given[:3], sinks)]
             q, k, v, sinks_H = fresh
-            out = reference.attention(q, k, v, batch.lengths, SCALE, window, sinks_H)
+            out = references.attention(q, k, v, batch.lengths, SCALE, window, sinks_H)
             expected = [out, *torch.autograd.grad(out, fresh, given[3])]
             part = batch.part(zigzag(batch.rows, world.attention.cp, cp))
             assert part.row_T is not None

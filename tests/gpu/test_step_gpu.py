@@ -18,7 +18,6 @@ from lone_rank import apart, data_of
 from torch import Tensor, nn
 
 from moefold.config.slot import build
-from moefold.kernels.attention import reference
 from moefold.kernels.attention.block import Tile, attention, causal_tiles
 from moefold.layers.flow import Flow
 from moefold.optim.base import Optimizer
@@ -30,6 +29,7 @@ from moefold.parallel.pipeline.graphs import executor_of
 from moefold.parallel.pipeline.lanes import Lanes
 from moefold.parallel.pipeline.recording import WARM
 from moefold.training.step import gradients
+from tests import references
 from tests.cpu.runs import raw_run
 from tests.cpu.small import padded_rows, relative, same
 
@@ -83,7 +83,7 @@ def test_attention_by_a_rings_blocks_is_that_of_fp64(
         if not found:
             out = attention(q, k, v, tiles, 0.2)
         else:
-            out = reference.attention(q, k, v, (96,), 0.2)
+            out = references.attention(q, k, v, (96,), 0.2)
         out.backward(grad.to(where, kind))
         found.append([x.cpu() for x in (out, q.grad, k.grad, v.grad) if x is not None])
     bound = 16 * torch.finfo(dtype).eps

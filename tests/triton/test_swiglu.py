@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.swiglu import fused, pieces
-from moefold.kernels.swiglu.reference import swiglu
+from tests import references
 from tests.triton.values import DTYPES, assert_rounded, watched
 
 SHAPES = ((0, 8), (1, 1), (5, 72), (37, 300), (16, 256))
@@ -27,7 +27,7 @@ def test_b41_values_are_those_of_fp64(
     h_N2F, p_N, da_NF = drawn(*shape, dtype)
     wide = h_N2F.double().requires_grad_()
     wide_p = p_N.double().requires_grad_() if weighted else None
-    want_NF = swiglu(wide, wide_p)
+    want_NF = references.swiglu(wide, wide_p)
     want_NF.backward(da_NF.double())
     given_p = p_N if weighted else None
     assert_rounded(watched(lambda: fused.forward(h_N2F, given_p)), want_NF.detach())

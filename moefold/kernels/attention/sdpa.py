@@ -1,7 +1,9 @@
 """Causal attention inside segments by ``scaled_dot_product_attention``.
 
 Neighbouring segments of equal length form one batch, so that a micro-batch of whole sequences is
-one call and no pair of rows from different segments is ever computed. Shapes as in ``reference``.
+one call and no pair of rows from different segments is ever computed.
+
+T rows, H query heads, G key-value heads, d and v dims per head.
 """
 
 from typing import Any

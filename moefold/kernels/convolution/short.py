@@ -50,17 +50,6 @@ def short_convolution(
     return _Convolution.apply(x_TX, before_PJC, *given)  # type: ignore[no-any-return]
 
 
-def reference(h_T3C: Tensor, weight_C1K: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Compute it by autograd and torch's own convolution, each document by itself."""
-    made_TC = []
-    for rows in h_T3C.split(list(lengths)):
-        b, c, x = rows.t().chunk(3)
-        taps, channels = weight_C1K.shape[-1], len(b)
-        mixed = torch.conv1d((b * x)[None], weight_C1K, padding=taps - 1, groups=channels)
-        made_TC.append((c * mixed[0, :, : len(rows)]).t())
-    return torch.cat(made_TC)
-
-
 def _joined(u_TC: Tensor, before_PJC: Tensor | None, reach: int) -> Tensor:
     """Return each run with the rows before it, [P, J + T / P, C]."""
     if before_PJC is None:

@@ -63,13 +63,6 @@ def sum_and_norm(
     return total, normed
 
 
-def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Compute the norm by autograd, in fp64."""
-    wide = x.double()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (normed * weight_D.double()).to(x.dtype)
-
-
 class _RmsNorm(Function):
     @staticmethod
     def forward(

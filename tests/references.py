@@ -1,9 +1,7 @@
-"""Causal attention inside segments, written out: what the fast paths are compared with.
-
-T rows, H query heads, G key-value heads, d and v dims per head.
-"""
+"""Operations written out in the fewest words: what the kernels are compared with."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -45,3 +43,34 @@ def attention(
     weights = scores.softmax(-1)[..., :covered]
     out = torch.einsum("hqk,khv->qhv", weights, v[:covered])
     return torch.cat([out, out.new_zeros(rows - covered, heads, v.shape[-1])])
+
+
+def cross_entropy_sum(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the summed cross-entropy of the rows whose label is not -100."""
+    logits_TV = (x_TD @ head_VD.t()).double()
+    return F.cross_entropy(logits_TV, labels_T, reduction="sum")
+
+
+def norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Compute RMSNorm by autograd, in fp64."""
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (normed * weight_D.double()).to(x.dtype)
+
+
+def convolution(h_T3C: Tensor, weight_C1K: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Compute the gated one by autograd and torch's own convolution, each document by itself."""
+    made_TC = []
+    for rows in h_T3C.split(list(lengths)):
+        b, c, x = rows.t().chunk(3)
+        taps, channels = weight_C1K.shape[-1], len(b)
+        mixed = torch.conv1d((b * x)[None], weight_C1K, padding=taps - 1, groups=channels)
+        made_TC.append((c * mixed[0, :, : len(rows)]).t())
+    return torch.cat(made_TC)
+
+
+def swiglu(h_N2F: Tensor, p_N: Tensor | None = None) -> Tensor:
+    """Return ``p * silu(gate) * up`` for ``h_N2F = [gate, up]``."""
+    gate, up = h_N2F.chunk(2, dim=-1)
+    a = F.silu(gate) * up
+    return a if p_N is None else a * p_N[:, None]
