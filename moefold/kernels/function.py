@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 class _NothingKept:
@@ -17,8 +18,13 @@ class _NothingKept:
 class Function(torch.autograd.Function):
     """``torch.autograd.Function``, whose forward is called as it is where gradients are off.
 
-    A row a token is many small operations, for which autograd's way through takes as long.
+    A row a token is many small operations, for which autograd's way through takes as long. A
+    subclass's ``backward`` is plain numbers: its results have no gradient of their own.
     """
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        cls.backward = staticmethod(once_differentiable(cls.backward))
 
     @classmethod
     def apply(cls, *given: Any) -> Any:

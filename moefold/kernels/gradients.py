@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.operand import Operand
 
 Product = Callable[[Tensor | None], Tensor]
@@ -112,13 +112,12 @@ def read_parameter(weight: Operand, sink: GradientSink) -> Tensor:
     return _Read.apply(weight.master, weight.value, sink)  # type: ignore[return-value]
 
 
-class _Read(torch.autograd.Function):
+class _Read(Function):
     @staticmethod
     def forward(ctx: Any, master: Tensor, value: Tensor, sink: GradientSink) -> Tensor:
         ctx.master, ctx.sink = master, sink
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         return ctx.sink.deliver(ctx.master, made(grad)), None, None

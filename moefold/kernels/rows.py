@@ -3,21 +3,22 @@
 import torch
 from torch import Tensor
 
+PIECE = 1 << 18
+"""Elements of one piece for each thread of a CPU, a megabyte of fp32."""
 DEVICE_PIECE = 1 << 26
 """Elements of one piece on an accelerator: a quarter of a gigabyte of fp32."""
 LARGEST_STEP = 64
 """Rows, from 512 on: half of it beyond what is asked for costs less than compiling."""
 
 
-def row_pieces(x_ND: Tensor, elements: int, block: int = 1) -> list[slice]:
+def row_pieces(x_ND: Tensor, block: int = 1) -> list[slice]:
     """Return slices that cover the N rows in order, whole blocks of rows each but the last.
 
-    On a CPU a piece has about ``elements`` elements for each thread, so that it stays in their
-    caches between the passes. An accelerator has no such cache and pays for each launch: pieces
-    there only bound what the passes hold at once.
+    On a CPU a piece stays in the threads' caches between the passes. An accelerator has no such
+    cache and pays for each launch: pieces there only bound what the passes hold at once.
     """
     on_cpu = x_ND.device.type == "cpu"
-    elements = elements * torch.get_num_threads() if on_cpu else max(elements, DEVICE_PIECE)
+    elements = PIECE * torch.get_num_threads() if on_cpu else DEVICE_PIECE
     step = max(1, elements // max(x_ND.shape[1] * block, 1)) * block
     return [slice(start, start + step) for start in range(0, x_ND.shape[0], step)]
 
@@ -36,7 +37,12 @@ def row_step(rows: int, like: Tensor) -> int:
 
 def wide(x: Tensor) -> Tensor:
     """Return numbers in fp32, and fp64 as they are."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(wide_dtype(x))
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that :func:`wide` gives."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def expert_of_rows(offs_E: Tensor, rows: int) -> Tensor:

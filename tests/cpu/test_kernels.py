@@ -12,14 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.kernels.attention import sdpa
-from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum, loss_and_gradients
 from moefold.kernels.fused import forced
 from moefold.kernels.gradients import RETURNED, Accumulated, Deferred
 from moefold.kernels.grouped import fused, grouped, loop
 from moefold.kernels.grouped.choose import choose
 from moefold.kernels.linear.product import linear, weight_gradient
-from moefold.kernels.norm import rms
 from moefold.kernels.norm.rms import rms_norm
 from moefold.kernels.operand import Operand
 from moefold.kernels.permute.gather import collect, pick, spread
@@ -205,7 +203,7 @@ def test_auto_takes_what_does_not_wait_for_each_group(
 def test_swiglu_in_pieces_equals_the_reference(
     weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 20)
+    monkeypatch.setattr("moefold.kernels.rows.PIECE", 20)
     h, da = drawn(11, 12), drawn(11, 6, grad=False)
     p = drawn(11).detach().abs().requires_grad_() if weighted else None
     a = references.swiglu(h, p)
@@ -260,7 +258,7 @@ def test_the_gated_ffn_keeps_only_input_and_preactivation() -> None:
 
 @pytest.mark.parametrize("piece", [8, 40, 1 << 18])
 def test_rms_norm_equals_the_reference(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rms, "PIECE", piece)
+    monkeypatch.setattr("moefold.kernels.rows.PIECE", piece)
     x, w = drawn(7, 3, 8), drawn(8)
     assert relative(rms_norm(x, operand(w), 1e-6), references.norm(x, w, 1e-6)) < 1e-14
     assert gradcheck(lambda x, w: rms_norm(x, operand(w), 1e-3), (x, w))
@@ -387,7 +385,7 @@ def test_the_chunked_loss_equals_the_whole_one(chunk: int) -> None:
 
 
 def test_a_label_whose_share_is_no_number_has_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "PIECE", 100)
+    monkeypatch.setattr("moefold.kernels.rows.PIECE", 100)
     x, w, labels = (torch.randn(12, 6) * 100, torch.randn(50, 6), torch.arange(12))
     want = torch.nn.functional.cross_entropy(x @ w.t(), labels, reduction="sum")
     assert (x @ w.t()).softmax(1).gather(1, labels[:, None]).min() == 0

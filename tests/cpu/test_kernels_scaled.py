@@ -13,8 +13,7 @@ from moefold.kernels.gradients import RETURNED, Deferred
 from moefold.kernels.quantise.blocks import encode, format_of
 from moefold.kernels.quantise.hadamard import matrix
 from moefold.kernels.quantise.philox import chance
-from moefold.kernels.scaled import ffn as ffns
-from moefold.kernels.scaled import products
+from moefold.kernels.rows import PIECE
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.products import (
     Draw,
@@ -108,7 +107,7 @@ def test_b51_the_three_products_equal_loops(
     direction of a weight's blocks; no transform of one operand; padding in the largest of a matrix;
     draws and largest numbers of pieces of a run.
     """
-    monkeypatch.setattr(products, "PIECE", 1 if outputs == 36 else products.PIECE)
+    monkeypatch.setattr("moefold.kernels.rows.PIECE", 1 if outputs == 36 else PIECE)
     inputs = 20
     for ends in (21, [3, 3, 20, 21]):
         groups = 1 if isinstance(ends, int) else len(ends)
@@ -157,7 +156,7 @@ def test_b51_backward_reads_codes_of_pre_activations(
 
     Plants: blocks of whole rows; forward reads codes; what is made again is wide.
     """
-    monkeypatch.setattr(ffns, "PIECE", 160)
+    monkeypatch.setattr("moefold.kernels.rows.PIECE", 160)
     width, form = 20, recipe.hidden_form
     assert form is not None
     ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32)

@@ -277,13 +277,16 @@ def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("device", "pieces"), [("cpu", 256), ("meta", 1)])
-def test_pieces_cover_the_rows_and_are_few_on_a_device(device: str, pieces: int) -> None:
+def test_pieces_cover_the_rows_and_are_few_on_a_device(
+    device: str, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x_ND = torch.empty(1 << 14, 1 << 12, device=device)
-    found = row_pieces(x_ND, 1 << 18)
+    found = row_pieces(x_ND)
     pieces //= torch.get_num_threads() if device == "cpu" else 1
     assert len(found) == pieces and sum(len(range(*s.indices(1 << 14))) for s in found) == 1 << 14
-    assert row_pieces(x_ND[:0], 1 << 18) == []
-    assert len(row_pieces(x_ND[:3], 1)) == (3 if device == "cpu" else 1)
+    assert row_pieces(x_ND[:0]) == []
+    monkeypatch.setattr("moefold.kernels.rows.PIECE", 1)
+    assert len(row_pieces(x_ND[:3])) == (3 if device == "cpu" else 1)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 8])

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.attention import block_fused, block_plain
+from moefold.kernels.function import Function
+from moefold.kernels.rows import wide_dtype
 
 
 class Band(NamedTuple):
@@ -77,7 +77,7 @@ class OnlineSoftmax:
         self, q_THd: Tensor, v_dim: int, scale: float, sinks_H: Tensor | None = None
     ) -> None:
         """Begin with nothing seen but each head's sink, in fp32 or wider."""
-        wide = torch.promote_types(q_THd.dtype, torch.float32)
+        wide = wide_dtype(q_THd)
         self._q_THd, self._scale = q_THd, scale
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
         self.lse_TH = q_THd.new_full(q_THd.shape[:2], float("-inf"), dtype=wide)
@@ -169,7 +169,6 @@ class _Tiled(Function):
         return out_THv
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_UGd, v_UGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
         seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)

@@ -6,6 +6,8 @@ N segments, S queries and U keys of each, H query heads, G key-value heads, d an
 import torch
 from torch import Tensor
 
+from moefold.kernels.rows import wide_dtype
+
 
 def forward(
     q_NHSd: Tensor,
@@ -20,8 +22,7 @@ def forward(
     With ``band = (behind, window)`` query a sees key b where ``0 <= behind + a - b < window``; a
     row that sees nothing gives zeros and minus infinity.
     """
-    wide = torch.promote_types(q_NHSd.dtype, torch.float32)
-    q, k, v = alike(q_NHSd, k_NGUd, v_NGUv, wide)
+    q, k, v = alike(q_NHSd, k_NGUd, v_NGUv, wide_dtype(q_NHSd))
     scores_NHSU = scores(q, k, scale, causal, band)
     lse_NHS = scores_NHSU.logsumexp(-1)
     base_NHS = lse_NHS.masked_fill(lse_NHS == float("-inf"), 0.0)

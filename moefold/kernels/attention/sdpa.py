@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.attention import block_fused
 from moefold.kernels.attention.block import Tile, causal_tiles, rows_of, segments_of
+from moefold.kernels.function import Function
 
 
 def attention(
@@ -103,7 +102,6 @@ class _KeptNarrow(Function):
         return out_THv
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGv, out_THv, *statistics = ctx.saved_tensors
         tiles, parts = _parts(ctx.lengths, q_THd.shape[0])

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.gradients import RETURNED, GradientSink, made
@@ -86,7 +85,6 @@ class _Convolution(Function):
         return (F.silu(z) if c is None else c * z).to(x_TX.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TX, before_PJC, value_C1K, positions_T = ctx.saved_tensors
         b, c, x = _parts(x_TX, ctx.gated)

@@ -20,17 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.cross_entropy import fused as kernels
+from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import sums_in_fp32, weight_gradient
 from moefold.kernels.operand import Operand
-from moefold.kernels.rows import row_pieces, wide
+from moefold.kernels.rows import row_pieces, wide, wide_dtype
 
-PIECE = 1 << 18
-"""Logits of one piece for each thread of a CPU: wide ones stay in its cache."""
 TILE = {"cpu": 1 << 22}
 TILE_ELSEWHERE = 1 << 27
 """Elements of one tile of the head's gradient, the only temporary of that shape: on a CPU a few
@@ -60,7 +58,7 @@ def loss_and_gradients(
     """
     value, counted_T = head.value, labels_T != IGNORED
     x_TD = torch.where(counted_T[:, None], x_TD, 0)
-    weight_T = counted_T.to(_wide_dtype(x_TD)).mul_(scale)
+    weight_T = counted_T.to(wide_dtype(x_TD)).mul_(scale)
     dx_TD, stats = torch.empty_like(x_TD), [weight_T.new_zeros(2, 0)]
     # One memory for all chunks: large ones come from the system page by page.
     all_CV = x_TD.new_empty(min(chunk, x_TD.shape[0]), value.shape[0])
@@ -83,10 +81,6 @@ def _chunks(rows: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def statistics(
     logits_CV: Tensor, labels_C: Tensor, first: int = 0, combine: Combine | None = None
 ) -> Tensor:
@@ -100,8 +94,8 @@ def _to_gradients(
     logits_CV: Tensor,
     labels_C: Tensor,
     weight_C: Tensor,
-    first: int = 0,
-    combine: Combine | None = None,
+    first: int,
+    combine: Combine | None,
 ) -> Tensor:
     """Replace logits by ``(softmax - label) * weight``; returns their statistics."""
     if combine is None and not fused(logits_CV):
@@ -128,8 +122,8 @@ def _plain(
     label_C1 = labels_C[:, None] - first
     mine_C1 = (label_C1 >= 0) & (label_C1 < logits_CV.shape[1])
     label_C1 = torch.where(mine_C1, label_C1, 0)
-    stats_2C = logits_CV.new_empty(2, len(labels_C), dtype=_wide_dtype(logits_CV))
-    for rows in row_pieces(logits_CV, PIECE):
+    stats_2C = logits_CV.new_empty(2, len(labels_C), dtype=wide_dtype(logits_CV))
+    for rows in row_pieces(logits_CV):
         given_cV = wide(logits_CV[rows])
         stats_2C[1, rows] = torch.where(mine_C1[rows], given_cV.gather(1, label_C1[rows]), 0)[:, 0]
         most_c = given_cV.amax(1)
@@ -163,7 +157,7 @@ def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> T
     """Add the chunk's ``dlogits^T x`` to ``into_VD``, tile by tile of the vocabulary."""
     vocab, hidden = dlogits_CV.shape[1], x_CD.shape[1]
     if into_VD is None:
-        into_VD = x_CD.new_zeros(vocab, hidden, dtype=_wide_dtype(x_CD))
+        into_VD = x_CD.new_zeros(vocab, hidden, dtype=wide_dtype(x_CD))
     tile = max(1, TILE.get(x_CD.device.type, TILE_ELSEWHERE) // hidden)
     if x_CD.dtype.itemsize == 2 and sums_in_fp32(x_CD.device.type):
         tile = vocab  # adds in place; from any column on it would take twice as long
@@ -173,32 +167,24 @@ def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> T
     return into_VD
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any, x_TD: Tensor, master: Tensor, value_VD: Tensor, labels_T: Tensor, chunk: int
     ) -> Tensor:
         ctx.save_for_backward(x_TD, value_VD, labels_T)
         ctx.chunk, ctx.master = chunk, master
-        total = x_TD.new_zeros((), dtype=_wide_dtype(x_TD))
+        total = x_TD.new_zeros((), dtype=wide_dtype(x_TD))
         for rows in _chunks(x_TD.shape[0], chunk):
             normaliser_C, picked_C = statistics(x_TD[rows] @ value_VD.t(), labels_T[rows])
             total += torch.where(labels_T[rows] != IGNORED, normaliser_C - picked_C, 0).sum()
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, value_VD, labels_T = ctx.saved_tensors
-        dx_TD = torch.zeros_like(x_TD)
-        dw_VD = torch.zeros_like(ctx.master) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(x_TD.shape[0], ctx.chunk):
-            labels_C = labels_T[rows]
-            counted_C = labels_C != IGNORED
-            x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
-            dlogits_CV = x_CD @ value_VD.t()
-            _to_gradients(dlogits_CV, labels_C, counted_C.to(_wide_dtype(x_TD)).mul_(dloss))
-            dx_TD[rows] = dlogits_CV @ value_VD
-            if dw_VD is not None:
-                head_gradient(dlogits_CV, x_CD, dw_VD)
-        return dx_TD, dw_VD, None, None, None
+        own_VD = ctx.master.detach().requires_grad_(ctx.needs_input_grad[1])
+        own_VD.grad = torch.zeros_like(own_VD) if own_VD.requires_grad else None
+        how = {"scale": dloss, "chunk": ctx.chunk}
+        _, dx_TD = loss_and_gradients(x_TD, Operand(own_VD, value_VD), labels_T, **how)
+        return dx_TD, own_VD.grad, None, None, None

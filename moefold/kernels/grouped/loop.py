@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.linear.product import weight_gradient as add_weight_gradient
-from moefold.kernels.rows import row_step
+from moefold.kernels.rows import row_step, wide_dtype
 
 
 def product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, into_EOI: Tenso
     """Return ``dw_EOI``, zero for empty groups, added to ``into_EOI`` in place where given."""
     if into_EOI is None:
         shape = offs_E.shape[0], dy_RO.shape[1], x_RI.shape[1]
-        into_EOI = x_RI.new_zeros(shape, dtype=torch.promote_types(x_RI.dtype, torch.float32))
+        into_EOI = x_RI.new_zeros(shape, dtype=wide_dtype(x_RI))
     for e, start, end in spans(offs_E):
         if start == end:
             continue

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.gradients import RETURNED, GradientSink, made
@@ -42,22 +41,16 @@ def linear(
         sink: where the weight's gradient goes.
         drawn: makes what is multiplied of the rows, which alone are kept.
     """
-    y_TO = _product(x_TI, weight, n_valid, sink, drawn)
+    y_TO = _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, drawn)
     low = weight.low_rank
     if low is None:
         return y_TO
-    inner_TR = _product(x_TI, low.a, n_valid, sink, lambda x_TI: low.dropped(drawn(x_TI)))
+
+    def dropped(x_TI: Tensor) -> Tensor:
+        return low.dropped(drawn(x_TI))
+
+    inner_TR = _Linear.apply(x_TI, low.a.master, low.a.value, n_valid, sink, dropped)
     return y_TO.add(linear(inner_TR, low.b, n_valid=n_valid, sink=sink), alpha=low.scale)
-
-
-def _product(
-    x_TI: Tensor,
-    weight: Operand,
-    n_valid: int | None,
-    sink: GradientSink,
-    drawn: Drawn,
-) -> Tensor:
-    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, drawn)
 
 
 def add_bias(
@@ -116,7 +109,6 @@ class _Linear(Function):
         return drawn(x_TI.to(value_OI.dtype)) @ value_OI.t()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
         n_valid, drawn, shape = ctx.n_valid, ctx.drawn, ctx.shape
@@ -149,7 +141,6 @@ class _AddBias(Function):
         return y_TO + value_O.to(y_TO.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         db = None
         if ctx.needs_input_grad[1]:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.norm import turned as kernels
 from moefold.kernels.norm.rms import sum_of_shares
@@ -28,7 +27,7 @@ def norm_and_turn(
     )
 
 
-class _NormAndTurn(torch.autograd.Function):
+class _NormAndTurn(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -50,7 +49,6 @@ class _NormAndTurn(torch.autograd.Function):
         return y_THd
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         valid = dy_THd.shape[0] if ctx.n_valid is None else ctx.n_valid

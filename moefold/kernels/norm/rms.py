@@ -14,17 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import RETURNED, GradientSink, made
 from moefold.kernels.norm import fused as kernels
 from moefold.kernels.operand import Operand
-from moefold.kernels.rows import row_pieces
-
-PIECE = 1 << 18
-"""Elements of one piece for each thread, a megabyte of fp32."""
+from moefold.kernels.rows import row_pieces, wide_dtype
 
 
 def rms_norm(
@@ -76,9 +72,9 @@ class _RmsNorm(Function):
     ) -> Tensor:
         x_ND = x.flatten(0, -2)
         y_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
-        rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=_wide_dtype(x), device=x.device)
+        rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=wide_dtype(x), device=x.device)
         scale_D = weight_D.to(rstd_N1.dtype)
-        for rows in row_pieces(x_ND, PIECE):
+        for rows in row_pieces(x_ND):
             x_nD = x_ND[rows].to(rstd_N1.dtype)
             square_n1 = torch.linalg.vecdot(x_nD, x_nD)[:, None]
             rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
@@ -88,7 +84,6 @@ class _RmsNorm(Function):
         return y_ND.view(x.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd_N1, weight_D = ctx.saved_tensors
         x_ND, dy_ND, wide = x.flatten(0, -2), dy.flatten(0, -2), rstd_N1.dtype
@@ -97,7 +92,7 @@ class _RmsNorm(Function):
         counted = x_ND.shape[0]
         if ctx.n_valid is not None:
             counted = ctx.n_valid * x.shape[1:-1].numel()
-        for rows in row_pieces(x_ND, PIECE):
+        for rows in row_pieces(x_ND):
             x_nD, dy_nD, rstd_n1 = x_ND[rows].to(wide), dy_ND[rows].to(wide), rstd_N1[rows]
             # Both sums read this product: that of a row for dx, that of a column for dw.
             both_nD = dy_nD * x_nD
@@ -134,7 +129,6 @@ class _Fused(Function):
         return y_ND.view(x.shape), total if ctx.summed else sum_ND
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         total, rstd_N, weight_D = ctx.saved_tensors
         counted = total.shape[0] if ctx.n_valid is None else ctx.n_valid
@@ -157,7 +151,3 @@ def sum_of_shares(ctx: Any, share_PD: Tensor) -> Tensor | None:
         return dw_D
 
     return ctx.sink.deliver(ctx.master, product)
-
-
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -7,15 +7,18 @@ row holds; ``row_TK`` which copy row holds a token's k-th copy. A value of T or 
 marks "none". Each of the two functions is the other's gradient.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.permute import fused as kernels
+from moefold.kernels.rows import wide_dtype
+
+Move = Callable[[Tensor, Tensor, bool], Tensor]
 
 
 def spread(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
@@ -23,7 +26,7 @@ def spread(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False
 
     ``complete`` promises, from the host, that no entry of either index says "none".
     """
-    return _Spread.apply(x_TD, token_R, row_TK, complete)
+    return _Moved.apply(x_TD, _take, token_R, _sum, row_TK, complete)
 
 
 def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
@@ -31,7 +34,7 @@ def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = Fals
 
     A missing copy counts as zero; ``complete`` as in :func:`spread`.
     """
-    return _Collect.apply(y_RD, token_R, row_TK, complete)
+    return _Moved.apply(y_RD, _sum, row_TK, _take, token_R, complete)
 
 
 def pick(values_TK: Tensor, copy_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
@@ -73,36 +76,29 @@ def _sum(y_RD: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
     if picked.device.type != "cpu":
         return picked_TKD.sum(1)
     # On a CPU a sum over so short a dim takes up to four times as long as additions.
-    wide = torch.promote_types(y_RD.dtype, torch.float32)
-    sum_TD = picked_TKD[:, 0].to(wide, copy=True)
+    sum_TD = picked_TKD[:, 0].to(wide_dtype(y_RD), copy=True)
     for k in range(1, row_TK.shape[1]):
         sum_TD.add_(picked_TKD[:, k])
     return sum_TD.to(y_RD.dtype)
 
 
-class _Spread(Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
-        ctx.complete = complete
-        ctx.save_for_backward(row_TK)
-        return _take(x_TD, token_R, complete)
+class _Moved(Function):
+    """Rows moved by one of the two, whose gradient the other moves."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:
-        (row_TK,) = ctx.saved_tensors
-        return _sum(dx_RD, row_TK, ctx.complete), None, None, None
+    def forward(
+        ctx: Any,
+        rows_ND: Tensor,
+        move: Move,
+        index: Tensor,
+        back: Move,
+        index_back: Tensor,
+        complete: bool,
+    ) -> Tensor:
+        ctx.back, ctx.complete = back, complete
+        ctx.save_for_backward(index_back)
+        return move(rows_ND, index, complete)
 
-
-class _Collect(Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
-        ctx.complete = complete
-        ctx.save_for_backward(token_R)
-        return _sum(y_RD, row_TK, complete)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
-        (token_R,) = ctx.saved_tensors
-        return _take(dout_TD, token_R, ctx.complete), None, None, None
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad_MD, *ctx.saved_tensors, ctx.complete), *(None,) * 5

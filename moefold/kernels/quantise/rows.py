@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.kernels.function import Function
 from moefold.kernels.quantise.blocks import Format, Quantised, encode
 
 
@@ -49,7 +50,7 @@ def _in_order(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Rounded(torch.autograd.Function):
+class _Rounded(Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, there: RowCodes | None, back: RowCodes | None) -> Tensor:
         ctx.back = back

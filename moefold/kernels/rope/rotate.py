@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
@@ -64,13 +63,17 @@ class _Expand(Function):
         return kernels.expand(kv_THx, rope_Tr, cos_Tp, sin_Tp, *ctx.how)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dk_THd: Tensor, dv_THv: Tensor) -> tuple[Tensor | None, ...]:
         gradients = kernels.expand_backward(dk_THd, dv_THv, *ctx.saved_tensors, *ctx.how)
         return *gradients, None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+def _turn(
+    x: Tensor, cos: Tensor, sin: Tensor, layout: str, own_kernel: bool, back: bool = False
+) -> Tensor:
+    if own_kernel:
+        return kernels.turn(x, cos, sin, layout == "interleaved", back)
+    sin = -sin if back else sin
     if layout == "half":
         # Over whole heads: passes over halves of a few numbers take longer than moving them once.
         both, signed = torch.cat([cos, cos], 1)[:, None], torch.cat([-sin, sin], 1)[:, None]
@@ -87,16 +90,9 @@ class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor:
         ctx.save_for_backward(cos_Tp, sin_Tp)
-        ctx.layout, ctx.fused = layout, fused(x_THd)
-        if ctx.fused:
-            return kernels.turn(x_THd, cos_Tp, sin_Tp, layout == "interleaved", False)
-        return _turn(x_THd, cos_Tp, sin_Tp, layout)
+        ctx.how = layout, fused(x_THd)
+        return _turn(x_THd, cos_Tp, sin_Tp, *ctx.how)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
-        cos_Tp, sin_Tp = ctx.saved_tensors
-        if ctx.fused:
-            turned = kernels.turn(dy_THd, cos_Tp, sin_Tp, ctx.layout == "interleaved", True)
-            return turned, None, None, None
-        return _turn(dy_THd, cos_Tp, -sin_Tp, ctx.layout), None, None, None
+        return _turn(dy_THd, *ctx.saved_tensors, *ctx.how, back=True), None, None, None

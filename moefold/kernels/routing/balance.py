@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
 
 ELEMENTS = 1024
@@ -368,7 +368,7 @@ def load_balance(
     return _LoadBalance.apply(probability_TE, shares_PE, counts_E, top_k, population)
 
 
-class _LoadBalance(torch.autograd.Function):
+class _LoadBalance(Function):
     @staticmethod
     def forward(ctx: Any, probability_TE: Tensor, shares_PE: Tensor, *how: Any) -> Tensor:
         value, weight_E = _load_value(shares_PE, *how)
@@ -377,7 +377,6 @@ class _LoadBalance(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor | None, ...]:
         (weight_E,) = ctx.saved_tensors
         return (dvalue * weight_E).expand(ctx.shape), None, None, None, None
@@ -388,7 +387,7 @@ def square_log_sum_exp(logits_TE: Tensor, population: int) -> Tensor:
     return _SquareLogSumExp.apply(logits_TE, population)
 
 
-class _SquareLogSumExp(torch.autograd.Function):
+class _SquareLogSumExp(Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, population: int) -> Tensor:
         logits_TE = logits_TE.contiguous()
@@ -398,7 +397,6 @@ class _SquareLogSumExp(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None]:
         return _square_backward(dvalue, *ctx.saved_tensors, ctx.population), None
 
@@ -408,13 +406,12 @@ def normalised(scores_TE: Tensor) -> Tensor:
     return _Normalised.apply(scores_TE)
 
 
-class _Normalised(torch.autograd.Function):
+class _Normalised(Function):
     @staticmethod
     def forward(ctx: Any, scores_TE: Tensor) -> Tensor:
         ctx.save_for_backward(scores_TE)
         return _normalised(scores_TE)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout_TE: Tensor) -> Tensor:
         return _normalised_backward(dout_TE, *ctx.saved_tensors)

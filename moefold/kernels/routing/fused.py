@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
 
 ELEMENTS = 1024
@@ -369,7 +369,7 @@ def weigh(scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: f
     return _Weigh.apply(scores_TE, ids_TK, rule, epsilon, scale)
 
 
-class _Weigh(torch.autograd.Function):
+class _Weigh(Function):
     @staticmethod
     def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor, *how: Any) -> Tensor:
         ctx.save_for_backward(scores_TE, ids_TK)
@@ -377,7 +377,6 @@ class _Weigh(torch.autograd.Function):
         return _weighed(scores_TE, ids_TK, *how)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
         scores_TE, ids_TK = ctx.saved_tensors
         dscores_TE = _weighed_backward(dweights_TK, scores_TE, ids_TK, *ctx.how)

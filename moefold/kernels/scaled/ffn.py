@@ -4,15 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.quantise.blocks import Format, Quantised, encode
 from moefold.kernels.rows import row_pieces
 from moefold.kernels.scaled.products import NarrowOperand, joined, scaled_product
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu import pieces
-from moefold.kernels.swiglu.pieces import PIECE
 
 
 def narrow_ffn(
@@ -43,12 +42,12 @@ def narrow_ffn(
     return scaled_product(a_NF, w_out, rows, sink)  # type: ignore[arg-type]
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(Function):
     @staticmethod
     def forward(ctx: Any, h_N2F: Tensor, p_N: Tensor | None, hidden: Format | None) -> Tensor:
         kept: tuple[Tensor, ...] = (h_N2F,)
         if hidden is not None:
-            cuts = row_pieces(h_N2F, PIECE) or [slice(0)]
+            cuts = row_pieces(h_N2F) or [slice(0)]
             made = joined([encode(h_N2F[cut].unflatten(1, (2, -1)), hidden) for cut in cuts])
             kept = made.codes, made.scales
         ctx.save_for_backward(p_N, *kept)
@@ -56,7 +55,6 @@ class _Activation(torch.autograd.Function):
         return pieces.forward(h_N2F, p_N)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, da_NF: Tensor) -> tuple[Tensor | None, ...]:
         p_N, h_N2F, *scales = ctx.saved_tensors
         da_NF = da_NF.contiguous()
@@ -66,7 +64,7 @@ class _Activation(torch.autograd.Function):
         codes_N2F, (scales_N2B,) = h_N2F, scales
         dh_N2F = da_NF.new_empty(len(da_NF), 2 * da_NF.shape[1])
         dp_N = None if p_N is None else torch.empty_like(p_N)
-        for cut in row_pieces(dh_N2F, PIECE):
+        for cut in row_pieces(dh_N2F):
             codes = codes_N2F[cut]
             made = Quantised(codes, scales_N2B[cut], None, ctx.hidden, -1, codes.shape)
             read = made.dequantise(da_NF.dtype).flatten(1), None if p_N is None else p_N[cut]

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.quantise.blocks import (
     BLOCKS,
@@ -34,12 +34,11 @@ from moefold.kernels.quantise.blocks import (
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.hadamard import SIZE, transform
 from moefold.kernels.quantise.philox import MASK, chance
-from moefold.kernels.rows import row_pieces
+from moefold.kernels.rows import row_pieces, wide_dtype
 from moefold.kernels.scaled.choose import Path, choose
 from moefold.kernels.scaled.emulated import Use
 from moefold.kernels.scaled.operands import cat
 from moefold.kernels.scaled.rows import RowRuns
-from moefold.kernels.swiglu.pieces import PIECE
 
 Largest = Callable[[Tensor, Role, Sequence[int]], Tensor]
 """``largest(amax, role, matrices)``: the maximum over the ranks that hold parts of the same of a
@@ -258,7 +257,7 @@ def scaled_product(
     return _Scaled.apply(x_NI, weight.master, *given)  # type: ignore[return-value]
 
 
-class _Scaled(torch.autograd.Function):
+class _Scaled(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -282,11 +281,10 @@ class _Scaled(torch.autograd.Function):
         return y_NO
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         order_N, *kept = ctx.saved_tensors
         operand, rows = ctx.operand, ctx.rows._replace(order_N=order_N)
-        wide = torch.promote_types(dy_NO.dtype, torch.float32)
+        wide = wide_dtype(dy_NO)
         weight, wanted = operand.codes(), ctx.needs_input_grad
         along = weight.along_outputs
         made, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
@@ -327,7 +325,7 @@ def _operands(
     form, block, width = recipe.form(role), recipe.run, x_NI.shape[1]
     # Casts and draws take many bytes of fp32 an element: of some whole blocks of rows at a time.
     whole = lcm(form.columns or 1, block)
-    cuts = [row_pieces(part, PIECE, whole) or [slice(0)] for part in parts]
+    cuts = [row_pieces(part, whole) or [slice(0)] for part in parts]
 
     def turned(part: Tensor) -> Tensor:
         """Return rows as blocks along them are made."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.gradients import GradientSink
@@ -241,7 +240,6 @@ class _GatedFfn(Function):
         return form.shift_out(adapters[1].add_(products.product(a_NF, w_out), a_NF), p_N)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
         given_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink

@@ -13,9 +13,6 @@ from moefold.kernels.fused import fused
 from moefold.kernels.rows import row_pieces, wide
 from moefold.kernels.swiglu import fused as kernels
 
-PIECE = 1 << 18
-"""Elements of one piece for each thread, a megabyte of fp32."""
-
 
 def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     """Return ``a_NF`` in the dtype of ``h_N2F``."""
@@ -23,7 +20,7 @@ def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
         return kernels.forward(h_N2F, p_N)
     rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
-    for piece in row_pieces(a_NF, PIECE):
+    for piece in row_pieces(a_NF):
         gate, up = wide(h_N2F[piece]).chunk(2, dim=1)
         into = a_NF[piece] if gate.dtype == a_NF.dtype else None
         a = torch.mul(F.silu(gate), up, out=into)
@@ -47,7 +44,7 @@ def backward(
         return dh_N2F, None if p_N is None else dp_N, a_NF
     dh_N2F, a_NF = torch.empty_like(h_N2F), torch.empty_like(da_NF)
     dp_N = None if p_N is None else torch.empty_like(p_N)
-    for piece in row_pieces(a_NF, PIECE):
+    for piece in row_pieces(a_NF):
         gate, up = wide(h_N2F[piece]).chunk(2, dim=1)
         da, (dgate, dup) = wide(da_NF[piece]), dh_N2F[piece].chunk(2, dim=1)
         # Wide results are written where they stay: a copy would be one pass in four.
