@@ -31,8 +31,7 @@ from moefold.kernels.gradients import RETURNED
 from moefold.kernels.grouped.choose import choose
 from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.lookup import fused as lookup
-from moefold.kernels.norm.heads import norm_and_turn
-from moefold.kernels.norm.rms import rms_norm, sum_and_norm
+from moefold.kernels.norm.rms import norm_and_turn, rms_norm, sum_and_norm
 from moefold.kernels.operand import Operand
 from moefold.kernels.permute.gather import collect, spread
 from moefold.kernels.rope.rotate import rotate

@@ -24,7 +24,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        cls.backward = staticmethod(once_differentiable(cls.backward))
+        cls.backward = staticmethod(once_differentiable(cls.backward))  # type: ignore[assignment]
 
     @classmethod
     def apply(cls, *given: Any) -> Any:

@@ -93,12 +93,16 @@ class Op:
     Args:
         launch: allocates the results and launches the kernels; its name and annotations are the
             operation's. No result is None, or an argument.
-        fake: takes the arguments of ``launch`` and returns empty results of the right shapes.
+        fake: takes the arguments of ``launch`` and returns empty results of the right shapes; by
+            itself nothing.
         changes: names of the arguments that are written in place.
     """
 
     def __init__(
-        self, launch: Callable[..., Any], fake: Callable[..., Any], changes: tuple[str, ...] = ()
+        self,
+        launch: Callable[..., Any],
+        fake: Callable[..., Any] = lambda *given: None,
+        changes: tuple[str, ...] = (),
     ) -> None:
         name = f"moefold::{launch.__name__}"
         torch.library.define(name, torch.library.infer_schema(launch, mutates_args=changes))
@@ -111,6 +115,11 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         """Run the operation, through torch's dispatcher."""
         return self.known(*args)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Return what has its last dim's elements beside each other, its rows at any distance."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def blocks(length: int, block: int) -> int:

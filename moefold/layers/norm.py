@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from moefold.comm.collectives import sum_over
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.norm.heads import norm_and_turn
-from moefold.kernels.norm.rms import rms_norm, sum_and_norm
+from moefold.kernels.norm.rms import norm_and_turn, rms_norm, sum_and_norm
 from moefold.kernels.operand import Operand
 from moefold.kernels.rope.rotate import rotate
 from moefold.layers.flow import Flow

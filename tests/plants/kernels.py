@@ -83,7 +83,7 @@ PLANTS = (
         "b41",
         "valid heads are counted as rows",
         STEP,
-        "kernels/norm/heads.py",
+        "kernels/norm/rms.py",
         "dy_THd.shape[0] if ctx.n_valid is None else ctx.n_valid",
         "dy_THd.shape[0] if ctx.n_valid is None else ctx.n_valid // 2",
     ),

@@ -23,6 +23,9 @@ from moefold.kernels.attention import block_fused, block_plain
 from moefold.kernels.function import Function
 from moefold.kernels.rows import wide_dtype
 
+SCORES = 1 << 24
+"""Scores that exist at once where the largest is looked for."""
+
 
 class Band(NamedTuple):
     """A diagonal stripe: query a sees key b where ``0 <= behind + a - b < window``."""
@@ -200,6 +203,27 @@ def attention(
     """
     args = (q_THd, k_UGd, v_UGv, sinks_H, tuple(tiles), scale)
     return _Tiled.apply(*args)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def largest_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float) -> Tensor:
+    """Return [H] in fp32 or wider; zero where every logit is below, and of heads that see nothing.
+
+    Scores are computed once more, some queries at a time: fused attention does not tell.
+    """
+    largest_H = q_THd.new_zeros(q_THd.shape[1], dtype=wide_dtype(q_THd))
+    for tile in tiles:
+        q, k = (segments_of(x, tile) for x in (q_THd[tile.queries], k_UGd[tile.keys]))
+        q, k, _ = block_plain.alike(q, k, k, largest_H.dtype)
+        count, keys = q.shape[2], k.shape[2]
+        rows = max(1, SCORES // (q.shape[0] * q.shape[1] * keys))
+        behind, window = tile.band or (0, count)
+        hides = tile.band is not None or tile.segments > 0
+        for start in range(0, count, rows):
+            band = (behind + start, window) if hides else None
+            part = block_plain.scores(q[:, :, start : start + rows], k, scale, False, band)
+            largest_H = torch.maximum(largest_H, part.amax((0, 2, 3)))
+    return largest_H
 
 
 def _of_kernel(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ one call and no pair of rows from different segments is ever computed.
 T rows, H query heads, G key-value heads, d and v dims per head.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,11 @@ def attention(
     tiles, parts = _parts(lengths, q_THd.shape[0])
     # A split in one would be joined again in backward, by copies.
     pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in given), strict=True)
-    out = [_run(q, k, v, tile, scale) for tile, (q, k, v) in zip(tiles, pieces, strict=False)]
+    run = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
+    grouped, out = q_THd.shape[1] != k_TGd.shape[1], list[Tensor]()
+    for tile, piece in zip(tiles, pieces, strict=False):
+        q, k, v = (segments_of(x, tile) for x in piece)
+        out.append(rows_of(run(q, k, v, enable_gqa=grouped)))
     if not out:
         # Zeros that lead back to the rows: their weights get gradients of zero, never none.
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
@@ -59,14 +64,6 @@ def _parts(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]
     parts = [tile.queries.stop - tile.queries.start for tile in tiles]
     tail = count - sum(parts)
     return tiles, [*parts, tail] if tail else parts
-
-
-def _run(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Tensor:
-    """Attend inside segments of one length; rows in, rows out."""
-    q, k, v = (segments_of(x, tile) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return rows_of(out)
 
 
 def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:

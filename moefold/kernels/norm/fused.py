@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, blocks, in_rows, jit, power_of_2, tl
 
 TILE = 2048
 """Elements of a tile, where a row is not longer."""
@@ -121,7 +121,7 @@ def norm_forward(
     The sum has no elements where there is no ``more_ND``.
     """
     y_ND, rstd_N, sum_ND = _forward_results(x_ND, weight_D, epsilon, more_ND)
-    (rows, width), x_ND = x_ND.shape, _in_rows(x_ND)
+    (rows, width), x_ND = x_ND.shape, in_rows(x_ND)
     more_ND = None if more_ND is None else more_ND.contiguous()
     tile, columns, warps = _tile(width)
     if y_ND.numel():
@@ -145,7 +145,7 @@ def norm_backward(
     The first ``n_valid`` rows count in the weight's gradient, which is the sum of the shares.
     """
     dx_ND, share_PD = _backward_results(dy_ND, x_ND)
-    (rows, width), x_ND = x_ND.shape, _in_rows(x_ND)
+    (rows, width), x_ND = x_ND.shape, in_rows(x_ND)
     more_ND = None if more_ND is None else more_ND.contiguous()
     tile, columns, warps = _tile(width)
     if dx_ND.numel():
@@ -168,11 +168,6 @@ def _tile(width: int) -> tuple[int, int, int]:
     return max(1, TILE // columns), columns, min(16, max(4, columns // 256))
 
 
-def _in_rows(x_ND: Tensor) -> Tensor:
-    """Return rows whose elements lie beside each other, the rows themselves at any distance."""
-    return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
-
-
 def _forward_results(
     x_ND: Tensor, weight_D: Tensor, epsilon: float, more_ND: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,4 +184,4 @@ def _backward_results(dy_ND: Tensor, x_ND: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 forward = Op(norm_forward, _forward_results)
 backward = Op(norm_backward, _backward_results)
-add_up = Op(add_shares, lambda share_PD, into_D: None, changes=("into_D",))
+add_up = Op(add_shares, changes=("into_D",))

@@ -6,7 +6,8 @@ are cut off before the weight's gradient. With r = 1 / rms(x) and g = dy * w:
     y = x * r * w      dw = sum over rows of r * (dy * x)
     dx = r * g - x * r^3 * mean(g * x)
 
-On a GPU each way is one kernel. Elsewhere rows are taken in pieces that stay in cache: on a CPU
+On a GPU each way is one kernel, also where a sum comes before or heads are turned by their rows'
+positions after. Elsewhere rows are taken in pieces that stay in cache: on a CPU
 memory traffic is what limits this operation.
 """
 
@@ -19,6 +20,7 @@ from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import RETURNED, GradientSink, made
 from moefold.kernels.norm import fused as kernels
+from moefold.kernels.norm import turned
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import row_pieces, wide_dtype
 
@@ -57,6 +59,23 @@ def sum_and_norm(
     given = (weight.master, weight.value, epsilon, n_valid, sink)
     normed, total = _Fused.apply(x, more, *given)
     return total, normed
+
+
+def norm_and_turn(
+    x_THd: Tensor,
+    weight: Operand,
+    epsilon: float,
+    cos_Tp: Tensor,
+    sin_Tp: Tensor,
+    layout: str,
+    n_valid: int | None,
+    sink: GradientSink,
+) -> Tensor:
+    """Return each head's RMSNorm, rotated, from one kernel; arguments as ``rms_norm`` and
+    ``rotate`` take them."""
+    return _NormAndTurn.apply(
+        x_THd, weight.master, weight.value, epsilon, cos_Tp, sin_Tp, layout, n_valid, sink
+    )
 
 
 class _RmsNorm(Function):
@@ -138,11 +157,41 @@ class _Fused(Function):
             dtotal.flatten(0, -2) if ctx.summed else None,
         )  # fmt: skip
         dx = dx_ND.view(total.shape)
-        dw = sum_of_shares(ctx, share_PD) if ctx.needs_input_grad[2] else None
+        dw = _sum_of_shares(ctx, share_PD) if ctx.needs_input_grad[2] else None
         return dx, dx if ctx.summed else None, dw, None, None, None, None
 
 
-def sum_of_shares(ctx: Any, share_PD: Tensor) -> Tensor | None:
+class _NormAndTurn(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_THd: Tensor,
+        master: Tensor,
+        weight_d: Tensor,
+        epsilon: float,
+        cos_Tp: Tensor,
+        sin_Tp: Tensor,
+        layout: str,
+        n_valid: int | None,
+        sink: GradientSink,
+    ) -> Tensor:
+        ctx.interleaved = layout == "interleaved"
+        given = (x_THd, weight_d, cos_Tp, sin_Tp)
+        y_THd, rstd_TH = turned.forward(*given, epsilon, ctx.interleaved)
+        ctx.save_for_backward(*given, rstd_TH)
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        return y_THd
+
+    @staticmethod
+    def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        valid = dy_THd.shape[0] if ctx.n_valid is None else ctx.n_valid
+        dx_THd, share_Pd = turned.backward(dy_THd, *saved, valid, ctx.interleaved)
+        dw_d = _sum_of_shares(ctx, share_Pd) if ctx.needs_input_grad[1] else None
+        return dx_THd, dw_d, *(None,) * 7
+
+
+def _sum_of_shares(ctx: Any, share_PD: Tensor) -> Tensor | None:
     """Deliver the sum of shares of a weight's gradient to the sink of a function's context."""
 
     def product(into_D: Tensor | None) -> Tensor:

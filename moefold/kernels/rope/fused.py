@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.kernels.fused import Op, jit, power_of_2, tl
+from moefold.kernels.fused import Op, in_rows, jit, power_of_2, tl
 
 ELEMENTS = 2048
 """Of a program's block."""
@@ -163,7 +163,7 @@ def turn_heads(
     y_THd = _like(x_THd)
     (tokens, heads, dims), pairs = x_THd.shape, cos_Tp.shape[1]
     stay = dims - 2 * pairs
-    x_THd = x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
+    x_THd = in_rows(x_THd)
     lanes = power_of_2(stay) if stay else 0, power_of_2(pairs)
     most = max(1, ELEMENTS // (lanes[0] + 2 * lanes[1]))
     block = min(power_of_2(heads), 1 << (most.bit_length() - 1))
@@ -190,7 +190,7 @@ def expand_latents(
     """
     results = _expanded(kv_THx, rope_Tr, cos_Tp, sin_Tp, stay)
     (tokens, heads, dims), pairs = kv_THx.shape, cos_Tp.shape[1]
-    rope_Tr = rope_Tr if rope_Tr.stride(1) == 1 else rope_Tr.contiguous()
+    rope_Tr = in_rows(rope_Tr)
     sizes = stay, dims - stay, pairs
     if tokens:
         _expand[(tokens,)](

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.function import Function
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, blocks, in_rows, jit, power_of_2, tl
 
 ELEMENTS = 1024
 """Of a program's block of rows."""
@@ -306,7 +306,7 @@ def shares_of_sum_backward(dout_TE: Tensor, scores_TE: Tensor) -> Tensor:
     """Return ``dscores_TE``; rows of ``dout_TE`` may be one and the same."""
     dscores_TE = scores_TE.new_empty(scores_TE.shape)
     (rows, experts), block = scores_TE.shape, _block(scores_TE)
-    dout_TE = dout_TE if dout_TE.stride(1) == 1 else dout_TE.contiguous()
+    dout_TE = in_rows(dout_TE)
     if rows:
         _shares_of_sum_backward[(blocks(rows, block[0]),)](
             dout_TE, scores_TE.contiguous(), dscores_TE, rows, experts, dout_TE.stride(0), TINY,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import gather
 from moefold.config.slot import build
-from moefold.kernels.attention.largest import largest_logits
+from moefold.kernels.attention.block import largest_logits
 from moefold.layers.context.gathered import tiles_of
 from moefold.layers.context.sight import Heads, Sight
 from moefold.layers.context.ulysses import on_one_rank
