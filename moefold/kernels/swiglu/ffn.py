@@ -7,6 +7,7 @@ second product, so that its gradient comes from what is there anyway and no outp
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -262,9 +263,7 @@ class _GatedFfn(Function):
             flat = None if into is None else into.view(*into.shape[:-3], -1, into.shape[-1])
             return products.weight_gradient(dh_N2F, x_ND, flat).unflatten(-2, (2, -1))
 
-        def product_out(into: Tensor | None) -> Tensor:
-            return products.weight_gradient(dy_ND, a_NF, into)
-
+        product_out = partial(products.weight_gradient, dy_ND, a_NF)
         dx_ND, inner_back = None, inner.back(dh_N2F)
         if ctx.needs_input_grad[0]:
             dx_ND = products.input_gradient(dh_N2F, w_in.flatten(-3, -2))

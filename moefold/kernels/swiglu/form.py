@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.kernels.gradients import GradientSink, Product
+from moefold.kernels.gradients import GradientSink, Product, made
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import expert_of_rows, wide
 
@@ -130,5 +130,4 @@ class ExpertForm:
         rows = rows.to(bias.master.dtype).masked_fill(~live_R[:, None], 0)
         experts = len(self.offs_E)
         summed = torch.ops.aten.embedding_dense_backward(rows, expert_R, experts, -1, False)
-        summed = summed.view(bias.value.shape)
-        return lambda into: summed if into is None else into.add_(summed)
+        return made(summed.view(bias.value.shape))
