@@ -73,14 +73,11 @@ def scores(
 ) -> Tensor:
     """Return the scores of alike queries and keys, minus infinity where a row does not see."""
     scores_NHSU = q_NHSd @ k_NHUd.mT * scale
-    if band is not None:
-        behind, window = band
-        query_S = torch.arange(scores_NHSU.shape[-2], device=scores_NHSU.device)
-        key_U = torch.arange(scores_NHSU.shape[-1], device=scores_NHSU.device)
-        distance_SU = behind + query_S[:, None] - key_U
-        hidden_SU = (distance_SU < 0) | (distance_SU >= window)
-        return scores_NHSU.masked_fill(hidden_SU, float("-inf"))
-    if not causal:
+    queries, keys = scores_NHSU.shape[-2:]
+    if band is None and not causal:
         return scores_NHSU
-    sees_SU = torch.ones(scores_NHSU.shape[-2:], dtype=torch.bool, device=scores_NHSU.device)
-    return scores_NHSU.masked_fill(~sees_SU.tril(), float("-inf"))
+    behind, window = band or (0, queries)
+    query_S = torch.arange(queries, device=scores_NHSU.device)
+    distance_SU = behind + query_S[:, None] - torch.arange(keys, device=scores_NHSU.device)
+    hidden_SU = (distance_SU < 0) | (distance_SU >= window)
+    return scores_NHSU.masked_fill(hidden_SU, float("-inf"))
