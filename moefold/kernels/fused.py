@@ -1,7 +1,8 @@
 """Own kernels in Triton: its one import, when rows go through them, and how torch knows the ops.
 
 Triton comes with the builds of torch that know a device. Where it is not there, kernels are plain
-functions that nothing calls, so that every file that holds some imports anywhere.
+functions that nothing calls, so that every file that holds some imports anywhere. A kernel lists
+its pointers first, then numbers, then what it is compiled for.
 """
 
 import sys

@@ -15,14 +15,10 @@ WARPS = 8
 
 @jit
 def _statistics(
-    logits,
-    labels,
-    stats,
-    rows,
-    width,
-    first,
+    logits, labels, stats,
+    rows, width, first,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * width
     most = tl.full((), float("-inf"), tl.float32)
@@ -43,14 +39,10 @@ def _statistics(
 
 @jit
 def _gradient(
-    logits,
-    labels,
-    normaliser,
-    weight,
-    width,
-    first,
+    logits, labels, normaliser, weight,
+    width, first,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

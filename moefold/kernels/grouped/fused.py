@@ -63,22 +63,11 @@ def _tile_rows(offs, number, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @jit
 def _product(
-    x,
-    w,
-    offs,
-    y,
-    groups,
-    columns,
-    depth,
-    w_group,
-    w_column,
-    w_depth,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
+    x, w, offs, y,
+    groups, columns, depth, w_group, w_column, w_depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
     TOGETHER: tl.constexpr,
-):
+):  # fmt: skip
     """Compute one tile of ``y[r] = w[group of r] x[r]``; ``w`` with its strides."""
     wave = TOGETHER * tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
@@ -106,20 +95,10 @@ def _product(
 
 @jit
 def _weight_gradient(
-    dy,
-    x,
-    offs,
-    dw,
-    out,
-    width,
-    dw_group,
-    dw_out,
-    dw_in,
-    ADD: tl.constexpr,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    dy, x, offs, dw,
+    out, width, dw_group, dw_out, dw_in,
+    ADD: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """Compute one tile of ``dw[g] = dy[rows of g]^T x[rows of g]``, on top of what is there."""
     group = tl.program_id(2)
     start = tl.load(offs + group - 1, mask=group > 0, other=0)

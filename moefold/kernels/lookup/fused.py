@@ -14,15 +14,10 @@ ROWS, COLUMNS = 8, 256
 
 @jit
 def _add_runs(
-    rows,
-    ids,
-    order,
-    into,
-    count,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    rows, ids, order, into,
+    count, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

@@ -20,20 +20,10 @@ SHARES = 512
 
 @jit
 def _forward(
-    x,
-    more,
-    weight,
-    total,
-    y,
-    rstd,
-    rows,
-    width,
-    x_stride,
-    epsilon,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, more, weight, total, y, rstd,
+    rows, width, x_stride, epsilon,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -54,21 +44,10 @@ def _forward(
 
 @jit
 def _backward(
-    dy,
-    x,
-    more,
-    weight,
-    rstd,
-    dx,
-    shares,
-    rows,
-    valid,
-    width,
-    x_stride,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dy, x, more, weight, rstd, dx, shares,
+    rows, valid, width, x_stride,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -95,13 +74,10 @@ def _backward(
 
 @jit
 def _add_up(
-    shares,
-    into,
-    count,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    shares, into,
+    count, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, count, ROWS):

@@ -23,20 +23,10 @@ TILE = 1024
 
 @jit
 def _forward(
-    x,
-    weight,
-    cos,
-    sin,
-    y,
-    rstd,
-    heads,
-    pairs,
-    epsilon,
-    FIRST: tl.constexpr,
-    APART,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+    x, weight, cos, sin, y, rstd,
+    heads, pairs, epsilon,
+    FIRST: tl.constexpr, APART, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
     some, dim = pair < pairs, pair * FIRST
     w_a = tl.load(weight + dim, mask=some, other=0.0).to(tl.float32)[None, :]
@@ -59,23 +49,10 @@ def _forward(
 
 @jit
 def _backward(
-    dy,
-    x,
-    weight,
-    cos,
-    sin,
-    rstd,
-    dx,
-    shares,
-    rows,
-    valid,
-    heads,
-    pairs,
-    FIRST: tl.constexpr,
-    APART,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+    dy, x, weight, cos, sin, rstd, dx, shares,
+    rows, valid, heads, pairs,
+    FIRST: tl.constexpr, APART, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     program, pair = tl.program_id(0), tl.arange(0, PAIRS)
     some, dim = pair < pairs, pair * FIRST
     w_a = tl.load(weight + dim, mask=some, other=0.0).to(tl.float32)[None, :]

@@ -10,8 +10,9 @@ from moefold.kernels.fused import Op, jit, row_blocks, tl
 
 @jit
 def _move(
-    source, target, pages, into_pages, count, number, into_number, width, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    source, target, pages, into_pages, count,
+    number, into_number, width,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Copy the rows that count; those of a side without pages lie in order."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

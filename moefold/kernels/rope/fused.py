@@ -24,22 +24,11 @@ def _turned(a, b, c, s, BACK: tl.constexpr):
 
 @jit
 def _heads(
-    x,
-    cos,
-    sin,
-    y,
-    heads,
-    stay,
-    pairs,
-    row_stride,
-    head_stride,
-    FIRST: tl.constexpr,
-    APART,
-    BACK: tl.constexpr,
-    HEADS: tl.constexpr,
-    STAY: tl.constexpr,
+    x, cos, sin, y,
+    heads, stay, pairs, row_stride, head_stride,
+    FIRST: tl.constexpr, APART, BACK: tl.constexpr, HEADS: tl.constexpr, STAY: tl.constexpr,
     PAIRS: tl.constexpr,
-):
+):  # fmt: skip
     """Turn the last dims of a row's heads."""
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
     some, first = pair < pairs, (stay + pair * FIRST)[None, :]
@@ -63,24 +52,11 @@ def _heads(
 
 @jit
 def _expand(
-    kv,
-    rope,
-    cos,
-    sin,
-    k,
-    v,
-    heads,
-    stay,
-    values,
-    pairs,
-    rope_stride,
-    FIRST: tl.constexpr,
-    APART,
-    HEADS: tl.constexpr,
-    STAY: tl.constexpr,
-    VALUES: tl.constexpr,
+    kv, rope, cos, sin, k, v,
+    heads, stay, values, pairs, rope_stride,
+    FIRST: tl.constexpr, APART, HEADS: tl.constexpr, STAY: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr,
-):
+):  # fmt: skip
     """Write a row's keys, with one position part for all heads, and its values."""
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
     n, m = tl.arange(0, STAY)[None, :], tl.arange(0, VALUES)[None, :]
@@ -109,23 +85,11 @@ def _expand(
 
 @jit
 def _expand_backward(
-    dk,
-    dv,
-    cos,
-    sin,
-    dkv,
-    drope,
-    heads,
-    stay,
-    values,
-    pairs,
-    FIRST: tl.constexpr,
-    APART,
-    HEADS: tl.constexpr,
-    STAY: tl.constexpr,
-    VALUES: tl.constexpr,
+    dk, dv, cos, sin, dkv, drope,
+    heads, stay, values, pairs,
+    FIRST: tl.constexpr, APART, HEADS: tl.constexpr, STAY: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute a row's gradients: the position part's is the sum over heads, turned back."""
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
     n, m = tl.arange(0, STAY)[None, :], tl.arange(0, VALUES)[None, :]

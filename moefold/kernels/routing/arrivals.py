@@ -20,17 +20,10 @@ MOST_CELLS = 8192
 
 @jit
 def _counted(
-    ends,
-    mine,
-    numbers,
-    coming,
-    ranks,
-    slices,
-    local,
-    here,
-    SENDERS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    ends, mine, numbers, coming,
+    ranks, slices, local, here,
+    SENDERS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Count what goes to some ranks and what comes from some senders."""
     x, e = tl.program_id(0) * SENDERS + tl.arange(0, SENDERS), tl.arange(0, EXPERTS)
     end = tl.load(mine + x * local + local - 1, mask=x < ranks, other=0)
@@ -51,17 +44,10 @@ def _counted(
 
 @jit
 def _arrange(
-    coming,
-    token,
-    row,
-    offs,
-    rows,
-    senders,
-    experts,
-    ROWS: tl.constexpr,
-    SENDERS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    coming, token, row, offs,
+    rows, senders, experts,
+    ROWS: tl.constexpr, SENDERS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Say where each arrived row of a block belongs."""
     x, e = tl.arange(0, SENDERS)[:, None], tl.arange(0, EXPERTS)[None, :]
     there = (x < senders) & (e < experts)

@@ -48,24 +48,10 @@ def _added_up(shares, column, programs, width, PIECE: tl.constexpr, COLUMNS: tl.
 
 @jit
 def _tally(
-    shares,
-    load,
-    sent,
-    by_rank,
-    load_sum,
-    sent_sum,
-    tokens,
-    plain_sum,
-    probability_sum,
-    so_far,
-    programs,
-    experts,
-    valid,
-    ranks,
-    last,
-    PIECE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    shares, load, sent, by_rank, load_sum, sent_sum, tokens, plain_sum, probability_sum, so_far,
+    programs, experts, valid, ranks, last,
+    PIECE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Add a micro-batch to the counters of some experts."""
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = e < experts
@@ -90,17 +76,10 @@ def _tally(
 
 @jit
 def _load_balance(
-    shares,
-    counts,
-    value,
-    weight,
-    programs,
-    experts,
-    top_k,
-    population,
-    PIECE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    shares, counts, value, weight,
+    programs, experts, top_k, population,
+    PIECE: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Compute the value and what each expert's probability weighs in it."""
     e = tl.arange(0, EXPERTS)
     count = tl.load(counts + e, mask=e < experts, other=0)
@@ -140,16 +119,10 @@ def _mean(shares, value, programs, population, PROGRAMS: tl.constexpr):
 
 @jit
 def _squares_backward(
-    dvalue,
-    logits,
-    lse,
-    dlogits,
-    rows,
-    experts,
-    population,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    dvalue, logits, lse, dlogits,
+    rows, experts, population,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
     at = t[:, None] * experts + e[None, :]
@@ -171,16 +144,10 @@ def _shares_of_sum(scores, out, rows, experts, tiny, ROWS: tl.constexpr, EXPERTS
 
 @jit
 def _shares_of_sum_backward(
-    dout,
-    scores,
-    dscores,
-    rows,
-    experts,
-    row_stride,
-    tiny,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    dout, scores, dscores,
+    rows, experts, row_stride, tiny,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
     at = t[:, None] * experts + e[None, :]

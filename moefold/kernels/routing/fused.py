@@ -38,21 +38,11 @@ def _key(value):
 
 @jit
 def _select(
-    scores,
-    bias,
-    valid,
-    ids,
-    tokens,
-    experts,
-    groups,
-    K: tl.constexpr,
-    KEEP: tl.constexpr,
-    BEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NONE: tl.constexpr,
-):
+    scores, bias, valid, ids,
+    tokens, experts, groups,
+    K: tl.constexpr, KEEP: tl.constexpr, BEST: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, SLOTS: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
     """Choose the experts of a block of rows; experts lie [GROUPS, SLOTS], both padded."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     g, s = tl.arange(0, GROUPS), tl.arange(0, SLOTS)
@@ -104,21 +94,10 @@ def _count(bucket, counts, copies, chunk, LANES: tl.constexpr, PIECE: tl.constex
 
 @jit
 def _place(
-    bucket,
-    counts,
-    token,
-    copy,
-    row,
-    offs,
-    copies,
-    tokens,
-    top_k,
-    buckets,
-    chunks,
-    chunk,
-    LANES: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    bucket, counts, token, copy, row, offs,
+    copies, tokens, top_k, buckets, chunks, chunk,
+    LANES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     """Give each copy of a chunk its row, from the counts of all chunks."""
     number, lane, p = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, PIECE)
     total = tl.zeros((LANES,), tl.int32)
@@ -165,18 +144,10 @@ def _shares(value, inside, epsilon, RULE: tl.constexpr):
 
 @jit
 def _weigh(
-    scores,
-    ids,
-    weights,
-    tokens,
-    experts,
-    top_k,
-    epsilon,
-    scale,
-    RULE: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    scores, ids, weights,
+    tokens, experts, top_k, epsilon, scale,
+    RULE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Weigh the chosen scores of a block of rows."""
     t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < top_k)[None, :]
@@ -189,20 +160,11 @@ def _weigh(
 
 @jit
 def _weigh_backward(
-    dweights,
-    scores,
-    ids,
-    dscores,
-    tokens,
-    experts,
-    epsilon,
-    scale,
-    RULE: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    LANES: tl.constexpr,
+    dweights, scores, ids, dscores,
+    tokens, experts, epsilon, scale,
+    RULE: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
     EXPERTS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the gradient of all scores of a block of rows, from that of the chosen weights."""
     t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < K)[None, :]

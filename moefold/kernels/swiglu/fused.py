@@ -15,15 +15,10 @@ COLUMNS = 256
 
 @jit
 def _forward(
-    h,
-    p,
-    a,
-    rows,
-    width,
-    WEIGHTED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    h, p, a,
+    rows, width,
+    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -39,18 +34,10 @@ def _forward(
 
 @jit
 def _backward(
-    h,
-    p,
-    da,
-    dh,
-    dp,
-    a,
-    rows,
-    width,
-    WEIGHTED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    h, p, da, dh, dp, a,
+    rows, width,
+    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     weight_grad = tl.zeros((ROWS,), tl.float32)
     weight = tl.full((ROWS,), 1.0, tl.float32)
