@@ -183,7 +183,8 @@ class Layout(Record):
     ) -> Iterator[Violation]:
         """Yield where room is stated that even an even routing lacks."""
         sizes = self.split
-        routings = (s.routing for s in model.specs if getattr(s, "capacity", None) is None)
+        # Of layers that send all copies, whatever their routing is.
+        routings = (s.routing for s in model.specs if not getattr(s, "drops", False))
         top_k = max((one.top_k for one in routings if one is not None), default=0)
         sent = rows // (sizes.tp * sizes.cp) * top_k
         least = -(-sent // sizes.ep) if dispatch.of_pair else sent

@@ -7,9 +7,10 @@ from moefold.config.errors import RunError
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
-from moefold.moe.config import Moe, Router
+from moefold.moe.config import ExpertChoice, Idle, IdleRouter, Moe, Router
 from moefold.moe.dispatch.config import Spread
 from moefold.parallel.config import Layout
+from moefold.proof.subjects import DENSE, GQA, decoder, moe
 from moefold.run import load_run
 from moefold.spec.decoder import needs
 
@@ -90,6 +91,23 @@ def test_room_below_the_mean_is_refused(sizes: str, kind: str, least: int) -> No
             load_run("tiny", asked(least - 1))
         (found,) = error.value.violations
         assert (found.path, found.nearest) == (("layout", "dispatch", "max_rows"), least)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        IdleRouter(experts=8, top_k=4, idle=Idle(identity=8)),
+        ExpertChoice(experts=8, top_k=4, most=2),
+    ],
+)
+def test_room_for_fewer_copies_than_top_k_is_no_fault_where_a_token_may_have_fewer(
+    router: Router,
+) -> None:
+    """Half of the choices compute nothing, or no token keeps more than half of its experts."""
+    model = needs(decoder(GQA, DENSE, moe(router=router)), 32)
+    padded = {"kind": "padded", "max_rows": 40}
+    layout = Layout(sizes="ep2", dispatch=padded)  # type: ignore[arg-type]
+    assert [found.rule for found in layout.violations(model, 32)] == []
 
 
 PADDED = ["layout.sizes=ep4", "layout.dispatch={kind: padded, max_rows: 4096}"]
