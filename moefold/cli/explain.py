@@ -319,7 +319,7 @@ class Picture:
             world,
             Folding(sizes, world, layout.order) if fits else None,
             stages,
-            layout.way,
+            layout.ordered_by.way,
             tuple(dealt) if held else None,
             tuple(v if v.path == ("world",) else v.under("layout") for v in found),
         )

@@ -431,13 +431,13 @@ def sum_counters(balances: Sequence[Balance], ranks: Group) -> None:
 
 
 def sum_by(values_TX: Tensor, population_T: Tensor | None, populations: int) -> Tensor:
-    """Return the sum [N, ...] of each population's rows, in the widest dtype of the device.
+    """Return the sum [N, ...] of each population's rows, in float64 where the device has it.
 
     Without ``population_T`` all rows are one. With it, a CUDA device adds in any order unless torch
     runs deterministically; that moves the last bits of values only, as no term's gradient depends
     on such a sum.
     """
-    dtype = _wide(values_TX)
+    dtype = values_TX.dtype if values_TX.device.type == "mps" else torch.float64
     if population_T is None:
         return values_TX.sum(0, keepdim=True, dtype=dtype)
     sums_NX = values_TX.new_zeros((populations, *values_TX.shape[1:]), dtype=dtype)
@@ -453,11 +453,6 @@ def count_by(
         return count(experts_TK, experts)[None]
     cell_TK = population_T[:, None] * experts + experts_TK
     return count(cell_TK, populations * experts).view(populations, experts)
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    """Return float64 where the device has it, so that a reported value is not lost in a sum."""
-    return values.dtype if values.device.type == "mps" else torch.float64
 
 
 def _evenness(share_E: Tensor) -> Tensor:

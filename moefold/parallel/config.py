@@ -15,7 +15,7 @@ from moefold.config.fields import OnDisk
 from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import size_violations
-from moefold.mesh.pipeline import Stages, Way
+from moefold.mesh.pipeline import Stages
 from moefold.moe.dispatch.config import DISPATCH, AllToAll, Clones, Dispatch, FixedRoom, Foreign
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, tabulate
 from moefold.schedule.table import Table
@@ -250,12 +250,8 @@ class Layout(Record):
         """Return what each stage holds of a model with so many layers, and of further tokens."""
         if self.stages is not None:
             return Stages.parse(self.stages)
-        return Stages.balanced(self.split.pp, self.split.vpp, layers, multi_token, self.way)
-
-    @property
-    def way(self) -> Way:
-        """The way in which stages are dealt out to the ranks of the pipeline."""
-        return self.ordered_by.way
+        sizes, way = self.split, self.ordered_by.way
+        return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, way)
 
     @property
     def split(self) -> Sizes:

@@ -23,8 +23,7 @@ def gpipe(record: GPipe, p: int, v: int, m: int) -> Table:
     the next chunk's. Bubble (p - 1)(F + B) from m = p on; all m * v chunks are in flight at the
     turn. Every rank has the same line.
     """
-    line: Line = (*_forwards(v, m, m), *_backwards(v, m, m))
-    return Table((line,) * p, chunks=v, micro_batches=m)
+    return Table((_steady(m * v, v, m, m),) * p, v, m)
 
 
 def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.dispatch.base import Dispatched, Handle, permute
@@ -84,14 +83,14 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
         """Return the one buffer for rows of so many bytes; it holds no rows between calls."""
         kind, group = self._module.Buffer, world.group("ep")
-        row_bytes = x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
-        return world.kept((kind, row_bytes), lambda: _buffer(kind, group, row_bytes))
+        ranks, row_bytes = group.size, x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
 
+        def make() -> Any:
+            """Make one of the size that the back end's own configurations hint at."""
+            asked = kind.get_dispatch_config, kind.get_combine_config
+            configs = [config(num_ranks=ranks) for config in asked]
+            nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
+            rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
+            return kind(group=group.handle, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
 
-def _buffer(kind: Any, group: Group, row_bytes: int) -> Any:
-    """Make a buffer of the size that the back end's own configurations hint at."""
-    ranks = group.size
-    configs = [kind.get_dispatch_config(num_ranks=ranks), kind.get_combine_config(num_ranks=ranks)]
-    nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
-    rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
-    return kind(group=group.handle, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
+        return world.kept((kind, row_bytes), make)

@@ -92,7 +92,7 @@ class StateOffload:
         """Begin to bring tensors; what is returned waits until they are there."""
         under_way = []
         for tensor, slot in self._moving(tensors):
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            tensor.untyped_storage().resize_(tensor.nbytes)
             under_way.append(self.begin(partial(slot.get, _bytes(tensor))))
         return lambda: _wait(under_way)
 
@@ -206,7 +206,7 @@ class OffloadedOptimizer(Optimizer):
         for name in part.optimizer.params:
             grad = self.params[name].grad
             assert grad is not None
-            passing[name] = offload.pool.take(_size(grad)).view(grad.dtype).view(grad.shape)
+            passing[name] = offload.pool.take(grad.nbytes).view(grad.dtype).view(grad.shape)
             copies.append(offload.begin(partial(passing[name].copy_, grad, non_blocking=True)))
 
         def wait() -> None:
@@ -226,7 +226,7 @@ class OffloadedOptimizer(Optimizer):
             return offload.leave(part.tensors)
         for master in part.optimizer.params.values():
             assert master.grad is not None
-            offload.pool.adopt(-_size(master.grad))
+            offload.pool.adopt(-master.grad.nbytes)
             master.grad = None
         going = [offload.begin(partial(b.narrow, b.master_L)) for b in part.buckets]
         # Their memory may go once both copies are made.
@@ -247,10 +247,6 @@ def _key(tensor: Tensor) -> int:
 def _bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's whole memory as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _wait(under_way: Sequence[Future[Any]]) -> None:

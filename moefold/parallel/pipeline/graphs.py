@@ -5,21 +5,16 @@ issues the next.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
-from moefold.parallel.data.bucket import Bucket
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Factors, ScaledLoss, StepResult, run_step
 from moefold.parallel.pipeline.partial import PartGraphs
 from moefold.parallel.pipeline.recording import (
     CudaGraphs,
-    Graph,
     GraphRecorder,
     Shapes,
     refill,
@@ -30,11 +25,9 @@ from moefold.parallel.pipeline.recording import (
 def executor_of(
     data: ShardedState, record: Callable[[], GraphRecorder] | None = None
 ) -> Callable[..., Any]:
-    """Return what runs each step, by ``layout.graphs``.
+    """Return what runs each step of some parts, by ``layout.graphs``.
 
-    Args:
-        data: the model's parts.
-        record: makes recorders, where it is not CUDA that records.
+    ``record`` makes recorders, where it is not CUDA that records.
     """
     placed = data.placed
     if record is None and placed.world.device.type == "cuda":
@@ -47,52 +40,16 @@ def executor_of(
     return StepGraphs(data, record)
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """A graph, what it reads, and what it leaves.
-
-    Attributes:
-        graph: all launches of the step.
-        flows: the micro-batches whose rows it reads.
-        factors: those it reads.
-        gradients: of each parameter, None for one that got none.
-        sums: of each bucket, its whole gradients and this rank's sums, where there are any.
-        left: losses and router terms.
-    """
-
-    graph: Graph
-    flows: Sequence[Flow]
-    factors: Factors
-    gradients: list[tuple[Tensor, Tensor | None]]
-    sums: list[tuple[Bucket, Tensor | None, Tensor | None]]
-    left: StepResult
-
-    def replay(self, flows: Sequence[Flow], factors: Factors) -> StepResult:
-        """Run the graph on other micro-batches of the same shape."""
-        for old, new in zip(self.flows, flows, strict=True):
-            refill(old, new)
-            new.overflow[:] = old.overflow
-        for old, new in zip(self.factors, factors, strict=True):
-            old.copy_(new)
-        self.graph()
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        for bucket, whole, summed_L in self.sums:
-            bucket.gradients, bucket.summed_L = whole, summed_L
-        return self.left
+Replay = Callable[[Sequence[Flow], Factors], StepResult]
+"""Runs a step's graph on micro-batches of the shape that it was recorded of."""
 
 
 class StepGraphs:
-    """Runs steps: by a graph of their shape where there is one, or as they are.
-
-    Args:
-        data: the model's parts.
-        record: makes recorders.
-    """
+    """Runs steps of some parts: by a graph of their shape where there is one, or as they are."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
         self._data, self._record, self._shapes = data, record, Shapes()
-        self.recorded: dict[Hashable, RecordedStep] = {}
+        self.recorded: dict[Hashable, Replay] = {}
 
     def __call__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
@@ -108,18 +65,18 @@ class StepGraphs:
             bucket.wait_unshard()  # begun by the update, which is no part of the graph
         if key not in self.recorded:
             self.recorded[key] = self._recorded(placed, flows, factors, loss)
-        return self.recorded[key].replay(flows, factors)
+        return self.recorded[key](flows, factors)
 
     def _recorded(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
-    ) -> RecordedStep:
+    ) -> Replay:
         # Copies: the step's own tensors are let go with it.
-        factors = Factors(*(factor.clone() for factor in factors))
-        flows = [static_copy(flow) for flow in flows]
+        own_factors = Factors(*(factor.clone() for factor in factors))
+        own_flows = [static_copy(flow) for flow in flows]
         buckets = list(self._data.buckets)
 
         def passes() -> StepResult:
-            left = run_step(placed, flows, factors, loss)
+            left = run_step(placed, own_flows, own_factors, loss)
             for bucket in buckets:
                 bucket.wait_reduce()
             return left
@@ -128,4 +85,18 @@ class StepGraphs:
         given = [*placed.model.parameters(), *self._data.params.values()]
         gradients = [(one, one.grad) for one in given]
         sums = [(one, one.gradients, one.summed_L) for one in buckets]
-        return RecordedStep(graph, flows, factors, gradients, sums, left)
+
+        def replay(flows: Sequence[Flow], factors: Factors) -> StepResult:
+            for old, new in zip(own_flows, flows, strict=True):
+                refill(old, new)
+                new.overflow[:] = old.overflow
+            for old, new in zip(own_factors, factors, strict=True):
+                old.copy_(new)
+            graph()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for bucket, whole, summed_L in sums:
+                bucket.gradients, bucket.summed_L = whole, summed_L
+            return left
+
+        return replay

@@ -8,7 +8,7 @@ are in flight at once. Graphs of a pass share memory in the order of its parts, 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,23 +28,17 @@ from moefold.parallel.pipeline.recording import (
 from moefold.parallel.pipeline.subgraph import Gradients, Subgraph, detached
 
 
-@dataclass
-class RecordedPart:
-    """A graph of one way through a part.
-
-    Attributes:
-        graph: its launches.
-        static_inputs: what it reads of other parts, and values of the host.
-        static_outputs: what it leaves.
-        form: of the record that it leaves.
-        waiting: products of weights that it puts on the pass's queue.
-    """
+class RecordedPart(NamedTuple):
+    """A graph of one way through a part."""
 
     graph: Graph
     static_inputs: tuple[Any, ...]
+    """What it reads of other parts, and values of the host."""
     static_outputs: tuple[Any, ...]
     form: Any
+    """Of the record that it leaves."""
     waiting: Sequence[Any]
+    """Products of weights that it puts on the pass's queue."""
 
     def take(self, values: Sequence[Any]) -> None:
         """Copy values to where the graph reads them, but those that lie there."""
@@ -58,18 +52,14 @@ class RecordedPart:
 
 @dataclass
 class GraphedPass:
-    """Graphs of one pass through a chunk, for one micro-batch at a time.
-
-    Attributes:
-        key: chunk and shape.
-        flow: whose rows they read.
-        holds: whether a segment of a block is one of its graphs, given which of them exchange.
-        record: makes its graphs.
-    """
+    """Graphs of one pass through a chunk, for one micro-batch at a time."""
 
     key: Hashable
+    """Chunk and shape."""
     flow: Flow
+    """Whose rows they read."""
     holds: Callable[[int, Sequence[bool]], bool]
+    """Whether a segment of a block is one of its graphs, given which of them exchange."""
     record: GraphRecorder
     _parts: dict[Hashable, RecordedPart] = field(default_factory=dict)
     _static: set[int] = field(default_factory=set)
@@ -146,12 +136,7 @@ class GraphedPart:
 
 
 class PartGraphs:
-    """Graphs of passes, for those whose shape is known.
-
-    Args:
-        data: the model's parts.
-        record: makes recorders.
-    """
+    """Graphs of passes through some parts, for those whose shape is known."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
         self._record, self._shapes = record, Shapes()

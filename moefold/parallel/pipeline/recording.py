@@ -78,7 +78,11 @@ class Shapes:
 
         NCCL asks that ranks record what they say to each other alike, and replay it alike.
         """
-        keys, world = [shape_key(flow) for flow in flows], placed.world
+        keys: list[Hashable | None] = [
+            None if flow.exact else (flow.rows.rows, flow.rows.n_valid, flow.rows.lengths)
+            for flow in flows
+        ]
+        world = placed.world
         said = [[self.moved(placed), *(hash(key or ()) for key in keys)]]
         if world.size > 1:
             with world.recorder.module("graphs"):
@@ -118,13 +122,6 @@ class Shapes:
 def _recording_stream() -> torch.cuda.Stream:
     """Return the one stream that graphs are recorded on, so that a backward is on its forward's."""
     return torch.cuda.Stream()
-
-
-def shape_key(flow: Flow) -> Hashable | None:
-    """Return what of a micro-batch a graph of its pass holds; None where no graph can."""
-    rows = flow.rows
-    known = rows.rows, rows.n_valid, rows.lengths
-    return None if flow.exact else known
 
 
 def refill(old: Flow, new: Flow) -> None:
