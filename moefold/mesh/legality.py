@@ -27,14 +27,9 @@ def size_violations(
     order: Order = ORDERS[0],
     stages: str | None = None,
 ) -> list[Violation]:
-    """Return everything that is not legal, each with the nearest legal value.
+    """Return all of what is asked that is not legal, each with the nearest legal value.
 
-    Args:
-        sizes: what is asked.
-        model: what the model asks.
-        world: number of ranks, where it is fixed.
-        order: order of ranks.
-        stages: pipeline layout as text; balanced where there is none.
+    ``world`` is the number of ranks, where it is fixed; without ``stages`` these are balanced.
     """
     most = max(model.layers, _stage_count(stages))
     fits = world is not None and world > 0 and world % sizes.smallest_world == 0

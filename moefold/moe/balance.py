@@ -235,12 +235,10 @@ class Counters(ExactBuffers):
     def __init__(self, experts: int, averages: bool = False) -> None:
         super().__init__()
         self.summed = ("load_E", "sent_E", "tokens", "probability_E", *("wanted_X",) * averages)
-        wanted_X = torch.zeros((experts + 1) * averages, dtype=torch.int64)
-        self.register_buffer("wanted_X", wanted_X, persistent=False)
-        for name in ("load_E", "sent_E", "plain_E"):
-            zeros_E = torch.zeros(experts, dtype=torch.int64)
-            self.register_buffer(name, zeros_E, persistent=False)
-        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64), persistent=False)
+        integers = {"load_E": (experts,), "sent_E": (experts,), "plain_E": (experts,), "tokens": ()}
+        integers["wanted_X"] = ((experts + 1) * averages,)
+        for name, shape in integers.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64), persistent=False)
         zeros_E = torch.zeros(experts, dtype=torch.float32)
         self.register_buffer("probability_E", zeros_E, persistent=False)
 
@@ -253,14 +251,7 @@ class Counters(ExactBuffers):
         by_rank_DE: Tensor | None,
         rank: int,
     ) -> Tensor | None:
-        """Count a micro-batch.
-
-        Args:
-            observed: its rows.
-            routed: what is sent of them.
-            load_E: int64 choices of each expert.
-            by_rank_DE: int64 plain choices on each data rank; None where no term reads them.
-            rank: of the data ranks.
+        """Count a micro-batch, given the choices of each expert, and the plain ones by data ranks.
 
         Returns:
             int64 [E] plain choices counted before, and on data ranks up to this one; None where no

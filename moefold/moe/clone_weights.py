@@ -44,12 +44,7 @@ def take_home(
 ) -> list[Tensor]:
     """Return [e, ...]: the sum of what all clones of this rank's experts have as gradients.
 
-    Args:
-        gradients: of the clones that are here, [s, ...] each.
-        expert_Ps: int64 expert in each slot of each rank; E where there is none.
-        experts: E.
-        ranks: of ``ep``.
-        label: of the recorder.
+    ``gradients`` [s, ...] are those of the clones that are here; slots without one say E.
     """
     came = _even(_cut(gradients, ranks.size), ranks, label)
     total_EN = came.new_zeros(experts + 1, came.shape[1])

@@ -39,14 +39,7 @@ class ClonePlan(NamedTuple):
 
 @torch.no_grad()
 def plan_clones(experts_TK: Tensor, experts: int, record: Clones, world: World) -> ClonePlan:
-    """Exchange counts, and return where each copy goes.
-
-    Args:
-        experts_TK: int64 ids of experts; E for copies that are not sent.
-        experts: E.
-        record: how many slots there are, and what a clone takes at least.
-        world: the groups over which experts live.
-    """
+    """Exchange counts, and return where each copy goes; E says that one is not sent."""
     ranks = world.group("ep").size
     order = sort_copies(experts_TK, experts)
     counts_XE = gather_counts(order.counts_B, world).flatten(0, 1)

@@ -23,13 +23,9 @@ from moefold.moe.rounds import Rounds
 
 
 class LayerDispatch:
-    """The three parts of a layer that a dispatcher is asked for.
+    """The three parts of a layer, of some name, that the layout's dispatcher is asked for.
 
-    Args:
-        record: the layout's dispatcher.
-        experts: their number in the layer.
-        name: of the layer.
-        of: the experts, which say what rows travel as.
+    Experts, where there are any, say what rows travel as.
     """
 
     def __init__(self, record: Record, experts: int, name: str, of: Experts | None = None) -> None:

@@ -35,13 +35,7 @@ RunExperts = Callable[[Dispatched, Flow], Tensor]
 
 
 class Rounds:
-    """The second try of a layer whose dispatcher has fixed room.
-
-    Args:
-        record: the dispatcher's.
-        experts: E.
-        name: of the layer.
-    """
+    """The second try of a layer, of some name, whose dispatcher has fixed room."""
 
     def __init__(self, record: FixedRoom, experts: int, name: str) -> None:
         self._record, self._experts, self._name = record, experts, name

@@ -76,14 +76,10 @@ def best(values_TE: Tensor, k: int) -> Tensor:
 def drop(
     experts_TK: Tensor, weights_TK: Tensor | None, token_T: Tensor, limit: int, experts: int
 ) -> Tensor:
-    """Return which copies [T, K] stay when no expert takes more than ``limit`` of them.
+    """Return which copies [T, K] stay when no expert takes more than ``limit`` of all rows'.
 
-    Args:
-        experts_TK: expert ids; copies of the sentinel ``experts`` never stay.
-        weights_TK: the largest stay, ties by lowest global token id; None keeps the lowest ids.
-        token_T: global token ids.
-        limit: copies per expert, over all rows.
-        experts: number of experts E.
+    The largest weights stay, ties by lowest global token id; without weights the lowest ids. Copies
+    of the sentinel ``experts`` never stay.
     """
     top_k = experts_TK.shape[1]
     # Stable sorts from the least significant key to the most: token, weight, expert.

@@ -164,10 +164,8 @@ class Layout(Record):
             yield Violation(("zero",), self.zero, rule, most)
 
     def step_violations(self, micro_batches: int) -> Iterator[Violation]:
-        """Yield what keeps the schedule from running a step, however many data ranks share it.
-
-        Args:
-            micro_batches: of a step, on all data ranks together.
+        """Yield what keeps the schedule from running a step of so many micro-batches, on all data
+        ranks together, however many of these share it.
         """
         sizes = self.split
         if sizes.pp == 1:

@@ -111,13 +111,9 @@ class Dispatcher(Generic[Config]):
 def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Dispatched:
     """Sort copies by the experts that are here: the last part of every dispatch.
 
-    Args:
-        tokens: rows; ``experts`` stands for an entry whose expert is not here.
-        experts: number of experts here.
-        rows: how many copies there are, where the host knows; T * K rows otherwise.
-
-    Returns:
-        Rows and the handle (token_R, row_TK) that ``collect`` brings their results back with.
+    ``experts``, their number, stands for an entry whose expert is not here; ``rows`` says how many
+    copies there are, where the host knows: T * K otherwise. The handle (token_R, row_TK) is what
+    ``collect`` brings their results back with.
     """
     order = sort_copies(tokens.experts_TK, experts, tokens.no_drop)
     x_TD, weights_TK, _, no_drop = tokens

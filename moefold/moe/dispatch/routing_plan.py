@@ -67,12 +67,9 @@ class Permutation(NamedTuple):
 
 
 def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Permutation:
-    """Sort copies by bucket.
+    """Sort copies by bucket; ``buckets``, one past the last, says "none".
 
-    Args:
-        buckets_TK: int64 bucket of each entry; ``buckets``, one past the last, for none.
-        buckets: their number B.
-        no_drop: the host knows that no entry says "none".
+    ``no_drop``: the host knows that no entry does.
     """
     if fused(buckets_TK) and buckets <= kernels.MOST_BUCKETS:
         return Permutation(*kernels.order(buckets_TK, buckets))
@@ -143,16 +140,11 @@ def sort_arrived(counts_Xe: Tensor, rows: int) -> Permutation:
     """Sort so many rows by expert that lie by sender and then by expert."""
     senders, experts = counts_Xe.shape
     if not (through(counts_Xe.device.type) and arrivals.fits(senders, experts)):
-        return sort_copies(experts_of_rows(counts_Xe, rows)[:, None], experts, no_drop=True)
+        ids_X = torch.arange(experts, device=counts_Xe.device).repeat(senders)
+        expert_R = ids_X.repeat_interleave(counts_Xe.flatten(), output_size=rows)
+        return sort_copies(expert_R[:, None], experts, no_drop=True)
     token_R, row_R, offs_e = arrivals.arrange(counts_Xe, rows)
     return Permutation(token_R, token_R, row_R[:, None], offs_e)
-
-
-def experts_of_rows(counts_XE: Tensor, rows: int) -> Tensor:
-    """Return int64 [rows]: the expert of each row, where rows lie by sender and then by expert."""
-    senders, experts = counts_XE.shape
-    ids_X = torch.arange(experts, device=counts_XE.device).repeat(senders)
-    return ids_X.repeat_interleave(counts_XE.flatten(), output_size=rows)
 
 
 class ExchangePlan(NamedTuple):

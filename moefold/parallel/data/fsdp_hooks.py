@@ -16,10 +16,8 @@ Units = Mapping[str, Sequence[Bucket]]
 class GradReducer:
     """When the gradients of a unit are summed: after each of its passes, or after the last.
 
-    Args:
-        units: buckets by unit.
-        uses: how often each unit is part of a step.
-        each_pass: whether sums are made after each pass, and whole gradients then freed.
+    ``uses`` says how often each unit is part of a step. After sums of each pass whole gradients are
+    freed.
     """
 
     def __init__(self, units: Units, uses: Mapping[str, int], each_pass: bool) -> None:

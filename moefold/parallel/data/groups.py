@@ -78,14 +78,9 @@ def group_boxes(
 ) -> Iterable[tuple[Tensor, tuple[int, ...], Box, bool]]:
     """Yield numbers of groups as boxes of those of the whole parameter, row-major, in order.
 
-    Args:
-        shard: the piece of the parameter that is on this rank.
-        size: elements of a group.
-        run: which of the piece's elements are this rank's.
-        factors_G3: the numbers of all groups that have any of them.
-
-    Yields:
-        values, shape of the whole, box, and whether the group's first element is this rank's.
+    ``run`` says which of the piece's elements are this rank's, ``factors_G3`` are the numbers of
+    all groups that have any of them. Each is given as values, shape of the whole, box, and whether
+    the group's first element is this rank's.
     """
     piece, whole = (
         (*shape[:-1], -(-shape[-1] // size)) for shape in (shard.local_shape, shard.shape)

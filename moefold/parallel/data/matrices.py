@@ -58,10 +58,8 @@ class Matrix(NamedTuple):
 class ShardedMatrices:
     """Brings matrices together and takes them apart, as ``moefold.optim.base.Wholes`` says.
 
-    Args:
-        sources: parameters whose update needs whole matrices, the same on ranks that share.
-        shapes: whole shape of every parameter that this rank updates.
-        nothing: an empty tensor of the pieces' dtype and device.
+    ``sources`` are the parameters whose update needs whole matrices, the same on ranks that share;
+    ``nothing`` is an empty tensor of the pieces' dtype and device.
     """
 
     def __init__(

@@ -40,11 +40,6 @@ def units_away(elements: Mapping[str, int], share: float) -> frozenset[str]:
 class StateOffload:
     """Where tensors of the state lie, on this rank.
 
-    Args:
-        record: what the run says.
-        device: the rank's.
-        rank: for messages.
-
     Attributes:
         home: where what lies elsewhere is updated.
         pool: the host's memory for what left; bytes are counted there.
@@ -147,10 +142,7 @@ class OffloadedPart:
 class OffloadedOptimizer(Optimizer):
     """An optimizer whose state lies elsewhere: parts come, are updated and go, one after another.
 
-    Args:
-        params: what the gradients are of; on the host's step others are updated in their place.
-        parts: disjoint parts of them, each with what updates it.
-        offload: where the state lies.
+    Gradients are of ``params``; on the host's step others are updated in their place.
     """
 
     def __init__(

@@ -31,11 +31,7 @@ class _Watched(NamedTuple):
 class ClippedOptimizer(Optimizer):
     """An optimizer after whose update heads are clipped.
 
-    Args:
-        inner: what updates.
-        placed: the model's parts here.
-        weights: yields the boxes of weights that are here, to be written into.
-        record: the bound, and how queries and keys share the factor.
+    ``weights`` yields the boxes of weights that are here, to be written into.
     """
 
     def __init__(

@@ -95,14 +95,10 @@ class GraphedPass:
 
 
 class GraphedPart:
-    """A part of a pass, in the place of a :class:`Subgraph`.
+    """A part of a pass, in the place of a :class:`Subgraph`, which graphs of the pass hold.
 
-    Args:
-        graphs: of the pass.
-        part: what they hold.
-        name: of the part in the pass: its block's, and the segment there that it ends before.
-        sink: where gradients of weights go.
-        forms: of the records before and after each part of the block.
+    Its name is its block's, and the segment there that it ends before; ``forms`` are those of the
+    records before and after each part of the block.
     """
 
     exchanges = False

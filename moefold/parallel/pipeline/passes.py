@@ -90,8 +90,7 @@ class ChunkPass:
     def backward(self, drain: Callable[[], Any] | None = None) -> list[LaneTask | Fill]:
         """Return the tasks from the output's gradient to the input's, each part's graph once.
 
-        Args:
-            drain: runs the weights' products that are waiting: beside exchanges, and at the end.
+        ``drain`` runs the weights' products that wait: beside exchanges, and at the end.
         """
         stretches, self._back = self._back, []
         back = [task for stretch in reversed(stretches) for task in stretch]
