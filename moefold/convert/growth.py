@@ -216,8 +216,8 @@ def deepened(
         if value := getattr(shape, name, None):
             update[name] = value * (wanted.width_times if name in widths else times)
     model = source.model_copy(update={"shape": shape.model_copy(update=update)})
-    refuse((broken.under("shape") for broken in model.shape.rules()), "the new model:")
-    refuse(model.rules(), "the new model:")
+    refuse((broken.under("shape") for broken in model.shape.rules()), "the new model: ")
+    refuse(model.rules(), "the new model: ")
     if times > 1 and decoder.tied:
         raise ValueError("--hidden-times: the head is the embedding, whose logits would be larger")
 

@@ -213,7 +213,9 @@ class Family(Record):
         reader = ConfigReader(config, names, cls.model_type, cls.respelled, cls.unstated)
         fields = {
             "norm_epsilon": reader.take(cls.epsilon_field, float),
-            "tied": reader.take("tie_word_embeddings", bool, False),
+            "tied": reader.take(
+                "tie_word_embeddings", bool, cls.unstated.get("tie_word_embeddings", False)
+            ),
             "init_std": reader.take("initializer_range", float, 0.02),
             "context": reader.take("max_position_embeddings", int, None),
         }
@@ -230,8 +232,8 @@ class Family(Record):
         tokens, block = reader.special_tokens(), reader.quantised()
         reader.finish()
         model = cls(**(fields | own | {"shape": sizes | own["shape"]}))
-        refuse((b.under("shape") for b in model.shape.rules()), "config.json describes a model:")
-        refuse(model.rules(), "config.json describes a model:")
+        refuse((b.under("shape") for b in model.shape.rules()), "config.json describes a model: ")
+        refuse(model.rules(), "config.json describes a model: ")
         for entry in cls.fields:
             entry.check(reader, model)
         reader.refuse_all()
@@ -384,9 +386,9 @@ def too_few_rows(path: FieldPath, rows: int | None, vocab: int) -> Iterator[Viol
         )
 
 
-def refuse(broken: Iterable[Violation], where: str = "model") -> None:
+def refuse(broken: Iterable[Violation], where: str = "model.") -> None:
     """Raise ``ValueError`` with every violation, unless there is none."""
-    said = [f"{where}.{dotted(b.path)} is {b.value!r}; rule: {b.rule}" for b in broken]
+    said = [f"{where}{dotted(b.path)} is {b.value!r}; rule: {b.rule}" for b in broken]
     if said:
         raise ValueError("; ".join(said))
 

@@ -364,7 +364,11 @@ class DenseSize(ConfigField):
 
 def inverse(theirs: str, ours: str, default: float) -> FieldValue:
     """Return a field of which the record holds one over the value."""
-    return FieldValue(theirs, ours, float, default, lambda x: 1 / x, lambda x: 1 / x)
+
+    def over(value: float) -> float:
+        return 1 / value if value else value  # 0 is refused as the record's
+
+    return FieldValue(theirs, ours, float, default, over, over)
 
 
 def projection_bias(name: str, default: bool, parts: str = "qkv") -> FieldValue:

@@ -97,6 +97,13 @@ class ConfigReader:
             return _stand_in(kind) if default is REQUIRED else default
         return value
 
+    def step(self, name: str, default: int) -> int:
+        """Return a number of layers from one of a kind to the next; less than 1 is refused."""
+        found = self.take(name, int, default)
+        if found < 1:
+            self._problems.append(f"{name} is {found}, less than 1")
+        return max(1, found)
+
     def present(self, name: str) -> bool:
         """Whether the field stands there with a value."""
         return self.config.get(self._there(name)) is not None
@@ -176,7 +183,7 @@ class ConfigReader:
     def refuse_all(self) -> None:
         """Raise ``ValueError`` with the problems found so far, unless there is none."""
         if self._problems:
-            raise ValueError("config.json: " + "; ".join(self._problems))
+            raise ValueError("config.json: " + "; ".join(dict.fromkeys(self._problems)))
 
 
 def _stand_in(kind: type) -> Any:
@@ -218,8 +225,9 @@ def read_rope(
     if fraction is None:
         inner.only("partial_rotary_factor", 1, 1.0, None)
     else:
-        if dims := config.take("rotary_dim", int, None):
-            fraction = dims / config.take("head_dim", int)
+        dims = config.take("rotary_dim", int, None)
+        if dims and (whole := config.take("head_dim", int)):
+            fraction = dims / whole
         stated = config.take("partial_rotary_factor", float, fraction)
         turning = inner.take("partial_rotary_factor", float, stated)
     yarn = bands = None
@@ -249,7 +257,7 @@ def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) 
     longest = config.take("max_position_embeddings", int, 0)
     original = inner.take("original_max_position_embeddings", int, longest or REQUIRED)
     original = config.take("original_max_position_embeddings", int, original)
-    factor = inner.take("factor", float, max(1.0, longest / original))
+    factor = inner.take("factor", float, max(1.0, longest / (original or 1)))
     mscale = inner.take("mscale", float, 0.0)
     mscale_all_dim = inner.take("mscale_all_dim", float, 0.0)
     magnitude = inner.take("attention_factor", float, None)

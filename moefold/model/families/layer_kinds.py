@@ -10,7 +10,32 @@ from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_f
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _SLIDING = "swa_rope_theta"
+Full = Callable[[ConfigReader, int], bool]
+"""Says whether a layer is full."""
 _START, _END, _STEP = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
+
+
+def kinds_of(config: ConfigReader, name: str, both: tuple[str, str], usual: Any) -> list[str]:
+    """Take the kind of each layer, one of two; ``usual`` where none are stated."""
+    layers, (one, other) = config.take("num_hidden_layers", int), both
+    kinds = config.take(name, list, usual)
+    if len(kinds) != layers or not all(kind in both for kind in kinds):
+        config.refuse(f"{name} is not {one} or {other} for each of {layers} layers")
+    return kinds
+
+
+def mixers_of(config: ConfigReader, other: str, full: Full | None) -> list[str]:
+    """Take ``layer_types``, ``full`` saying which layers are full where none are stated."""
+    usual: Any = REQUIRED
+    if full is not None and not config.present("layer_types"):
+        layers = range(config.take("num_hidden_layers", int))
+        usual = [FULL if full(config, n) else other for n in layers]
+    return kinds_of(config, "layer_types", (FULL, other), usual)
+
+
+def numbers(kinds: list[str], kind: str) -> tuple[int, ...]:
+    """Return which layers are of a kind."""
+    return tuple(n for n, one in enumerate(kinds) if one == kind)
 
 
 @dataclass(frozen=True)
@@ -26,10 +51,8 @@ class DenseKinds(ConfigField):
         layers = config.take("num_hidden_layers", int)
         first = config.take(self.stated, int, self.first) if self.stated else self.first
         default = ["dense"] * first + ["sparse"] * (layers - first)
-        kinds = config.take("mlp_layer_types", list, default[:layers])
-        if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
-            config.refuse(f"mlp_layer_types is not dense or sparse for each of {layers} layers")
-        return {"shape.dense_layers": tuple(n for n, k in enumerate(kinds) if k == "dense")}
+        kinds = kinds_of(config, "mlp_layer_types", ("dense", "sparse"), default[:layers])
+        return {"shape.dense_layers": numbers(kinds, "dense")}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the list."""
@@ -42,10 +65,7 @@ class DenseSteps(ConfigField):
 
     def read(self, config: ConfigReader) -> Values:
         """Take the numbers of the dense layers."""
-        step = config.take("decoder_sparse_step", int, 1)
-        if step < 1:
-            config.refuse(f"decoder_sparse_step is {step}, less than 1")
-            step = 1
+        step = config.step("decoder_sparse_step", 1)
         named = config.take("mlp_only_layers", list, [])
         layers = range(config.take("num_hidden_layers", int))
         return {"shape.dense_layers": tuple(n for n in layers if n in named or (n + 1) % step)}
@@ -60,9 +80,9 @@ class ExpertLayers(ConfigField):
 
     def read(self, config: ConfigReader) -> Values:
         """Take the numbers of the dense layers."""
-        layers, step = config.take("num_hidden_layers", int), config.take(_STEP, int, 1)
+        layers, step = config.take("num_hidden_layers", int), config.step(_STEP, 1)
         start, end = config.take(_START, int, 1), config.take(_END, int, -1)
-        sparse = self.sparse(start, layers - 1 if end == -1 else end, max(1, step), layers)
+        sparse = self.sparse(start, layers - 1 if end == -1 else end, step, layers)
         return {"shape.dense_layers": tuple(n for n in range(layers) if n not in sparse)}
 
     @staticmethod
@@ -89,19 +109,15 @@ class ConvolvedKinds(ConfigField):
     """``layer_types``: for each layer full attention or another mixer."""
 
     other: str = "conv"
-    full: Callable[[ConfigReader, int], bool] | None = None
+    full: Full | None = None
     """Whether a layer is full where no kinds are stated."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take the numbers of the layers with attention."""
-        layers = config.take("num_hidden_layers", int)
-        usual: Any = REQUIRED
-        if self.full is not None:
-            usual = [FULL if self.full(config, n) else self.other for n in range(layers)]
-        kinds = config.take("layer_types", list, usual)
-        if len(kinds) != layers or not {FULL, self.other}.issuperset(kinds) or FULL not in kinds:
-            config.refuse(f"layer_types is not {FULL} or {self.other} for each of {layers} layers")
-        return {"shape.full_layers": tuple(n for n, kind in enumerate(kinds) if kind == FULL)}
+        kinds = mixers_of(config, self.other, self.full)
+        if FULL not in kinds:
+            config.refuse(f"layer_types has no {FULL}")
+        return {"shape.full_layers": numbers(kinds, FULL)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the list."""
@@ -144,7 +160,7 @@ class NestedNets(ConfigField):
         inner = ConfigReader(config.take("linear_attn_config", dict, {}))
         layers = [n for part in LISTS for n in inner.take(part, list, [])]
         every = list(range(1, config.take("num_hidden_layers", int) + 1))
-        if layers and sorted(layers) != every:
+        if layers and sorted(map(repr, layers)) != sorted(map(repr, every)):
             inner.refuse(f"{LISTS[0]} and {LISTS[1]} do not name each of {len(every)} layers once")
         sizes = {
             ours: inner.take(short, int, config.take(long, int, usual))
@@ -218,7 +234,7 @@ class ExpertList(ConfigField):
     def read(self, config: ConfigReader) -> Values:
         """Take the numbers of the dense ones."""
         layers = config.take("num_hidden_layers", int)
-        step = max(1, config.take("interleave_moe_layer_step", int, 1))
+        step = config.step("interleave_moe_layer_step", 1)
         sparse = config.take("moe_layers", list, list(range(step - 1, layers, step)))
         return {"shape.dense_layers": tuple(n for n in range(layers) if n not in sparse)}
 
@@ -234,14 +250,16 @@ class ChunkKinds(ConfigField):
     def read(self, config: ConfigReader) -> Values:
         """Take the chunk, the numbers of the full layers, and what either kind has."""
         layers = config.take("num_hidden_layers", int)
-        step = max(1, config.take("no_rope_layer_interval", int, 4))
+        step = config.step("no_rope_layer_interval", 4)
         usual = [int((n + 1) % step != 0) for n in range(layers)]
         turns = config.take("no_rope_layers", list, usual) or usual
+        if len(turns) < layers:
+            config.refuse(f"no_rope_layers names {len(turns)} of {layers} layers")
         kinds = [CHUNKED if turn else FULL for turn in turns[:layers]]
         if config.take("layer_types", list, kinds) != kinds:
             rule = f"{CHUNKED} where no_rope_layers has 1 and {FULL} where it has 0"
             config.refuse(f"layer_types is supported as {rule}")
-        full = tuple(n for n, kind in enumerate(kinds) if kind == FULL)
+        full = numbers(kinds, FULL)
         every = config.take("floor_scale", int, 8192)
         scale = config.take("attn_scale", float, 0.1)
         tuned = config.take("attn_temperature_tuning", bool, True) and full and scale
@@ -270,7 +288,7 @@ class ChunkKinds(ConfigField):
 class WindowKinds(ConfigField):
     """``sliding_window`` and ``layer_types``: for each layer full or sliding attention."""
 
-    full: Callable[[ConfigReader, int], bool]
+    full: Full
     """Whether a layer is full where no kinds are stated."""
     some: bool = False
     """Whether a window without a sliding layer is refused: full layers beside one differ."""
@@ -278,20 +296,14 @@ class WindowKinds(ConfigField):
     def read(self, config: ConfigReader) -> Values:
         """Take the window, and the numbers of the full layers; without a sliding one, neither."""
         window = config.take("sliding_window", int, None)
-        layers = config.take("num_hidden_layers", int)
-        kinds = config.take("layer_types", list, None)
-        if kinds is None:
-            kinds = [FULL if self.full(config, n) else SLIDING for n in range(layers)]
-        if len(kinds) != layers or not {FULL, SLIDING}.issuperset(kinds):
-            config.refuse(f"layer_types is not {FULL} or {SLIDING} for each of {layers} layers")
+        kinds = mixers_of(config, SLIDING, self.full)
         if SLIDING not in kinds:
             if self.some and window is not None:
                 config.refuse("sliding_window is stated, and layer_types has no sliding layer")
             return {}
         if window is None:
             config.refuse("layer_types has sliding layers, and sliding_window is missing")
-        full = tuple(n for n, kind in enumerate(kinds) if kind == FULL)
-        return {"shape.window": window, "shape.full_layers": full}
+        return {"shape.window": window, "shape.full_layers": numbers(kinds, FULL)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return both."""
@@ -343,11 +355,11 @@ class KindRotary(Rotary):
         return {"max_position_embeddings": longest, "rope_parameters": written}
 
 
-def every_full(stated: str, usual: int = 4) -> Callable[[ConfigReader, int], bool]:
+def every_full(stated: str, usual: int = 4) -> Full:
     """Return what says that a layer is full where it is the last of as many as a field states."""
 
     def full(config: ConfigReader, layer: int) -> bool:
-        return (layer + 1) % config.take(stated, int, usual) == 0
+        return (layer + 1) % config.step(stated, usual) == 0
 
     return full
 
@@ -362,8 +374,8 @@ DENSE_TURN = FieldValue(
 def prefix_full(config: ConfigReader, layer: int) -> bool:
     """Say whether a layer is full: dense ones and others count apart."""
     first = config.take("first_k_dense_replace", int, 0)
-    prefix = config.take(_PREFIX, int, 1)
-    step = config.take("sliding_window_pattern", int, 4)
+    prefix = config.step(_PREFIX, 1)
+    step = config.step("sliding_window_pattern", 4)
     return (layer + 1) % prefix == 0 if layer < first else (layer - first + 1) % step == 0
 
 
