@@ -55,8 +55,7 @@ class Afmoe(SigmoidFamily):
         RootScale(),
         hf.Unread(("global_attn_every_n_layers",)),  # the kinds of layers say it
         *(hf.Only(name, 1) for name in _GROUPS),
-        hf.Only("route_norm", True),
-        hf.Only("score_func", "sigmoid"),
+        *hf.only(route_norm=True, score_func="sigmoid"),
         hf.Unread(("load_balance_coeff", "use_grouped_mm")),
     )
     tensors = (

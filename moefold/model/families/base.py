@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import ValidationError
+
 from moefold.config.base import Record
 from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
 from moefold.config.fields import required
@@ -251,7 +253,7 @@ class Family(Record):
         """
         try:
             found = cls.guess(decoder)
-        except (AttributeError, StopIteration):
+        except (AttributeError, StopIteration, ValidationError):
             raise ValueError(f"its blocks are not those of {cls.model_type}") from None
         wanted = _plain(found.describe(decoder.vocab))
         differing = list(_differences(_plain(decoder), wanted, ""))

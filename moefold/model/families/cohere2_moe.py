@@ -57,8 +57,7 @@ class Cohere2Moe(Family):
         WindowKinds(prefix_full, some=True),
         Selection(),
         hf.projection_bias("attention_bias", False, "all"),
-        hf.Only("use_parallel_block", True),
-        hf.Only("use_qk_norm", False),
+        *hf.only(use_parallel_block=True, use_qk_norm=False),
         hf.inverse("logit_scale", "logits_divisor", 0.0625),
         hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
         hf.NO_TOKENS,

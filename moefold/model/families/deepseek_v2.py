@@ -46,7 +46,6 @@ class DeepseekV2(Family):
         hf.MethodGroups(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
         hf.Only("norm_topk_prob", False, (None,)),
-        hf.Only("scoring_func", "softmax"),
-        hf.Only("moe_layer_freq", 1),
+        *hf.only(scoring_func="softmax", moe_layer_freq=1),
     )
     tensors = (*llama_names(), *latent_names(), *expert_names(), *shared_names())

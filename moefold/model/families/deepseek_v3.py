@@ -46,9 +46,7 @@ class DeepseekV3(MultiTokenFamily):
         hf.SharedNumber(),
         hf.DenseSize(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
-        hf.Only("moe_layer_freq", 1),
-        hf.Only("scoring_func", "sigmoid"),
-        hf.Only("topk_method", "noaux_tc"),
+        *hf.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
         hf.FurtherTokens(),
     )
     tensors = (*names.deepseek_names(), *names.latent_names(), *names.multi_token_names())

@@ -49,9 +49,7 @@ class Ernie45Moe(Family):
         ExpertLayers(),
         hf.FieldValue("moe_norm_min", "floor", float, 1e-12),
         hf.Only("use_bias", False, (None,)),
-        hf.Only("use_rmsnorm", True),
-        hf.Only("moe_gate", "topk"),
-        hf.Only("moe_use_aux_free", True),
+        *hf.only(use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True),
         hf.Unread(("moe_capacity", "num_nextn_predict_layers")),
     )
     tensors = (

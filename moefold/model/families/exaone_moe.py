@@ -45,8 +45,7 @@ class ExaoneMoe(SigmoidFamily):
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
         hf.Unread(tuple(_KINDS.split())),
         hf.Follows("is_moe_layer", hf.sparse_layers),
-        hf.Only("scoring_func", "sigmoid"),
-        hf.Only("topk_method", "noaux_tc"),
+        *hf.only(scoring_func="sigmoid", topk_method="noaux_tc"),
         hf.MULTI_TOKEN,
     )
     tensors = (

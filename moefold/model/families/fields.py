@@ -79,6 +79,11 @@ class Only(ConfigField):
         return {self.name: self.value}
 
 
+def only(**values: Any) -> tuple[Only, ...]:
+    """Return fields that must hold one value each."""
+    return tuple(Only(name, value) for name, value in values.items())
+
+
 @dataclass(frozen=True)
 class Unread(ConfigField):
     """Fields that change nothing in this family, whatever they hold."""

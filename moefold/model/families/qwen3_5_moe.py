@@ -34,8 +34,7 @@ class Qwen35Moe(Family):
     hf_sizes = Qwen2Moe.hf_sizes
     fields = (
         *FIELDS,
-        hf.Only("attn_output_gate", True),
-        hf.Only("mlp_only_layers", []),
+        *hf.only(attn_output_gate=True, mlp_only_layers=[]),
         hf.Unread(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
     )
     tensors = (

@@ -38,8 +38,7 @@ class Qwen3Moe(Family):
         DenseSteps(),
         hf.DenseSize(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
-        hf.Only("use_sliding_window", False),
-        hf.Only("qkv_bias", False),
+        *hf.only(use_sliding_window=False, qkv_bias=False),
         hf.Only("shared_expert_intermediate_size", 0, (None,)),
         hf.Only("use_qk_norm", True),
         hf.Unread(("sliding_window", "max_window_layers")),  # read only with a sliding window

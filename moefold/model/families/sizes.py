@@ -314,7 +314,24 @@ class DenseListed(DenseWidth):
         return super().of(decoder) | {"dense_layers": tuple(dense_of(decoder))}
 
 
-class SharedSizes(FamilySizes):
+class SharedWidth(FamilySizes):
+    """Sizes of a family with a shared expert, or with one or none."""
+
+    shared_width: Size | None = None
+
+    @property
+    def width_of_shared(self) -> int | None:
+        """``shared_width``, or what it follows from."""
+        return self.shared_width
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, the shared expert's too."""
+        width = getattr(first_moe(decoder).shared, "width", None)
+        return super().of(decoder) | {"shared_width": width}
+
+
+class SharedSizes(SharedWidth):
     """Sizes of a family with an expert that sees every token, some routed experts wide."""
 
     shared_width: Size | None = None
@@ -333,46 +350,19 @@ class SharedSizes(FamilySizes):
             rule = f"must be a multiple of expert_width ({self.expert_width})"
             yield Violation(("shared_width",), self.shared_width, rule, nearest)
 
-    @classmethod
-    def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, the shared expert's too."""
-        shared: Any = first_moe(decoder).shared
-        return super().of(decoder) | {"shared_width": shared.width}
 
-
-class GatedSharedSizes(FamilySizes):
+class GatedSharedSizes(SharedWidth):
     """Sizes of a family with a shared expert of any width, whose output a sigmoid scales."""
 
-    shared_width: Size
-
-    @property
-    def width_of_shared(self) -> int:
-        """``shared_width``."""
-        return self.shared_width
-
-    @classmethod
-    def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, the shared expert's too."""
-        shared: Any = first_moe(decoder).shared
-        return super().of(decoder) | {"shared_width": shared.width}
+    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
+    shared_width: Size  # type: ignore[reportGeneralTypeIssues]
 
 
-class AnySharedSizes(FamilySizes):
+class AnySharedSizes(SharedWidth):
     """Sizes of a family that may have a shared expert, of any width."""
 
     shared_width: Size | None = None
     """Width of the shared expert; None is no such expert."""
-
-    @property
-    def width_of_shared(self) -> int | None:
-        """``shared_width``."""
-        return self.shared_width
-
-    @classmethod
-    def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, the shared expert's too."""
-        width = getattr(first_moe(decoder).shared, "width", None)
-        return super().of(decoder) | {"shared_width": width}
 
 
 class DenseTurnSizes(WindowSizes, AnySharedSizes, DenseListed):

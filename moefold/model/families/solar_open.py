@@ -34,8 +34,7 @@ class SolarOpen(SigmoidFamily):
         hf.BiasBalance(),
         hf.SharedNumber(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
-        hf.Only("first_k_dense_replace", 0),
-        hf.Only("use_qk_norm", False),
+        *hf.only(first_k_dense_replace=0, use_qk_norm=False),
         hf.Unread(("intermediate_size",)),  # of dense layers, of which there are none
     )
     tensors = (*names.deepseek_names(), *names.gqa_names())
