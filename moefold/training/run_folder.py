@@ -35,8 +35,8 @@ class StepLines:
 
     def __init__(self, name: str) -> None:
         self.path = Path(name)
-        self.last = -1
-        """The newest step in the file; -1 when there is none."""
+        self.newest: dict[str, Any] = {"step": -1}
+        """The newest line, written or refused; of step -1 when there is none."""
         self._file: Any = None
 
     def open(self, folder: Path, step: int) -> None:
@@ -49,32 +49,39 @@ class StepLines:
     def rewind(self, step: int) -> None:
         """Drop every line after ``step``, in one system call."""
         self.close()
-        end, self.last = 0, -1
+        end, self.newest = 0, {"step": -1}
         if self.path.exists():
             for line, start, stop in _spans(self.path):
                 if (found := line["step"]) > step:
                     break
-                if found <= self.last:
+                if found <= (last := self.newest["step"]):
                     raise ValueError(
-                        f"{self.path}: step {found} at byte {start} follows step {self.last}; "
+                        f"{self.path}: step {found} at byte {start} follows step {last}; "
                         "move the file away or mend it"
                     )
-                end, self.last = stop, found
+                end, self.newest = stop, line
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
         if os.fstat(self._file.fileno()).st_size > end:
             os.ftruncate(self._file.fileno(), end)
             os.fsync(self._file.fileno())
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the line of ``step``; a step that was written before takes all after it away."""
-        if step <= self.last:
+        """Add the line of ``step``; a step that was written before takes all after it away.
+
+        A disk that refuses has nothing of the line.
+        """
+        if step <= self.newest["step"]:
             self.rewind(step - 1)
         assert self._file is not None, "open() comes first"
-        text = json.dumps({"step": step, **plain(values)}, allow_nan=False)
-        data = text.encode() + b"\n"
-        while data:  # a disk that is nearly full takes a part, without an error
-            data = data[self._file.write(data) :]
-        self.last = step
+        self.newest = {"step": step, **plain(values)}
+        data = json.dumps(self.newest, allow_nan=False).encode() + b"\n"
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while data:  # a disk that is nearly full takes a part, without an error
+                data = data[self._file.write(data) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         """Make what was written durable and close the file."""

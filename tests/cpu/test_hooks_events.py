@@ -124,6 +124,23 @@ def test_a_recovered_layer_can_alarm_again(tmp_path: Path) -> None:
     assert [m["step"] for m in seen if m.get("moe/alarms")] == [3, 9]
 
 
+@pytest.mark.parametrize(("action", "again"), [("warn", []), ("stop", [11, 14])])
+def test_checks_that_failed_are_counted_over_a_resume(
+    tmp_path: Path, action: str, again: list[int]
+) -> None:
+    """Also where steps are made again; who goes on after a stop is told once more."""
+    record = Health(every=1, patience=3, action=action)  # type: ignore[arg-type]
+
+    def go(start: int, steps: int) -> list[int]:
+        job = FakeJob(tmp_path, [HealthHook(record, console())], last_step=30)
+        job.layers = [layer(0, ONE_SIDED), layer(1, EVEN)]
+        return [m["step"] for m in job.go(steps, start) if m.get("moe/alarms")]
+
+    assert go(5, 2) == []
+    assert go(6, 4) == [8]
+    assert go(9, 5) == again
+
+
 def test_health_is_written_flat_and_loads_beside_it(tmp_path: Path) -> None:
     """A key per layer and quantity; the shares of all experts in a file of their own."""
     job = FakeJob(tmp_path, [HealthHook(Health(every=5), console()), MetricsHook()])

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moefold.training.hooks.alarms import PaceHook, SpikesHook
 from moefold.training.hooks.config import Pace, Spikes
+from moefold.training.hooks.logs import MetricsHook
 from moefold.training.report import downtime, summary
 from moefold.training.run_folder import History
 from tests.pure.fake_job import FakeJob
@@ -88,6 +89,30 @@ def test_a_norm_that_is_not_finite_says_nothing_of_what_is_usual(tmp_path: Any) 
         hook.on_step(job, {"grad_norm": norm})
     (spike,) = History.read(tmp_path).events
     assert (spike["step"], spike["usual"]) == (15, 1.0)
+
+
+@pytest.mark.parametrize("at", [8, 10, 12])
+def test_a_run_that_goes_on_knows_which_norm_is_usual(tmp_path: Any, at: int) -> None:
+    """As one that nothing interrupted: a spike and steps that are made again count for nothing."""
+    norms = [1.0] * 8 + [9.0, 1.5, math.nan, 70.0, 3.9, 6.1]
+
+    def goes(folder: Any, *parts: range) -> list[tuple[int, float]]:
+        folder.mkdir()
+        for steps in parts:
+            hook, job = watched(folder, 1)
+            job.hooks, job.step_number = [hook, MetricsHook()], steps.start
+            for told in job.hooks:
+                told.on_start(job)
+            for job.step_number in range(steps.start + 1, steps.stop + 1):
+                for told in job.hooks:
+                    told.on_step(job, {"grad_norm": norms[job.step_number - 1]})
+            job.end()
+        spikes = {e["step"]: e["usual"] for e in History.read(folder).events if e["usual"]}
+        return sorted(spikes.items())
+
+    whole = goes(tmp_path / "whole", range(len(norms)))
+    assert [step for step, _ in whole] == [9, 11, 12, 14]
+    assert goes(tmp_path / "broken", range(min(at + 2, 14)), range(at, len(norms))) == whole
 
 
 def test_a_slow_rank_is_named_after_some_looks_in_a_row(

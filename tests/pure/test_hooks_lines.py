@@ -1,7 +1,11 @@
 """One JSON object per step, each step exactly once, whatever happened before."""
 
+import errno
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,22 +55,36 @@ def test_an_unfinished_line_goes(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_disk_that_takes_a_part_of_a_line_gets_the_rest(tmp_path: Path) -> None:
-    """A disk that is nearly full says by a number alone how much it took."""
+class Nearly:
+    """A file on a disk that is nearly full: it says by a number alone how much it took."""
+
+    def __init__(self, file: Any, left: int) -> None:
+        self.file, self.left = file, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: bytes) -> int:
+        if self.left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.left -= 9
+        return self.file.write(data[:9])
+
+
+@pytest.mark.parametrize(("left", "marks"), [(99, "abc"), (18, "ac")])
+def test_a_disk_that_takes_a_part_of_a_line_gets_the_rest_or_keeps_none(
+    tmp_path: Path, left: int, marks: str
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = written(path, range(1, 2), "first")
+    lines = written(path, range(1, 2), "a")
     plain = lines._file
-
-    class Nearly:
-        def write(self, data: bytes) -> int:
-            return plain.write(data[:9])
-
-    lines._file = Nearly()
-    lines.append(2, {"mark": "second"})
+    lines._file = Nearly(plain, left)
+    with nullcontext() if "b" in marks else pytest.raises(OSError, match="No space"):
+        lines.append(2, {"mark": "b"})
     lines._file = plain
-    lines.append(3, {"mark": "third"})
+    lines.append(3, {"mark": "c"})
     lines.close()
-    assert [line["mark"] for line in read_lines(path)] == ["first", "second", "third"]
+    assert "".join(line["mark"] for line in read_lines(path)) == marks
 
 
 def test_a_run_from_the_start_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:

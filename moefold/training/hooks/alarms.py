@@ -11,7 +11,7 @@ from rich.console import Console
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Health, Pace, Spikes
 from moefold.training.hooks.logs import StepLinesHook
-from moefold.training.run_folder import LOAD_FILE, note
+from moefold.training.run_folder import LOAD_FILE, METRICS_FILE, note, read_lines
 
 ALARMS = "moe/alarms"
 """Key of the number of layers whose alarm was raised at this step."""
@@ -29,13 +29,13 @@ class HealthHook(StepLinesHook):
     """Adds ``moe/<layer>/<quantity>`` to the figures and writes each expert's share of the load.
 
     A layer is in trouble when too many of its experts get no token, or the busiest one gets too
-    much; after ``patience`` checks in a row its alarm is raised, once until it recovers.
+    much; after ``patience`` checks in a row its alarm is raised, once until it recovers. How many
+    it has failed stands beside the loads, so that a run that goes on counts on.
     """
 
     def __init__(self, record: Health, console: Console) -> None:
         super().__init__(LOAD_FILE)
         self._record, self._console = record, console
-        self._failed: dict[str, int] = {}
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Look at the layers where the step is due."""
@@ -43,6 +43,7 @@ class HealthHook(StepLinesHook):
         layers = job.health() if due else []
         if not layers:
             return
+        before, failed = self.lines.newest.get("failed", {}), dict[str, int]()
         loads: dict[str, list[float]] = {}
         alarms = 0
         for figures in layers:
@@ -51,14 +52,18 @@ class HealthHook(StepLinesHook):
             for key, value in figures.items():
                 if key not in OWN_PLACE:
                     metrics[f"moe/{layer}/{key}"] = value
-            trouble = self.trouble(figures)
-            self._failed[layer] = self._failed.get(layer, 0) + 1 if trouble else 0
-            if self._failed[layer] == self._record.patience:
+            if not (trouble := self.trouble(figures)):
+                continue
+            failed[layer] = before.get(layer, 0) + 1
+            if failed[layer] == self._record.patience:
                 alarms += 1
                 text = f"layer {layer}: {trouble}, {self._record.patience} checks in a row"
                 _warn(self._console, "[bold red]routing alarm[/]", f"{job.step_number}, {text}")
         metrics[ALARMS] = alarms
-        self.lines.append(job.step_number, {"load": loads})
+        if alarms and self._record.action == "stop":
+            failed = {}  # who goes on from there is told again
+        said = {"load": loads, "failed": failed} if failed else {"load": loads}
+        self.lines.append(job.step_number, said)
 
     def trouble(self, figures: Mapping[str, Any]) -> str:
         """Say what is wrong with one layer's figures; empty when nothing is."""
@@ -139,15 +144,20 @@ class SpikesHook(Hook):
         self._record, self._console = record, console
         self._norms: deque[float] = deque(maxlen=record.of)
 
+    def on_start(self, job: JobView) -> None:
+        """Take what is usual from the figures of the steps before."""
+        self._norms.clear()
+        for line in read_lines(job.folder / METRICS_FILE):
+            if line["step"] <= job.step_number and line.get("grad_norm") is not None:
+                self._usual(line["grad_norm"])
+
+    on_rewind = on_start
+
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Note a spike with its documents; it counts for nothing in what is usual."""
         norm = metrics.get("grad_norm")
-        if norm is None:
-            return
-        usual = median(self._norms) if len(self._norms) >= FEWEST else None
-        if usual is None or norm <= self._record.ratio * usual:
-            if math.isfinite(norm):  # Of NaN among others no median can be told.
-                self._norms.append(norm)
+        usual = None if norm is None else self._usual(norm)
+        if norm is None or usual is None:
             return
         batches = (job.loader.step_part(job.place, j) for j in range(job.loader.micro_batches))
         named = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
@@ -158,6 +168,15 @@ class SpikesHook(Hook):
             "stand in events.jsonl"
         )
         _warn(self._console, "[bold yellow]spike[/]", text)
+
+    def _usual(self, norm: float) -> float | None:
+        """Return what is usual where a norm is a spike; count one that is none among the usual."""
+        usual = median(self._norms) if len(self._norms) >= FEWEST else None
+        if usual is not None and not norm <= self._record.ratio * usual:
+            return usual
+        if math.isfinite(norm):  # Of NaN among others no median can be told.
+            self._norms.append(norm)
+        return None
 
 
 def _warn(console: Console, what: str, text: str) -> None:
