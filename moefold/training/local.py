@@ -83,9 +83,17 @@ class LocalCopies:
         self._written = -1
         """The newest step of this process that this rank has on its disk."""
 
-    def keep(self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]]) -> None:
-        """Copy the state where the ``step`` is due, and write it behind the steps that follow."""
+    def keep(
+        self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], anew: bool = False
+    ) -> None:
+        """Copy the state where the ``step`` is due, and write it behind the steps that follow.
+
+        ``anew``: after the run went back, so that copies of later steps are void.
+        """
         step = progress["step"]
+        if anew:
+            self.wait()
+            self._session, self._written = "", -1
         self._begin(step)
         if step % self._every or step == 0:
             return
@@ -140,7 +148,7 @@ class LocalCopies:
             self._thread = None
 
     def _begin(self, step: int) -> None:
-        """Before the first step of this process: name the run and the session, drop what is newer.
+        """Before the first step of a session: name the run and the session, drop what is newer.
 
         Copies of later steps belong to a past that the run does not go on from.
         """

@@ -87,13 +87,15 @@ class MemoryCheckpoint:
         formats = [copy.head["format"] for copy in self._copies if copy.head]
         self.format: dict[str, Any] = formats[0] if formats else {}
 
-    def keep(self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]]) -> None:
+    def keep(
+        self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], anew: bool = False
+    ) -> None:
         """Copy the state after a step, where it is due; every rank calls it.
 
         ``progress`` is what a run needs besides tensors to go on, alike on all ranks: its ``step``,
-        and other small data.
+        and other small data. ``anew``: it went back, so that a copy is due.
         """
-        if self._turn and progress["step"] % self._every:
+        if self._turn and not anew and progress["step"] % self._every:
             return
         tensors = state()
         if not self._copies:

@@ -41,7 +41,7 @@ from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
 from moefold.training.evaluate import evaluate_sets
-from moefold.training.hooks.base import Figures, Hook
+from moefold.training.hooks.base import Figures, Hook, tell
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
@@ -177,10 +177,10 @@ class Trainer:
         self.progress = Progress.of(said)
         return True
 
-    def _keep(self) -> None:
-        """Copy the state of the present step, where copies are kept."""
+    def _keep(self, anew: bool = False) -> None:
+        """Copy the state of the present step, where copies are kept; ``anew``: after a rewind."""
         for copies in filter(None, (self.memory, self.local)):
-            copies.keep(asdict(self.progress), self._state)
+            copies.keep(asdict(self.progress), self._state, anew)
         self.data.settle()
 
     def _state(self) -> list[torch.Tensor]:
@@ -338,6 +338,7 @@ class Trainer:
         self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
         self._saved = None  # the checkpoint of this step, if one is there, says nothing of that
         self._tell("on_rewind")
+        self._keep(anew=True)
 
     def _start(self) -> None:
         """Tell the hooks once, before the first step of this process."""
@@ -347,12 +348,8 @@ class Trainer:
 
     def _tell(self, event: str, *given: Any) -> None:
         """Tell the hooks of an event, on the first rank, and all ranks whether to stop."""
-
-        def tell() -> None:
-            for hook in self.hooks:
-                getattr(hook, event)(self, *given)
-
-        self._stops = self.rank_zero.lead(tell, lambda: self._asked)
+        told = partial(tell, self.hooks, event, self, *given)
+        self._stops = self.rank_zero.lead(told, lambda: self._asked)
 
     def _stop(self, error: BaseException | None) -> None:
         """Tell every hook that the run ends; one that fails keeps none of the others from it."""

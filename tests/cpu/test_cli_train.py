@@ -440,23 +440,28 @@ def test_a_signal_saves_and_has_its_own_status(tmp_path: Path, capsys: Any) -> N
     assert [line["outside/seen"] for line in lines] == list(range(1, 9))
 
 
-def test_a_disk_that_fills_ends_the_run_with_a_message_and_an_older_checkpoint(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_disk_that_fills_ends_the_run_with_a_message_or_costs_what_it_refuses(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, caplog: Any, on_failure: str
 ) -> None:
-    """The figures' file meets ENOSPC at step 3; the checkpoint of step 2 is whole and goes on."""
-    watch = {**BARE, "checkpoint": {"every": 2}}
+    """The figures' file meets ENOSPC at steps 3 and 4: the checkpoint of step 2 goes on, or all."""
+    watch = {**BARE, "checkpoint": {"every": 2, "on_failure": on_failure}}
     run = ["train", str(run_file(tmp_path, watch=watch)), "--folder", str(tmp_path / "out")]
     append = StepLines.append
 
     def full(self: StepLines, step: int, values: Any) -> None:
-        if step == 3:
+        if step in (3, 4):
             with open("/dev/full", "wb", buffering=0) as file:
                 file.write(b"x")
         append(self, step, values)
 
     with monkeypatch.context() as while_full:
         while_full.setattr(StepLines, "append", full)
-        assert main(run) == 2
+        assert main(run) == (2 if on_failure == "stop" else 0)
+    if on_failure == "continue":
+        assert [line["step"] for line in History.read(tmp_path / "out").lines] == [1, 2, 5, 6, 7, 8]
+        assert caplog.text.count("metrics: [Errno 28] No space left on device") == 1
+        return
     said = capsys.readouterr()
     assert f"error: No space left on device: {tmp_path / 'out'}; free some space" in said.err
     assert "step-00000002 stands" in said.out and "Traceback" not in said.err

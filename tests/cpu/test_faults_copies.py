@@ -75,7 +75,8 @@ def test_copies_come_as_often_as_asked_for() -> None:
     for step in range(3, 8):
         checkpoint.keep({"step": step}, lambda step=step: tensors(step))
         assert memory.counters[2] == 1 + (3 if step < 4 else 4), "the first one comes at once"
-    assert found(memory, 1)[1] == 4
+    checkpoint.keep({"step": 3}, lambda: tensors(3), anew=True)
+    assert found(memory, 1)[1] == 3, "the run went back: what is newer is void"
 
 
 def test_a_process_killed_while_it_writes_leaves_the_copy_before(

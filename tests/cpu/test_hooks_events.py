@@ -95,7 +95,8 @@ def test_the_alarm_is_raised_once_after_patience(
     """Three checks of two steps each; the layer that is well stays unnamed."""
     record = Health(every=2, patience=3, action=action)  # type: ignore[arg-type]
     out = console()
-    hooks: list[Hook] = [HealthHook(record, out), MetricsHook(), AlarmHook(record)]
+    save = CheckpointHook(CheckpointPolicy(every=None), out, action == "checkpoint")
+    hooks: list[Hook] = [HealthHook(record, out), MetricsHook(), AlarmHook(record), save]
     job = FakeJob(tmp_path, hooks, last_step=20)
     job.layers = [layer(0, EVEN), layer(1, ONE_SIDED)]
     stopped = pytest.raises(RoutingCollapse, match=r"1 layer.* at step 6, .*action is stop")
@@ -217,6 +218,25 @@ def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Pat
     job.save = save  # type: ignore[method-assign]
     with pytest.raises(SaveError):
         job.go()
+
+
+def test_a_save_of_an_alarm_that_is_refused_is_tried_again(tmp_path: Path) -> None:
+    """It ends no run that goes on without checkpoints, and is due where no other ever is."""
+
+    def save() -> Path:
+        saved.append(job.step_number)
+        if len(saved) == 1:
+            raise SaveError(tmp_path, "disk full", needed=2, free=1)
+        return tmp_path
+
+    saved: list[int] = []
+    record = Health(every=3, patience=1, action="checkpoint")
+    alarms = [HealthHook(record, console()), AlarmHook(record)]
+    hook = CheckpointHook(CheckpointPolicy(every=None), console(), on_alarm=True)
+    job = FakeJob(tmp_path, [*alarms, hook], last_step=9)
+    job.layers, job.save = [layer(0, ONE_SIDED)], save  # type: ignore[method-assign]
+    job.go()
+    assert saved == [3, 4]
 
 
 def test_a_refused_save_is_said_whatever_the_folder_is_called(

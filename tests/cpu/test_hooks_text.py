@@ -25,6 +25,10 @@ def test_samples_of_steps_that_are_made_again_go(tmp_path: Path) -> None:
     assert path.read_text() == ""
     cut_after(tmp_path / "absent.txt", 0)
     assert [found.name for found in tmp_path.iterdir()] == ["samples.txt"]
+    # Killed, or on a full disk, in the middle of a character.
+    path.write_bytes(kept.encode() + "=== step 15 · 'a'\nä".encode()[:-1])
+    cut_after(path, 12)
+    assert path.read_text() == kept
 
 
 def test_the_page_is_told_what_the_router_decided(tmp_path: Path) -> None:

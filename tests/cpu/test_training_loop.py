@@ -21,7 +21,9 @@ from moefold.data.config import FileTokenizer
 from moefold.moe.config import Bias
 from moefold.run import Run
 from moefold.training.hooks.checkpoint import CheckpointHook
+from moefold.training.hooks.config import Profile
 from moefold.training.hooks.logs import MetricsHook
+from moefold.training.hooks.profile import ProfileHook, ProfileStart
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.resume import as_known_today, differences
 from moefold.training.state import restore
@@ -282,6 +284,37 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
         damage(tmp_path / "out" / "step-00000004")
         job.step()
         assert job.step_number == 2 and job.progress.excluded == (4,)
+
+
+def test_copies_of_steps_that_a_rewind_left_are_void(tmp_path: Path) -> None:
+    """A run that is broken off after it went back goes on from there, and leaves the data out."""
+    local = {"folder": str(tmp_path / "copies"), "every": 1}
+    changes: dict[str, Any] = {"train": {"on_nonfinite": {"kind": "rewind"}, "steps": 6}}
+    changes["watch"] = {"checkpoint": {"every": None, "local": local}}
+    with job_of(tmp_path, "out", **changes) as job:
+        Poison(job, {4})
+        job.last_step = 2
+        job.train()
+        for _ in range(3):
+            job.step()
+        assert job.step_number == 2
+    with job_of(tmp_path, "out", **changes) as job:
+        assert job.step_number == 2 and job.progress.excluded == (4,)
+
+
+def test_a_trace_is_of_its_own_step_after_a_rewind(tmp_path: Path) -> None:
+    changes = {"train": {"on_nonfinite": {"kind": "rewind"}, "steps": 4}}
+    end = ProfileHook(Profile(steps=(1, 4)))
+    with job_of(tmp_path, "out", end, ProfileStart(end), **changes) as job:
+        Poison(job, {3})
+        for _ in range(3):
+            job.step()
+        of_the_fourth = end.running
+        job.step()
+        assert job.step_number == 0 and end.running not in (None, of_the_fourth)
+        job.train()
+    traces = sorted(path.name for path in (tmp_path / "out" / "profile").iterdir())
+    assert traces == ["step_1.json", "step_4.json"]
 
 
 def test_a_rewind_to_the_start_finds_the_biases_of_the_start(tmp_path: Path) -> None:

@@ -81,22 +81,18 @@ class HealthHook(StepLinesHook):
 
 
 class AlarmHook(Hook):
-    """Saves or stops the run on a routing alarm, after the step's figures are written."""
+    """Stops the run on a routing alarm where it is to, after the step's figures are written."""
 
     def __init__(self, record: Health) -> None:
         self._action = record.action
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Save, or save and stop, when a layer's alarm was raised at this step."""
+        """Save and stop, when a layer's alarm was raised at this step."""
         alarms = metrics.get(ALARMS, 0)
-        if not alarms:
-            return
-        if self._action != "warn":
-            path = job.save()
-        if self._action == "stop":
+        if alarms and self._action == "stop":
             raise RoutingCollapse(
                 f"routing alarm in {alarms} layer(s) at step {job.step_number}, and "
-                f"watch.health.action is stop; saved {path}. Raise the balancing term, lower "
+                f"watch.health.action is stop; saved {job.save()}. Raise the balancing term, lower "
                 "optim.lr, or continue with watch.health.action=warn"
             )
 

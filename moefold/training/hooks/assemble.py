@@ -57,5 +57,6 @@ def assemble(
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
     if watch.health is not None:
         hooks.append(AlarmHook(watch.health))
-    hooks.append(CheckpointHook(watch.checkpoint, console))
+    on_alarm = watch.health is not None and watch.health.action == "checkpoint"
+    hooks.append(CheckpointHook(watch.checkpoint, console, on_alarm))
     return (*hooks, *(() if profile is None else (ProfileStart(profile),)))

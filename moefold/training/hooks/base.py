@@ -1,10 +1,17 @@
 """What a hook is: everything that is not the step, told of the run's events by the loop."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from moefold.checkpoint.disk import FULL
+
 Figures = dict[str, float | int]
 """Of one step or one evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
+
+
+_log = logging.getLogger("moefold.training")
 
 
 class JobView(Protocol):
@@ -69,7 +76,12 @@ class Hook:
 
     Hooks are told in the order of their list, so one may read what an earlier one added to
     ``metrics``. A hook that raises stops the run; it is then told so by ``on_stop`` like the rest.
+    Where the run is to go on without a checkpoint that failed, it does so too without what a hook
+    could not write of a step on a full disk.
     """
+
+    refused = False
+    """Whether a full disk has refused what it wrote last."""
 
     def on_start(self, job: JobView) -> None:
         """Before the first step of this process, after a checkpoint is loaded."""
@@ -85,3 +97,21 @@ class Hook:
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Once, when the run ends or fails with ``error``."""
+
+
+def tell(hooks: Sequence[Hook], event: str, job: JobView, *given: Any) -> None:
+    """Tell hooks of an event, one after another; a hook that a full disk refuses says so once."""
+    for hook in hooks:
+        try:
+            getattr(hook, event)(job, *given)
+            hook.refused &= event != "on_step"
+        except OSError as error:
+            goes_on = event == "on_step" and job.run.watch.checkpoint.on_failure == "continue"
+            if not goes_on or error.errno not in FULL:
+                raise
+            if not hook.refused:
+                name = type(hook).__name__.removesuffix("Hook").lower()
+                _log.warning(
+                    "%s: %s; training goes on, and its steps are missing there", name, error
+                )
+            hook.refused = True

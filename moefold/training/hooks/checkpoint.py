@@ -7,30 +7,33 @@ from rich.markup import escape
 
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
+from moefold.training.hooks.alarms import ALARMS
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.run_folder import note
 
 
 class CheckpointHook(Hook):
-    """Saves where the step is due; the last step of a process is saved by the loop itself.
+    """Saves where the step is due, or, if so asked, a routing alarm was raised at it.
+
+    The last step of a process is saved by the loop itself.
 
     It stands last among the hooks, so that everything written about a step is written before the
     checkpoint that a resumed run starts from. A save that the storage refuses ends the run as
     the policy says, or is tried again after one step, two more, four more, and where one is due.
     """
 
-    def __init__(self, policy: CheckpointPolicy, console: Console) -> None:
-        self._policy = policy
-        self._console = console
+    def __init__(self, policy: CheckpointPolicy, console: Console, on_alarm: bool = False) -> None:
+        self._policy, self._console, self._on_alarm = policy, console, on_alarm
         self._owed: int | None = None
         self._wait = 1
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Save where the step is due, or where an earlier save still is."""
         step, every = job.step_number, self._policy.every
-        if every is None or step >= job.last_step:
-            return
-        if step % every and (self._owed is None or step < self._owed):
+        due = every is not None and step % every == 0
+        due = due or (self._owed is not None and step >= self._owed)
+        due = due or (self._on_alarm and metrics.get(ALARMS, 0) > 0)
+        if not due or step >= job.last_step:
             return
         try:
             began = time.monotonic()
@@ -41,8 +44,9 @@ class CheckpointHook(Hook):
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise
-            due = step - step % every + every
-            self._owed, self._wait = min(step + self._wait, due), 2 * self._wait
+            self._owed, self._wait = step + self._wait, 2 * self._wait
+            if every is not None:
+                self._owed = min(self._owed, step - step % every + every)
             self._console.print(
                 f"[bold red]checkpoint failed[/] step {step}: {escape(str(error))}\n"
                 f"training goes on; step {self._owed} tries again",

@@ -1,12 +1,11 @@
 """Logs of a run: ``run.yaml``, ``events.jsonl``, ``metrics.jsonl``, TensorBoard and W&B."""
 
-import json
 import time
 from importlib.util import find_spec
 from typing import Any
 
 from moefold.config.dump import dump_yaml
-from moefold.files import write_text
+from moefold.files import read_json, write_json, write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Wandb
 from moefold.training.run_folder import METRICS_FILE, RUN_FILE, TOKENIZER_FILE, StepLines, note
@@ -125,13 +124,13 @@ class WandbHook(Hook):
                 **self._record.model_dump(),
                 name=job.run.name,
                 dir=str(job.folder),
-                id=json.loads(path.read_text())["id"] if path.exists() else None,
+                id=read_json(path)["id"] if path.exists() else None,
                 resume="allow",
                 config=job.run.model_dump(mode="json"),
             )
         except (wandb.Error, ConnectionError, TimeoutError) as error:
             raise ValueError(f"W&B does not take the run: {error}; {NO_SERVICE}") from error
-        path.write_text(json.dumps({"id": self._run.id}) + "\n")
+        write_json(path, {"id": self._run.id})
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Send the figures of this step."""

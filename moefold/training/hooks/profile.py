@@ -26,6 +26,10 @@ class ProfileHook(Hook):
         self.running.export_chrome_trace(str(folder / f"step_{job.step_number}.json"))
         self.running = None
 
+    def on_rewind(self, job: JobView) -> None:
+        """Drop the trace of a step that led to another one than it was begun for."""
+        self.on_stop(job, None)
+
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Leave no profiler running when the step failed."""
         if self.running is not None:
@@ -42,6 +46,8 @@ class ProfileStart(Hook):
     def on_start(self, job: JobView) -> None:
         """The first step may be one of those."""
         self._start_before(job.step_number + 1)
+
+    on_rewind = on_start
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """The next step may be one of those."""

@@ -60,7 +60,7 @@ def cut_after(path: Path, step: int) -> None:
     """Drop the samples of steps after ``step``."""
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")  # a kill can cut a character
     for head in re.finditer(r"^=== step (\d+) · ", text, re.MULTILINE):
         if int(head[1]) > step:
             write_text(path, text[: head.start()])
