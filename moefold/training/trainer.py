@@ -397,7 +397,7 @@ class Trainer:
         One that is there stays, where this process knows it to be whole: by its sizes alone, one
         that is damaged looks so too.
         """
-        self.saver.wait()
+        self.saver.poll(wait=True)
         present, step = self._newest(), self.progress.step
         if present is not None and present.name == step_name(step) and self._saved == step:
             return present

@@ -1,18 +1,24 @@
 """The loop: resuming, signals, non-finite steps, accumulation, identity, determinism."""
 
+import errno
 import json
 import math
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from rich.console import Console
 
 from moefold.checkpoint.config import CheckpointPolicy
+from moefold.checkpoint.disk import Disk
+from moefold.checkpoint.errors import SaveError
+from moefold.checkpoint.folder import newest
 from moefold.checkpoint.lock import LockError
 from moefold.config.base import to_dict
 from moefold.config.dump import identity, unplaced
@@ -284,6 +290,24 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
         damage(tmp_path / "out" / "step-00000004")
         job.step()
         assert job.step_number == 2 and job.progress.excluded == (4,)
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_save_behind_the_steps_that_failed_keeps_no_later_one_from_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_failure: str
+) -> None:
+    """The disk refuses for a moment; what failed then is no reason to leave out what can be."""
+    watch = {"checkpoint": {"every": None, "asynchronous": True, "on_failure": on_failure}}
+    with job_of(tmp_path, watch=watch) as job:
+        job.step()
+        with monkeypatch.context() as refusing:
+            refused = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
+            refusing.setattr(Disk, "write", refused)
+            job.save()
+            job.saver._thread.join()  # type: ignore[union-attr]
+        with pytest.raises(SaveError, match="Read-only") if on_failure == "stop" else nullcontext():
+            job.save()
+    assert refused.called and (newest(tmp_path / "out") is None) == (on_failure == "stop")
 
 
 def test_copies_of_steps_that_a_rewind_left_are_void(tmp_path: Path) -> None:

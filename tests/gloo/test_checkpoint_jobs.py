@@ -21,6 +21,7 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.training import machine as rates
+from moefold.training.hooks.base import Hook
 from moefold.training.machine import MatrixRate
 from moefold.training.state import held_by
 from moefold.training.trainer import Trainer
@@ -318,14 +319,12 @@ def test_followers_go_on_where_the_policy_lets_a_failed_save_pass(quick: Path) -
     """The first rank's hook decides; no other rank ends by itself."""
 
     def work(job: Trainer) -> None:
-        class Saves:
-            def on_step(self, job: Trainer, metrics: Any) -> None:
+        class Saves(Hook):
+            def on_step(self, job: Any, metrics: Any) -> None:
                 with pytest.raises(SaveError, match="rank 1"):
                     job.save()
 
-            def on_start(self, job: Trainer) -> None: ...
-
-        job.hooks = (Saves(),) if job.world.rank == 0 else ()  # type: ignore[assignment]
+        job.hooks = (Saves(),) if job.world.rank == 0 else ()
         write = Disk.write
         refusing_disk(job, 1)
         job.step()
