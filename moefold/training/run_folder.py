@@ -66,22 +66,12 @@ class StepLines:
             os.fsync(self._file.fileno())
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the line of ``step``; a step that was written before takes all after it away.
-
-        A disk that refuses has nothing of the line.
-        """
+        """Add the line of ``step``; a step that was written before takes all after it away."""
         if step <= self.newest["step"]:
             self.rewind(step - 1)
         assert self._file is not None, "open() comes first"
         self.newest = {"step": step, **plain(values)}
-        data = json.dumps(self.newest, allow_nan=False).encode() + b"\n"
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            while data:  # a disk that is nearly full takes a part, without an error
-                data = data[self._file.write(data) :]
-        except OSError:
-            self._file.truncate(end)
-            raise
+        append(self._file, json.dumps(self.newest, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         """Make what was written durable and close the file."""
@@ -89,6 +79,17 @@ class StepLines:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def append(file: Any, data: bytes) -> None:
+    """Write at the end of a file without a buffer; a disk that refuses keeps no part of it."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while data:  # a disk that is nearly full takes a part, without an error
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -248,4 +249,4 @@ def note(folder: Path, event: str, **values: Any) -> None:
     with open(path, "a+b", buffering=0) as file:
         # A kill can leave the line before unfinished.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-        file.write(b"\n" * torn + line.encode())
+        append(file, b"\n" * torn + line.encode())

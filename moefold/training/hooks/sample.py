@@ -9,6 +9,7 @@ from rich.text import Text
 from moefold.files import write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Sample
+from moefold.training.run_folder import append
 from moefold.training.words import harmless
 
 SAMPLES_FILE = "samples.txt"
@@ -44,16 +45,17 @@ class SampleHook(Hook):
             vocab=tokenizer.size,
             window=job.run.data.seq,
         )
-        with open(job.folder / SAMPLES_FILE, "a", encoding="utf-8") as file:
-            for prompt, ids in zip(record.prompts, continued, strict=True):
-                text = tokenizer.decode(ids)
-                file.write(f"=== step {step} · {prompt!r}\n{prompt}{text}\n\n")
-                lines = harmless(prompt + text).split("\n")
-                shown = "\n".join(lines[:SHOWN_LINES]) + "\n…" * (len(lines) > SHOWN_LINES)
-                title = f"sample step {step}\n"
-                whole = Text.assemble((title, "cyan"), shown)
-                whole.stylize("bold", len(title), len(title + prompt))
-                self._console.print(whole, soft_wrap=True)
+        written, title = "", f"sample step {step}\n"
+        for prompt, ids in zip(record.prompts, continued, strict=True):
+            text = prompt + tokenizer.decode(ids)
+            written += f"=== step {step} · {prompt!r}\n{text}\n\n"
+            lines = harmless(text).split("\n")
+            shown = "\n".join(lines[:SHOWN_LINES]) + "\n…" * (len(lines) > SHOWN_LINES)
+            whole = Text.assemble((title, "cyan"), shown)
+            whole.stylize("bold", len(title), len(title + prompt))
+            self._console.print(whole, soft_wrap=True)
+        with open(job.folder / SAMPLES_FILE, "ab", buffering=0) as file:
+            append(file, written.encode())
 
 
 def cut_after(path: Path, step: int) -> None:
