@@ -100,7 +100,7 @@ class Bench:
         self.saver.save(self.number, contents(self.data, self.optimizer), {})
         stall = time.perf_counter() - started
         begun, beside = time.perf_counter(), []
-        while self.saver.busy:
+        while self.saver._saving is not None:
             worked, asked = self.step()
             stall += asked
             beside.append(worked)

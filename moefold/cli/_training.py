@@ -63,7 +63,7 @@ def train_to_end(job: Trainer, console: Console, said: Sequence[Row] = ()) -> in
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; on from step {job.step_number}", "yellow"))
     else:
-        console.print(panel(job, job.folder, said))
+        console.print(panel(job, said))
     if job.step_number >= job.last_step:
         job.save()
         where = f"--folder {job.folder} train.steps={2 * job.step_number}"

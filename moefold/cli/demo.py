@@ -25,7 +25,7 @@ from moefold.data.prepare import prepare
 from moefold.files import free_folder
 from moefold.run import Run, load_run
 from moefold.training.report import BASELINES, summary
-from moefold.training.run_folder import History
+from moefold.training.run_folder import History, sets
 from moefold.training.words import clock, count, step_time
 
 RECIPE = "demo"
@@ -124,10 +124,9 @@ def rehearsed(run: Run, cache: Path) -> float:
 
 def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text]]:
     """Yield what a finished demo came to as (what, said)."""
-    for key, value in facts.items():
-        if key.startswith("val/"):
-            result = Text(f"{value:.3f} bits per byte", "bold")
-            yield "result", Text.assemble(result, " on held-out files")
+    for _, key in sets(facts):
+        result = Text(f"{facts[key]:.3f} bits per byte", "bold")
+        yield "result", Text.assemble(result, " on held-out files")
     beside = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
     if beside:
         yield "to beat", ", ".join(beside)

@@ -230,9 +230,9 @@ def _dry_run(
         with open_job(run, folder, console, world=world, scratch=scratch) as job:
             _set_last_step(job, args.until)
             if args.json and job.world.rank == 0:
-                print_json(facts(job, folder))
+                print_json(facts(job))
             elif not args.json:
-                console.print(panel(job, folder))  # the other ranks' consoles show nothing
+                console.print(panel(job))  # the other ranks' consoles show nothing
     return 0
 
 

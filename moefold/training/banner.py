@@ -32,21 +32,21 @@ from moefold.training.words import clock, count, plural, si, size, step_time
 Row = tuple[str, str]
 
 
-def rows(job: Trainer, folder: Path) -> list[Row]:
+def rows(job: Trainer) -> list[Row]:
     """Return the banner's lines as (what, said); an empty ``what`` goes on with the line above."""
     said = [*_model(job), *_cost(job), *_paths(job), ("balance", _balance(job)), *_data(job)]
-    said.append(("folder", str(folder)))
+    said.append(("folder", str(job.folder)))
     if job.resumed_from is not None:
         said.append(("goes on", f"from {job.resumed_from.name}: step {job.step_number:,}"))
     return said
 
 
-def facts(job: Trainer, folder: Path) -> dict[str, Any]:
+def facts(job: Trainer) -> dict[str, Any]:
     """Return the banner's figures for programs."""
     run, counts = job.run, job.counts
     return {
         "name": run.name,
-        "folder": str(folder),
+        "folder": str(job.folder),
         "resumed_from": str(job.resumed_from) if job.resumed_from else None,
         "step": job.step_number,
         "last_step": job.last_step,
@@ -62,13 +62,13 @@ def facts(job: Trainer, folder: Path) -> dict[str, Any]:
         "layout": job.run.layout.split.text,
         "device": str(job.device),
         "threads": torch.get_num_threads(),
-        "rows": [list(row) for row in rows(job, folder)],
+        "rows": [list(row) for row in rows(job)],
     }
 
 
-def panel(job: Trainer, folder: Path, more: Sequence[Row] = ()) -> Panel:
-    """Return the banner for a terminal or a log: its lines for ``folder``, and ``more``."""
-    return card(f"[bold]{job.run.name}[/] · moefold", [*rows(job, folder), *more], "cyan")
+def panel(job: Trainer, more: Sequence[Row] = ()) -> Panel:
+    """Return the banner for a terminal or a log: its lines, and ``more``."""
+    return card(f"[bold]{job.run.name}[/] · moefold", [*rows(job), *more], "cyan")
 
 
 def card(title: str, said: Iterable[tuple[str, str | Text]], colour: str) -> Panel:

@@ -237,9 +237,7 @@ def _attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, flo
 def length_law(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:
     """Return rate and half length of ``share = rate / (1 + half / length)``, by its two ends.
 
-    Args:
-        found: length and share, of short ones first.
-        dim: of a head: the time model scales rates by it over 128.
+    Short lengths come first. The time model scales rates by a head's ``dim`` over 128.
     """
     (short, low), (long, high) = found[0], found[-1]
     half = max(0.0, (high - low) / max(low / short - high / long, 1e-9))
@@ -304,9 +302,7 @@ def features(case: Case) -> list[float]:
 def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float]) -> Machine:
     """Return the machine with what small steps tell: how far parts are from single kernels.
 
-    Args:
-        cases: planned on ``machine``, of one or both formats.
-        measured: seconds of their steps.
+    ``measured`` has the seconds of steps that ``cases`` plan on it, of one or both formats.
     """
     rates, tables = dict(machine.rates), dict(machine.tables)
     for form in {case.numbers.recipe for case in cases}:

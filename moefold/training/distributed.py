@@ -8,7 +8,7 @@ from functools import wraps
 from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -66,11 +66,7 @@ class RankZeroRunner:
     While rank 0 tells its hooks of an event, the others wait for its word. A hook that asks the
     trainer for something in which every rank takes part (an evaluation, a checkpoint) sends its
     name round, and all do it; then the hooks go on. So a hook is written for one process and works
-    on thousands.
-
-    Args:
-        world: the ranks.
-        job: has the methods that all ranks carry out; arguments are small data that JSON can hold.
+    on thousands. Arguments of what ``job`` does on all ranks are small data that JSON can hold.
     """
 
     def __init__(self, world: World, job: JobView) -> None:
@@ -118,25 +114,18 @@ class RankZeroRunner:
         return told_by_first({"answer": answer()}, self._ranks)["answer"]
 
 
-class Led(Protocol):
-    """What has methods that its ranks carry out together."""
-
-    rank_zero: RankZeroRunner
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
-L = TypeVar("L", bound=Led)
 
 
-def together(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
+def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Make a method one that all ranks carry out, also where a hook on rank 0 alone calls it.
 
-    What it is given must be small data that JSON can hold.
+    It is one of an object with a ``rank_zero``, and given small data that JSON can hold.
     """
 
     @wraps(method)
-    def called(self: L, *args: P.args, **how: P.kwargs) -> R:
+    def called(self: Any, *args: P.args, **how: P.kwargs) -> R:
         return self.rank_zero.call(method, *args, **how)
 
     return called

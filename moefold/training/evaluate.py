@@ -22,12 +22,7 @@ def evaluate_sets(
 ) -> dict[str, float | int]:
     """Return ``val_loss`` over all held-out sets, and loss and bits per byte of each.
 
-    Args:
-        placed: the model's parts on this rank.
-        loader: knows the sets.
-        tokens: about how many tokens of each set at most; None is all.
-        loss_chunk: rows whose logits exist at once.
-        objective: what is evaluated.
+    About ``tokens`` of each set are read at most; None is all.
     """
     metrics: dict[str, float | int] = {}
     nats = labels = 0.0

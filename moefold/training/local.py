@@ -60,12 +60,8 @@ Shares = Sequence[tuple[int, str, Tensor]]
 class LocalCopies:
     """A run's copies on this machine. All ranks call its methods alike.
 
-    Args:
-        record: where they are, and how often they are written.
-        folder: the run's.
-        identity: digest of what is computed and of the layout.
-        form: digest of what this rank's share consists of.
-        world: the ranks.
+    ``identity`` is a digest of what is computed in which layout, ``form`` of what this rank's share
+    consists of.
     """
 
     def __init__(
@@ -233,11 +229,8 @@ def newest_whole(
 ) -> list[tuple[RankCopy, int]] | None:
     """Return, of the newest whole step, each rank's share and who reads it; None without one.
 
-    A rank reads its own share if it can, else its keeper, else the first rank that can.
-
-    Args:
-        said: of each rank, the shares that it can read, and the form of its own.
-        by: how far away copies are kept.
+    A rank reads its own share if it can, else its keeper, ``by`` ranks away, else the first rank
+    that can. ``said`` has of each rank the shares that it can read, and the form of its own.
     """
     size = len(said)
     holders: dict[tuple[int, str, str], dict[int, dict[int, RankCopy]]] = {}

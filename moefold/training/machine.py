@@ -45,12 +45,8 @@ def measure(
     """Time square products, as a linear layer makes them, and return the best rate of each type.
 
     The types take turns, so that a machine which others use is alike to all. A size whose product
-    would not fit in the time that is left is passed over: of a slow type only small ones run.
-
-    Args:
-        dtypes: number formats of both factors.
-        device: where.
-        seconds: for each type, and a first product of it more.
+    would not fit in the time that is left is passed over: of a slow type only small ones run. Each
+    type is given ``seconds``, and a first product more.
     """
     sides = SIDES.get(device.type, SIDES_ELSEWHERE)
     own = torch.Generator(device).manual_seed(0)
@@ -122,21 +118,16 @@ def cpu_name() -> str:
 class Utilisation:
     """Model FLOPs per second as shares of what devices can do; no share above one is given.
 
-    Args:
-        machine: the measured rate of one rank's device.
-        dtype: what products are computed in.
-        world: the ranks that compute, on devices of one kind.
-
-    Attributes:
-        machine: the same, or the best rate since.
-        peak: FLOP/s that the chip is sold with, None where that is not known.
+    The ranks of ``world`` compute, on devices of one kind, and products in ``dtype``.
     """
 
     def __init__(self, machine: MatrixRate, dtype: torch.dtype, world: World) -> None:
         device = world.device
-        self.machine, self._dtype, self._device, self._ranks = machine, dtype, device, world.size
-        self._left = AGAIN
+        self._dtype, self._device, self._ranks, self._left = dtype, device, world.size, AGAIN
+        self.machine = machine
+        """The measured rate of one rank's device, or the best one since."""
         self.peak: float | None = None
+        """FLOP/s that the chip is sold with, None where that is not known."""
         chip = sold_as(device_name(device)) if device.type == "cuda" else None
         if chip is not None and dtype in PEAK_FORMATS:
             self.peak = chip.peak(PEAK_FORMATS[dtype])

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.folder import checkpoint_in
 from moefold.checkpoint.load import Reader
 from moefold.checkpoint.tensors import DTYPES
-from moefold.config.base import Record, to_dict
+from moefold.config.base import to_dict
 from moefold.config.check import check
 from moefold.config.errors import RunError
 from moefold.config.plugins import import_plugins
@@ -114,11 +114,6 @@ class StoredModel:
         scales = self.tensors.scales.items()
         return {n: LowRank(weight=n, rank=self.tensors.rank(n), scale=s) for n, s in scales}
 
-    @property
-    def precision(self) -> Precision:
-        """The format that the run computed in; fp32 for weights without a run."""
-        return precision_of(self.meta) or "fp32"
-
     def write_adapter(self, folder: Path, dtype: Dtype = "float32") -> list[str]:
         """Write the adapters alone, see :func:`moefold.convert.adapter.write_adapter`.
 
@@ -149,8 +144,9 @@ class StoredModel:
     def model(
         self, precision: Precision | None = None, device: torch.device | str | None = None
     ) -> DecoderModel:
-        """Build the model with its values; ``precision`` is its own where left out."""
-        model = DecoderModel(self.decoder, precision or self.precision, device=device)
+        """Build the model with its values; left out, ``precision`` is its run's, else fp32."""
+        precision = precision or precision_of(self.meta) or "fp32"
+        model = DecoderModel(self.decoder, precision, device=device)
         fill(model, self.tensors)
         return model
 
@@ -158,9 +154,7 @@ class StoredModel:
 class ModelTensors(Mapping[str, Tensor]):
     """The model's part of a checkpoint, read tensor by tensor; adapters are in their weights.
 
-    Args:
-        reader: the checkpoint.
-        scales: of each weight that has an adapter, what ``B A`` is multiplied by.
+    ``scales`` says of each weight that has an adapter what ``B A`` is multiplied by.
     """
 
     def __init__(self, reader: Reader, scales: Mapping[str, float]) -> None:
@@ -253,11 +247,15 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
     if replaced or not isinstance(source, Folder):
         data.fill(begin)
         return ()
-    opened = import_folder(source.path, reading=source.reading())
-    with opened as imported, _first_adapter(run.adapter, imported) as first:
+    with ExitStack() as opened:
+        base = opened.enter_context(import_folder(source.path, reading=source.reading()))
+        first: AdapterTensors | None = None
+        if isinstance(run.adapter, Lora) and run.adapter.start is not None:
+            start, of = Path(run.adapter.start), (base.source.folder, base.decoder, base.tensors)
+            first = opened.enter_context(closing(open_adapter(start, *of)))
         adapters = begin if first is None else lambda piece: piece.of(first[piece.name])
-        fill_from(imported, data, adapters)
-    return imported.left_out
+        fill_from(base, data, adapters)
+    return base.left_out
 
 
 def fill_from(
@@ -274,13 +272,3 @@ def fill_from(
         return tensors.part(piece.name, piece.box)
 
     data.fill(value, buffers=True)
-
-
-def _first_adapter(
-    record: Record | None, base: Imported
-) -> AbstractContextManager[AdapterTensors | None]:
-    """Open the adapter that a run's adapters begin as, where it names one."""
-    if not isinstance(record, Lora) or record.start is None:
-        return nullcontext()
-    start, tensors = Path(record.start), base.tensors
-    return closing(open_adapter(start, base.source.folder, base.decoder, tensors))

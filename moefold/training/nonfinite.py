@@ -28,8 +28,6 @@ ROLES = {"weight": "the weight", "rows": "rows at", "gradient": "the gradient of
 """What became codes, in words."""
 MACHINE = "Replay: a machine fault"
 DATA = "Replay: a fault of the data or the model"
-Again = Callable[[], StepFigures]
-"""Computes the step's gradients once more, on the same data and weights."""
 StepAction = Literal["update", "skip", "rewind"]
 """What to do with a step."""
 
@@ -50,16 +48,12 @@ class NonFinitePolicy:
         figures: StepFigures,
         batches: Sequence[MicroBatch],
         data: ShardedState,
-        again: Again,
+        again: Callable[[], Any],
     ) -> StepAction:
-        """Return what to do with a step; every rank asks.
+        """Return what to do with a step that gave ``figures``; every rank asks.
 
-        Args:
-            progress: how far the run is before it; its strikes are counted here.
-            figures: what it gave.
-            batches: what this rank trained on.
-            data: this rank's share of the model, with the step's gradients.
-            again: for policies that replay a bad step.
+        Strikes are counted in ``progress``, how far the run is before it. ``data`` has its
+        gradients; ``again`` computes them once more, from the same ``batches`` and weights.
 
         Raises:
             NonFiniteStep: with the report, where the policy stops.
@@ -130,11 +124,9 @@ def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
 
 
 def replay(data: ShardedState, again: Callable[[], Any]) -> str:
-    """Compute a step's gradients again and say what that tells; every rank calls it.
+    """Compute a step's gradients, which ``data`` holds, again; say what that tells.
 
-    Args:
-        data: this rank's share of the model, with the gradients as they were.
-        again: computes them anew.
+    Every rank calls it.
     """
     before = digest(held.tensor for held in data.gradients())
     again()

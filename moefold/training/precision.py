@@ -44,13 +44,8 @@ class PrecisionChoice:
         """Settle the format on the first rank, for all.
 
         ``auto`` is what the run in ``folder`` was begun in, else the faster one here. A format that
-        is slower than another by 2x or more is warned of.
-
-        Args:
-            run: as it is asked for.
-            folder: its folder.
-            world: the ranks that open it.
-            memory: copies in memory; where there are any, nothing is measured again.
+        is slower than another by 2x or more is warned of. Where there are copies in ``memory``,
+        nothing is measured again.
         """
         asked = run.train.precision
         kept = {} if memory is None else memory.format

@@ -66,10 +66,6 @@ class Copy:
 class MemoryCheckpoint:
     """The copies of this rank's state in the launcher's memory.
 
-    Args:
-        attempt: the launcher's word on this start of the ranks.
-        record: how often copies are made.
-
     Attributes:
         recovered: after a loss: which ranks were ``lost`` and ``why``, when that was ``noticed``
             and all had ``met`` again, the last step ``reached``, and how long the one that was

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moefold.planner.goodput import best_interval
-from moefold.training.run_folder import Curve, History
+from moefold.training.run_folder import Curve, History, sets
 from moefold.training.words import clock, count
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -41,15 +41,15 @@ def summary(history: History) -> dict[str, Any]:
         raise ValueError("the folder has no metrics yet: metrics.jsonl is missing or empty")
     newest = history.lines[-1]
     out: dict[str, Any] = {"step": newest["step"], "tokens": newest.get("tokens")}
-    for name, key in history.sets():
+    for name, key in sets(history.keys()):
         curve = history.curve(key)
-        out[key] = curve.last
+        out[key] = float(curve.values[-1])
         if np.isfinite(curve.values).any():
             out[f"best_step/{name}"] = int(curve.steps[np.nanargmin(curve.values)])
     for key in ("lm_loss", "val_loss"):
         curve = history.curve(key)
         if len(curve):
-            out[key] = curve.last
+            out[key] = float(curve.values[-1])
     out["baselines"] = history.baselines
     for key in ("tokens_per_s", "mfu", "mfu_of_peak", "step_time_s"):
         values = history.curve(key).values
@@ -71,11 +71,8 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     """Return restarts, recoveries in place, steps made again, and the seconds of each part.
 
     ``save_every_s`` is the interval between checkpoints that would lose least with the faults of
-    this run and the stall that its own saves had; it is absent where neither is known.
-
-    Args:
-        history: the run's.
-        wall_s: from its first start to its newest sign of life.
+    this run and the stall that its own saves had; it is absent where neither is known. ``wall_s``
+    goes from the first start to the newest sign of life.
     """
     starts = [event for event in history.events if event.get("event") == "start"]
     lived = [start for start in starts if "recovered" in start]
@@ -119,9 +116,8 @@ def render_page(template: Path, title: str, subtitle: str, data: dict[str, Any])
 def _cards(facts: dict[str, Any]) -> list[list[str]]:
     """Return (figure, what it is) of each card."""
     cards = []
-    for key, value in facts.items():
-        if key.startswith("val/"):
-            cards.append([f"{value:.3f}", f"bits per byte, {key.split('/')[1]}"])
+    for name, key in sets(facts):
+        cards.append([f"{facts[key]:.3f}", f"bits per byte, {name}"])
     cards += [[f"{v:.2f}", f"{BASELINES.get(k, k)}"] for k, v in facts["baselines"].items()]
     cards.append([f"{facts['step']:,}", "steps"])
     if facts["tokens"]:
@@ -152,7 +148,7 @@ def loss_chart(history: History) -> dict[str, Any]:
     factor = history.bits_per_byte_per_nat()
     train = history.curve("lm_loss")
     train = Curve(train.steps, train.values * (factor or 1.0))
-    keys = history.sets() if factor else [("held out", "val_loss")]
+    keys = sets(history.keys()) if factor else [("held out", "val_loss")]
     lines = [_line("training", train, smooth=True)]
     lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
     marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []

@@ -53,12 +53,7 @@ def check_same_run(
 ) -> None:
     """Refuse a checkpoint of a run that computes something else, and say what.
 
-    Args:
-        path: the checkpoint.
-        meta: its facts.
-        run: what would go on from it.
-        parts: digests of the run's parts from outside.
-        data: fingerprint of the run's data.
+    ``run`` would go on from it, with digests of its ``parts`` from outside and of its ``data``.
 
     Raises:
         ValueError: with each difference.

@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,10 @@ class ChoiceWriter:
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
         """Return the passes of a step, which tell their decisions."""
         self._chosen, self._tokens = {}, _tokens(flows)
-        tellers = (partial(self._tell, number, flow.rows) for number, flow in enumerate(flows))
-        pairs = zip(flows, tellers, strict=True)
-        return [replace(flow, decisions=Decisions(tell=tell)) for flow, tell in pairs]
+        return [
+            replace(flow, decisions=Decisions(tell=partial(self._tell, number, flow.rows)))
+            for number, flow in enumerate(flows)
+        ]
 
     def _tell(self, number: int, rows: MicroBatch, key: str, decision: Any) -> None:
         if not isinstance(decision, Decision):
@@ -117,13 +117,12 @@ class ChoiceReader:
                     f"{folder}: holds no choice of {key} for token {token_N[missing[0, 0]]} of the "
                     "step: replay what a run of the same data, batch and layers recorded"
                 )
-        parts = pairwise(accumulate((flow.rows.n_valid for flow in flows), initial=0))
-        readers = (
-            partial(self._decision, flow.rows, slice(*part))
-            for flow, part in zip(flows, parts, strict=True)
-        )
-        pairs = zip(flows, readers, strict=True)
-        return [replace(flow, decisions=Decisions(read=read)) for flow, read in pairs]
+        first, found = 0, list[Flow]()
+        for flow in flows:
+            part = slice(first, first := first + flow.rows.n_valid)
+            read = partial(self._decision, flow.rows, part)
+            found.append(replace(flow, decisions=Decisions(read=read)))
+        return found
 
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
         """Take from a file the choices for tokens that are here."""

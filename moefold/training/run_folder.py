@@ -6,7 +6,7 @@ Imports no torch, so that ``moefold report`` starts at once.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -128,11 +128,6 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
-    @property
-    def last(self) -> float:
-        """The newest value."""
-        return float(self.values[-1])
-
     def smooth(self, span: float) -> np.ndarray:
         """Exponential mean over about ``span`` values, over fewer where the curve starts."""
         out, mean = np.empty_like(self.values), np.nan
@@ -188,18 +183,12 @@ class History:
         """Return every key of the lines, in order of first appearance."""
         return list(dict.fromkeys(key for line in self.lines for key in line))
 
-    def sets(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, key) of the bits per byte of each held-out set."""
-        for key in self.keys():
-            if key.startswith("val/") and key.endswith("/bits_per_byte"):
-                yield key.removeprefix("val/").removesuffix("/bits_per_byte"), key
-
     def bits_per_byte_per_nat(self) -> float | None:
         """Factor from a loss per token (nats) to bits per byte, taken from the evaluations.
 
         None where no held-out set was measured in bytes.
         """
-        keys = [key for _, key in self.sets()]
+        keys = [key for _, key in sets(self.keys())]
         for line in reversed(self.lines):
             found = [line[key] for key in keys if line.get(key) is not None]
             if found and line.get("val_loss"):
@@ -223,6 +212,13 @@ class History:
                 shares = line["load"].get(name, [])
                 out[i, j, : len(shares)] = np.asarray(shares, dtype=np.float64) * len(shares)
         return np.array([line["step"] for line in self.loads]), layers, out
+
+
+def sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, key) of the bits per byte of each held-out set."""
+    for key in keys:
+        if key.startswith("val/") and key.endswith("/bits_per_byte"):
+            yield key.removeprefix("val/").removesuffix("/bits_per_byte"), key
 
 
 def read_baselines(path: Path) -> dict[str, float]:

@@ -32,13 +32,9 @@ _log = logging.getLogger("moefold.training")
 
 
 class Saver:
-    """Writes checkpoints as a policy says. All ranks call its methods alike, but for ``drop``.
+    """Writes checkpoints as a policy says; ``asynchronous`` ones behind the steps, one at a time.
 
-    Args:
-        folder: the run's.
-        policy: ``asynchronous`` ones are written behind the steps, one at a time.
-        lock: the folder's, held by the first rank.
-        world: the ranks.
+    All ranks call its methods alike, but for ``drop``. The first one holds the folder's lock.
     """
 
     def __init__(
@@ -66,21 +62,14 @@ class Saver:
             SaveError: on all ranks, where the storage refused this one, or the one before it.
         """
         self.wait()
-        policy, ranks = self._policy, self._ranks
-        if policy.asynchronous:
-            copied = self._copied(tensors)
-            saving = CheckpointWriter(
-                self._folder, step, copied, meta, policy, lock=self._lock, ranks=ranks
-            )
-            saving.begin()
-            self._saving, self._thread = saving, behind(saving.write)
-            return saving.path
-        return save(self._folder, step, tensors, meta, policy, lock=self._lock, ranks=ranks)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is under way."""
-        return self._saving is not None
+        how: dict[str, Any] = {"lock": self._lock, "ranks": self._ranks}
+        if not self._policy.asynchronous:
+            return save(self._folder, step, tensors, meta, self._policy, **how)
+        copied = self._copied(tensors)
+        saving = CheckpointWriter(self._folder, step, copied, meta, self._policy, **how)
+        saving.begin()
+        self._saving, self._thread = saving, behind(saving.write)
+        return saving.path
 
     def poll(self, wait: bool = False) -> None:
         """Go on with the save under way where all ranks are ready; called as a step begins.
@@ -90,7 +79,7 @@ class Saver:
         Raises:
             SaveError: on all ranks, where it failed and the policy is to stop then.
         """
-        if not self.busy:
+        if self._saving is None:
             return
         idle = self._thread is not None and not self._thread.is_alive()
         if not wait and int(sum_(torch.tensor([int(idle)]), self._ranks)) < self._ranks.size:
@@ -109,7 +98,7 @@ class Saver:
         Raises:
             SaveError: on all ranks, where it failed.
         """
-        while self._thread is not None and self.busy:
+        while self._thread is not None and self._saving is not None:
             self._thread.join()
             self._go_on()
 

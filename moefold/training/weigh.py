@@ -87,7 +87,9 @@ class Weighing(Executor):
     def _chain(self, action: Action) -> Chain:
         """Return the action's chain, whose exchanges are seen on their own thread too."""
         state, tasks = super()._chain(action)
-        return Chain(state, [self._seen(one) if _exchanges(one) else one for one in tasks])
+        exchanges = [isinstance(one, LaneTask) and one.exchanges for one in tasks]
+        seen = zip(tasks, exchanges, strict=True)
+        return Chain(state, [self._seen(one) if own else one for one, own in seen])
 
     def _seen(self, task: Any) -> LaneTask:
         made = Made(self._made.storages)
@@ -155,10 +157,6 @@ class Weighing(Executor):
         return found | {name: place.figures.held for name, place in places.items()}
 
 
-def _exchanges(task: Any) -> bool:
-    return isinstance(task, LaneTask) and task.exchanges
-
-
 def _read(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that queued products read: they are closures over them."""
     if isinstance(value, Tensor):
@@ -196,9 +194,8 @@ def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
 def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes:
     """Return the bytes of parameters, gradients and the optimizer's state, each storage once."""
     held = list(held_by(data))
-    held += (
-        [("moments", one) for one in optimizer.state().values() if one.dim()] if optimizer else []
-    )
+    if optimizer is not None:
+        held += [("moments", one) for one in optimizer.state().values() if one.dim()]
     storages = {t.untyped_storage()._cdata: (part, t.untyped_storage()) for part, t in held}
     found: Bytes = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
     for part, storage in storages.values():

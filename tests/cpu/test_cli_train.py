@@ -256,7 +256,7 @@ def test_balancing_is_said_of_all_layers_where_a_rank_has_some(tmp_path: Path) -
         part: Any = SimpleNamespace(
             model=held, world=sizes, decoder=job.decoder, precision=job.precision
         )
-        assert banner._balance(part) == dict(banner.rows(job, tmp_path))["balance"]
+        assert banner._balance(part) == dict(banner.rows(job))["balance"]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -267,10 +267,10 @@ def test_a_run_that_is_looked_at_says_the_same_without_values(tmp_path: Path, ki
         job.step()
         job.save()
     with job_of(tmp_path, **changes) as job:
-        whole = banner.facts(job, job.folder)
+        whole = banner.facts(job)
     run, places = run_of(tmp_path, **changes), {"cache": tmp_path / "prepared"}
     with Trainer(run, tmp_path / "out", scratch=tmp_path / "scratch", **places) as job:
-        assert banner.facts(job, job.folder) == whole and whole["step"] == 1
+        assert banner.facts(job) == whole and whole["step"] == 1
         held = [held.tensor for _, held in held_by(job.data, job.optimizer)]
         assert held and all(tensor.untyped_storage().device.type == "meta" for tensor in held)
 

@@ -175,7 +175,7 @@ def test_a_run_sends_away_what_its_plan_says(tmp_path: Path) -> None:
         offload = job.run.layout.offload
         assert offload is not None and offload.host is not None and offload.disk is None
         said = f"{', '.join(offload.host.modules)} of 100% of the layers"
-        assert ("on host", said) in [row[:2] for row in banner_rows(job, tmp_path)]
+        assert ("on host", said) in [row[:2] for row in banner_rows(job)]
         job.step(), job.step()
         assert job.placed.offload is not None
         assert job.placed.offload.places["host"].figures.moved > 0

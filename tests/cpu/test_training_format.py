@@ -63,7 +63,7 @@ def test_auto_is_the_faster_format_and_the_saved_run_says_why(
     assert meta["precision"]["flops_per_s"] == {name: rates[name] for name in ("bf16", "fp32")}
     with opened(tmp_path) as job:
         assert job.model.recipe.precision == chosen
-        said = dict(rows(job, job.folder))["precision"]
+        said = dict(rows(job))["precision"]
         assert f"bf16 {rates['bf16'] / 1e9:,.0f}" in said and "as the run began" in said
 
 

@@ -99,20 +99,18 @@ def test_newton_schulz_is_counted_as_it_multiplies(name: str) -> None:
 def test_the_banner_counts_ranks_and_the_epochs_of_the_steps_to_go(tmp_path: Path) -> None:
     muon = {"kind": "muon", "lr": 0.01}
     with job_of(tmp_path, optim=muon) as job:
-        alone, said = least_step_time(job), dict(rows(job, job.folder))
+        alone, said = least_step_time(job), dict(rows(job))
         assert said["ranks"] == "one" and f"in {job.last_step} steps" in said["data"]
-        assert any(
-            "Newton-Schulz" in text and "MFU leaves" in text for _, text in rows(job, tmp_path)
-        )
+        assert any("Newton-Schulz" in text and "MFU leaves" in text for _, text in rows(job))
         job.progress.step = job.last_step - 2
-        (read,) = (text for what, text in rows(job, tmp_path) if what == "data")
+        (read,) = (text for what, text in rows(job) if what == "data")
         per_step = job.loader.epoch(2)["text"]
         assert f"read {per_step:.2g} times in 2 steps" in read
         world: Any = job.world
         four: Any = SimpleNamespace(size=4, folding=world.folding)
         job.world = four
         assert least_step_time(job) == alone / 4
-        said = dict(rows(job, job.folder))
+        said = dict(rows(job))
         assert said["ranks"] == "4, layout data ranks alone, over gloo"
         assert "on all 4 ranks" in said["time"]
         job.world = world
@@ -140,9 +138,9 @@ def test_the_banner_says_where_threads_spin(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with job_of(tmp_path) as job:
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        assert "2 threads that spin" in dict(rows(job, tmp_path))["device"]
+        assert "2 threads that spin" in dict(rows(job))["device"]
         monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-        assert "spin" not in dict(rows(job, tmp_path))["device"]
+        assert "spin" not in dict(rows(job))["device"]
 
 
 def test_a_hub_folder_goes_by_its_family_and_place(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_a_hub_folder_goes_by_its_family_and_place(tmp_path: Path) -> None:
     assert str(loaded.origins["optim", "lr"]) == f"given fine-tuning of {hub}"
     with job_of(tmp_path) as job:
         job.run = job.run.model_copy(update={"model": loaded.record.model})
-        said = dict(rows(job, tmp_path))["model"]
+        said = dict(rows(job))["model"]
     assert said.startswith(f"mixtral of {hub}: ")
 
 

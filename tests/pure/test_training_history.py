@@ -65,7 +65,7 @@ def test_a_folder_is_read_back(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lm_loss": null}\n{"step": 2')
     (tmp_path / BASELINES_FILE).write_text('{"xz": 1.8}')
     found = History.read(tmp_path)
-    assert len(found.lines) == 1 and np.isnan(found.curve("lm_loss").last)
+    assert len(found.lines) == 1 and np.isnan(found.curve("lm_loss").values[-1])
     assert found.baselines == {"xz": 1.8}
 
 

@@ -10,15 +10,6 @@ from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Wandb
 from moefold.training.run_folder import METRICS_FILE, RUN_FILE, TOKENIZER_FILE, StepLines, note
 
-NO_TENSORBOARD = (
-    "watch.metrics.tensorboard is on, but the package is missing: "
-    "pip install 'moefold[tensorboard]'"
-)
-NO_WANDB = "watch.metrics.wandb is set, but the package is missing: pip install 'moefold[wandb]'"
-NO_SERVICE = (
-    "log in and look at the network, or give watch.metrics.wandb.mode=offline to send it later, "
-    "or watch.metrics.wandb=null to do without"
-)
 WANDB_FILE = "wandb.json"
 
 
@@ -48,12 +39,10 @@ class StepLinesHook(Hook):
         self.lines = StepLines(file)
 
     def on_start(self, job: JobView) -> None:
-        """Drop the lines of steps after the checkpoint that the run continues from."""
+        """Drop the lines of steps after the one that the run goes on from."""
         self.lines.open(job.folder, job.step_number)
 
-    def on_rewind(self, job: JobView) -> None:
-        """Drop the lines of the steps that are made again."""
-        self.lines.rewind(job.step_number)
+    on_rewind = on_start
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Make the file durable."""
@@ -75,8 +64,7 @@ class TensorBoardHook(Hook):
     """Writes each figure as a TensorBoard scalar under its own key, in ``tensorboard/``."""
 
     def __init__(self) -> None:
-        if find_spec("tensorboard") is None:
-            raise ValueError(NO_TENSORBOARD)
+        _demand("tensorboard", "on")
         self._writer: Any = None
 
     def on_start(self, job: JobView) -> None:
@@ -108,8 +96,7 @@ class WandbHook(Hook):
     """Sends each step's figures to W&B; a continued run goes on under the same name and id."""
 
     def __init__(self, record: Wandb) -> None:
-        if find_spec("wandb") is None:
-            raise ValueError(NO_WANDB)
+        _demand("wandb", "set")
         self._record = record
         self._run: Any = None
 
@@ -129,7 +116,11 @@ class WandbHook(Hook):
                 config=job.run.model_dump(mode="json"),
             )
         except (wandb.Error, ConnectionError, TimeoutError) as error:
-            raise ValueError(f"W&B does not take the run: {error}; {NO_SERVICE}") from error
+            raise ValueError(
+                f"W&B does not take the run: {error}; log in and look at the network, or give "
+                "watch.metrics.wandb.mode=offline to send it later, or watch.metrics.wandb=null "
+                "to do without"
+            ) from error
         write_json(path, {"id": self._run.id})
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
@@ -140,3 +131,11 @@ class WandbHook(Hook):
         """Tell the service how the run ended."""
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)
+
+
+def _demand(package: str, asked: str) -> None:
+    if find_spec(package) is None:
+        raise ValueError(
+            f"watch.metrics.{package} is {asked}, but the package is missing: "
+            f"pip install 'moefold[{package}]'"
+        )

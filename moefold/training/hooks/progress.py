@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import ProgressDisplay
+from moefold.training.run_folder import sets
 from moefold.training.words import clock, count, plural, size
 
 SMOOTHING = 0.95
@@ -92,10 +93,7 @@ class ProgressHook(Hook):
     def on_evaluate(self, job: JobView, metrics: Figures) -> None:
         """Print the held-out result: ``loss 2.91  stdlib 2.044 bits per byte``."""
         parts = [f"loss {metrics['val_loss']:.3f}"] if "val_loss" in metrics else []
-        for key, value in metrics.items():
-            if key.startswith("val/") and key.endswith("/bits_per_byte"):
-                name = key.removeprefix("val/").removesuffix("/bits_per_byte")
-                parts.append(f"{name} {value:.3f} bits per byte")
+        parts += [f"{name} {metrics[key]:.3f} bits per byte" for name, key in sets(metrics)]
         self._print(f"[cyan]validation[/] step {job.step_number}  {'  '.join(parts)}")
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
