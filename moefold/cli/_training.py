@@ -4,6 +4,7 @@ Imports torch.
 """
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,15 @@ def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:
 
 def train_to_end(job: Trainer, console: Console, said: Sequence[Row] = ()) -> int:
     """Show the banner with the lines ``said``, train, say how it ended, return the exit status."""
-    onwards = f"the same command with --folder {job.folder} goes on from"
+    folder = shlex.quote(str(job.folder))
+    onwards = f"the same command with --folder {folder} goes on from"
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; on from step {job.step_number}", "yellow"))
     else:
         console.print(panel(job, said))
     if job.step_number >= job.last_step:
         job.save()
-        where = f"--folder {job.folder} train.steps={2 * job.step_number}"
+        where = f"--folder {folder} train.steps={2 * job.step_number}"
         done = f"step {job.step_number} is done already; go on with {where}"
         console.print(Text(done), soft_wrap=True)
         return ENDED

@@ -431,12 +431,14 @@ def test_a_signal_saves_and_has_its_own_status(tmp_path: Path, capsys: Any) -> N
     (tmp_path / "preempted.py").write_text(OUTSIDE)
     watch = {**BARE, "hooks": [{"kind": "preempted"}]}
     run = run_file(tmp_path, watch=watch, uses=["./preempted.py"])
-    command = ["train", str(run), "--folder", str(tmp_path / "out")]
+    out = tmp_path / "an out"
+    command = ["train", str(run), "--folder", str(out)]
     assert main(command) == 75
-    assert "received SIGTERM; saved step 3" in capsys.readouterr().out
-    assert (tmp_path / "out" / "step-00000003").is_dir()
+    said = capsys.readouterr().out
+    assert "received SIGTERM; saved step 3" in said and f"--folder '{out}' goes on from" in said
+    assert (out / "step-00000003").is_dir()
     assert main(command) == 0
-    lines = History.read(tmp_path / "out").lines
+    lines = History.read(out).lines
     assert [line["outside/seen"] for line in lines] == list(range(1, 9))
 
 

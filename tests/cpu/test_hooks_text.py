@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from rich.console import Console
 
 from moefold.data.batch import pack
 from moefold.layers.flow import Flow
+from moefold.training.hooks.config import Sample
 from moefold.training.hooks.experts import choose, route
-from moefold.training.hooks.sample import cut_after
+from moefold.training.hooks.sample import SampleHook, cut_after
 from tests.cpu.runs import job_of
 
 
@@ -29,6 +32,16 @@ def test_samples_of_steps_that_are_made_again_go(tmp_path: Path) -> None:
     path.write_bytes(kept.encode() + "=== step 15 · 'a'\nä".encode()[:-1])
     cut_after(path, 12)
     assert path.read_text() == kept
+
+
+def test_a_prompt_of_no_token_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """At the first sample it would cost all steps before."""
+    hook = SampleHook(Sample(prompts=("a", "")), Console(quiet=True))
+    with job_of(tmp_path, "out", hook) as job:
+        job.tokenizer.start_id = None
+        with pytest.raises(ValueError, match=r"watch\.sample\.prompts: give each some text"):
+            job.train()
+        assert job.step_number == 0
 
 
 def test_the_page_is_told_what_the_router_decided(tmp_path: Path) -> None:

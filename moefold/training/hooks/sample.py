@@ -24,7 +24,17 @@ class SampleHook(Hook):
         self._console = console
 
     def on_start(self, job: JobView) -> None:
-        """Drop the samples of steps that are made again: those after the present one."""
+        """Drop the samples of steps that are made again: those after the present one.
+
+        Raises:
+            ValueError: where there is nothing to go on from.
+        """
+        self._ids = [job.tokenizer.prompt(text) for text in self._record.prompts]
+        if not all(self._ids):
+            raise ValueError(
+                "watch.sample.prompts: give each some text; the tokenizer has no token that starts "
+                "one"
+            )
         cut_after(job.folder / SAMPLES_FILE, job.step_number)
 
     on_rewind = on_start
@@ -36,7 +46,7 @@ class SampleHook(Hook):
             return
         tokenizer = job.tokenizer
         continued = job.generate(
-            [tokenizer.prompt(text) for text in record.prompts],
+            self._ids,
             tokens=record.tokens,
             temperature=record.temperature,
             top_p=record.top_p,
