@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = newest(folder)
     if checkpoint is not None and manifest.read(checkpoint).meta.get("adapters"):
         # Imported here: torch takes a second.
-        from moefold.training.moved import draw_moved
+        from moefold.training.hooks.plots import draw_moved
 
         picture = folder / "moved.png"
         if draw_moved(checkpoint, picture, folder.resolve().name):

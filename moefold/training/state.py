@@ -16,7 +16,6 @@ import torch
 
 from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
-from moefold.checkpoint.manifest import TensorMeta
 from moefold.checkpoint.tensors import DTYPES, TensorSlice
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
@@ -138,11 +137,12 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         missing = [name for name in names if name not in stored]
         whole = data.placed.world.size == 1  # else others hold what is not here
         unexpected = [name for name in stored if name not in names] if whole else []
-        mismatched = {
-            name: what
-            for name, held in names.items()
-            if name in stored and (what := _difference(stored[name], held, name in frozen))
-        }
+        mismatched = {}
+        for name, held in names.items():
+            if name in stored:
+                here = DTYPES[stored[name].dtype] if name in frozen else held.tensor.dtype
+                if what := difference(stored[name], held.shape, here):
+                    mismatched[name] = what
         if missing or unexpected or mismatched:
             raise MismatchError(path, missing, unexpected, mismatched)
         reader.check_sizes(names)
@@ -153,8 +153,3 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
                 if values is not held.tensor:
                     held.tensor.copy_(values)
         return Progress() if optimizer is None else Progress.of(reader.manifest.meta["progress"])
-
-
-def _difference(stored: TensorMeta, held: LocalSlice, frozen: bool) -> str:
-    """Return how a stored tensor differs from what is here; a frozen one is brought to its type."""
-    return difference(stored, held.shape, DTYPES[stored.dtype] if frozen else held.tensor.dtype)

@@ -320,8 +320,8 @@ class Trainer:
             **self.utilisation.figures(per_second * flops),
             "step_time_s": seconds,
         }
-        lacked = {name: getattr(figures, name) for name in ("needed_rows", "needed_load")}
-        metrics |= {name: needed for name, needed in lacked.items() if needed}
+        for name in ("needed_rows", "needed_load"):
+            metrics |= {name: needed} if (needed := getattr(figures, name)) else {}
         metrics |= figures.more
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}

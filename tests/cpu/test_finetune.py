@@ -15,8 +15,8 @@ from moefold.data.config import DataError
 from moefold.data.docstrings import write_chats
 from moefold.data.sources import Document, StdlibReader
 from moefold.run import load_run
+from moefold.training.hooks.plots import moved
 from moefold.training.model_checkpoint import ModelTensors
-from moefold.training.moved import moved
 from moefold.training.run_folder import History
 from tests.chats import write_chat_folder
 from tests.cpu.families import reference

@@ -87,14 +87,6 @@ class LayerRouting:
     weights_TK: np.ndarray
     """Weights of the choices, not negative."""
 
-    def sorted(self) -> "LayerRouting":
-        """Return the choices with each token's heaviest first."""
-        kept_TK = np.where(self.ids_TK < 0, -np.inf, self.weights_TK)
-        order_TK = np.argsort(-kept_TK, axis=1, kind="stable")
-        ids_TK = np.take_along_axis(self.ids_TK, order_TK, axis=1)
-        weights_TK = np.take_along_axis(self.weights_TK, order_TK, axis=1)
-        return LayerRouting(self.name, self.experts, ids_TK, weights_TK)
-
     @property
     def load_E(self) -> np.ndarray:
         """Share of the choices that each expert got."""
@@ -137,16 +129,18 @@ def render(
     """
     data = {
         "tokens": list(texts[:shown]),
-        "layers": [_layer(layer.sorted(), texts, shown) for layer in layers],
+        "layers": [_layer(layer, texts, shown) for layer in layers],
     }
     return render_page(TEMPLATE, f"Experts of {title}", subtitle, data)
 
 
 def _layer(routing: LayerRouting, texts: Sequence[str], shown: int) -> dict[str, Any]:
-    wide = routing.experts > 255
+    wide, ids_TK = routing.experts > 255, routing.ids_TK[:shown]
+    kept_TK = np.where(ids_TK < 0, -np.inf, routing.weights_TK[:shown])
+    order_TK = np.argsort(-kept_TK, axis=1, kind="stable")  # the heaviest first
     # A dropped choice keeps its place with weight 0, so that every token has K of them.
-    ids_TK = np.where(routing.ids_TK < 0, 0, routing.ids_TK)[:shown]
-    weights_TK = np.where(routing.ids_TK < 0, 0.0, routing.weights_TK)[:shown]
+    ids_TK = np.take_along_axis(ids_TK.clip(0), order_TK, axis=1)
+    weights_TK = np.take_along_axis(kept_TK.clip(0), order_TK, axis=1)
     share_TK = weights_TK / np.maximum(weights_TK.sum(axis=1, keepdims=True), 1e-12)
     return {
         "name": routing.name,
