@@ -48,8 +48,3 @@ def drawing(args: argparse.Namespace) -> dict[str, Any]:
 def beginning(args: argparse.Namespace) -> list[dict[str, str]]:
     """Return the messages that a conversation begins with."""
     return [{"role": "system", "content": args.system}] if args.system else []
-
-
-def user(text: str) -> dict[str, str]:
-    """Return a message of the user."""
-    return {"role": "user", "content": text}

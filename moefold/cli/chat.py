@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from moefold.cli._speaking import add_speaker, beginning, drawing, speaking, user
+from moefold.cli._speaking import add_speaker, beginning, drawing, speaking
 from moefold.training.words import harmless
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
     console, speaker = Console(highlight=False, soft_wrap=True), Speaker.open(path, args.uses)
     messages = beginning(args)
-    speaker.prompt([*messages, user("?")])  # a folder without a template is told of at once
+    speaker.prompt(
+        [*messages, {"role": "user", "content": "?"}]
+    )  # a folder without a template is told of at once
     while True:
         try:
             said = console.input("[bold]> [/]").strip()
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if said == NEW:
             messages = beginning(args)
         elif said:
-            messages.append(user(said))
+            messages.append({"role": "user", "content": said})
             answer = _answer(console, speaker, messages, args)
             messages.append({"role": "assistant", "content": answer})
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._common import add_json, print_json
-from moefold.cli._speaking import add_speaker, beginning, drawing, speaking, user
+from moefold.cli._speaking import add_speaker, beginning, drawing, speaking
 from moefold.training.words import harmless
 
 
@@ -56,7 +56,8 @@ def _sample(
 
     speaker = Speaker.open(path, args.uses)
     if args.chat:
-        ids = [speaker.prompt([*beginning(args), user(text)]) for text in prompts]
+        asked = ([*beginning(args), {"role": "user", "content": text}] for text in prompts)
+        ids = [speaker.prompt(messages) for messages in asked]
     else:
         ids = [speaker.tokenizer.prompt(text) for text in prompts]
     if not all(ids):

@@ -108,12 +108,6 @@ class StoredModel:
                 ModelTensors(reader, meta.get("adapters", {})),
             )
 
-    @property
-    def adapters(self) -> dict[str, LowRank]:
-        """The adapters of a run that trains them, by the names of their weights."""
-        scales = self.tensors.scales.items()
-        return {n: LowRank(weight=n, rank=self.tensors.rank(n), scale=s) for n, s in scales}
-
     def write_adapter(self, folder: Path, dtype: Dtype = "float32") -> list[str]:
         """Write the adapters alone, see :func:`moefold.convert.adapter.write_adapter`.
 
@@ -136,8 +130,12 @@ class StoredModel:
                     raise ConvertError(folder, [what + remedy])
         else:
             notes.append("the base is not here, so that nothing was compared with it")
+        adapters = {
+            name: LowRank(weight=name, rank=self.tensors.shape(name + LORA_B)[-1], scale=scale)
+            for name, scale in self.tensors.scales.items()
+        }
         write_adapter(
-            self.decoder, self.adapters, self.tensors, folder, (base, own), self.tokenizer, dtype
+            self.decoder, adapters, self.tensors, folder, (base, own), self.tokenizer, dtype
         )
         return notes
 
@@ -181,10 +179,6 @@ class ModelTensors(Mapping[str, Tensor]):
         found = torch.empty([end - start for start, end in box], dtype=DTYPES[stored.dtype])
         self._reader.read_into(MODEL + name, found, tuple(start for start, _ in box))
         return found
-
-    def rank(self, name: str) -> int:
-        """Return the rank of a weight's adapter."""
-        return self.shape(name + LORA_B)[-1]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""

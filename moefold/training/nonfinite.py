@@ -36,51 +36,44 @@ class NonFiniteStep(ValueError):
     """A step gave NaN or infinity; the weights are those before it."""
 
 
-class NonFinitePolicy:
-    """Says what to do with each step, by the run's ``train.on_nonfinite``."""
+def decide(
+    policy: Record,
+    progress: Progress,
+    figures: StepFigures,
+    batches: Sequence[MicroBatch],
+    data: ShardedState,
+    again: Callable[[], Any],
+) -> StepAction:
+    """Return what to do with a step that gave ``figures``, by ``train.on_nonfinite``.
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    Every rank asks. Strikes are counted in ``progress``, how far the run is before it. ``data`` has
+    its gradients; ``again`` computes them once more, from the same ``batches`` and weights.
 
-    def decide(
-        self,
-        progress: Progress,
-        figures: StepFigures,
-        batches: Sequence[MicroBatch],
-        data: ShardedState,
-        again: Callable[[], Any],
-    ) -> StepAction:
-        """Return what to do with a step that gave ``figures``; every rank asks.
-
-        Strikes are counted in ``progress``, how far the run is before it. ``data`` has its
-        gradients; ``again`` computes them once more, from the same ``batches`` and weights.
-
-        Raises:
-            NonFiniteStep: with the report, where the policy stops.
-        """
-        if figures.finite:
-            # Steps made again after a rewind prove nothing: only getting past the bad one does.
-            if progress.step >= progress.struck_at:
-                progress.strikes = 0
-            return "update"
-        policy = self._record
-        assert isinstance(policy, Stop | Skip | Rewind)
-        progress.strikes, progress.struck_at = progress.strikes + 1, progress.step
-        holders = _holders(batches, data)
-        told = replay(data, again) if policy.replay else ""
-        used_up = isinstance(policy, Stop) or progress.strikes > policy.limit
-        if not (used_up or told.startswith(MACHINE)):
-            return "skip" if isinstance(policy, Skip) else "rewind"
-        holders = "\n".join([holders, *blame(data, again)])
-        limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
-        raise NonFiniteStep(
-            f"step {progress.step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
-            f"{figures.grad_norm}, router terms {figures.router_terms or 'none'}); nothing was "
-            f"updated.\n{holders}\nPlace in the data's order: {progress.place()}\n"
-            + (f"{told}\n" if told else "")
-            + "Mend the cause, lower optim.lr, or set train.on_nonfinite to skip or rewind"
-            + limit * used_up
-        )
+    Raises:
+        NonFiniteStep: with the report, where the policy stops.
+    """
+    if figures.finite:
+        # Steps made again after a rewind prove nothing: only getting past the bad one does.
+        if progress.step >= progress.struck_at:
+            progress.strikes = 0
+        return "update"
+    assert isinstance(policy, Stop | Skip | Rewind)
+    progress.strikes, progress.struck_at = progress.strikes + 1, progress.step
+    holders = _holders(batches, data)
+    told = replay(data, again) if policy.replay else ""
+    used_up = isinstance(policy, Stop) or progress.strikes > policy.limit
+    if not (used_up or told.startswith(MACHINE)):
+        return "skip" if isinstance(policy, Skip) else "rewind"
+    holders = "\n".join([holders, *blame(data, again)])
+    limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
+    raise NonFiniteStep(
+        f"step {progress.step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
+        f"{figures.grad_norm}, router terms {figures.router_terms or 'none'}); nothing was "
+        f"updated.\n{holders}\nPlace in the data's order: {progress.place()}\n"
+        + (f"{told}\n" if told else "")
+        + "Mend the cause, lower optim.lr, or set train.on_nonfinite to skip or rewind"
+        + limit * used_up
+    )
 
 
 def _holders(batches: Sequence[MicroBatch], data: ShardedState) -> str:

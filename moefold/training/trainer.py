@@ -47,7 +47,7 @@ from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
 from moefold.training.memory import explaining_oom, settle_recompute
 from moefold.training.model_checkpoint import describe, start_values
-from moefold.training.nonfinite import NonFinitePolicy
+from moefold.training.nonfinite import decide
 from moefold.training.precision import PrecisionChoice, prepare_products
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
@@ -109,8 +109,8 @@ class Trainer:
         demand_fit(run, world.size)
         self.folder, self.hooks, self.memory = Path(folder), tuple(hooks), memory
         self.last_step, self._forks = run.train.steps, forks
-        self.progress, self.nonfinite = Progress(), NonFinitePolicy(run.train.on_nonfinite)
-        self.place, self._busy_s, self._running = 0, 0.0, False
+        self.progress, self.place = Progress(), 0
+        self._busy_s, self._running = 0.0, False
         self.resumed_from: Path | None = None
         # The step whose checkpoint this process has read whole, or written.
         self._saved: int | None = None
@@ -287,7 +287,8 @@ class Trainer:
         figures = forward_backward()
         if figures.stop and self._asked is None:
             self._asked = "another rank was asked to stop"
-        decision = self.nonfinite.decide(self.progress, figures, given, self.data, forward_backward)
+        policy, now = run.train.on_nonfinite, self.progress
+        decision = decide(policy, now, figures, given, self.data, forward_backward)
         if decision == "rewind":
             self._rewind(place)
             return {}

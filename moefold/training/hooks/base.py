@@ -101,12 +101,14 @@ class Hook:
 
 def tell(hooks: Sequence[Hook], event: str, job: JobView, *given: Any) -> None:
     """Tell hooks of an event, one after another; a hook that a full disk refuses says so once."""
+    spared = event in ("on_step", "on_evaluate")
     for hook in hooks:
         try:
             getattr(hook, event)(job, *given)
-            hook.refused &= event != "on_step"
+            if event == "on_step":
+                hook.refused = False
         except OSError as error:
-            goes_on = event == "on_step" and job.run.watch.checkpoint.on_failure == "continue"
+            goes_on = spared and job.run.watch.checkpoint.on_failure == "continue"
             if not goes_on or error.errno not in FULL:
                 raise
             if not hook.refused:

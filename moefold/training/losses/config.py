@@ -12,7 +12,6 @@ from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.data.config import Chat, FileSource, Preferences
 from moefold.layers.config import Size
-from moefold.model.config import Decoder
 from moefold.model.families.base import Reading
 from moefold.model.families.folder import read_config
 from moefold.spec.decoder import needs
@@ -84,10 +83,6 @@ class Distill(LossRecord):
         """
         return read_config(Path(self.teacher), multi_token=False)
 
-    def decoder(self) -> Decoder:
-        """Return the teacher; raises as :meth:`reading`."""
-        return self.reading().decoder
-
     def layout(self, layout: Any) -> Any:
         """Return the layout of a run as its teacher lies in it: stages are balanced anew."""
         kept = {"stages": None, "recompute": None, "offload": None}
@@ -98,7 +93,7 @@ class Distill(LossRecord):
         yield from super().violations(run)
         path = ("train", "loss", "teacher")
         try:
-            teacher = self.decoder()
+            teacher = self.reading().decoder
         except ValueError as error:
             rule = f"must be a Hugging Face folder that can be read: {error}"
             yield Violation(path, self.teacher, rule)

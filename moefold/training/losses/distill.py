@@ -61,10 +61,10 @@ class Distillation(Objective):
         """
         record = self.record
         demand_same_tokens(Path(record.teacher), job.tokenizer)
-        decoder = _frozen(record.decoder())
-        layout, precision = record.layout(job.run.layout), job.precision.precision
+        reading, layout = record.reading(), record.layout(job.run.layout)
+        decoder, precision = _frozen(reading.decoder), job.precision.precision
         data = ShardedState(build(decoder, precision, layout, job.world, "meta"))
-        with import_folder(record.teacher, reading=record.reading()) as imported:
+        with import_folder(record.teacher, reading=reading) as imported:
             fill_from(imported, data)
         self.teacher = data.placed
         return self
