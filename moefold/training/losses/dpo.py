@@ -11,6 +11,7 @@ the loss of a pair is ``-log sigmoid(beta h)`` (arXiv 2305.18290, eq. 7) or, as 
 its rows' sums are added up there before the loss is computed, by each of them alike.
 """
 
+from collections import defaultdict
 from functools import partial
 from typing import Any, Self
 
@@ -94,6 +95,8 @@ class Preference(Objective):
 class StoredPreference(Preference):
     """The reference is the model as the run begins: each answer's score is in the run's folder."""
 
+    _stored: dict[str, float]
+
     def opened(self, job: Any) -> Self:
         """Read the scores, or make those of all answers before the first step.
 
@@ -108,12 +111,13 @@ class StoredPreference(Preference):
                     "a new folder"
                 )
             on_first(partial(write_json, path, self._scores(job)), job.world.on_host)
-        self._stored: dict[str, float] = on_first(partial(read_json, path), job.world.on_host)
+        self._stored = on_first(partial(read_json, path), job.world.on_host)
         return self
 
     def trial(self, placed: ModelParts, subject: Any) -> Objective:
         """Return the loss with a reference to which all answers are certain."""
-        return _Unreferenced(self.record)
+        self._stored = defaultdict(float)
+        return self
 
     def _scores(self, job: Any) -> dict[str, float]:
         """Return the log-probability of every answer by its key, on each rank."""
@@ -130,13 +134,6 @@ class StoredPreference(Preference):
         """Return the stored log-probability of each segment [N]."""
         stored, device = [self._stored[key] for key, _ in segments(batch)], placed.world.device
         return torch.tensor(stored, dtype=widest(device)).to(device)
-
-
-class _Unreferenced(Preference):
-    """The reference's log-probabilities are zero."""
-
-    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        return 0.0
 
 
 @torch.no_grad()
