@@ -6,7 +6,7 @@ What is not the step is a hook; the trainer knows none of them by name.
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -445,15 +445,14 @@ class Trainer:
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the hooks that the run ends here or failed with ``error``; give the folder back."""
-        try:
-            self._stop(error)
-            if error is None:
-                self.saver.wait()
-        finally:
-            self.saver.drop()
+        with ExitStack() as ends:
+            ends.callback(self.lock.release)
             if self.local is not None:
-                self.local.wait()
-            self.lock.release()
+                ends.callback(self.local.wait)
+            ends.callback(self.saver.drop)
+            if error is None:
+                ends.callback(self.saver.wait)
+            self._stop(error)
 
     def __enter__(self) -> "Trainer":
         return self

@@ -26,6 +26,7 @@ from moefold.config.load import load
 from moefold.data.config import FileTokenizer
 from moefold.moe.config import Bias
 from moefold.run import Run
+from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Profile
 from moefold.training.hooks.logs import MetricsHook
@@ -308,6 +309,20 @@ def test_a_save_behind_the_steps_that_failed_keeps_no_later_one_from_being_made(
         with pytest.raises(SaveError, match="Read-only") if on_failure == "stop" else nullcontext():
             job.save()
     assert refused.called and (newest(tmp_path / "out") is None) == (on_failure == "stop")
+
+
+def test_a_hook_that_fails_at_the_end_costs_no_save_behind_the_steps(tmp_path: Path) -> None:
+    class Failing(Hook):
+        def on_stop(self, job: Any, error: BaseException | None) -> None:
+            raise RuntimeError("failed")
+
+    watch = {"checkpoint": {"every": None, "asynchronous": True}}
+    job = job_of(tmp_path, "out", Failing(), watch=watch)
+    job.step()
+    job.save()
+    with pytest.raises(RuntimeError, match="failed"):
+        job.close()
+    assert newest(tmp_path / "out") == tmp_path / "out" / "step-00000001"
 
 
 def test_copies_of_steps_that_a_rewind_left_are_void(tmp_path: Path) -> None:
