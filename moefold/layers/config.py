@@ -95,9 +95,11 @@ class Rope(Record):
         return 1.0 if self.yarn is None else self.yarn.softmax_factor
 
     def rules(self) -> Iterator[Violation]:
-        """A context is stretched one way."""
+        """A context is stretched one way, and YaRN divides by the logarithm of theta."""
         if self.yarn is not None and self.bands is not None:
             yield Violation(("bands",), self.bands, "must be left out beside yarn", None)
+        if self.yarn is not None and self.theta <= 1:
+            yield Violation(("theta",), self.theta, "must be above 1 beside yarn", 10000.0)
 
     def dims(self, head_dim: int) -> int:
         """Return how many dims of a head turn."""
@@ -373,7 +375,9 @@ class Offload(Record):
                 rest = [name for name in to.modules if name not in twice]
                 free = [name for name in get_args(Offloaded) if name not in gone]
                 rule = f"a kind goes to one place, and {there} already"
-                yield Violation((place, "modules"), list(to.modules), rule, rest or free[:1])
+                nearest = rest or free[:1] or None
+                path = (place, "modules") if nearest else (place,)
+                yield Violation(path, list(to.modules), rule, nearest)
             gone |= dict.fromkeys(to.modules, place)
 
     @property

@@ -249,8 +249,10 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
             nearest = [*record.keep, name.replace("w_in", "*")]
             yield Violation((*at, "keep"), list(record.keep), rule, nearest)
             break
-    most = len(decoder.blocks) - 1
-    if record.keep_first + record.keep_last > most:
+    most, first, last = len(decoder.blocks) - 1, record.keep_first, record.keep_last
+    if first + last > most:
         rule = f"must leave one of {most + 1} blocks to quantise"
-        nearest = max(0, most - record.keep_last)
-        yield Violation((*at, "keep_first"), record.keep_first, rule, nearest)
+        end, kept, other = (
+            ("keep_first", first, last) if last <= most else ("keep_last", last, first)
+        )
+        yield Violation((*at, end), kept, rule, max(0, most - other))

@@ -3,11 +3,20 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import pytest
 
-from moefold.layers.config import ATTENTION, FFN
+from moefold.layers.config import (
+    ATTENTION,
+    FFN,
+    Offload,
+    Offloaded,
+    OffloadToDisk,
+    OffloadToHost,
+    Rope,
+    Yarn,
+)
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
@@ -115,3 +124,17 @@ def test_a_subclass_is_described_as_what_it_inherits_from() -> None:
     one, other = (kind(heads=4, kv_heads=2, head_dim=8) for kind in (Gqa, Other))
     assert list(one.weights(16)) == list(other.weights(16))
     assert list(one.saved(Shape(16, 8))) == list(other.saved(Shape(16, 8)))
+
+
+def test_kinds_that_all_go_to_two_places_leave_one_out() -> None:
+    """A place without a kind is no legal value."""
+    every: dict[str, Any] = {"modules": get_args(Offloaded)}
+    both = Offload(host=OffloadToHost(**every), disk=OffloadToDisk(**every, folder="./scratch"))
+    (violation,) = both.rules()
+    assert (violation.path, violation.nearest) == (("disk",), None)
+
+
+def test_yarn_asks_for_frequencies_that_differ() -> None:
+    """It divides by the logarithm of theta."""
+    stretched = Rope(theta=1.0, yarn=Yarn(factor=2.0, original_length=64))
+    assert [violation.path for violation in stretched.rules()] == [("theta",)]

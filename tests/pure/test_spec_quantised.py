@@ -49,7 +49,8 @@ def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
         (("train.quantise={kind: mxfp8, scales: fp32}",), "train.quantise.scales", "up"),
         (("train.quantise={kind: mxfp8, keep: ['*.atention.*']}",), "keep", "attention"),
         (("train.quantise={kind: mxfp8, keep: ['*.w_in']}",), "keep", "both matrices"),
-        (("train.quantise={kind: mxfp8, keep_last: 99}",), "keep_first", "must leave one"),
+        (("train.quantise={kind: mxfp8, keep_first: 99}",), "keep_first", "must leave one"),
+        (("train.quantise={kind: mxfp8, keep_last: 99}",), "quantise.keep_last", "must leave one"),
         (("train.quantise={kind: nvfp4, wire: codes}",), "quantise.wire", "powers of two"),
         (("train.quantise={kind: mxfp8, scaling: delayed}",), "train.quantise.scaling", "current"),
         (
