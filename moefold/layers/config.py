@@ -170,7 +170,7 @@ class Gathered(Context):
 
     gathers = True
 
-    owner = "moefold.layers.context.gathered:attend"
+    owner = "moefold.layers.context.attend:gathered"
 
 
 @CONTEXT.register
@@ -179,7 +179,7 @@ class Ulysses(Context):
 
     kind: Literal["all_to_all"] = "all_to_all"
 
-    owner = "moefold.layers.context.ulysses:attend"
+    owner = "moefold.layers.context.attend:ulysses"
 
     def sharing_heads(self, cp: int) -> int:
         """All context ranks share the heads."""
@@ -202,7 +202,7 @@ class Mixed(Context):
     heads: Size
     """How many neighbours share heads; best those that are linked fastest."""
 
-    owner = "moefold.layers.context.mixed:attend"
+    owner = "moefold.layers.context.attend:mixed"
 
     def sharing_heads(self, cp: int) -> int:
         """Neighbours share heads."""
@@ -252,12 +252,7 @@ class Selective(Record):
     modules: Annotated[tuple[Kind, ...], Field(min_length=1)]
 
     def violations(self, known: Collection[str], tp: int) -> Iterator[Violation]:
-        """Yield kinds of which there are none.
-
-        Args:
-            known: the kinds of which the model has any, where tensor ranks share it.
-            tp: tensor ranks.
-        """
+        """Yield kinds that are not ``known``: the model's, where tensor ranks share it."""
         there = [kind for kind in self.modules if kind in known]
         rest = [kind for kind in there if kind != "gather" or tp > 1]
         if absent := [kind for kind in self.modules if kind not in known]:
@@ -387,12 +382,7 @@ class Offload(Record):
         return {name: to for name, to in places if to}
 
     def violations(self, present: Collection[str], again: Record | None) -> Iterator[Violation]:
-        """Yield kinds of which a model, or what is recomputed, leaves nothing to send away.
-
-        Args:
-            present: the kinds that the model has.
-            again: what is recomputed.
-        """
+        """Yield kinds that a model does not have, or that are made ``again`` by recompute."""
         for name, to in self.stated.items():
             absent = [kind for kind in to.modules if kind not in present]
             if absent:

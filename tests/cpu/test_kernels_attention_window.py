@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moefold.data.batch import zigzag
 from moefold.kernels.attention.block import attention
+from moefold.layers.context.attend import on_one_rank
 from moefold.layers.context.sight import Heads, Sight
-from moefold.layers.context.ulysses import on_one_rank
 from tests import references
 
 SCALE = 0.4

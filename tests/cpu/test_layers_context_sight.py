@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moefold.data.batch import zigzag
 from moefold.kernels.attention.block import Tile
-from moefold.layers.context.gathered import tiles_of
+from moefold.layers.context.attend import tiles_of
 from moefold.layers.context.sight import Sight
 
 

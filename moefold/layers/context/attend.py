@@ -1,17 +1,23 @@
-"""Causal attention over rows that context ranks may share.
+"""Causal attention over rows that context ranks may share, and ways in which they see each other.
 
-T rows here, H query heads, G key-value heads, d query-key dims and v value dims per head.
+T rows here, U or R rows of all ranks, H query heads, G key-value heads, d query-key and v value
+dims per head, n ranks that share heads.
 """
 
+import torch
 from torch import Tensor
 
-from moefold.comm.collectives import gather
+from moefold.comm.collectives import all_gather, all_to_all, gather
+from moefold.comm.group import Group
+from moefold.comm.world import World
 from moefold.config.slot import build
-from moefold.kernels.attention.block import largest_logits
-from moefold.layers.context.gathered import tiles_of
+from moefold.kernels.attention.block import Tile, largest_logits
+from moefold.kernels.attention.block import attention as tiled
+from moefold.kernels.attention.sdpa import attention
+from moefold.layers.config import Gathered, Mixed, Ulysses
+from moefold.layers.context.ring import ring_attention
 from moefold.layers.context.sight import Heads, Sight
-from moefold.layers.context.ulysses import on_one_rank
-from moefold.layers.flow import Flow
+from moefold.layers.flow import Flow, in_order
 
 
 def attend(
@@ -25,14 +31,7 @@ def attend(
 ) -> Tensor:
     """Return ``out_THv``; each row sees the rows of its own segment up to itself, on any rank.
 
-    Args:
-        q_THd: queries.
-        k_TGd: keys.
-        v_TGv: values.
-        scale: factor on the scores.
-        flow: the pass, which knows the segments and the context ranks.
-        window: rows that a row sees, itself among them; None is all before it.
-        sinks_H: a logit of each head here that takes weight and gives nothing.
+    For window and sinks see :class:`Heads`; the pass knows the segments and the context ranks.
     """
     heads = Heads(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, window, sinks_H)
     if flow.world.group("cp").size == 1:
@@ -52,3 +51,81 @@ def largest(
     k_UGd = gather(k_TGd, ranks).flatten(0, 1) if ranks.size > 1 else k_TGd
     sight = Sight(flow.rows.lengths, q_THd.shape[0], ranks.size, window)
     return largest_logits(q_THd, k_UGd, tiles_of(sight, ranks.index), scale)
+
+
+def gathered(record: Gathered, heads: Heads, world: World) -> Tensor:
+    """Attend with keys and values of all ranks; their gradients are summed at home."""
+    ranks, (k_TGd, v_TGv) = world.group("cp"), heads[1:3]
+    kv_UW = all_gather(torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1), ranks)
+    k_UG, v_UG = kv_UW.split([k_TGd[0].numel(), v_TGv[0].numel()], 1)
+    k_UGd, v_UGv = k_UG.unflatten(1, k_TGd.shape[1:]), v_UG.unflatten(1, v_TGv.shape[1:])
+    tiles = tiles_of(heads.sight(ranks.size), ranks.index)
+    return tiled(heads.q_THd, k_UGd, v_UGv, tiles, heads.scale, sinks_H=heads.sinks_H)
+
+
+def tiles_of(sight: Sight, rank: int) -> list[Tile]:
+    """Return what a rank's rows see where the ranks' rows lie one rank after the other."""
+    others = (owner for owner in range(sight.ranks) if owner != rank)
+    return [
+        tile.moved(owner * sight.rows)
+        for owner in (rank, *others)
+        for tile in sight.tiles(rank, owner)
+    ]
+
+
+def ulysses(record: Ulysses, heads: Heads, world: World) -> Tensor:
+    """Attend with a share of the heads over all rows, which each rank has in order."""
+    ranks = world.group("cp")
+    return to_rows(on_one_rank(to_heads(heads, ranks)), ranks)
+
+
+def on_one_rank(heads: Heads) -> Tensor:
+    """Return ``out_THv`` of rows that are all here, tile by tile where a window or sinks ask it."""
+    q_THd, k_TGd, v_TGv, scale, lengths, window, sinks_H = heads
+    if window is None and sinks_H is None:
+        return attention(q_THd, k_TGd, v_TGv, lengths, scale)
+    return tiled(q_THd, k_TGd, v_TGv, heads.sight(1).tiles(0, 0), scale, sinks_H=sinks_H)
+
+
+def to_heads(heads: Heads, ranks: Group) -> Heads:
+    """Give each rank its share of the heads of all rows, in the order of the micro-batch.
+
+    ``ranks``, neighbours among the context ranks, divide the heads; [n * T, heads / n, dims] of
+    queries, keys and values are exchanged together.
+    """
+    if ranks.size == 1:
+        return heads
+    n, rows, sinks_H = ranks.size, heads[:3], heads.sinks_H
+    shares = [x.unflatten(1, (n, -1)).movedim(1, 0).flatten(0, 1).flatten(1) for x in rows]
+    equal = [rows[0].shape[0]] * n
+    arrived = all_to_all(torch.cat(shares, 1), ranks, equal, equal)
+    widths = [share.shape[1] for share in shares]
+    whole = in_order(arrived, n).flatten(0, 1).split(widths, 1)
+    q, k, v = (x.unflatten(1, (-1, of.shape[-1])) for x, of in zip(whole, rows, strict=True))
+    sinks_H = None if sinks_H is None else sinks_H.unflatten(0, (n, -1))[ranks.index]
+    return heads._replace(q_THd=q, k_TGd=k, v_TGv=v, sinks_H=sinks_H)
+
+
+def to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
+    """Give each rank all heads of its rows again: from [n * T, heads / n, dims] to [T, H, dims]."""
+    if ranks.size == 1:
+        return out_Rhv
+    n = ranks.size
+    equal = [out_Rhv.shape[0] // n] * n
+    arrived = all_to_all(_by_rank(out_Rhv, n).contiguous(), ranks, equal, equal)
+    return arrived.unflatten(0, (n, -1)).movedim(0, 1).flatten(1, 2)
+
+
+def _by_rank(x_RX: Tensor, ranks: int) -> Tensor:
+    """Put rows in the micro-batch's order one rank after the other."""
+    first, second = x_RX.unflatten(0, (2, ranks, -1)).unbind()
+    return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
+
+
+def mixed(record: Mixed, heads: Heads, world: World) -> Tensor:
+    """Attend in two levels: neighbours share heads, and a ring runs between such groups.
+
+    Neighbours' rows together are again two pieces, one from either end: a zigzag over the groups.
+    """
+    inner, outer = world.split("cp", record.heads)
+    return to_rows(ring_attention(to_heads(heads, inner), outer), inner)

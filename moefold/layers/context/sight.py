@@ -54,13 +54,9 @@ NOTHING = View(range(0), range(0))
 
 @dataclass(frozen=True)
 class Sight:
-    """Who sees whom among context ranks that share a micro-batch.
+    """Who sees whom among ``ranks`` that have so many ``rows`` each; one rank has them in order.
 
-    Args:
-        lengths: rows of each segment of the whole micro-batch; rows beyond them are padding.
-        rows: rows of each rank.
-        ranks: number of ranks; one has its rows in order.
-        window: rows that a row sees, itself among them; None is all before it.
+    For lengths and window see :class:`Heads`.
     """
 
     lengths: tuple[int, ...]
