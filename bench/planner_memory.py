@@ -19,9 +19,8 @@ from moefold.config.base import Record
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import Full, Precision, Selective
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.gqa import Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack

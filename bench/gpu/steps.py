@@ -21,7 +21,7 @@ from lone_rank import apart, data_of
 from torch.profiler import ProfilerActivity, profile
 
 from moefold.data.batch import MicroBatch, assemble
-from moefold.layers.kinds.windowed import Windowed
+from moefold.layers.kinds.gqa import Windowed
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack

@@ -15,10 +15,8 @@ from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.context.attend import attend, largest
 from moefold.layers.flow import Flow
-from moefold.layers.kinds.chunked import Chunked
-from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.gqa import Chunked, Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.layers.linear import Linear
 from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm, ZeroCentredNorm
 
@@ -258,18 +256,11 @@ def attended(
     sinks: nn.Parameter | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return ``out_THv`` of causal attention, from the cache where texts are being written.
+    """Return ``out_THv`` of causal attention, from the layer's cache where texts are being written.
 
-    Args:
-        layer: whose keys and values the cache keeps.
-        q_THd: turned queries of the tensor group's rows.
-        k_TGd: turned keys.
-        v_TGv: values.
-        scale: factor on the scores.
-        flow: the pass.
-        window: rows that a row sees, itself among them; None is all before it.
-        sinks: a learned logit of each head whose value is zero.
-        chunk: rows that see one another, as segments of the pass say; the cache has whole texts.
+    Queries and keys are turned, of the tensor group's rows. A row sees ``window`` rows, itself
+    among them, and of its ``chunk``, which segments of the pass say and the cache does not;
+    ``sinks`` are a learned logit of each head whose value is zero.
     """
     given = [q_THd, k_TGd, v_TGv]
     if sinks is not None:

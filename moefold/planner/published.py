@@ -12,9 +12,8 @@ from typing import Any
 from moefold.config.base import Record
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.gqa import Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block, Decoder, patterns
 from moefold.moe.config import Groups, Moe, Router, Shared
 from moefold.planner.foreign import BiasedMoe, Mamba2, Nothing, PlainMoe, block

@@ -6,13 +6,11 @@ from typing import Any, get_args
 
 from moefold.config.base import Record
 from moefold.layers.config import Rope, Temperature, Yarn
-from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.gqa import Chunked, Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import (
     BALANCE,

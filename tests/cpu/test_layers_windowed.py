@@ -13,7 +13,7 @@ from moefold.layers.config import Full, Selective
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.kinds.windowed import Windowed
+from moefold.layers.kinds.gqa import Windowed
 from moefold.layers.placement import placements
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack

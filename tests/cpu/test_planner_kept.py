@@ -12,13 +12,11 @@ from moefold.config.base import Record
 from moefold.kernels.quantise.config import QUANTISE, Quantise
 from moefold.layers.config import Activation, Full, Kind, Offload, Selective, Temperature
 from moefold.layers.keeper import Keeper
-from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.gqa import Chunked, Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.layers.offload import Offloading
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z

@@ -1,13 +1,13 @@
-"""Grouped-query attention: its record and what it is."""
+"""Grouped-query attention, within a window or in chunks too: its records and what they are."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
 from moefold.config.errors import Violation
-from moefold.layers.config import ATTENTION, Positive, Rope, Size
+from moefold.layers.config import ATTENTION, Positive, Rope, Size, Temperature
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
     NORMS,
@@ -27,6 +27,9 @@ from moefold.spec.layer import (
     small_heads,
 )
 from moefold.spec.parts import saved_attention, saved_rows
+
+SMALL_WINDOW = 4
+"""Window of the small models that ``verify`` computes: shorter than their documents."""
 
 
 @ATTENTION.register
@@ -196,3 +199,80 @@ class Gqa(LayerSpec):
             return small
         half = self.rope.model_copy(update={"fraction": 0.5})
         return small.model_copy(update={"rope": half})
+
+
+@ATTENTION.register
+class Windowed(Gqa):
+    """Grouped-query attention to the last ``window`` tokens, with a learned sink of each head.
+
+    A sink is a logit that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925).
+    """
+
+    kind: Literal["windowed"] = "windowed"  # type: ignore[assignment]
+    window: Size | None = None
+    """Tokens that a token sees, itself among them; None is all before it."""
+    sinks: bool = True
+
+    owner = "moefold.layers.attention:WindowedAttention"
+    caches = True
+
+    @property
+    def core(self) -> Attention:
+        """Attention within the window."""
+        return replace(super().core, window=self.window)
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the sinks, cut by heads, and the weights of grouped-query attention."""
+        if self.sinks:
+            yield Weight("sinks", (self.heads,), ((0, self.head_units[0]),), product=False)
+        yield from super().weights(hidden)
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield what grouped-query attention saves, and the sinks."""
+        yield from super().saved(shape)
+        if self.sinks:
+            yield Saved("sinks", self.heads // shape.tp * STATISTIC, module="attention")
+
+    def shrunk(self, by: Sizes) -> Self:
+        """Return a small one of the same kind whose window ends within documents."""
+        window = None if self.window is None else min(self.window, SMALL_WINDOW)
+        return super().shrunk(by).model_copy(update={"window": window})
+
+
+@ATTENTION.register
+class Chunked(Gqa):
+    """Grouped-query attention in which each ``chunk`` of a document is by itself (Llama 4)."""
+
+    kind: Literal["chunked"] = "chunked"  # type: ignore[assignment]
+    chunk: Size | None = None
+    """Tokens, counted from a document's first; None is the whole document."""
+    temperature: Temperature | None = None
+    """Factor on queries that grows with the position."""
+
+    owner = "moefold.layers.attention:ChunkedAttention"
+    caches = True
+
+    @property
+    def core(self) -> Attention:
+        """Attention within a chunk."""
+        return replace(super().core, chunk=self.chunk)
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield what grouped-query attention saves, and each row's temperature."""
+        if self.temperature is None:
+            yield from super().saved(shape)
+            return
+        for part in super().saved(shape):
+            last = part.name == "q"  # not what a norm made
+            yield replace(part, dropped=part.dropped - NORMS) if last else part
+        yield Saved("temperature", shape.piece * shape.width, module="attention")
+
+    def shrunk(self, by: Sizes) -> Self:
+        """Return a small one of the same kind whose chunks and steps end within documents."""
+        few: dict[str, Any] = {
+            "chunk": None if self.chunk is None else min(self.chunk, SMALL_WINDOW)
+        }
+        if self.temperature is not None:
+            every = min(self.temperature.every, SMALL_WINDOW)
+            few["temperature"] = self.temperature.model_copy(update={"every": every})
+        return super().shrunk(by).model_copy(update=few)

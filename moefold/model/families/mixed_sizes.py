@@ -8,12 +8,10 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.layers.config import Rope, Size, Temperature
-from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.delta import DeltaNet
-from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.gqa import Chunked, Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Decoder
 from moefold.model.families.sizes import (
     LATENTS,

@@ -12,9 +12,8 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.gqa import Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Decoder, Layers
 from moefold.moe.config import Moe
 
