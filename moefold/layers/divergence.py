@@ -13,7 +13,6 @@ is taken to be ``m q_v / r`` in the gradient.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,8 +55,29 @@ def divergence_and_gradients(
         scale: factor on the gradient by the rows.
         chunk: rows whose logits exist at once.
     """
-    more = {"flow": flow, "compare": compare, "t": temperature, "scale": scale, "chunk": chunk}
-    return widening(partial(_divergence, **more), x_TD, head, flow.n_valid)
+    ranks, labels = flow.world.group("tp"), flow.whole.rows.labels_T
+
+    def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
+        x_PD = all_gather(x_TD, ranks)
+        total = x_PD.new_zeros((), dtype=torch.promote_types(x_PD.dtype, torch.float32))
+        dx_PD = torch.zeros_like(x_PD)
+        for start in range(0, x_PD.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            counted_C1 = (labels[rows] != IGNORED)[:, None]
+            x_CD = torch.where(counted_C1, x_PD[rows], 0)
+            losses_C, dlogits_Cv = compare(
+                _log_softmax(x_CD, head, temperature, ranks), rows, ranks
+            )
+            total += torch.where(counted_C1[:, 0], losses_C, 0).sum()
+            weight_C1 = counted_C1.to(losses_C.dtype).mul_(scale).mul_(temperature)
+            dlogits_Cv = dlogits_Cv.mul_(weight_C1).to(head.value.dtype)
+            dx_PD[rows] = dlogits_Cv @ head.value
+            accumulate_head(head, dlogits_Cv, x_CD)
+            del dlogits_Cv  # or the next chunk's were made beside it
+        # A share of the vocabulary has a share of the sum.
+        return total * temperature**2, reduce_scatter(dx_PD, ranks)
+
+    return widening(product, x_TD, head, flow.n_valid)
 
 
 def whole(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compare:
@@ -125,34 +145,6 @@ def top_probabilities(
         rest_C1 = sum_(p_Cv.sum(1, keepdim=True), ranks).log_()
         told_PW[rows] = torch.cat([ids, best, rest_C1], 1)
     return told_PW
-
-
-def _divergence(
-    x_TD: Tensor,
-    head: Operand,
-    flow: Flow,
-    compare: Compare,
-    t: float,
-    scale: float | Tensor,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    ranks, labels = flow.world.group("tp"), flow.whole.rows.labels_T
-    x_PD = all_gather(x_TD, ranks)
-    total = x_PD.new_zeros((), dtype=torch.promote_types(x_PD.dtype, torch.float32))
-    dx_PD = torch.zeros_like(x_PD)
-    for start in range(0, x_PD.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        counted_C1 = (labels[rows] != IGNORED)[:, None]
-        x_CD = torch.where(counted_C1, x_PD[rows], 0)
-        losses_C, dlogits_Cv = compare(_log_softmax(x_CD, head, t, ranks), rows, ranks)
-        total += torch.where(counted_C1[:, 0], losses_C, 0).sum()
-        weight_C1 = counted_C1.to(losses_C.dtype).mul_(scale).mul_(t)
-        dlogits_Cv = dlogits_Cv.mul_(weight_C1).to(head.value.dtype)
-        dx_PD[rows] = dlogits_Cv @ head.value
-        accumulate_head(head, dlogits_Cv, x_CD)
-        del dlogits_Cv  # or the next chunk's were made beside it
-    # A share of the vocabulary has a share of the sum.
-    return total * t**2, reduce_scatter(dx_PD, ranks)
 
 
 def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:

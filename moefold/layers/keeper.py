@@ -228,12 +228,7 @@ class Keeper:
 
     @contextmanager
     def keeping(self, at: int = 0, of: int = 1) -> Iterator[None]:
-        """While open, tensors kept for backward go through these policies.
-
-        Args:
-            at: number of the layer in its chunk.
-            of: layers of the chunk.
-        """
+        """While open, what is kept of layer ``at`` of a chunk's ``of`` goes by these policies."""
         leaves = self._offload is not None and not self.again and torch.is_grad_enabled()
         if leaves:
             self._layer = at, of

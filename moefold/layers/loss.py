@@ -20,7 +20,7 @@ from moefold.data.batch import IGNORED
 from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import weight_gradient
-from moefold.kernels.operand import AdapterOperand, Operand
+from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 
 
@@ -39,7 +39,16 @@ def loss_and_gradients(
         scale: factor on the gradients, of all rows or [P] of each of the tensor group's.
         chunk: rows whose logits exist at once.
     """
-    product = partial(_loss_and_gradients, flow=flow, scale=scale, chunk=chunk)
+    labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
+    how: dict[str, Any] = {"scale": scale, "chunk": chunk}
+    if ranks.size > 1:
+        how |= _share(head, ranks)
+
+    def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
+        total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **how)
+        # Every tensor rank computed the same loss: one of them states it.
+        return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
+
     return widening(product, x_TD, head, flow.n_valid)
 
 
@@ -49,11 +58,19 @@ def widening(
     head: Operand,
     n_valid: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a loss and its gradient by the rows, of a head with its adapter if it has one."""
+    """Return a loss and its gradient by the rows, of a head with its adapter if it has one.
+
+    The gradient of the adapter's A is added to its master's.
+    """
     if head.low_rank is None:
         return product(x_TD, head)
+    low = head.low_rank
     total, dwide_TD = product(*widened(x_TD, head))
-    return total, _narrowed(dwide_TD, x_TD, head.low_rank, n_valid)
+    dx_TD, dinner_TR = dwide_TD.split([x_TD.shape[1], low.a.value.shape[0]], 1)
+    dinner_TR = dinner_TR * low.scale
+    rows_TD = low.dropped(x_TD)
+    accumulate(low.a.master, partial(weight_gradient, dinner_TR[:n_valid], rows_TD[:n_valid]))
+    return total, dx_TD + low.dropped(dinner_TR @ low.a.value)
 
 
 def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
@@ -63,27 +80,6 @@ def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
     inner_TR = (low.dropped(x_TD) @ low.a.value.t()).mul_(low.scale)
     value = torch.cat([head.value, low.b.value], 1)
     return torch.cat([x_TD, inner_TR], 1), replace(head, value=value)
-
-
-def _narrowed(dwide_TD: Tensor, x_TD: Tensor, low: AdapterOperand, n_valid: int | None) -> Tensor:
-    """Return the gradient of the rows, and add that of A."""
-    dx_TD, dinner_TR = dwide_TD.split([x_TD.shape[1], low.a.value.shape[0]], 1)
-    dinner_TR = dinner_TR * low.scale
-    rows_TD = low.dropped(x_TD)
-    accumulate(low.a.master, partial(weight_gradient, dinner_TR[:n_valid], rows_TD[:n_valid]))
-    return dx_TD + low.dropped(dinner_TR @ low.a.value)
-
-
-def _loss_and_gradients(
-    x_TD: Tensor, head: Operand, flow: Flow, scale: float | Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
-    how: dict[str, Any] = {"scale": scale, "chunk": chunk}
-    if ranks.size > 1:
-        how |= _share(head, ranks)
-    total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **how)
-    # Every tensor rank computed the same loss: one of them states it.
-    return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
 
 
 def _share(head: Operand, ranks: Group) -> dict[str, Any]:

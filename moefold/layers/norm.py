@@ -21,6 +21,9 @@ from moefold.layers.rope import Angles
 class RmsNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dim."""
 
+    adds = True
+    """Whether an own kernel adds rows and norms the sum in one."""
+
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
@@ -42,7 +45,7 @@ class RmsNorm(nn.Module):
     def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return ``x + more``, the residual rows, and their norm."""
         # What makes normed rows again starts from the sum, which is kept where they are dropped.
-        if "norms" in flow.keeper.kinds or not fused(x):
+        if "norms" in flow.keeper.kinds or not (self.adds and fused(x)):
             total = x + more
             return total, self(total, flow)
         weight = self.scale(flow)
@@ -64,16 +67,13 @@ class RmsNorm(nn.Module):
 class LayerNorm(RmsNorm):
     """RMSNorm of rows less their mean; keeps those in place of the rows."""
 
+    adds = False
+
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows."""
         # In 16 bits a mean is off by a share of itself, which may be much of what is left.
         mean = x.mean(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         return super().forward((x - mean).to(x.dtype), flow)
-
-    def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-        """Return ``x + more``, the residual rows, and their norm."""
-        total = x + more
-        return total, self(total, flow)
 
 
 class ZeroCentredNorm(RmsNorm):

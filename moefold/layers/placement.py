@@ -117,13 +117,7 @@ class Shard:
 def shard(
     name: str, shape: tuple[int, ...], placement: Placement, at: Mapping[str, tuple[int, int]]
 ) -> Shard:
-    """Return the piece of a tensor at a rank's coordinates.
-
-    Args:
-        name: global name.
-        shape: of the whole tensor.
-        placement: its cuts.
-        at: (coordinate, size) of each axis.
+    """Return the piece of a whole tensor at a rank's coordinates, (coordinate, size) of each axis.
 
     Raises:
         ValueError: where an axis does not divide its dim.

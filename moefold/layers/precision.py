@@ -71,9 +71,7 @@ class Narrow(NamedTuple):
     def sharing(self, role: Role, own: bool) -> tuple[str, ...]:
         """Return the axes whose ranks hold parts of the matrices that one scale is for.
 
-        Args:
-            role: ``rows``, their ``gradient``, or the ``weight``.
-            own: whether each tensor rank reads other rows.
+        ``own``: whether each tensor rank reads other rows.
         """
         if role == "weight":
             cut = self.inputs + self.outputs  # no weight has both

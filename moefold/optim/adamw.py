@@ -133,13 +133,11 @@ class AdamWOptimizer(Optimizer):
         """Moments that are kept in fewer bits, by parameter."""
         self._steps: dict[str, Tensor] = {}
         for name, p in self.params.items():
+            states = rule.state_names(name, p.shape)
             if isinstance(rule, AdamW) and rule.narrows(p.shape):
-                self._keep_narrow(name, p, rule.state_names(name, p.shape))
+                self._keep_narrow(name, p, states)
             else:
-                first, second = (
-                    self._add_state(name, what, zeros_for(p))
-                    for what in rule.state_names(name, p.shape)
-                )
+                first, second = (self._add_state(name, what, zeros_for(p)) for what in states)
                 self._moments[name] = first, second
             self._steps[name] = self._add_state(name, "step", torch.zeros((), dtype=torch.int64))
 

@@ -95,21 +95,21 @@ class LinearDecay(LrSchedule):
     kind: Literal["linear"] = "linear"
     final: Fraction = 0.0
 
+    curve: ClassVar[str] = "linear"
+
     def after_warmup(self, step: int, steps: int) -> float:
-        """Return the point of the line."""
-        return _fall("linear", self.final, step, steps)
+        """Return the point of the curve."""
+        return _fall(self.curve, self.final, step, steps)
 
 
 @LR_SCHEDULE.register
-class Cosine(LrSchedule):
+class Cosine(LinearDecay):
     """Half a cosine from the peak to ``final`` times the peak (arXiv 1608.03983)."""
 
-    kind: Literal["cosine"] = "cosine"
+    kind: Literal["cosine"] = "cosine"  # type: ignore[assignment]
     final: Fraction = 0.1
 
-    def after_warmup(self, step: int, steps: int) -> float:
-        """Return the point of the half cosine."""
-        return _fall("cosine", self.final, step, steps)
+    curve = "cosine"
 
 
 @LR_SCHEDULE.register

@@ -74,12 +74,9 @@ class ModelNeeds:
 def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     """Return the rules of legal layouts for a decoder.
 
-    A sequence is cut into ``2 * cp`` pieces, of which a rank takes one from either end, so that
-    each has the same work under a causal mask.
-
-    Args:
-        decoder: its layers' descriptions; a kind from outside without one asks nothing.
-        seq: tokens of the sequences that it is trained on, where that is known.
+    A sequence of ``seq`` tokens, where that is known, is cut into ``2 * cp`` pieces, of which a
+    rank takes one from either end, so that each has the same work under a causal mask. A kind of
+    layer from outside without a description asks nothing.
     """
     found = [Units("tp", decoder.vocab, "the vocabulary")]
     if seq is not None:

@@ -60,8 +60,8 @@ PLANTS = (
         "the square of the temperature is missing",
         TEACHER,
         "layers/divergence.py",
-        "return total * t**2, reduce_scatter(dx_PD, ranks)",
-        "return total, reduce_scatter(dx_PD.div_(t**2), ranks)",
+        "return total * temperature**2, reduce_scatter(dx_PD, ranks)",
+        "return total, reduce_scatter(dx_PD.div_(temperature**2), ranks)",
     ),
     Plant(
         "b77",
