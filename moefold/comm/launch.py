@@ -138,13 +138,14 @@ class Workers:
 
     def start(self) -> None:
         """Start every rank."""
-        count = len(self._args)
+        count, asked = len(self._args), os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = max(1, int(asked)) if asked.isdecimal() else 1  # OpenMP ignores other words
         for rank, args in enumerate(self._args):
             task = RankTask(
                 Spot(rank, count, rank, "127.0.0.1", self._store.port, served=True),
                 self._time_out_s,
                 self._device,
-                int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]),
+                threads,
                 self._function,
                 args,
                 self._attempts[rank] if self._attempts else None,
@@ -221,7 +222,7 @@ def _collect(
     """Wait until all ranks answered, or one failed and the others had a moment to say why."""
     answers: list[Answer | None] = [None] * len(ranks)
     until = math.inf if limit_s is None else time.monotonic() + limit_s
-    failing = dying = False
+    shortest = math.inf
     while any(answer is None for answer in answers):
         ends = {rank.answer: i for i, rank in enumerate(ranks) if answers[i] is None}
         left = max(0.0, until - time.monotonic())
@@ -238,11 +239,12 @@ def _collect(
         for at in silent() if silent else ():
             ranks[at].signal(signal.SIGCONT)
         failed = [answer for answer in answers if answer and not answer.ok]
-        if failed and not failing:
-            failing = not all(answer.repeats for answer in failed)
-            until = time.monotonic() + (SETTLE_S if failing else CAUSE_S)
-        if not dying and any(answer.value == DEAD for answer in failed):
-            dying, until = True, min(until, time.monotonic() + DEATH_SETTLE_S)
+        said = (
+            DEATH_SETTLE_S if a.value == DEAD else CAUSE_S if a.repeats else SETTLE_S
+            for a in failed
+        )
+        if (patience := min(said, default=math.inf)) < shortest:
+            shortest, until = patience, min(until, time.monotonic() + patience)
     return answers
 
 

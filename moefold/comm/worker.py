@@ -48,7 +48,9 @@ class Raised(NamedTuple):
     def of(cls, error: BaseException) -> "Raised | None":
         """Take down an error; None for one that is not for people."""
         if isinstance(error, OSError):
-            return cls(OSError, (error.errno, error.strerror, error.filename))
+            files = error.filename, None, error.filename2  # between them Windows' own number
+            system = (error.errno, error.strerror, *files)
+            return cls(OSError, (str(error),) if error.errno is None else system)
         if isinstance(error, ValueError):
             ours = type(error).__module__.startswith("moefold.")
             return cls(type(error) if ours else ValueError, (str(error),))
@@ -197,7 +199,8 @@ class Rank:
     def signal(self, number: int) -> None:
         """Send a signal, unless the rank is over."""
         if self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, number)
+            with suppress(ProcessLookupError):  # It ended since, and the server has not said so.
+                os.kill(self.process.pid, number)
 
     def cause(self) -> str:
         """Say what a process died of, as the end of a sentence."""

@@ -40,6 +40,8 @@ def test_rank_zero_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(answer, 3, 10, time_out_s=20) == (0, 60, 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert launch(answer, 1, 10, time_out_s=20) == (0, 10, 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # as a shell leaves it, which OpenMP ignores
+    assert launch(answer, 1, 10, time_out_s=20) == (0, 10, 1)
 
 
 def fail_on_one(spot: Spot, folder: str) -> None:
@@ -63,6 +65,8 @@ ERRORS = {
     "a text alone": ValueError("why"),
     "more than a text": DamagedError(Path("step-1"), "a.safetensors", "cut short", "layers.0"),
     "the system's": OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl"),
+    "the system's, of two files": OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"),
+    "a library's": OSError("the hub has no such model"),
     "no UTF-8": UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates not allowed"),
 }
 

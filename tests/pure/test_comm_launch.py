@@ -1,0 +1,42 @@
+"""What the launcher makes of ranks that say nothing, or are gone."""
+
+import subprocess
+import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moefold.comm import launch
+from moefold.comm.agree import FirstFailed
+from moefold.comm.worker import Answer, Raised, Rank
+
+
+def test_a_first_rank_that_never_says_its_error_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the launcher looks for signs of life, ten times a second."""
+    monkeypatch.setattr(launch, "CAUSE_S", 0.3)
+    (first, held), (second, says) = Pipe(duplex=False), Pipe(duplex=False)
+    repeated = Raised(FirstFailed, ("the first rank failed: why",))
+    says.send(Answer(False, "why", time.monotonic(), repeated, blames_others=True))
+    started = time.monotonic()
+
+    def silent() -> list[int]:
+        assert time.monotonic() - started < 5, "the launcher waits on"
+        return []
+
+    ranks: Any = [SimpleNamespace(answer=end) for end in (first, second)]
+    answers = launch._collect(ranks, None, silent)
+    assert answers[0] is None and answers[1] is not None
+    held.close()
+
+
+def test_a_signal_to_a_rank_that_has_just_ended_is_nothing() -> None:
+    """Its parent, the server that ranks fork from, has waited for it and not said so yet."""
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    rank = Rank.__new__(Rank)
+    rank.process = SimpleNamespace(pid=gone.pid, is_alive=lambda: True)  # type: ignore[assignment]
+    rank.signal(0)
