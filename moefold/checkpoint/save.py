@@ -130,6 +130,7 @@ class CheckpointWriter:
         """Clear what earlier saves left half done, and make the folder that all write into."""
 
         def begin() -> str:
+            self._lock.check()  # what another run writes here looks like a leftover
             sweep = partial(folders.sweep, self._folder, self._say, self._disk)
             self._tidy("clearing leftovers", sweep)
             staged = folders.on_its_way(self.path, "tmp")

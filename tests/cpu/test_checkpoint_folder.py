@@ -13,9 +13,16 @@ import torch
 from moefold.checkpoint import manifest
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.disk import Disk
-from moefold.checkpoint.errors import CheckpointError, DamagedError, SaveError, VersionError
+from moefold.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    LockError,
+    SaveError,
+    VersionError,
+)
 from moefold.checkpoint.folder import candidates, newest
 from moefold.checkpoint.lock import FILE as LOCK
+from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
 from tests.cpu.checkpoint_tools import Refusing, load, quick_folder, run_child, same, state
@@ -347,6 +354,17 @@ def test_a_damaged_newest_is_replaced_when_its_step_comes_again(tmp_path: Path) 
     fill(tmp_path, 2)
     assert newest(tmp_path, say=pytest.fail) == second
     assert same(load(second)[0], state(2))
+
+
+def test_who_has_lost_the_folder_sweeps_nothing_away(tmp_path: Path) -> None:
+    """What looks like left behind is being written by the run that has taken over."""
+    with FolderLock(tmp_path, "run one") as first:
+        (tmp_path / LOCK).unlink()
+        with FolderLock(tmp_path, "run two", say=lambda text: None):
+            (tmp_path / "step-00000007.tmp-00ff").mkdir()
+            with pytest.raises(LockError, match="'run one' no longer holds this folder"):
+                save(tmp_path, 1, state(1), {}, lock=first)
+            assert steps(tmp_path) == [7]
 
 
 def test_saving_releases_the_lock(tmp_path: Path) -> None:
