@@ -9,7 +9,8 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -43,7 +44,7 @@ class CaseTask:
 
 
 class CaseFailed(RuntimeError):
-    """A case ended with an error on this rank; the text is its number and the error."""
+    """A case or its reference ended with an error on this rank; the text is its number and that."""
 
 
 Told = Callable[[int, Outcome], None]
@@ -128,17 +129,18 @@ def _work(
 ) -> None:
     """Run every task that this rank is in."""
     with World.open(Folding(Sizes(), spot.world), "cpu", time_out_s) as everyone:
-        subjects = {Path(task.reference): task.case.subject for _, task in tasks}
-        for turn, (path, subject) in enumerate(subjects.items()):
+        subjects = {Path(task.reference): (number, task.case.subject) for number, task in tasks}
+        for turn, (path, (number, subject)) in enumerate(subjects.items()):
             if turn % spot.world == spot.rank and not path.exists():
-                write_reference(path, *draw(subject))
+                with _naming(number):
+                    write_reference(path, *draw(subject))
         gather_objects("references are there", everyone.on_host)
     for number, task in tasks:
         case = task.case
         if spot.rank >= case.world:
             continue
         started = time.perf_counter()
-        try:
+        with _naming(number):
             if case.world > 1:
                 join(spot._replace(world=case.world, attempt=number + 1), time_out_s)
             with World.open(case.folding, "cpu", time_out_s) as world:
@@ -146,12 +148,19 @@ def _work(
                 drawn = replace(case, subject=replace(case.subject, seed=facts["seed"]))
                 found = measure(Path(task.reference), run_rank(drawn, world, task.fault))
                 answers = gather_objects(found, world.on_host)
-        except Exception as error:
-            raise CaseFailed(f"{number}: {type(error).__name__}: {error}") from error
         if spot.rank == 0:
             outcome = judge(facts, answers)
             outcome.seconds = time.perf_counter() - started
             told.send((number, outcome))
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+    """Let an error within say which case it ends."""
+    try:
+        yield
+    except Exception as error:
+        raise CaseFailed(f"{number}: {type(error).__name__}: {error}") from error
 
 
 def draw(subject: Subject) -> tuple[Subject, RankResult]:

@@ -44,6 +44,8 @@ class RoundingNoise:
     """What shuffled sums differ by, of the others."""
     least: float
     """Bound of what shuffled sums do not show."""
+    failed: tuple[str, ...] = ()
+    """Why runs with shuffled sums came to nothing."""
 
     @classmethod
     def of(cls, subject: Subject, shuffled: Sequence[Outcome]) -> "RoundingNoise":
@@ -61,13 +63,15 @@ class RoundingNoise:
         fine = {item: error for item, error in seen.items() if error <= COARSE}
         bounds = {item: min(SPREAD * error, LARGEST) for item, error in fine.items()}
         coarse = {item: error for item, error in seen.items() if item not in fine}
-        return cls(subject, bounds, coarse, SPREAD * least)
+        failed = dict.fromkeys(why for run in shuffled if not run.each for why in run.problems)
+        return cls(subject, bounds, coarse, SPREAD * least, tuple(failed))
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What no update excuses of that for which the format is too coarse, in words."""
+        """What no update excuses of that for which the format is too coarse, in words; failures."""
         words = "sums in other orders differ by {:.0%}, too much to tell: prove it in fp32 or fp64"
-        return tuple(
+        failed = tuple(f"one rank, sums shuffled: {why}" for why in self.failed)
+        return failed + tuple(
             f"{quantity} of {what}: {words.format(error)}"
             for (quantity, what), error in self.coarse.items()
             if not quantity.startswith(UPDATED) and what not in LATER

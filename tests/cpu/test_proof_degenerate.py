@@ -126,6 +126,13 @@ def test_an_error_that_is_no_number_is_the_worst_of_its_quantity() -> None:
         assert math.isnan(held.errors["gradients"])
 
 
+def test_a_run_with_shuffled_sums_that_failed_is_told_of() -> None:
+    """Else its subject had the narrowest bounds of all, and its layouts failed by them."""
+    failed = Outcome(problems=("MemoryError: no room",))
+    noise = RoundingNoise.of(small(moe(), precision="bf16"), [Outcome(each={}), failed])
+    assert noise.problems == ("one rank, sums shuffled: MemoryError: no room",)
+
+
 def test_every_product_of_rows_is_summed_in_another_order() -> None:
     """One into memory that is there, as experts' are, too."""
     a, b = torch.randn(8, 64), torch.randn(64, 8)

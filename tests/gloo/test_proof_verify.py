@@ -206,6 +206,13 @@ def test_a_case_that_fails_is_named_and_the_others_still_run() -> None:
     assert "AssertionError" in problem
 
 
+def test_a_reference_that_fails_is_told_of_its_own_case() -> None:
+    none = replace(AXES["dp"], name="no such seed", subject=replace(AXES["dp"].subject, seed=-1))
+    proof = prove([AXES["ep"], none])
+    assert [verdict.passed for verdict in proof.verdicts] == [True, False]
+    assert "ValueError" in proof.verdicts[1].problems[0]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_narrow_formats_stay_within_their_rounding(precision: str) -> None:
     cases = [case("gqa", "tp2 ep2", 2), case("mla", "cp2 ep2", 2), case("tied", "pp2", 2)]
