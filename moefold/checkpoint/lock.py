@@ -1,23 +1,25 @@
 """One writer per checkpoint folder: a file lock, and a record beside it that says who holds it.
 
 The lock is ``filelock``'s. The kernel gives it back when its process ends, however that ends.
-Where a file system has no locks, the library makes a marker file instead; a marker that a dead
+Where a file system has none, a marker file of the library's stands for it; a marker that a dead
 process of this machine left is replaced, one of another machine stays until someone removes it.
 Imports no torch.
 """
 
+import errno
+import fcntl
 import logging
 import os
 import socket
 import time
 import uuid
-import warnings
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Self
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from pydantic import Field
 
 from moefold.checkpoint.disk import Say
@@ -29,6 +31,8 @@ FILE = "writer.lock"
 HOLDER = "writer.json"
 WAIT_S = 1.0
 """How long a lock is tried for: another process may just be giving it back."""
+NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
+"""What file systems answer that have none, or whose service for them is off."""
 _log = logging.getLogger("moefold.checkpoint")
 
 
@@ -66,7 +70,7 @@ class FolderLock:
         )
         self._holder = folder / HOLDER
         self._say = say
-        self._lock = FileLock(self.path, timeout=WAIT_S, thread_local=False)
+        self._lock: BaseFileLock = FileLock(self.path, timeout=WAIT_S, thread_local=False)
         self._new: list[Path] = []
 
     def __enter__(self) -> Self:
@@ -85,14 +89,14 @@ class FolderLock:
         assert not self._lock.is_locked, "a lock is taken once"
         self._new = make_folder(self.path.parent)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the switch to a marker file
-                self._lock.acquire()
+            if not _has_locks(self.path.parent):
+                self._lock = SoftFileLock(self.path, timeout=WAIT_S, thread_local=False)
+            self._lock.acquire()
             left = _read(self._holder)
             self._holder.write_text(self.me.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except Timeout:
             raise LockError(self._refusal()) from None
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
             self._lock.release()
             remove_empty(self._new)
             raise LockError(f"{self.path}: the folder cannot be locked: {error}") from error
@@ -143,3 +147,13 @@ def _read(path: Path) -> Holder | None:
         return Holder.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def _has_locks(folder: Path) -> bool:
+    """Try it on a file of our own, which no other run looks at."""
+    with TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in NO_LOCKS
+    return True

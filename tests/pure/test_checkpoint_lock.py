@@ -122,13 +122,18 @@ def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
         FolderLock("/proc", "me").acquire()
 
 
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
 def test_a_file_system_without_locks_has_a_marker_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The first one holds; the second is told that it may have to remove the marker by hand."""
+    """The first one holds; the second is told that it may have to remove the marker by hand.
 
-    def missing(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    Lustre without its option answers ENOSYS, NFS whose lock daemon is off ENOLCK.
+    """
+    number = getattr(errno, name)
+
+    def missing(fd: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", missing)
     with FolderLock(tmp_path, "run one") as lock:
