@@ -5,6 +5,7 @@ Bytes go straight from the file into the tensor that is returned, so that no sec
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
@@ -100,37 +101,28 @@ class Reader:
 
     def _read_chunks(self, name: str, part: StoredSlice, low: int, high: int, into: Tensor) -> None:
         """Fill bytes, which may lie on any device, with chunks ``low`` to ``high`` of a slice."""
-        step = self.manifest.chunk_bytes
+        step, file = self.manifest.chunk_bytes, self.manifest.shards[part.shard].file
         staging = None if into.device.type == "cpu" else empty("U8", (min(step, part.size),))
         for i in range(low, high):
             chunk = into[(i - low) * step : min((i + 1) * step, part.size) - low * step]
             host = chunk if staging is None else staging[: len(chunk)]
-            offset = part.span[0] + i * step
-            self._read_chunk(name, part.shard, offset, host_bytes(host), part.sha256[i])
+            start, digest, data = part.span[0] + i * step, part.sha256[i], host_bytes(host)
+            try:
+                read = partial(self._read_at, part.shard, start, data)
+                what = f"{self.path / file}: reading"
+                count = retried(read, what, ATTEMPTS, self._say, self._disk)
+            except OSError as error:
+                raise DamagedError(self.path, file, f"cannot be read: {error}", name) from error
+            stop = start + len(data)
+            if count < len(data):
+                what = f"ends at byte {start + count}, expected {stop} and more"
+                raise DamagedError(self.path, file, what, name)
+            if (found := sha256(data).hexdigest()) != digest:
+                hashes = f"have SHA-256 {found[:16]}…, expected {digest[:16]}…"
+                what = f"bytes {start} to {stop} {hashes}: they are not as written; "
+                raise DamagedError(self.path, file, what + manifest.USE_OLDER, name)
             if staging is not None:
                 chunk.copy_(host)
-
-    def _read_chunk(
-        self, name: str, shard: int, offset: int, into: memoryview, digest: str
-    ) -> None:
-        """Fill ``into`` from a shard and compare its digest."""
-        file = self.manifest.shards[shard].file
-        what = f"{self.path / file}: reading"
-        try:
-            count = retried(
-                lambda: self._read_at(shard, offset, into), what, ATTEMPTS, self._say, self._disk
-            )
-        except OSError as error:
-            raise DamagedError(self.path, file, f"cannot be read: {error}", name) from error
-        if count < len(into):
-            what = f"ends at byte {offset + count}, expected {offset + len(into)} and more"
-            raise DamagedError(self.path, file, what, name)
-        if (found := sha256(into).hexdigest()) != digest:
-            what = (
-                f"bytes {offset} to {offset + len(into)} have SHA-256 {found[:16]}…, expected "
-                f"{digest[:16]}…: they are not as written; " + manifest.USE_OLDER
-            )
-            raise DamagedError(self.path, file, what, name)
 
     def _read_at(self, shard: int, offset: int, into: memoryview) -> int:
         """Read from a shard, opening it where another one was open."""

@@ -15,13 +15,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from operator import gt
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
+from moefold import __version__
 from moefold.checkpoint.disk import DISK, Disk, read_whole
 from moefold.checkpoint.errors import CheckpointError, DamagedError, VersionError
 from moefold.config.base import Record
@@ -51,6 +51,7 @@ DType = Annotated[str, Field(pattern=f"^({'|'.join(ITEM_BYTES)})$")]
 
 USE_OLDER = "use another checkpoint, or restore the file from a copy"
 ZEROS = "0" * 64
+WRITER = f"moefold {__version__}"
 _SEALED = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})"')
 
 
@@ -154,14 +155,6 @@ class _Envelope(BaseModel):
     writer: Any = "an unknown program"
 
 
-def writer() -> str:
-    """Return this program's name and version."""
-    try:
-        return f"moefold {version('moefold')}"
-    except PackageNotFoundError:
-        return "moefold"
-
-
 def spans(manifest: Manifest) -> list[list[Row]]:
     """Return the slices of each shard in the order of the file."""
     found: list[list[Row]] = [[] for _ in manifest.shards]
@@ -236,7 +229,7 @@ def parse(raw: bytes, folder: Path) -> Manifest:
         raise DamagedError(folder, FILE, "does not match its own SHA-256; " + USE_OLDER)
     if not ours or type(number) is not int or number != VERSION:
         found = f"{envelope.format} version {number}, written by {envelope.writer}"
-        what = f"is {found}; this is {writer()}, which reads {FORMAT} version {VERSION}"
+        what = f"is {found}; this is {WRITER}, which reads {FORMAT} version {VERSION}"
         remedy = "Use the program that wrote it, or a newer moefold"
         raise VersionError(f"{folder / FILE}: {what}. {remedy}")
     return validate(raw, folder)

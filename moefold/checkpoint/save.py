@@ -248,7 +248,7 @@ class CheckpointWriter:
                 one, none did, or several; and where the manifest is too large.
         """
         record = Manifest(
-            writer=manifest.writer(),
+            writer=manifest.WRITER,
             step=self._step,
             shards=tuple(shards),
             tensors=tensors,

@@ -208,11 +208,12 @@ class Workers:
             return RankLost(why + report, why, dead, answers)
         at, first = min(failed, key=lambda f: (f[1].blames_others, f[1].repeats, f[1].at))
         text = f"rank {at} failed first:\n{first.value}{report}"
+        error = first.raised and first.raised.again()
         if not first.blames_others:
-            return RankError(text, first.error)
+            return RankError(text, error)
         said = [line for line in first.value.splitlines() if line not in ("", IN_OPERATION)]
         lost = RankLost(text, f"rank {at}: an operation failed: {said[-1]}", (), answers)
-        lost.error = first.error
+        lost.error = error
         return lost
 
 

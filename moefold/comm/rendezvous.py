@@ -1,6 +1,7 @@
 """Where ranks meet: the store, which lives outside of them, and how each joins the others at it."""
 
 import atexit
+import os
 import subprocess
 import sys
 import time
@@ -133,6 +134,8 @@ def main(arguments: list[str]) -> None:
     Unless that ended well, the store stays a little longer: others still learn what happened.
     """
     store = serve(int(arguments[0]), float(arguments[1]))
+    with open(os.devnull, "w") as nowhere:  # nobody reads on: a log would fill the pipe and stop us
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
     print(READY, flush=True)
     if sys.stdin.read() != DONE:
         time.sleep(LINGER_S)

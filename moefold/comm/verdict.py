@@ -1,6 +1,6 @@
 """What several ranks' last words say together: who is absent, and where they first part."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -10,7 +10,7 @@ class Waiting(NamedTuple):
     channel: str
     number: int
     words: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     seconds: float
 
 

@@ -120,9 +120,8 @@ class HangWatch:
         self._turns += 1
         now = time.monotonic()
         waiting = tuple(
-            Waiting(held.record.channel, held.record.number, held.record.words, held.ranks, s)
-            for held in self.recorder.waiting()
-            for s in (now - held.since,)
+            Waiting(call.channel, call.number, call.words, ranks, now - since)
+            for call, ranks, since, _ in self.recorder.waiting()
         )
         last = self.recorder.last(1)
         beat = Beat(self._turns, self.recorder.begun(), waiting, last[0].words if last else "")
@@ -191,10 +190,8 @@ class HangWatch:
 
     def _beats(self) -> dict[int, Beat]:
         return {
-            rank: Beat(
-                turn, begun, tuple(Waiting(c, n, w, tuple(r), s) for c, n, w, r, s in on), last
-            )
-            for rank, (turn, begun, on, last) in self._told_by_ranks("beat").items()
+            rank: Beat(turn, begun, tuple(Waiting(*one) for one in waiting), last)
+            for rank, (turn, begun, waiting, last) in self._told_by_ranks("beat").items()
         }
 
     def _told_by_ranks(self, key: str) -> dict[int, Any]:

@@ -78,11 +78,6 @@ class Answer(NamedTuple):
         """Whether it only says that another rank has failed."""
         return self.raised is not None and self.raised.kind is FirstFailed
 
-    @property
-    def error(self) -> Exception | None:
-        """What the rank raised, where that is for people."""
-        return None if self.raised is None else self.raised.again()
-
 
 class RankMemory:
     """Memory that one rank writes and the launcher holds, so that it outlives the rank's process.

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from moefold.comm.recorder import Site
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
-from moefold.parallel.data.sharding import LocalSlice
 from moefold.proof.case import Subject
 from moefold.proof.rank_run import RankResult
 from moefold.spec.layer import LayerSpec
@@ -158,10 +157,14 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
             told[kind] = []
             for piece in pieces:
                 key = kind + SEPARATOR + piece.name
-                wanted = file.get_slice(key) if key in known else None
+                error = math.nan  # where the reference has no such tensor
+                if key in known:
+                    place = tuple(slice(start, end) for start, end in piece.box)
+                    wanted = file.get_slice(key)[place or ...].double()
+                    error = float((piece.tensor.double() - wanted).square().sum())
                 raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
                 digest = hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()
-                told[kind].append([piece.name, piece.box, _error(piece, wanted), digest])
+                told[kind].append([piece.name, piece.box, error, digest])
     return {
         "figures": found.figures,
         "counts": found.counts,
@@ -169,16 +172,6 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
         "narrow": found.narrow,
         "sites": found.sites,
     }
-
-
-def _error(piece: LocalSlice, wanted: Any) -> float:
-    """Return the squared error, NaN where the reference has no such tensor."""
-    if wanted is None:
-        return math.nan
-    place = tuple(slice(start, end) for start, end in piece.box)
-    values = wanted[place] if place else wanted[...]
-    difference = piece.tensor.double() - values.double()
-    return float(difference.square().sum())
 
 
 # ----------------------------------------------------------------------------- over all ranks

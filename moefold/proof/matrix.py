@@ -102,20 +102,6 @@ def matrix() -> dict[str, tuple[ProofCase, ...]]:
     return found
 
 
-def case(of: str | tuple[str, Subject], sizes: str, world: int, **layout: Any) -> ProofCase | None:
-    """Return a case, None where no table, dim or group allows it."""
-    name, found = (of, SUBJECTS[of]) if isinstance(of, str) else of
-    record = Layout(sizes=sizes, **layout)
-    words = [f"{key} {_word(value)}" for key, value in layout.items()]
-    title = ", ".join([f"{name}: {sizes or f'dp{world}'} on {world}", *words])
-    try:
-        found = replace(found, micro_batches=enough(record, world))
-    except ValueError:
-        return None
-    made = ProofCase(title, found, record, world)
-    return None if any(made.refused()) else made
-
-
 def _word(value: Any) -> str:
     """Name a layout's choice: a record by its kind and what of it is not by default."""
     kind = getattr(value, "kind", None)
@@ -139,9 +125,19 @@ def _smallest(sizes: str) -> int:
 def _each(
     names: Sequence[str | tuple[str, Subject]], layouts: Sequence[tuple[str, int]], **more: Any
 ) -> Iterator[ProofCase]:
-    """Yield the legal ones of some models in some layouts."""
-    made = (case(name, sizes, world, **more) for name in names for sizes, world in layouts)
-    return (found for found in made if found is not None)
+    """Yield cases of some models in some layouts: those that a table, dims and groups allow."""
+    words = [f"{key} {_word(value)}" for key, value in more.items()]
+    for of, (sizes, world) in product(names, layouts):
+        name, found = (of, SUBJECTS[of]) if isinstance(of, str) else of
+        title = ", ".join([f"{name}: {sizes or f'dp{world}'} on {world}", *words])
+        record = Layout(sizes=sizes, **more)
+        try:
+            found = replace(found, micro_batches=enough(record, world))
+        except ValueError:
+            continue
+        case = ProofCase(title, found, record, world)
+        if not any(case.refused()):
+            yield case
 
 
 @rule

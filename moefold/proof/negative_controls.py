@@ -108,9 +108,7 @@ def control(
         run_cases(cases, faults, told=tell, time_out_s=TIME_OUT_S)
 
     attempt(range(len(planned)), whole=False)
-    left = [number for number, control in found.items() if not control.noticed]
-    if left:
-        attempt(left, whole=True)
+    attempt([number for number, control in found.items() if not control.noticed], whole=True)
     return [found[number] for number in range(len(planned))]
 
 

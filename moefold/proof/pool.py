@@ -80,18 +80,12 @@ def run_cases(
         while len(outcomes) < len(cases):
             left = {number: task for number, task in tasks.items() if number not in outcomes}
             error = _run(left, keep, time_out_s)
-            if error is not None:
-                keep(_which(error, left, outcomes), Outcome(problems=(error,)))
+            if error is not None:  # of a case that it names, else of the one that ranks were at
+                named = (int(n) for n in re.findall(rf"{CaseFailed.__name__}: (\d+)", error))
+                ended = next(n for n in (*named, *left) if n not in outcomes)
+                keep(ended, Outcome(problems=(error,)))
             assert error is not None or len(outcomes) == len(cases), "ranks ended without a word"
     return [outcomes[number] for number in range(len(cases))]
-
-
-def _which(error: str, left: dict[int, CaseTask], outcomes: dict[int, Outcome]) -> int:
-    """Return the number of the case that an error ended; of a rank that died, the one it was at."""
-    named = re.search(rf"{CaseFailed.__name__}: (\d+)", error)
-    if named is not None and int(named[1]) not in outcomes:
-        return int(named[1])
-    return next(number for number in left if number not in outcomes)
 
 
 def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | None:

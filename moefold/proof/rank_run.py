@@ -177,7 +177,11 @@ class RankRun:
         with watch or nullcontext():
             scale = self._gradients(fault)
         found.narrow = tuple(sorted(watch.found)) if watch else ()
-        self._note_first_step()
+        found.pieces["gradients"] = _pieces(self.data.gradients())
+        for number, mixture in self.placed.model.mixtures():
+            for what in ("load_E", "sent_E", "tokens"):
+                counted = getattr(mixture.balance.counters, what)
+                found.counts[f"layers.{number}.{what}"] = counted.reshape(-1).tolist()
         totals, units, _ = evaluate(self.placed, self.batches, LOSS_CHUNK, self.objective)
         found.figures["evaluation"] = [total / max(units, 1) for total in totals]
         for step in range(self.updates):
@@ -224,14 +228,6 @@ class RankRun:
         for name, value in told.items():
             self.found.figures.setdefault(name, []).append(value)
         return scale
-
-    def _note_first_step(self) -> None:
-        self.found.pieces["gradients"] = _pieces(self.data.gradients())
-        for number, mixture in self.placed.model.mixtures():
-            counters = mixture.balance.counters
-            for what in ("load_E", "sent_E", "tokens"):
-                key = f"layers.{number}.{what}"
-                self.found.counts[key] = getattr(counters, what).reshape(-1).tolist()
 
 
 def _pieces(here: Iterable[LocalSlice]) -> list[LocalSlice]:

@@ -110,7 +110,7 @@ def noise_of(subjects: Iterable[Subject]) -> dict[Subject, RoundingNoise]:
             for drawn in (replace(one, seed=one.seed + turn * DRAWS) for one in left)
             for order in SHUFFLED
         ]
-        outcomes = run_cases(cases) if cases else []
+        outcomes = run_cases(cases)
         for number, subject in enumerate(left):
             at = number * len(SHUFFLED)
             made = RoundingNoise.of(cases[at].subject, outcomes[at : at + len(SHUFFLED)])

@@ -220,24 +220,16 @@ def terms() -> Iterator[tuple[str, Subject]]:
 
 def router_kinds() -> Iterator[tuple[str, Subject]]:
     """Yield a subject for each router in turn, and for what is drawn by chance."""
-    for kind, record in ROUTER_SLOT.kinds.items():
-        if kind != "topk":
-            yield (
-                kind,
-                subject(
-                    decoder(
-                        GQA, DENSE, moe(router=record.model_validate({"experts": 8, "top_k": 2}))
-                    )
-                ),
-            )
-    by_chance = moe(
+    usual = {"experts": 8, "top_k": 2}
+    kinds = {kind: record for kind, record in ROUTER_SLOT.kinds.items() if kind != "topk"}
+    mixtures = {n: moe(router=record.model_validate(usual)) for n, record in kinds.items()}
+    mixtures["jitter and drops by chance"] = moe(
         router=Router(experts=8, top_k=2, jitter=0.1), capacity=Capacity(factor=0.8, drop="random")
     )
-    yield "jitter and drops by chance", subject(decoder(GQA, DENSE, by_chance))
-    skewed = RoundRobin(experts=8, top_k=2, skew=1.5)
-    yield "round robin, skewed", subject(decoder(GQA, DENSE, moe(router=skewed)))
-    few = moe(router=ExpertChoice(experts=8, top_k=2, most=3))
-    yield "expert choice of few", subject(decoder(GQA, DENSE, few))
+    mixtures["round robin, skewed"] = moe(router=RoundRobin(experts=8, top_k=2, skew=1.5))
+    mixtures["expert choice of few"] = moe(router=ExpertChoice(experts=8, top_k=2, most=3))
+    for name, mixture in mixtures.items():
+        yield name, subject(decoder(GQA, DENSE, mixture))
     idle = Idle(identity=1, constant=2, zero=1)
     router = IdleRouter(experts=8, top_k=3, idle=idle, selection_bias=True)
     free = moe(router=router, capacity=Capacity(factor=1.5), balance=(*TERMS, Quantile(rate=0.5)))

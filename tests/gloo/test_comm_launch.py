@@ -23,7 +23,7 @@ from moefold.comm import launch as launching
 from moefold.comm.agree import FirstFailed
 from moefold.comm.environment import Spot
 from moefold.comm.launch import SETTLE_S, RankError, launch
-from moefold.comm.rendezvous import TCPStore, join, serve
+from moefold.comm.rendezvous import TCPStore, connect, join, serve, serve_beside
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
@@ -250,6 +250,19 @@ def test_a_port_that_is_taken_is_said_at_once() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"at port {port}, name a free one as MASTER_PORT"):
             join(Spot(0, 2, 0, "localhost", port), 4.0)
+
+
+def test_a_store_whose_words_are_logged_goes_on_answering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks for a hang asks torch for its log, and nobody reads that of the store's process."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    serve_beside(port, 5.0)
+    store = connect("localhost", port, 5.0)
+    for turn in range(1000):
+        store.set("beat", str(turn))
+    assert store.get("beat") == b"999"
 
 
 @pytest.mark.matrix
