@@ -123,6 +123,8 @@ def checkpoint_in(source: Path) -> Path:
         CheckpointError: where there is none.
     """
     path = source if (source / manifest.FILE).is_file() else newest(source)
+    if path is None and source.is_dir() and _NAME.fullmatch(source.name):
+        manifest.read(source)  # which says what is wrong with it
     if path is None:
         hub = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
         hint = "moefold import makes a checkpoint of this Hugging Face folder"

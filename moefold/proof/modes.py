@@ -72,11 +72,8 @@ def _place() -> tuple[str, str, int]:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}/proof/"):
-            return (
-                file[len(PACKAGE) + 1 :],
-                frame.f_code.co_qualname.partition(".<")[0],
-                frame.f_lineno,
-            )
+            function = frame.f_code.co_qualname.partition(".<")[0]
+            return file[len(PACKAGE) + 1 :], function, frame.f_lineno
         frame = frame.f_back
     return "torch", "", 0
 

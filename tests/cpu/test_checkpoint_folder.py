@@ -20,7 +20,7 @@ from moefold.checkpoint.errors import (
     SaveError,
     VersionError,
 )
-from moefold.checkpoint.folder import candidates, newest
+from moefold.checkpoint.folder import candidates, checkpoint_in, newest
 from moefold.checkpoint.lock import FILE as LOCK
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
@@ -114,6 +114,15 @@ def test_when_none_is_whole_the_run_does_not_silently_start_anew(tmp_path: Path)
     with pytest.raises(CheckpointError, match="no checkpoint is usable") as caught:
         newest(tmp_path)
     assert "step-00000001" in str(caught.value) and "step-00000002" in str(caught.value)
+
+
+def test_a_checkpoint_without_its_manifest_is_said_to_be_damaged(tmp_path: Path) -> None:
+    """Who names ``step-…`` is not told to name ``step-…``."""
+    (path,) = fill(tmp_path, 1)
+    assert checkpoint_in(path) == checkpoint_in(tmp_path) == path
+    (path / manifest.FILE).unlink()
+    with pytest.raises(DamagedError, match=r"manifest\.json: is missing"):
+        checkpoint_in(path)
 
 
 def test_a_newer_version_stops_instead_of_falling_back(tmp_path: Path) -> None:
