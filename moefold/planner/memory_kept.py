@@ -21,7 +21,7 @@ from moefold.model.config import Block
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
-from moefold.spec.codes import coded_saved, gradient_bytes, products
+from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, products
 from moefold.spec.decoder import halves, norms_of
 from moefold.spec.layer import (
     CORE,
@@ -132,16 +132,17 @@ def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Save
     """Return what a block holds between I and W, where a schedule puts weights' products off.
 
     Rows that products read, whether they were kept or backward made them; the gradients of what
-    products gave; and gradients of vectors, made at once. Of halves that share a norm, the gradient
-    of both outputs counts twice where it is one tensor. A shared expert that is made ``again``
+    products gave; and gradients of vectors, made at once. A shared expert that is made ``again``
     makes codes of its own of what others read as codes too.
     """
     found = [part for part in coded_saved(block, shape) if part.operand]
     if again & {"shared", "block"}:
         codes = (part for part in found if part.module == "moe" and part.name.endswith(".codes"))
         found += [part for part in codes if "moe.shared.w_in" in part.operand]
-    for name, one in products(block, shape):
-        if not (one.weight.expert and shape.clones):
+    given = products(block, shape)
+    repeated = _of_one_gradient(block, shape, [name for name, _ in given])[1:]
+    for name, one in given:
+        if not (one.weight.expert and shape.clones) and name not in repeated:
             found.append(_part(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
     for name, spec in halves(block):
         # With clones the experts' products run at once, and their sums wait.
@@ -157,6 +158,31 @@ def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Save
         found.append(_part("join.gradient", shape.row))
         found.append(_part("join.vectors", 3 * shape.hidden * STATISTIC))
     return tuple(found)
+
+
+ADDED = (
+    "attention.o.weight", "attention.out.weight", "ffn.up.weight", "ffn.w_out", "moe.up.weight",
+    "moe.shared.w_out",
+)  # fmt: skip
+"""Products whose results a block adds to its rows; without a low rank ``ffn.w_out`` is the last."""
+
+
+def _of_one_gradient(block: Block, shape: Shape, names: list[str]) -> list[str]:
+    """Return the products whose results are added up as they are: their gradient is one tensor.
+
+    Tensor ranks gather it for each, a factor or a norm makes another, and so does a border between
+    parts. Halves that share a norm both read the block's own rows.
+    """
+    scaled = block.residual_scale != 1 or block.norms not in ("before", "shared")
+    if shape.tp > 1 or shape.apart or scaled:
+        return []
+    apart = {"ffn.w_out"} if "ffn.up.weight" in names else set[str]()
+    apart |= {"moe.shared.w_out"} if "moe.shared.gate.weight" in names else set()
+    if isinstance(block, CodedBlock) and block.codes.wgrad == "narrow":
+        apart |= {*block.narrow}
+    if block.norms == "before":
+        apart |= {*ADDED[:2]}
+    return [name for name in ADDED if name in names and name not in apart]
 
 
 def experts_here(spec: LayerSpec, shape: Shape) -> float:

@@ -108,6 +108,16 @@ BLOCKS = {
     "one norm": Block(
         attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
     ),
+    "one norm, dense": Block(attention=GQA, ffn=Dense(width=48), norms="shared"),
+    "one norm, latent beside a shared expert": Block(
+        attention=DELTA, ffn=MOE.model_copy(update={"latent": 32}), norms="shared"
+    ),
+    "latent beside a shared expert": Block(
+        attention=GQA, ffn=MOE.model_copy(update={"latent": 32})
+    ),
+    "one norm, a factor": Block(
+        attention=MLA, ffn=Dense(width=48, latent=24), norms="shared", residual_scale=0.5
+    ),
     "idle experts": Block(
         attention=GQA,
         ffn=Moe(
