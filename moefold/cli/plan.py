@@ -6,7 +6,6 @@ docs/plan.md says how to read it and how far to trust it.
 """
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, plain_table, print_json
 from moefold.files import write_text
-from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
+from moefold.planner.answer import GB, Plan, PlannedLayout, demand_numbers, fragment
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
 from moefold.planner.goodput import DAY, Price
@@ -57,9 +56,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    for name in ("batch", "seq", "load", "memory", "tokens"):
-        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name} {value:g}: a number above 0")
+    numbers = ("batch", "seq", "load", "memory", "tokens")
+    demand_numbers(**{f"--{name}": getattr(args, name) for name in numbers})
     found = planned(
         args.source,
         args.cluster,
@@ -199,24 +197,22 @@ def _three(value: float) -> str:
 
 def _policies(layout: PlannedLayout) -> str:
     choice, keeping = layout.choice, layout.choice.keeping
-    said = [f"micro-batch {choice.micro_batch}", choice.recipe, f"zero {keeping.zero}"]
-    if choice.sizes.pp > 1 or choice.schedule.paired:
-        said.append(choice.schedule.name)
-    if choice.sizes.ep * choice.sizes.etp > 1:
-        said.append(choice.dispatch)
-    if choice.graphs != "none":
-        said.append(f"graphs {choice.graphs}")
-    if keeping.recompute:
-        said.append(f"recompute {'+'.join(sorted(keeping.recompute))}")
-    if keeping.offload:
-        said.append(f"offload {'+'.join(sorted(keeping.offload))}")
-    if keeping.disk:
-        said.append(f"{'+'.join(sorted(keeping.disk))} on disk")
-    if keeping.optimizer_offload:
-        said.append(f"optimizer on the {'disk' if keeping.state_on_disk else 'host'}")
-    if keeping.state_step:
-        said.append(f"updated by the {keeping.state_step}")
-    return ", ".join(said)
+    sizes, tier = choice.sizes, "disk" if keeping.state_on_disk else "host"
+    again, away, disk = (
+        "+".join(sorted(modules)) for modules in (keeping.recompute, keeping.offload, keeping.disk)
+    )
+    said = {
+        f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {keeping.zero}": True,
+        choice.schedule.name: sizes.pp > 1 or choice.schedule.paired,
+        choice.dispatch: sizes.ep * sizes.etp > 1,
+        f"graphs {choice.graphs}": choice.graphs != "none",
+        f"recompute {again}": again,
+        f"offload {away}": away,
+        f"{disk} on disk": disk,
+        f"optimizer on the {tier}": keeping.optimizer_offload,
+        f"updated by the {keeping.state_step}": keeping.state_step,
+    }
+    return ", ".join(words for words, there in said.items() if there)
 
 
 def _rows(found: Plan) -> Iterator[tuple[str, PlannedLayout]]:
@@ -267,7 +263,11 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
     """Yield what a long run of the fastest layout costs."""
     best = found.best
     assert best is not None
-    expected, cost = found.expected, found.bill(best, tokens)
+    expected = found.expected
+    if not expected.ettr:
+        yield Text("\nnothing trains: devices fail before all have started anew", "bold red")
+        return
+    cost = found.bill(best, tokens)
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else words.clock(cost.days * DAY)
     money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
     yield Text.assemble(

@@ -4,6 +4,7 @@ plan = moefold.plan("run.yaml", cluster="h100x256")
 plan.given.fits, plan.best.layout, plan.best.step_time_s, plan.best.memory_gb, plan.best.binds
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -29,7 +30,7 @@ from moefold.planner.goodput import Bill, Faults, Goodput, Price, bill, goodput
 from moefold.planner.hardware import Cluster, resized
 from moefold.planner.hardware import cluster as cluster_of
 from moefold.planner.memory import Memory, fullest, stage_of
-from moefold.planner.published import find, model, names
+from moefold.planner.published import entries, find, model
 from moefold.planner.search import Search
 from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
@@ -172,11 +173,6 @@ class Plan:
         return f"no layout that training executes fits in {self.task.numbers.recipe}"
 
     @property
-    def shown(self) -> PlannedLayout | None:
-        """What there is to look at closely: the given layout, or else the best."""
-        return self.given or self.best
-
-    @property
     def expected(self) -> Goodput:
         """What the cluster can expect of failures."""
         return goodput(self.task.cluster.devices, self.faults)
@@ -188,7 +184,8 @@ class Plan:
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """What to change next in the given layout (or the best), the most useful first."""
-        return changes(self.task, self.shown.choice) if self.shown else ()
+        shown = self.given or self.best
+        return changes(self.task, shown.choice) if shown else ()
 
 
 def plan(
@@ -219,8 +216,10 @@ def plan(
         overrides: ``path=value`` on top of a run file.
 
     Raises:
-        ValueError: where there is no such run, model or device, or a published model has no batch.
+        ValueError: where there is no such run, model or device, a published model has no batch, or
+            a number is none that a plan could have.
     """
+    demand_numbers(batch=batch, seq=seq, load=load, memory_gb=memory_gb, top=top)
     where = cluster_of(cluster) if isinstance(cluster, str) else cluster
     if memory_gb is not None:
         where = replace(where, device=resized(where.device, round(memory_gb * GB)))
@@ -244,6 +243,17 @@ def plan(
     )
 
 
+def demand_numbers(**given: float | None) -> None:
+    """Hold that numbers are finite and above 0 where they are given.
+
+    Raises:
+        ValueError: where one is not, by its name.
+    """
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} {value:g}: a number above 0")
+
+
 def _task(
     run: Run | str | Path,
     cluster: Cluster,
@@ -253,13 +263,16 @@ def _task(
     overrides: Sequence[str],
 ) -> tuple[TrainingTask, Choice | None]:
     """Return what is planned: of a run, or else of the published model of that name."""
-    if isinstance(run, Run):
-        return of_run(run, cluster, batch, load)
+    if isinstance(run, Run) and overrides:
+        raise ValueError(f"a run that is read has no overrides: {overrides[0]} changes nothing")
+    if isinstance(run, Run) or Path(run).exists() or str(run) in recipes():
+        if seq is not None:
+            raise ValueError(f"seq {seq} is for published models: a run has data.seq={seq}")
+        made = run if isinstance(run, Run) else load_run(run, overrides)
+        return of_run(made, cluster, batch, load)
     known = find(str(run))
-    if Path(run).exists() or str(run) in recipes():
-        return of_run(load_run(run, overrides), cluster, batch, load)
     if known is None:
-        near = get_close_matches(str(run), [*names(), *recipes()], 3, 0.4)
+        near = get_close_matches(str(run), [*entries(), *recipes()], 3, 0.4)
         raise ValueError(
             f"{run} is no run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
             "published model" + (f"; near are {', '.join(near)}" if near else "")

@@ -92,9 +92,9 @@ class Price:
 
     def __post_init__(self) -> None:
         """Refuse what is no price."""
-        if self.per_device_hour is not None and not self.per_device_hour >= 0:
+        if self.per_device_hour is not None and not 0 <= self.per_device_hour < math.inf:
             raise ValueError(f"price {self.per_device_hour}: at least 0 per device and hour")
-        if not self.pue >= 1:
+        if not 1 <= self.pue < math.inf:
             raise ValueError(f"PUE {self.pue}: the building takes at least what its machines take")
 
 
@@ -120,13 +120,10 @@ class Point:
     seconds: float
     tflops_per_gpu: float
     tokens_per_s: float
+    good_tokens_per_s: float
+    """Of a long run, failures and saves included."""
     ettr: float
     save_every_s: float
-
-    @property
-    def good_tokens_per_s(self) -> float:
-        """Tokens per second of a long run, failures and saves included."""
-        return self.tokens_per_s * self.ettr
 
 
 def curve(
@@ -146,9 +143,13 @@ def curve(
         # None where too few micro-batches are left to a data rank, for it or for the schedule.
         with suppress(ValueError):
             took, expected = estimate(choice.case(other)), goodput(devices, faults)
-            speeds = took.tflops_per_gpu, batch * task.seq / took.seconds
-            lasting = expected.ettr, expected.interval_s
-            points.append(Point(devices, batch, took.seconds, *speeds, *lasting))
+            speed = batch * task.seq / took.seconds
+            points.append(
+                Point(
+                    devices, batch, took.seconds, took.tflops_per_gpu, speed,
+                    speed * expected.ettr, expected.ettr, expected.interval_s,
+                )
+            )  # fmt: skip
         devices *= 2
     return points
 

@@ -231,7 +231,7 @@ class Machine:
             if stored.pop("form") != MACHINE_FORM:
                 raise KeyError("form")
             return cls(**stored)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
+        except (ValueError, AttributeError, KeyError, TypeError):
             text = f"{file} is not what `moefold bench` writes: run it again"
             raise ValueError(text) from None
 

@@ -260,15 +260,9 @@ def _scaling(plan: Plan) -> dict[str, list[dict[str, Any]]] | None:
     """Return the best layout on more devices, with the same batch and with a growing one."""
     if plan.best is None:
         return None
+    found = dict[str, list[dict[str, Any]]]()
     kinds: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
-    return {
-        kind: [
-            {
-                **vars(one),
-                "save_every_s": finite(one.save_every_s),
-                "good_tokens_per_s": one.good_tokens_per_s,
-            }
-            for one in curve(plan.task, plan.best.choice, kind, plan.faults)
-        ]
-        for kind in kinds
-    }
+    for kind in kinds:
+        points = curve(plan.task, plan.best.choice, kind, plan.faults)
+        found[kind] = [vars(p) | {"save_every_s": finite(p.save_every_s)} for p in points]
+    return found

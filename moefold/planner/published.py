@@ -51,11 +51,6 @@ def entries() -> dict[str, dict[str, Any]]:
     return found
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all models."""
-    return tuple(entries())
-
-
 def find(name: str) -> str | None:
     """Return the full name of a model, whatever case, hyphens and underscores are typed."""
     wanted = _plain(name)
@@ -150,17 +145,11 @@ def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
 
 def _hybrid(entry: dict[str, Any]) -> list[Block]:
     """Return the blocks of a pattern of letters: M a state space, * attention, E experts."""
-    mamba = Mamba2(**entry["mamba"])
     attention = Gqa(**{key: entry[key] for key in ("heads", "kv_heads", "head_dim")})
-    mixture = _moe(entry)
-    pairs = {
-        (mixer, ffn): block(mixers, ffns)
-        for mixer, mixers in (("M", mamba), ("*", attention))
-        for ffn, ffns in (("E", mixture), ("-", Nothing()))
-    }
-    letters = entry["hybrid_pattern"]
+    mixers = {"M": Mamba2(**entry["mamba"]), "*": attention}
+    letters, mixture, nothing = entry["hybrid_pattern"], _moe(entry), Nothing()
     return [
-        pairs[letter, "E" if letters[i + 1 : i + 2] == "E" else "-"]
-        for i, letter in enumerate(letters)
+        block(mixers[letter], mixture if after == "E" else nothing)
+        for letter, after in zip(letters, letters[1:] + "-", strict=True)
         if letter != "E"
     ]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import yaml
 
 import moefold
 from moefold.cli.main import main
+from moefold.cli.plan import _long
 from moefold.config.check import check
 from moefold.parallel.config import Layout
+from moefold.planner.goodput import Faults
 
 FAST = ["--cluster", "h100x2", "--batch", "32"]
 
@@ -93,6 +96,29 @@ def test_in_python() -> None:
         assert isinstance(one.layout, str) and one.binds
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"batch": 0}, "batch 0: a number above 0"),
+        ({"seq": -1}, "seq -1"),
+        ({"load": float("nan")}, "load nan"),
+        ({"memory_gb": -1.0}, "memory_gb -1"),
+        ({"top": 0}, "top 0"),
+        ({"seq": 64}, "data.seq=64"),
+        ({"overrides": ["data.seq=64"]}, "changes nothing"),
+    ],
+)
+def test_python_refuses_what_the_command_does(given: dict, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        moefold.plan(moefold.load_run("tiny"), cluster="h100x2", **given)
+
+
+def test_a_cluster_that_only_fails_is_said_and_not_divided_by() -> None:
+    found = moefold.plan(moefold.load_run("tiny"), cluster="h100x1", batch=32, top=1)
+    (said,) = _long(replace(found, faults=Faults(restart_s=1e9)), 1e9)
+    assert "nothing trains" in str(said)
+
+
 WRONG = [
     (["nothing_like_it", "--cluster", "h100x8"], "published model"),
     (["tiny", "--cluster", "h1000x8"], "no device is called"),
@@ -103,6 +129,8 @@ WRONG = [
     (["tiny", "--cluster", "h100x4", "--batch", "0"], "--batch 0"),
     (["tiny", "--cluster", "h100x4", "--memory", "-1"], "--memory -1"),
     (["tiny", "--cluster", "h100x4", "--tokens", "-5"], "--tokens -5"),
+    (["tiny", "--cluster", "h100x4", "--price", "inf"], "price inf"),
+    (["tiny", "--cluster", "h100x4", "--seq", "64"], "data.seq=64"),
 ]
 
 

@@ -14,7 +14,7 @@ from moefold.planner.from_run import Published, TrainingTask, of_model, publishe
 from moefold.planner.hardware import catalogue, cluster
 from moefold.planner.memory import peak_within
 from moefold.planner.page import facts
-from moefold.planner.published import model, names
+from moefold.planner.published import entries, model
 from moefold.planner.search import RESERVE, Search
 from moefold.planner.search_space import Space, everything, formats
 from moefold.planner.time import estimate
@@ -26,14 +26,14 @@ BLOCKS = frozenset(("block",))
 MATRIX = pytest.mark.matrix
 
 
-EACH = [pytest.param(name, marks=MATRIX if turn % 3 else []) for turn, name in enumerate(names())]
+EACH = [pytest.param(name, marks=MATRIX if turn % 3 else []) for turn, name in enumerate(entries())]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
     """By a search among few policies, on one of the devices, in turns."""
     devices = list(catalogue())
-    device = devices[names().index(name) % len(devices)]
+    device = devices[[*entries()].index(name) % len(devices)]
     task = of_model(model(name), cluster(f"{device.lower()}x512"), 4096)
     recipe = formats(task.cluster.device, "bf16")[0]
     space = Space((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
@@ -44,7 +44,7 @@ def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
 
 def whole(share: int) -> list[tuple[str, str]]:
     """Return one pair of ``share``, by a hash of their names."""
-    pairs = [(name, device) for name in names() for device in catalogue()]
+    pairs = [(name, device) for name in entries() for device in catalogue()]
     return [pair for pair in pairs if zlib.crc32(" on ".join(pair).encode()) % share == 0]
 
 

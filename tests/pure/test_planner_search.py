@@ -22,7 +22,7 @@ from moefold.planner.case import Keeping
 from moefold.planner.from_run import Choice, TrainingTask, of_model, of_run, published_layouts
 from moefold.planner.hardware import cluster, resized
 from moefold.planner.memory import communicators, fullest, totals
-from moefold.planner.published import entries, model, names
+from moefold.planner.published import entries, model
 from moefold.planner.search import RESERVE, Depth, Grids, Search
 from moefold.planner.search_change import _neighbours, changes
 from moefold.planner.search_space import Foldings, Space, everything, today
@@ -206,7 +206,7 @@ def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
 
 
 def test_every_published_model_is_described() -> None:
-    for name in names():
+    for name in entries():
         found, entry = model(name), entries()[name]
         total = sum(weight.elements for weight in model_weights(found.decoder)) / 1e9
         if entry.get("total_params_b"):
