@@ -323,10 +323,8 @@ class Case:
         return contents(self.decoder, self.stages, self.sizes.pp, self.schedule.way)
 
 
-@remembered(512)
-def table_of(schedule: Schedule, p: int, v: int, m: int) -> Table:
-    """Return a schedule's table, made once; see :func:`moefold.schedule.config.tabulate`."""
-    return tabulate(schedule, p, v, m)
+table_of = remembered(512)(tabulate)
+"""A schedule's table, made once."""
 
 
 def settled(schedule: Schedule, p: int, m: int) -> int:

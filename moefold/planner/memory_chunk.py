@@ -11,7 +11,7 @@ from moefold.planner.memory_kept import CODES, experts_here, kept, operands
 from moefold.planner.memory_pages import here
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.remember import remembered
-from moefold.spec.layer import INDEX, STATISTIC, LayerSpec, Saved, Shape, described
+from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
 
 
 class ChunkBytes(NamedTuple):
@@ -73,7 +73,10 @@ class ChunkSizes:
         return self._known[held, order]
 
     def _made(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
-        shape, logits = self.shape, self._logits()
+        shape, columns = self.shape, self.decoder.vocab / self.shape.tp
+        # Between forward and backward other stacks keep logits whole, and again in fp32.
+        whole = shape.piece * columns * (shape.width + 4)
+        logits = shape.row if self.stack == "moefold" else whole
         how = shape, self.stack, self.recipe, self.keeping
         layers = [(_layer(self.blocks[kind], *how), count) for kind, count in held.layers]
         widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
@@ -100,7 +103,6 @@ class ChunkSizes:
         if held.loss:
             total += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
-            columns = self.decoder.vocab / shape.tp
             forward = max(forward, self.loss_rows * columns * self.logit)
         away, ahead, moving = self._leaving(held, order)
         kept = (total - sum(away)) * (1 + self.graphs)
@@ -153,19 +155,6 @@ class ChunkSizes:
         found = self.states.of("embedding").gradients if embeds else 0.0
         return found + self.states.inner(held).gradients
 
-    def _logits(self) -> float:
-        """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
-        if self.stack == "moefold":
-            return self.shape.row
-        columns = self.decoder.vocab / self.shape.tp
-        return self.shape.piece * columns * (self.shape.width + 4)
-
-
-def activation_width(spec: LayerSpec, shape: Shape) -> float:
-    """Return the features of the activation of a feed-forward, or of routed experts, on a rank."""
-    found = [w for one, _, w in spec.products(shape.hidden) if one.name in ("ffn", "experts")]
-    return found[-1][0].matrix(shape.tp, shape.ep, shape.etp)[1] if found else 0.0
-
 
 @remembered(1 << 12)
 def _layer(
@@ -184,7 +173,10 @@ def _layer(
     if spec.routing is not None:
         rows, features = shape.received(spec.routing), spec.routing.width or shape.hidden
     sent = rows * features * shape.width
-    inner = rows * activation_width(spec, shape) * shape.width
+    # The activation of a feed-forward, or of routed experts, is what their last product reads.
+    read = [w for one, _, w in spec.products(shape.hidden) if one.name in ("ffn", "experts")]
+    width = read[-1][0].matrix(shape.tp, shape.ep, shape.etp)[1] if read else 0.0
+    inner = rows * width * shape.width
     forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
     forward += sum(part.bytes for part in stays) - left
     if shape.clones and spec.routing is not None:

@@ -213,7 +213,5 @@ class States:
             yield "head"
 
 
-@remembered(1 << 12)
-def states_of(decoder: Decoder, split: Split) -> States:
-    """Return the states of what ranks hold, the same for all cases split alike."""
-    return States(decoder, split)
+states_of = remembered(1 << 12)(States)
+"""The states of what ranks hold, the same for all cases split alike."""

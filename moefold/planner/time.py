@@ -251,26 +251,21 @@ def data_seconds(
 
 
 def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
-    """Return the seconds of zeroing gradients and of the update, on device and host."""
-    numbers, keeping = case.numbers, case.keeping
+    """Return the seconds of zeroing gradients and of the update, on device, host and disk."""
+    numbers, keeping, device = case.numbers, case.keeping, case.cluster.device
     local, own = copies_of(case.decoder, Split.of(case)).trained(held)
     each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
     summed = own if keeping.zero > 1 else local
     moved = own * (each + numbers.weight_bytes) + summed * 2 * numbers.gradient_bytes
-    device = moved / (case.cluster.device.memory_bandwidth * rates.memory)
-    return device + _away_seconds(case, own * keeping.optimizer_offload)
-
-
-def _away_seconds(case: Case, away: float) -> float:
-    """Return the seconds for parameters whose state lies elsewhere to be updated."""
-    device, keeping, numbers = case.cluster.device, case.keeping, case.numbers
+    here = moved / (device.memory_bandwidth * rates.memory)
+    away = own * keeping.optimizer_offload
     # Parts come while others go; where all come before any goes, it takes both ways.
     ways = 1 if numbers.optimizer.elementwise else 2
     moved = ways * away * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes)
     took = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
     if keeping.state_step == "device":
-        return took + moved / (device.host_bandwidth or device.memory_bandwidth)
-    return took + away / HOST_ADAM
+        return here + (took + moved / (device.host_bandwidth or device.memory_bandwidth))
+    return here + (took + away / HOST_ADAM)
 
 
 # ----------------------------------------------------------------------------- pipelines

@@ -73,11 +73,8 @@ class WeightCopies:
         """Return the collectives of a rank with their number, of a micro-batch where they are sent
         for each; those of a group of one rank send nothing. Not to be changed.
         """
-        if held not in self._known:
-            self._known[held] = self._collectives(held)
-        return self._known[held]
-
-    def _collectives(self, held: Held) -> Counter[Collective]:
+        if held in self._known:
+            return self._known[held]
         found, joined = Counter[Collective](), dict[tuple[Kind, bool], float]()
         for part, number, once in self._uses(held):
             for one in part.buckets:
@@ -88,6 +85,7 @@ class WeightCopies:
         for group, elements in joined.items():
             if elements:
                 found[Collective(*group, "all_reduce", elements * size, "end")] += 1
+        self._known[held] = found
         return found
 
     def trained(self, held: Held) -> tuple[float, float]:
@@ -185,21 +183,16 @@ def reach_of(case: Case, one: Collective) -> Reach:
     sizes, folding, cluster = case.sizes, case.folding, case.cluster
     if one.kind == "tp":
         return reach(cluster, sizes.tp, 1)
-    if one.kind == "stages":
-        return lying(cluster, [folding.on_stage(0, stage) for stage in table_stages(case)])
+    if one.kind == "stages":  # those that hold the table of tokens
+        tied, stages = case.decoder.tied, enumerate(case.held)
+        holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
+        return lying(cluster, [folding.on_stage(0, stage) for stage in holds])
     inner, outer = Split.of(case).levels(one.kind == "edp")
     if case.order != ORDERS[0]:  # a pipeline lies between data ranks
         ranks = folding.group(one.kind, 0)
         return lying(cluster, ranks[::inner] if one.across else ranks[:inner])
     stride = sizes.ep * sizes.etp if one.kind == "edp" else sizes.tp
     return reach(cluster, *((outer, stride * inner) if one.across else (inner, stride)))
-
-
-def table_stages(case: Case) -> list[int]:
-    """Return the pipeline ranks that hold the table of tokens."""
-    tied = case.decoder.tied
-    held = enumerate(case.held)
-    return [n for n, one in held if one.embedding or one.multi_token or (one.loss and tied)]
 
 
 def data_work(case: Case, held: Held, rates: Rates) -> DataWork:
@@ -233,7 +226,9 @@ def shown(
     ahead = 1 - min(1.0, v / max(layers, 1)) if zero == 3 else 1.0
     if case.software.cuda_graphs == "full":
         ahead = 0.0  # a step that is one graph begins when all weights are there
-    waits = case.schedule.paired or _splits(case)
+    schedule, pp = case.schedule, case.sizes.pp
+    lines = fullest_steps(schedule, pp, v, settled(schedule, pp, case.micro_batches))
+    waits = schedule.paired or any(step.kind == "W" for line in lines for step in line)
     going = 1.0 if not waits else 1 - 1 / v if sums == 1 else 0.0
     free = (each if zero == 3 else once) * passes[0], (each if zero > 1 else once) * passes[1]
     hidden = gathers * min(ahead * work.forward, free[0])
@@ -253,11 +248,3 @@ def least(work: DataWork, zero: int, m: int, seconds: float, rates: Rates) -> fl
 def _times(zero: int, m: int) -> tuple[int, int]:
     """Return how often a step gathers for passes, and sums."""
     return m if zero == 3 else 1, m if zero > 1 else 1
-
-
-def _splits(case: Case) -> bool:
-    """Return whether gradients of weights are computed in steps of their own."""
-    schedule, sizes = case.schedule, case.sizes
-    short = settled(schedule, sizes.pp, case.micro_batches)
-    found = fullest_steps(schedule, sizes.pp, sizes.vpp, short)
-    return any(step.kind == "W" for line in found for step in line)

@@ -141,7 +141,12 @@ def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset())
     share = share if routing is None else share._replace(top_k=routing.top_k)
     weights, operations = _description(spec, share.hidden)
     made = {one.name: _work(one, weights, share, frozen) for one in operations}
-    return made | _permute(spec, share)
+    if routing is not None:
+        # What sorts rows by expert and back, where dispatch does not do it itself.
+        passes = 4 if share.fused else 8
+        copied = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
+        made["permute"] = Work((), (), copied, copied, 8 if share.fused else 20)
+    return made
 
 
 @remembered(1 << 10)
@@ -221,16 +226,6 @@ def _core(core: Attention | Scan | None, share: RankShare) -> tuple[tuple[Core, 
         return (), 0.0
     flops = 2 * share.t * core.products / share.tp
     return (Core(flops, SCAN_LENGTH, SCAN_DIM),), share.t * core.moved / share.tp * BF16
-
-
-def _permute(spec: LayerSpec, share: RankShare) -> Parts:
-    """Return what sorts rows by expert and back, where dispatch does not do it itself."""
-    routing = spec.routing
-    if routing is None:
-        return {}
-    passes = 4 if share.fused else 8
-    copied = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
-    return {"permute": Work((), (), copied, copied, 8 if share.fused else 20)}
 
 
 OFFLOADED = {
