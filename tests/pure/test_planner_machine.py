@@ -78,10 +78,12 @@ def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path
         cluster(f"{file}x2")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 0, "name": "x"}', '{"form": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"form": 0, "name": "x"}', '{"form": 1}', "\udcff"]
+)
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
     file = tmp_path / "machine.json"
-    file.write_text(text)
+    file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="moefold bench"):
         Machine.read(file)
 
