@@ -222,7 +222,7 @@ def _once(
         at = f"{record.prefix or name}."
         frozen = frozenset(one.removeprefix(at) for one in block.frozen if one.startswith(at))
         parts |= _half(record, share.of_half(record), setting, frozen)
-    parts |= _parts(norms(share.dense, present), setting)
+    parts |= _norms(share.dense, present, setting)
     sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
         rows = rows_sent(routing, share)
@@ -274,6 +274,11 @@ def _half(
     record: Record, share: RankShare, setting: Setting, frozen: frozenset[str] = frozenset()
 ) -> dict[str, Time]:
     return _parts(half(record, share, frozen), setting)
+
+
+@remembered(1 << 12)
+def _norms(share: RankShare, number: int, setting: Setting) -> dict[str, Time]:
+    return _parts(norms(share, number), setting)
 
 
 def _parts(parts: Mapping[str, Work], setting: Setting) -> dict[str, Time]:
