@@ -26,6 +26,8 @@ class Spot(NamedTuple):
     """Whether the store runs already, outside the ranks."""
     attempt: int = 0
     """How often the ranks were started again; what earlier ones wrote is not looked at."""
+    binds: bool = False
+    """Whether what started the ranks may show each the one device that is its own."""
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
@@ -75,6 +77,7 @@ def _slurm(given: Mapping[str, str]) -> Spot | None:
         address=given.get("MASTER_ADDR") or first_host(nodes),
         port=_number(given, "MASTER_PORT", chosen),
         attempt=_number(given, "SLURM_RESTART_COUNT", "0"),
+        binds=True,
     )
 
 

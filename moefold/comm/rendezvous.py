@@ -72,13 +72,31 @@ def own_connection(time_out_s: float) -> TCPStore:
     return connect(**MEETING, time_out_s=time_out_s)
 
 
+def cuda_device(spot: Spot) -> torch.device:
+    """Return the CUDA device of a rank: the one of its place on its machine, or all that it sees.
+
+    With ``--gpus-per-task=1`` Slurm shows each rank its own device alone, which is number 0 there.
+
+    Raises:
+        ValueError: for more ranks on a machine than it has devices: NCCL takes one rank for each.
+    """
+    devices = torch.cuda.device_count()
+    number = 0 if spot.binds and devices == 1 else spot.local_rank
+    if number >= devices:
+        raise ValueError(
+            f"rank {spot.rank} is number {number} of its machine, which has {devices} CUDA "
+            "devices: start one rank for each, or run on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    return torch.device("cuda", number)
+
+
 def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
     """Make the process group of all ranks: gloo on a CPU, NCCL on CUDA.
 
     Args:
         spot: this rank's place.
         time_out_s: how long ranks wait for each other, in every operation.
-        device: ``cpu`` or ``cuda``; of several CUDA devices, the one of the local rank.
+        device: ``cpu`` or ``cuda``; of several CUDA devices, that of :func:`cuda_device`.
 
     Returns:
         The device of this rank.
@@ -94,13 +112,7 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
         serve_beside(spot.port, time_out_s)
     here = torch.device("cpu")
     if device == "cuda":
-        here = torch.device("cuda", spot.local_rank)
-        if spot.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"rank {spot.rank} is number {spot.local_rank} of its machine, which has "
-                f"{torch.cuda.device_count()} CUDA devices: start one rank for each, or run on "
-                "the CPU with CUDA_VISIBLE_DEVICES= (empty)"
-            )
+        here = cuda_device(spot)
         torch.cuda.set_device(here)
     meet_s = max(time_out_s, MEET_S)
     store = PrefixStore(f"attempt {spot.attempt}", connect(spot.address, spot.port, meet_s))

@@ -16,6 +16,7 @@ from moefold.checkpoint.errors import SaveError
 from moefold.comm.agree import FirstFailed, told_by_first
 from moefold.comm.environment import Spot
 from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
+from moefold.comm.rendezvous import cuda_device
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.run import Run, demand_fit
@@ -54,9 +55,7 @@ def world_of(run: Run, spot: Spot, folder: Path) -> World:
     """
     demand_fit(run, spot.world)
     folding = Folding(run.layout.split, spot.world, run.layout.order)
-    device = torch.device("cpu")
-    if device_kind() == "cuda":
-        device = torch.device("cuda", spot.local_rank)
+    device = cuda_device(spot) if device_kind() == "cuda" else torch.device("cpu")
     return World.open(folding, device, run.watch.time_out_s, folder / REPORTS)
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.comm.environment import Spot
+from moefold.comm.environment import Spot, environment
 from moefold.comm.recorder import Recorder, Site
-from moefold.comm.rendezvous import join
+from moefold.comm.rendezvous import cuda_device, join
 from moefold.comm.world import _queued
+from tests.pure.test_comm_environment import SLURM, TORCHRUN
 
 
 @pytest.fixture
@@ -33,6 +34,19 @@ def test_two_ranks_do_not_share_a_device(capsys: Any) -> None:
         join(Spot(8, 16, 8, "127.0.0.1", 0, served=True), 1.0, "cuda")
     assert main(["train", "tiny", "--nproc", "16", "train.batch=16"]) == 2
     assert "16 ranks and 8 CUDA devices here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("started", "seen", "number"), [(SLURM, 8, 1), (SLURM, 1, 0), (TORCHRUN, 8, 1)]
+)
+def test_a_rank_that_sees_its_own_device_alone_takes_it(
+    started: dict[str, str], seen: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm shows it with --gpus-per-task=1; torchrun shows all devices to all ranks."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    spot = environment(started)
+    assert spot is not None and spot.local_rank == 1
+    assert cuda_device(spot) == torch.device("cuda", number)
 
 
 @pytest.mark.usefixtures("eight_devices")
