@@ -26,6 +26,7 @@ from moefold.training.distributed import WORDS, device_kind, world_of
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.model_checkpoint import StoredModel, fill
+from moefold.training.run_folder import METRICS_FILE, read_lines
 from moefold.training.trainer import Trainer
 
 PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16"}
@@ -66,7 +67,7 @@ def train(
         with open(run, folder, hooks) as job:
             where, final, model = job.folder, job.train(), job.model
             away = job.data.offload is not None  # then the model's own parameters have no values
-        return _stored(where, final) if away else Result(where, final, model)
+        return _stored(where, final) if away else Result(where, final or _last(where), model)
     where = Path(folder or free_folder(run.name))
     task = (to_dict(run), list(hooks), str(where))
     time_out_s = run.watch.time_out_s
@@ -77,7 +78,12 @@ def train(
 def _stored(folder: Path, final: Figures) -> Result:
     """Return what came of a run with the model of its newest checkpoint."""
     with StoredModel.open(folder) as stored:
-        return Result(folder, final, stored.model())
+        return Result(folder, final or _last(folder), stored.model())
+
+
+def _last(folder: Path) -> Figures:
+    """Return the figures of the last step of a run that was at its end already."""
+    return next(reversed(read_lines(folder / METRICS_FILE)), {})
 
 
 def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:

@@ -170,6 +170,8 @@ def test_the_readme_s_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     result = names["result"]
     assert result.folder == Path("runs/tiny") and result.final["lm_loss"] < 6.3
     assert json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 10
+    again = moefold.train(names["run"], folder=result.folder)
+    assert again.final["lm_loss"] == result.final["lm_loss"], "what is at its end has figures too"
 
 
 def tour_commands() -> list[list[str]]:

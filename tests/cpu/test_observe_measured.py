@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.data.batch import from_ids
 from moefold.layers.config import Full
-from moefold.layers.context import ulysses as attention_layer
+from moefold.layers.context import attend as attention_layer
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
