@@ -21,7 +21,8 @@ def write_chats(file: Path, number: int) -> int:
     """Write conversations as JSON lines, the same with the same Python, and return how many.
 
     Raises:
-        DataError: where ``number`` is not positive, or the library has fewer.
+        DataError: where ``number`` is not positive, the library has fewer, or the file is there and
+            holds anything else.
     """
     found = dict(chats())
     if not 0 < number <= len(found):
@@ -32,7 +33,10 @@ def write_chats(file: Path, number: int) -> int:
         [{"role": "user", "content": asked}, {"role": "assistant", "content": found[asked]}]
         for asked in drawn
     )
-    write_text(file, "".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    if file.exists() and file.read_bytes() != text.encode():
+        raise DataError(f"{file}: is there already and holds something else; name a new file")
+    write_text(file, text)
     return number
 
 

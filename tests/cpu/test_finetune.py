@@ -67,6 +67,10 @@ def test_docstrings_become_questions_and_answers(tmp_path: Path) -> None:
     }
     with pytest.raises(DataError, match="3 conversations: this Python"):
         write_chats(file, 3)
+    assert write_chats(file, 2) == 2, "the same once more"
+    with pytest.raises(DataError, match=r"chats\.jsonl: is there already"):
+        write_chats(file, 1)
+    assert len(file.read_text().splitlines()) == 2
 
 
 def test_a_folder_is_tuned_by_the_recipe_and_answers(
