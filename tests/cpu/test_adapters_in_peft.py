@@ -21,7 +21,6 @@ from tests.cpu.family_draws import FAMILIES, draw
 from tests.cpu.hubs import same_bits
 from tests.cpu.test_adapters_peft import IDS, LORA, adapted, tuned
 
-peft = pytest.importorskip("peft", reason="needs the package peft")
 # PEFT 0.21 looks for ranks of parameters among modules alone, says so, and uses them all the same.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
@@ -31,6 +30,8 @@ pytestmark = [
 
 def in_peft(base: Path, folder: Path) -> Any:
     """Load an adapter's folder onto its base in fp64; each tensor of it must find its place."""
+    # Here, as every worker collects this file, and one of them runs it: seconds for each.
+    peft = pytest.importorskip("peft", reason="needs the package peft")
     from transformers import AutoModelForCausalLM
 
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -9,11 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moefold.moe.config import Capacity, Groups, Moe
 from moefold.moe.config import Router as RouterRecord
@@ -104,6 +99,13 @@ def test_every_setting_equals_a_plain_loop(name: str) -> None:
 
 
 def _hugging_face(name: str) -> tuple[Any, RouterRecord]:
+    # Here, as every worker collects this file, and one of them runs it.
+    from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
     sizes = {"hidden_size": 6, "num_experts_per_tok": 3}
     if name == "mixtral":
         return MixtralTopKRouter(MixtralConfig(num_local_experts=12, **sizes)), record_of()
