@@ -49,13 +49,8 @@ NEVER = -100.0
 
 
 def micro_batches(subject: Subject) -> list[MicroBatch]:
-    """Return the micro-batches of a step, whole: three documents each, or two pairs; or none.
-
-    Documents begin with tokens of their own. A first row sees itself alone: two of one token would
-    be the same to the bit, and which of them an expert takes would hang on how a layout rounds.
-    """
-    vocab, made = subject.decoder.vocab, []
-    firsts = np.random.Generator(np.random.PCG64(subject.seed)).permutation(vocab)
+    """Return the micro-batches of a step, whole: three documents each, or two pairs; or none."""
+    made = []
     for number in range(subject.micro_batches):
         valid = subject.rows - (number % 3) * subject.padding
         first, second = valid // 5 + number % 3, valid // 3
@@ -65,11 +60,9 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
             documents = (first, second, third // 2, third - third // 2)
         lengths = () if number in subject.empty else documents
         draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
-        ids_T = draws.integers(0, vocab, sum(lengths))
-        ends = np.cumsum(lengths, dtype=np.int64)
-        for place, (length, end) in enumerate(zip(lengths, ends, strict=True)):
-            ids_T[end - length] = firsts[(number * len(lengths) + place) % vocab]
+        ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
         labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
+        ends = np.cumsum(lengths, dtype=np.int64)
         labels_T[ends - 1] = IGNORED
         for length, end in zip(lengths, ends, strict=True) if subject.masked else ():
             labels_T[end - length : end - length // (2 + number % 3)] = IGNORED
