@@ -63,27 +63,24 @@ def train(
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: at least 1")
     demand_fit(run, nproc)
+    model: DecoderModel | None = None
     if nproc == 1:
         with open(run, folder, hooks) as job:
-            where, final, model = job.folder, job.train(), job.model
-            away = job.data.offload is not None  # then the model's own parameters have no values
-        return _stored(where, final) if away else Result(where, final or _last(where), model)
-    where = Path(folder or free_folder(run.name))
-    task = (to_dict(run), list(hooks), str(where))
-    time_out_s = run.watch.time_out_s
-    how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
-    return _stored(where, launch(_train_rank, nproc, *task, **how))
-
-
-def _stored(folder: Path, final: Figures) -> Result:
-    """Return what came of a run with the model of its newest checkpoint."""
-    with StoredModel.open(folder) as stored:
-        return Result(folder, final or _last(folder), stored.model())
-
-
-def _last(folder: Path) -> Figures:
-    """Return the figures of the last step of a run that was at its end already."""
-    return next(reversed(read_lines(folder / METRICS_FILE)), {})
+            where, final = job.folder, job.train()
+            if job.data.offload is None:  # else the model's own parameters have no values
+                model = job.model
+    else:
+        where = Path(folder or free_folder(run.name))
+        task = (to_dict(run), list(hooks), str(where))
+        time_out_s = run.watch.time_out_s
+        how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc)}
+        final = launch(_train_rank, nproc, *task, words=WORDS, **how)
+    if not final:  # the run was at its end already
+        final = next(reversed(read_lines(where / METRICS_FILE)), {})
+    if model is None:
+        with StoredModel.open(where) as stored:
+            model = stored.model()
+    return Result(where, final, model)
 
 
 def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:

@@ -173,10 +173,7 @@ def _layer(
     if spec.routing is not None:
         rows, features = shape.received(spec.routing), spec.routing.width or shape.hidden
     sent = rows * features * shape.width
-    # The activation of a feed-forward, or of routed experts, is what their last product reads.
-    read = [w for one, _, w in spec.products(shape.hidden) if one.name in ("ffn", "experts")]
-    width = read[-1][0].matrix(shape.tp, shape.ep, shape.etp)[1] if read else 0.0
-    inner = rows * width * shape.width
+    inner = rows * spec.activation_width(shape) * shape.width
     forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
     forward += sum(part.bytes for part in stays) - left
     if shape.clones and spec.routing is not None:

@@ -26,7 +26,7 @@ from moefold.proof.rounding_noise import RoundingNoise, noise_of
 from moefold.proof.shrink import as_proved, shrink
 from moefold.run import Run
 from moefold.spec.decoder import needs
-from moefold.spec.layer import described
+from moefold.spec.layer import Shape, described
 from moefold.spec.quantised import cut_violations
 from moefold.training.machine import settled
 
@@ -215,11 +215,10 @@ def low_precision_case(
     decoder, etp = steady(case.subject.decoder), case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())
     bytes_each = DTYPES[precision].itemsize
-    widths = [decoder.hidden]
-    for spec in (described(block.ffn) for block in decoder.blocks):
-        products = [w for one, _, w in spec.products(decoder.hidden) if one.name == "experts"]
-        widths += [int(weight.matrix(tp=1, ep=1, etp=etp)[1]) for weight, *_ in products[-1:]]
-    rows = [width * bytes_each for width in widths]
+    shape = Shape(decoder.hidden, rows=1, etp=etp)
+    mixtures = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
+    rows = [int(spec.activation_width(shape)) * bytes_each for spec in mixtures]
+    rows.append(decoder.hidden * bytes_each)
     fits = experts != "grouped" or all(row % ALIGNMENT == 0 for row in rows)
     layout = case.layout.model_copy(update={"experts": experts}) if fits else case.layout
     return replace(case, subject=subject, layout=layout, precision=precision)

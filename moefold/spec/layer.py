@@ -373,6 +373,11 @@ class LayerSpec(Record):
             for matmul in operation.matmuls:
                 yield operation, matmul, tuple(weights[name] for name in matmul.weights)
 
+    def activation_width(self, shape: Shape) -> float:
+        """Return how many features a feed-forward or routed experts read last, on a rank."""
+        found = [w for one, _, w in self.products(shape.hidden) if one.name in ("ffn", "experts")]
+        return found[-1][0].matrix(shape.tp, shape.ep, shape.etp)[1] if found else 0.0
+
     @property
     def routing(self) -> RoutingSpec | None:
         """What its router does; None without experts."""
