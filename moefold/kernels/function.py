@@ -24,6 +24,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
+        # Torch states its own backward's type, which takes any arguments; a subclass's takes a few.
         cls.backward = staticmethod(once_differentiable(cls.backward))  # type: ignore[assignment]
 
     @classmethod

@@ -22,6 +22,7 @@ from moefold.comm.group import Group
 from moefold.data.batch import IGNORED
 from moefold.kernels.cross_entropy.chunked import accumulate_head
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import wide_dtype
 from moefold.layers.flow import Flow
 from moefold.layers.linear import places_here
 from moefold.layers.loss import widening
@@ -59,7 +60,7 @@ def divergence_and_gradients(
 
     def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
         x_PD = all_gather(x_TD, ranks)
-        total = x_PD.new_zeros((), dtype=torch.promote_types(x_PD.dtype, torch.float32))
+        total = x_PD.new_zeros((), dtype=wide_dtype(x_PD))
         dx_PD = torch.zeros_like(x_PD)
         for start in range(0, x_PD.shape[0], chunk):
             rows = slice(start, start + chunk)
@@ -127,7 +128,7 @@ def top_probabilities(
     """
     ranks = flow.world.group("tp")
     x_PD = all_gather(x_TD, ranks)
-    wide = torch.promote_types(x_PD.dtype, torch.float32)
+    wide = wide_dtype(x_PD)
     told_PW = x_PD.new_zeros(x_PD.shape[0], 2 * k + 1, dtype=wide)
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
@@ -150,6 +151,6 @@ def top_probabilities(
 def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:
     """Return log-probabilities [C, v] of this rank's share of the vocabulary."""
     logits_Cv = x_CD @ head.value.t()
-    logits_Cv = logits_Cv.to(torch.promote_types(logits_Cv.dtype, torch.float32)).div_(t)
+    logits_Cv = logits_Cv.to(wide_dtype(logits_Cv)).div_(t)
     logits_Cv.sub_(max_(logits_Cv.amax(1, keepdim=True), ranks))
     return logits_Cv.sub_(sum_(logits_Cv.exp().sum(1, keepdim=True), ranks).log_())

@@ -7,7 +7,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from moefold.comm.group import Group
 from moefold.kernels.function import Function
@@ -178,7 +177,6 @@ class _Lookup(Function):
         return table.value.index_select(0, ids_T)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:
         (ids_T,) = ctx.saved_tensors
         n_valid = ctx.n_valid

@@ -21,6 +21,7 @@ from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import wide_dtype
 from moefold.layers.flow import Flow
 
 
@@ -111,7 +112,7 @@ def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tens
         x_TD, head = widened(x_TD, head)
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
     x_PD, share = all_gather(x_TD, ranks), _share(head, ranks)
-    losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=torch.promote_types(x_PD.dtype, torch.float32))
+    losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=wide_dtype(x_PD))
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
         stats_2C = chunked.statistics(x_PD[rows] @ head.value.t(), labels[rows], **share)

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import sum_over
+from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.norm.rms import norm_and_turn, rms_norm, sum_and_norm
 from moefold.kernels.operand import Operand
 from moefold.kernels.rope.rotate import rotate
+from moefold.kernels.rows import wide_dtype
 from moefold.layers.flow import Flow
 from moefold.layers.rope import Angles
 
@@ -72,7 +73,7 @@ class LayerNorm(RmsNorm):
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows."""
         # In 16 bits a mean is off by a share of itself, which may be much of what is left.
-        mean = x.mean(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        mean = x.mean(-1, keepdim=True, dtype=wide_dtype(x))
         return super().forward((x - mean).to(x.dtype), flow)
 
 
@@ -103,7 +104,7 @@ class RmsNormAcross(RmsNorm):
             return super().forward(x, flow)
 
         def normed(x: Tensor) -> Tensor:
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = x.to(wide_dtype(x))
             square_T1 = sum_over(wide.square().sum(-1, keepdim=True), ranks)
             scale_T1 = (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
             weight = self.scale(flow)
@@ -126,18 +127,17 @@ class UnitNorm(nn.Module):
         return flow.keeper.run("norms", lambda x: _Unit.apply(x, self.epsilon), x)
 
 
-class _Unit(torch.autograd.Function):
+class _Unit(Function):
     """Keeps rows and one number of each, as RMSNorm does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(wide_dtype(x))
         scale = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
         ctx.save_for_backward(x, scale)
         return (wide * scale).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         normed, wide = x * scale, dy.to(scale.dtype)
@@ -145,7 +145,7 @@ class _Unit(torch.autograd.Function):
         return dx.to(x.dtype), None
 
 
-class _Scaled(torch.autograd.Function):
+class _Scaled(Function):
     """Rows times a factor each, and columns times a weight: only what comes in is kept."""
 
     @staticmethod
@@ -163,7 +163,6 @@ class _Scaled(torch.autograd.Function):
         return x_TD * scale_T1 * weight_D
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, scale_T1, weight_D = ctx.saved_tensors
         rows = slice(ctx.n_valid)
