@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches forward and backward, the checks, the update.
+"""One optimizer step up to the update: forward and backward of its micro-batches, and its figures.
 
 T rows, D hidden. The loss of a step is a sum, such as the cross-entropy of its valid labels, over
 their global count, plus each router term weighted by its micro-batch's share of valid rows.
