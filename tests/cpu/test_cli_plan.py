@@ -58,7 +58,7 @@ def test_what_training_cannot_execute_is_said_and_not_printed(
     assert "the fastest layout uses what training does not execute yet" in said
     assert "package: optimizer on the host" in said and "precision" not in said
     assert "no layout that training executes fits in bf16" in said and "train:" not in said
-    assert "no GPU has measured Moefold itself" in said
+    assert "not fitted to moefold on a GPU" in said
 
 
 def test_a_layout_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
