@@ -53,8 +53,8 @@ RESERVE = 0.05
 OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
 """Dispatchers that need another package and have not been run with it."""
 UNMEASURED = (
-    "the time model is not fitted to moefold on a GPU: times and ± are of its work at rates of other "
-    "software, and a trace of its step has more kernels than are counted (docs/plan.md)"
+    "the time model is not fitted to moefold on a GPU: times and their ± are of its work at the rates "
+    "of other software, and a trace of its step has more kernels than are counted (docs/plan.md)"
 )
 NCCL_EP = "no rate of NCCL EP is published: its exchanges are planned at HybridEP's"
 
