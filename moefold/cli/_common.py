@@ -25,7 +25,7 @@ def add_run(
 ) -> None:
     """Add the arguments ``RUN``, one of ``kinds``, and ``k=v``, such as ``example``."""
     parser.add_argument("source", metavar="RUN", nargs="?" if optional else None, help=kinds)
-    parser.add_argument("overrides", metavar="k=v", nargs="*", help=f"such as {example}")
+    parser.add_argument("overrides", metavar="k=v", nargs="*", help=f"override, such as {example}")
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -42,17 +42,17 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add ``--world``, the number of ranks that a layout is laid over."""
-    said = "ranks (default: the fewest that fit)"
+    said = "number of ranks (default: the fewest that fit)"
     parser.add_argument("--world", metavar="N", type=int, help=said)
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
     """Add ``--uses``, the plug-in files whose classes a stored model is made of."""
-    said = "Python file with parts of the model from outside; repeatable (default: none)"
+    said = "Python file that registers parts of the model; repeatable (default: none)"
     parser.add_argument("--uses", metavar="FILE", action="append", default=[], help=said)
 
 
-def add_json(parser: argparse.ArgumentParser, said: str = "answer as one JSON object") -> None:
+def add_json(parser: argparse.ArgumentParser, said: str = "print one JSON object instead") -> None:
     """Add ``--json``, the answer for programs."""
     parser.add_argument("--json", action="store_true", help=said)
 

@@ -13,14 +13,14 @@ def add_speaker(parser: argparse.ArgumentParser) -> None:
     """Add the model's folder and how its tokens are drawn."""
     text = "a checkpoint, a run's folder, a Hugging Face folder, or an adapter's"
     parser.add_argument("checkpoint", metavar="FOLDER", help=text)
-    text = "what the model is told before the conversation (default: nothing)"
+    text = "system message that the conversation begins with (default: none)"
     parser.add_argument("--system", metavar="TEXT", help=text)
-    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="new tokens at most")
-    text = "0 takes the likeliest (default: the folder's, else 0.8)"
+    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="most new tokens")
+    text = "sampling temperature, 0 is greedy (default: the folder's, else 0.8)"
     parser.add_argument("--temperature", metavar="T", type=float, help=text)
-    text = "probability drawn from (default: the folder's, else 0.95)"
+    text = "sample from the likeliest tokens that make up P (default: the folder's, else 0.95)"
     parser.add_argument("--top-p", metavar="P", type=float, help=text)
-    text = "tokens drawn from (default: the folder's, else all)"
+    text = "sample from the N likeliest tokens (default: the folder's, else all)"
     parser.add_argument("--top-k", metavar="N", type=int, help=text)
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same text")
     add_plugins(parser)

@@ -1,11 +1,11 @@
-"""``moefold bench``: measure this machine on recipes, beside what the planner says.
+"""``moefold bench``: measure this machine, and recipes on it beside their plans.
 
-Times products, attention, memory and small steps on one thread of this machine's CPU, writes them
-to a file that ``moefold plan --cluster cpu`` plans with, and shows the step of each run as planned
-with them and as measured in turn with the others.
+Times products, attention, memory and small steps on one thread of this machine's CPU, writes the
+rates to a file that ``moefold plan --cluster cpu`` uses, and shows the step time of each RUN as
+planned at these rates and as measured, the runs alternating.
 
-With --memory it runs one RUN in a layout instead, for two steps of random tokens, and shows the
-bytes that its ranks hold after each action of the second, by part, as planned and as executed.
+With --memory it instead runs two steps of one RUN in a layout on random tokens, and shows what its
+ranks hold after each action of the second step, by part, planned and measured.
 """
 
 import argparse
@@ -34,14 +34,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     text = "run files or recipes (default: demo tiny); with --memory one, and then k=v"
     parser.add_argument("sources", metavar="RUN", nargs="*", help=text)
-    text = "where to write, a .json file (default: a cache, which --cluster cpu reads)"
+    text = "output .json file (default: a cache, which plan --cluster cpu reads)"
     parser.add_argument("--machine", metavar="FILE", help=text)
-    parser.add_argument("--rounds", metavar="N", type=int, default=5, help="times each step is run")
-    text = "bytes of ranks after each action, planned beside executed"
+    parser.add_argument(
+        "--rounds", metavar="N", type=int, default=5, help="how often each step is timed"
+    )
+    text = "compare planned and measured memory after each action"
     parser.add_argument("--memory", action="store_true", help=text)
     add_layout(parser)
     add_world(parser)
-    parser.add_argument("--picture", metavar="FILE", help="with --memory: draw it (default: no)")
+    parser.add_argument("--picture", metavar="FILE", help="with --memory: draw it (default: none)")
     add_json(parser)
 
 

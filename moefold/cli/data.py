@@ -40,10 +40,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "files or patterns; repeatable (default: none)"
     for kind in ("text", "jsonl", "parquet"):
         make.add_argument(f"--{kind}", metavar="FILES", action="append", default=[], help=text)
-    make.add_argument("--stdlib", action="store_true", help="Python's own standard library")
+    make.add_argument("--stdlib", action="store_true", help="read Python's own standard library")
     text = "JSON field or column with the text (default: text)"
     make.add_argument("--field", metavar="NAME", help=text)
-    text = "text that cannot be read (default: refuse)"
+    text = "what to do with text that cannot be read (default: refuse)"
     make.add_argument("--bad", choices=("refuse", "skip"), help=text)
     text = "share of documents kept for validation (default: 0)"
     make.add_argument("--holdout", metavar="SHARE", type=float, help=text)
@@ -51,18 +51,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--vocab", metavar="N", type=int, help=text)
     text = "use this tokenizer.json or its folder (default: train one)"
     make.add_argument("--tokenizer", metavar="PATH", help=text)
-    make.add_argument("--folder", metavar="OUT", default="data", help="where to")
+    make.add_argument("--folder", metavar="OUT", default="data", help="output folder")
     add_json(make)
     text = "makes conversations from the docstrings of Python's standard library, to tune on"
     chats = actions.add_parser("chats", help=text, description=text)
     chats.add_argument("file", metavar="FILE", type=Path, help="a new file of JSON lines")
-    chats.add_argument("--number", metavar="N", type=int, default=2000, help="how many")
+    chats.add_argument("--number", metavar="N", type=int, default=2000, help="how many to make")
     text = "reads token files from end to end; exit status 1 where a byte is not as written"
     look = actions.add_parser("inspect", help=text, description=text)
     text = "path of the files without .bin or .idx, or a folder that holds such files"
     look.add_argument("prefix", metavar="PREFIX", help=text)
     look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside them)")
-    text = "show the text of document N (default: of none)"
+    text = "show the text of document N (default: none)"
     look.add_argument("--document", metavar="N", type=int, help=text)
     add_json(look)
 

@@ -44,8 +44,10 @@ SHOWN = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as seed=2")
-    parser.add_argument("--folder", metavar="OUT", help="where to (default: a new one in runs/)")
+    parser.add_argument("overrides", metavar="k=v", nargs="*", help="override, such as seed=2")
+    parser.add_argument(
+        "--folder", metavar="OUT", help="output folder (default: a new one in runs/)"
+    )
     add_json(parser)
 
 

@@ -1,7 +1,7 @@
 """``moefold doctor``: each back end: found, version, chosen or why not.
 
-Looks for every back end, tries it where that is cheap, and says what runs. Exit status 1 if one
-named by --need is missing or does not work; else 0.
+Looks for every back end, tries it where that is cheap, and says what will run. Exit status 1 if one
+named by --need is missing or does not work, otherwise 0.
 """
 
 import argparse
@@ -47,7 +47,7 @@ OPTIONAL = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    text = "fail without it; repeatable (default: none)"
+    text = "exit with status 1 if this is not usable; repeatable (default: none)"
     parser.add_argument("--need", metavar="NAME", action="append", default=[], help=text)
     add_json(parser)
 

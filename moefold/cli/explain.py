@@ -1,12 +1,12 @@
 """``moefold explain``: the resolved run, each value's origin, and what follows from it.
 
 Shows a run as it will be computed: every value with the file and line, base, override or default it
-comes from, then what follows from them, and where each rank of its layout stands. Needs no data and
+comes from, then what follows from them, and what each rank of its layout does. Needs no data and
 no GPU.
 
 exit status:
   0  shown
-  1  with --graphs, a step reads what no graph can hold
+  1  with --graphs, a step has operators that no graph can capture
   2  wrong input, or a layout that is not legal
 """
 
@@ -72,14 +72,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schema",
         action="store_true",
-        help="print the JSON schema of run files, with which editors complete and check them, and "
-        "nothing else; with RUN, also of the kinds that its plug-ins bring",
+        help="only print the JSON schema of run files, with which editors complete and check them; "
+        "with RUN, including the kinds that its plug-ins register",
     )
     parser.add_argument(
         "--graphs",
         action="store_true",
-        help="also make a step of the run's small model without values, and list the operators "
-        "that a CUDA graph cannot hold, with file and line; and what graphs of the run hold",
+        help="also run a step of the run's shrunk model without values, and list the operators "
+        "that no CUDA graph can capture, with file and line, and the memory that graphs take",
     )
     add_json(parser)
 

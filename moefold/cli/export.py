@@ -1,7 +1,7 @@
 """``moefold export``: turn a checkpoint into a Hugging Face folder.
 
-Writes config.json, safetensors and the tokenizer's files. Of a run that trained adapters it writes
-these alone, in PEFT's format; with --merged the whole model with the adapters in its weights.
+Writes config.json, safetensors and the tokenizer's files. For a run that trained adapters it writes
+only these, in PEFT's format, or with --merged the whole model with the adapters in its weights.
 """
 
 import argparse
@@ -18,10 +18,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "type of the weights on disk; float32 rounds nothing"
     dtypes = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help=text)
-    text = "experts each on their own, which most programs read, or all in one tensor"
+    text = "one tensor per expert, which most programs read, or all experts in one"
     layouts = ("per_expert", "packed")
     parser.add_argument("--layout", choices=layouts, default="per_expert", help=text)
-    text = "of a run with adapters the whole model, with them in its weights"
+    text = "for a run with adapters: write the whole model, with them in its weights"
     parser.add_argument("--merged", action="store_true", help=text)
     add_plugins(parser)
     add_json(parser)

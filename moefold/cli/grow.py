@@ -1,9 +1,9 @@
-"""``moefold grow``: make a larger or smaller mixture of trained models, dense ones too.
+"""``moefold grow``: grow or shrink an MoE model, or make one from dense models.
 
-A dense folder (llama, mistral, qwen3) becomes a mixture whose experts are copies of its
-feed-forwards, or of parts of them (upcycling); several become one mixture, an expert or more of
-each. A mixture gets copies of its experts, more layers or more width, and computes what it did; or
-it keeps the experts that take most tokens of a text. The answer is a folder again.
+A dense folder (llama, mistral, qwen3) becomes an MoE model whose experts are copies of its
+feed-forwards, or of parts of them (upcycling); several become one, with an expert or more from
+each. An MoE model gets copies of its experts, more layers or more width, and computes what it did;
+or it keeps the experts that take most tokens of a text. The result is a Hugging Face folder.
 """
 
 import argparse
@@ -33,21 +33,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="HF_FOLDER", nargs="+", type=Path, help=text)
     parser.add_argument("folder", metavar="NEW_FOLDER", type=Path, help="a new folder")
     numbers = {
-        "experts": "experts of a layer (default: those of a mixture)",
-        "top-k": "experts of a token (default: two copies, or as many times more as copies)",
-        "granularity": "parts that a dense feed-forward is cut into (default: 1)",
-        "layers": "layers; new ones change nothing at first (default: as many)",
-        "hidden-times": "how often hidden dims and heads stand side by side (default: 1)",
-        "width-times": "how often the units of feed-forwards do (default: 1)",
+        "experts": "experts per layer (default: as in an MoE folder)",
+        "top-k": "experts per token (default: two dense copies, or scaled with --experts)",
+        "granularity": "parts that each dense feed-forward is cut into (default: 1)",
+        "layers": "layers; new ones change nothing at first (default: as many as before)",
+        "hidden-times": "how often hidden dims and heads are repeated (default: 1)",
+        "width-times": "how often feed-forward units are repeated (default: 1)",
     }
     for name, said in numbers.items():
         parser.add_argument(f"--{name}", metavar="N", type=_positive, help=said)
-    text = "factors of cut feed-forwards: what gives the dense output, or the published cube root"
+    text = "scale of cut feed-forwards: that of the dense output, or the published cube root"
     parser.add_argument("--scale", choices=("exact", "cube_root"), default="exact", help=text)
-    text = "with fewer experts: a text whose tokens say which are kept (default: none)"
+    text = "with fewer experts: text whose tokens decide which are kept (default: none)"
     parser.add_argument("--text", metavar="FILE", type=Path, help=text)
     parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of a new router's weights"
+        "--seed", metavar="N", type=int, default=0, help="seed of a new router's weights"
     )
     text = "type of weights on disk (default: bfloat16 where the first folder has any, or float32)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)

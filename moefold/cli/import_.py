@@ -1,8 +1,8 @@
 """``moefold import``: turn a Hugging Face folder into a checkpoint.
 
-Reads config.json, safetensors and tokenizer.json. Each tensor is used once or named as left out;
-code in the folder is never run, and pickles are read only where --weights names them, behind a list
-of what may be in them.
+Reads config.json, safetensors and tokenizer.json. Each tensor is used once or reported as left out.
+Code in the folder is never run, and pickles are read only where --weights names them, behind
+allow-lists.
 """
 
 import argparse

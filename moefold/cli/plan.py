@@ -1,8 +1,8 @@
 """``moefold plan``: memory, time and the best layouts of a run on any cluster.
 
-Plans a run on a cluster that need not exist: memory by part and time by part of its layout, what
-binds, the fastest layouts that fit, and what to change. Needs no GPU and allocates nothing.
-docs/plan.md says how to read it and how far to trust it.
+Plans a run on a cluster that need not exist: memory and time of its layout by part, what binds,
+the fastest layouts that fit, and what to change. Needs no GPU and allocates nothing. docs/plan.md
+says how to read it and how far to trust it.
 """
 
 import argparse
@@ -34,20 +34,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     kinds = "run file, recipe, Hugging Face folder, or published model"
     add_run(parser, "train.micro_batch=2", kinds)
-    text = "device and number, such as h100x256; or cpu, this machine by `moefold bench`"
+    text = "device and number, such as h100x256; cpu or a .json file, by `moefold bench`"
     parser.add_argument("--cluster", metavar="NAME", required=True, help=text)
-    text = "sequences per step, all devices (default: the run's; published models have none)"
+    text = "sequences per step over all devices (default: the run's; published models need it)"
     parser.add_argument("--batch", metavar="N", type=int, help=text)
     add_layout(parser)
     text = "tokens of a published model's sequence (default: 4096)"
     parser.add_argument("--seq", metavar="N", type=int, help=text)
-    text = f"fullest expert rank over the mean (default: {LOAD})"
+    text = f"load of the fullest expert rank over the mean (default: {LOAD})"
     parser.add_argument("--load", metavar="X", type=float, default=LOAD, help=text)
-    text = "of a device (default: as it is sold)"
+    text = "memory of a device (default: what it is sold with)"
     parser.add_argument("--memory", metavar="GB", type=float, help=text)
-    text = "of a device and hour (default: no money is named)"
+    text = "price of a device hour (default: no cost is shown)"
     parser.add_argument("--price", metavar="X", type=float, help=text)
-    text = "of the whole run, such as 15e12 (default: the run's, or 1e12)"
+    text = "tokens of the whole run, such as 15e12 (default: the run's, or 1e12)"
     parser.add_argument("--tokens", metavar="N", type=float, help=text)
     text = "write a page that explains the plan (default: none)"
     parser.add_argument("--html", metavar="FILE", help=text)

@@ -1,7 +1,7 @@
 """``moefold report``: a run's curves and expert health as a self-contained page.
 
-Reads what a run wrote, finished or not, and makes one HTML file of it that needs no network. Of
-adapters of experts it also draws moved.png: how far their newest checkpoint has moved each expert.
+Reads the folder of a run, finished or not, and writes one HTML file that needs no network. For
+adapters of experts it also draws moved.png: how far they have moved each expert.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from moefold.training.run_folder import History
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a run's folder")
-    parser.add_argument("--html", metavar="FILE", help="where to (default: FOLDER/report.html)")
-    add_json(parser, "answer in figures, write no page")
+    parser.add_argument("--html", metavar="FILE", help="output file (default: FOLDER/report.html)")
+    add_json(parser, "print the figures as JSON and write no page")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """``moefold routing``: which experts tokens chose, as a run recorded it.
 
 Prints a line of JSON for each step and layer: the load of each expert, how concentrated it is, and
-what of the choices of the recorded step before is found again.
+how much it has in common with the recorded step before. docs/routing.md explains the keys.
 """
 
 import argparse
@@ -14,9 +14,13 @@ from moefold.training.routing_trace import lines
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="what was recorded")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="where to (default: the console)")
-    text = "with ids and experts of each token, -1 - expert where it was dropped"
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="what train.routing.record wrote"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="output file (default: the console)"
+    )
+    text = "add ids and experts of each token, -1 - expert where it was dropped"
     parser.add_argument("--tokens", action="store_true", help=text)
 
 

@@ -1,7 +1,7 @@
 """``moefold sample``: text from a model.
 
 Continues prompts with the model of a checkpoint, a run's newest one, or a Hugging Face folder;
-with --chat it answers them. All prompts are written in one pass a token.
+with --chat it answers them. Several prompts are decoded together.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from moefold.training.words import harmless
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_speaker(parser)
-    text = "text to go on from; repeatable (default: none)"
+    text = "text to continue; repeatable (default: none)"
     parser.add_argument("--prompt", metavar="TEXT", action="append", help=text)
-    text = "prompts are a user's messages in the folder's chat template; what follows is the answer"
+    text = "treat each prompt as a user's message in the folder's chat template"
     parser.add_argument("--chat", action="store_true", help=text)
     add_json(parser)
 

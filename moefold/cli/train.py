@@ -1,13 +1,13 @@
-"""``moefold train``: train a run, or continue it.
+"""``moefold train``: train a run, or resume it.
 
-Output goes to a new folder runs/NAME, or to --folder, where a run found there is continued; RUN can
+Output goes to a new folder runs/NAME, or to --folder. A run found there is resumed, and RUN can
 then be left out.
 
 exit status:
-  0   the run is at its last step, or --dry-run found nothing to mend
+  0   the run is at its last step, or --dry-run found nothing wrong
   2   wrong input
   3   a policy stopped it: a step that is not finite, or collapsed routing
-  75  a signal stopped it; it saved, and --folder goes on from there
+  75  a signal stopped it; it saved, and --folder resumes
 """
 
 import argparse
@@ -38,23 +38,25 @@ if TYPE_CHECKING:
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_run(parser, "train.steps=100", optional=True)
-    parser.add_argument("--dry-run", action="store_true", help="stop after the banner")
-    text = "where to; a run there is continued (default: a new one in runs/)"
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only print the banner: sizes, cost, kernels"
+    )
+    text = "output folder; a run there is resumed (default: a new one in runs/)"
     parser.add_argument("--folder", metavar="OUT", help=text)
-    text = "save and stop at this step (default: the last)"
+    text = "save and stop at this step (default: the run's last)"
     parser.add_argument("--until", metavar="STEP", type=int, help=text)
     parser.add_argument(
         "--fork",
         metavar="NEW",
-        help="start a new run here from the newest checkpoint of --folder, which may be an "
-        "imported one (default: start none)",
+        help="start a new run in this folder from the newest checkpoint of --folder, which may be "
+        "an imported one (default: none)",
     )
-    text = "with --fork: leave optimizer state and progress, begin at step 0"
+    text = "with --fork: take only the weights, and begin at step 0"
     parser.add_argument("--weights-only", action="store_true", help=text)
-    text = "with --fork: allow another tokenizer"
+    text = "with --fork: allow another tokenizer than the checkpoint's"
     parser.add_argument("--new-tokenizer", action="store_true", help=text)
     add_layout(parser)
-    parser.add_argument("--nproc", metavar="N", type=int, help="ranks started here (default: 1)")
+    parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start here (default: 1)")
     add_json(parser)
 
 

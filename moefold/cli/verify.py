@@ -1,7 +1,7 @@
 """``moefold verify``: prove that layouts do not change the maths of a run.
 
-Shrinks the run's model, keeps its kinds of parts, runs it in each layout on processes of this
-machine and on one rank in fp64, and compares the loss, every gradient, the norm and its clipping,
+Shrinks the run's model but keeps its kinds of parts, runs it in fp64 in each layout, on processes
+of this machine, and on one rank, and compares the loss, every gradient, the norm and its clipping,
 and weights and optimizer state after three steps.
 
 exit status:
@@ -38,13 +38,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = 'axis sizes, such as "tp2 pp2 ep4"; repeatable (default: the run\'s own)'
     parser.add_argument("--layout", metavar="SIZES", action="append", help=text)
     add_world(parser)
-    text = "in the run's own number format: within a few times what reordered sums differ by"
+    text = "in the run's own number format, within a few times the effect of reordered sums"
     parser.add_argument("--as-run", action="store_true", help=text)
-    text = "the release's own layouts: all, or those of some rules (default: a run's)"
+    text = "all layouts that a release must pass, or those of these rules (default: the run's)"
     parser.add_argument("--matrix", metavar="RULE", nargs="*", help=text)
-    text = "with --matrix: one step in this format, held against fp64 (default: three, in fp64)"
+    text = "with --matrix: compare one step in this format with fp64 (default: three in fp64)"
     parser.add_argument("--precision", choices=("fp32", "bf16"), help=text)
-    text = "then break each exchange between ranks once, and show that this is noticed"
+    text = "then break each exchange between ranks once, and show that each break is noticed"
     parser.add_argument("--controls", action="store_true", help=text)
     add_json(parser)
 
