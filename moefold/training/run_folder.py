@@ -184,15 +184,18 @@ class History:
         return list(dict.fromkeys(key for line in self.lines for key in line))
 
     def bits_per_byte_per_nat(self) -> float | None:
-        """Factor from a loss per token (nats) to bits per byte, taken from the evaluations.
+        """Factor from a loss per token (nats) to bits per byte, taken from the newest evaluation.
 
+        It is the mean of the held-out sets' own factors, so that no set's loss or size is in it.
         None where no held-out set was measured in bytes.
         """
-        keys = [key for _, key in sets(self.keys())]
+        keys = [(key, f"val/{name}/loss") for name, key in sets(self.keys())]
         for line in reversed(self.lines):
-            found = [line[key] for key in keys if line.get(key) is not None]
-            if found and line.get("val_loss"):
-                return sum(found) / len(found) / line["val_loss"]
+            found = [
+                line[bits] / line[nats] for bits, nats in keys if line.get(bits) and line.get(nats)
+            ]
+            if found:
+                return sum(found) / len(found)
         return None
 
     def load(self) -> tuple[np.ndarray, list[str], np.ndarray] | None:

@@ -18,7 +18,8 @@ def write(folder: Path, steps: int = 60, layers: int = 3, experts: int = 4) -> H
     for step in range(1, steps + 1):
         line = {"step": step, "tokens": 100 * step, "lm_loss": 2.0 + 4.0 / step}
         if step % 20 == 0:
-            line |= {"val_loss": 2.0 + 2.0 / step, "val/code/bits_per_byte": 1.0 + 1.0 / step}
+            line |= {"val_loss": 2.0 + 2.0 / step, "val/code/loss": 2.0 + 2.0 / step}
+            line |= {"val/code/bits_per_byte": 1.0 + 1.0 / step}
         lines.append(line)
     load = {str(i): [0.4] + [0.6 / (experts - 1)] * (experts - 1) for i in range(layers)}
     loads = [{"step": step, "load": load} for step in range(10, steps + 1, 10)]

@@ -21,9 +21,14 @@ def line(step: int, **more: Any) -> dict[str, Any]:
 
 def history(**more: Any) -> History:
     """Four steps, evaluated at the second and the fourth."""
-    last = line(4, val_loss=2.0, **{"val/code/bits_per_byte": 1.25})
-    lines = [line(1), line(2, val_loss=3.0, **{"val/code/bits_per_byte": 1.5}), line(3), last]
-    return History(lines, **more)
+    second = line(2, val_loss=3.0, **held_out("code", 3.0, 1.5))
+    last = line(4, val_loss=2.0, **held_out("code", 2.0, 1.25))
+    return History([line(1), second, line(3), last], **more)
+
+
+def held_out(name: str, loss: float, bits: float) -> dict[str, float]:
+    """What an evaluation says of one held-out set."""
+    return {f"val/{name}/loss": loss, f"val/{name}/bits_per_byte": bits}
 
 
 class Page(HTMLParser):
@@ -73,6 +78,13 @@ def test_bits_per_byte_come_from_the_newest_evaluation() -> None:
     """2 nats a token are 1.25 bits per byte there."""
     assert history().bits_per_byte_per_nat() == pytest.approx(1.25 / 2.0)
     assert History([line(1)]).bits_per_byte_per_nat() is None
+
+
+def test_the_bits_per_byte_of_several_sets_hang_on_none_of_their_losses() -> None:
+    """A hard set of few tokens and an easy one of many: 0.5 and 0.4 bits per byte for a nat."""
+    both = held_out("hard", 4.0, 2.0) | held_out("easy", 1.0, 0.4)
+    found = History([line(1, val_loss=1.1, **both)])
+    assert found.bits_per_byte_per_nat() == pytest.approx(0.45)
 
 
 def test_smoothing_follows_and_passes_over_gaps() -> None:
