@@ -66,7 +66,7 @@ def check_same_run(
         )
     changed = differences(as_known_today(meta["run"], run), to_dict(run))
     changed += differences(meta["parts"], parts, tuple({**parts, **meta["parts"]}))
-    if meta["data"] != data:
+    if meta["data"] != data and not any(line.startswith("data.") for line in changed):
         changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
     model = check(Decoder, meta.get("decoder")).record
     if not changed and model not in (None, trainable(run.decoder())):
@@ -129,7 +129,11 @@ def differences(
     def compare(path: FieldPath, stored: Any, present: Any) -> None:
         if path in FREE_IN_IDENTITY or stored == present:
             return
-        if isinstance(stored, Mapping) and isinstance(present, Mapping):
+        both = (stored, present)
+        if all(isinstance(one, list) for one in both) and len(stored) == len(present):
+            for number, (one, other) in enumerate(zip(stored, present, strict=True)):
+                compare((*path, number), one, other)
+        elif all(isinstance(one, Mapping) for one in both):
             for key in dict.fromkeys([*stored, *present]):
                 compare((*path, key), stored.get(key), present.get(key))
         else:

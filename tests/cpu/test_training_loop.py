@@ -452,6 +452,18 @@ def test_another_computation_is_refused_with_a_diff(tmp_path: Path) -> None:
         assert job.step_number == 2
 
 
+def test_a_difference_inside_a_list_is_named_by_its_place(tmp_path: Path) -> None:
+    """Of sources that are weighed otherwise the tokens are the same, and none else is told."""
+    with job_of(tmp_path) as job:
+        job.last_step = 1
+        job.train()
+    run = run_of(tmp_path)
+    (source,) = run.data.train
+    heavy = {"train": [source.model_copy(update={"weight": 3.0}).model_dump()]}
+    with pytest.raises(ValueError, match=r"data\.train\[0\]\.weight: 1\.0 -> 3\.0\nGive"):
+        job_of(tmp_path, data=heavy)
+
+
 def test_a_field_that_a_later_version_adds_refuses_no_old_folder(tmp_path: Path) -> None:
     """Plant: compare what was stored with today's records as they stand."""
     run = run_of(tmp_path)
