@@ -133,6 +133,20 @@ def checkpoint_in(source: Path) -> Path:
     return path
 
 
+def demand_no_checkpoint(folder: Path) -> None:
+    """Refuse a checkpoint where the folder of a run belongs, which it would be filled with.
+
+    Raises:
+        CheckpointError: with the folder that is meant.
+    """
+    if (folder / manifest.FILE).is_file():
+        raise CheckpointError(
+            f"{folder} is a checkpoint, and no run's folder: the run goes on from its newest one "
+            f"with --folder {folder.parent}, and a new run begins at this one with "
+            f"--folder {folder} --fork NEW"
+        )
+
+
 def point(folder: Path, target: Path, disk: Disk = DISK) -> None:
     """Let the file ``latest`` name ``target``. It is for people; ``newest`` does not read it."""
     fresh = folder / f"{POINTER}.tmp-{uuid.uuid4().hex[:12]}"

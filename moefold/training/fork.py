@@ -42,7 +42,10 @@ def fork(
         CheckpointError: where there is nothing to take, or it does not fit.
     """
     if job.resumed_from is not None:
-        raise ValueError(f"--fork {job.folder}: there is a run already; name a new folder")
+        raise ValueError(
+            f"--fork {job.folder}: there is a run already; name a new folder, or go on with that "
+            f"run by --folder {job.folder} without --fork"
+        )
     ranks = job.world.group("world")
     path = Path(on_first(lambda: str(checkpoint_in(source)), ranks))
     meta = manifest.read(path).meta

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, DamagedError
-from moefold.checkpoint.folder import newest, step_name
+from moefold.checkpoint.folder import demand_no_checkpoint, newest, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects
@@ -121,6 +121,7 @@ class Trainer:
         self.parts = parts_from_outside(run)
         prepare_products(run, self.device)
         self.lock = FolderLock(self.folder, run.name)
+        on_first(partial(demand_no_checkpoint, self.folder), world.on_host)
         claim = partial(demand_writable, self.folder) if scratch else self.lock.acquire
         on_first(claim, world.on_host)
         try:

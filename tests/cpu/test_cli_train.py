@@ -154,7 +154,24 @@ def test_another_run_is_refused_and_can_be_forked(
     # Killed before its first own checkpoint, it would otherwise start from nothing.
     assert (tmp_path / "new" / f"step-{fork['step']:08d}").is_dir()
     assert main([*other, "--fork", str(tmp_path / "new")]) == 2
-    assert "name a new folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "name a new folder" in said and f"--folder {tmp_path / 'new'} without --fork" in said
+
+
+def test_a_checkpoint_is_no_runs_folder_and_can_be_forked(
+    trained: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A run that began at step 0 inside it would pass for one that goes on from it."""
+    run, early = str(trained.parent / "run.yaml"), trained / "step-00000004"
+    before = sorted(early.iterdir())
+    for words in ([run], [], [run, "--dry-run"]):
+        assert main(["train", *words, "--folder", str(early)]) == 2
+        said = capsys.readouterr().err
+        assert f"--folder {trained}," in said and f"--folder {early} --fork NEW" in said
+    assert sorted(early.iterdir()) == before
+    words = ["--folder", str(early), "--fork", str(tmp_path / "new"), "--until", "5"]
+    assert main(["train", *words]) == 0, "the run of a checkpoint is that of its folder"
+    assert [line["step"] for line in History.read(tmp_path / "new").lines] == [5]
 
 
 def test_a_dry_run_leaves_no_trace(trained: Path, tmp_path: Path, capsys: Any) -> None:
