@@ -14,9 +14,9 @@ class NodeLocal(Record):
     """Copies on the machines' own disks, which a restart in the same layout goes on from."""
 
     folder: Annotated[str, Field(min_length=1), OnDisk()]
-    """On each machine; ``$NAME`` stands for a value of its environment."""
+    """Folder on each machine's own disk; ``$NAME`` is a variable of its environment."""
     every: Count = 50
-    """Steps between copies. Two stay."""
+    """Steps between copies, of which two are kept."""
 
 
 class CheckpointPolicy(Record):
@@ -25,9 +25,9 @@ class CheckpointPolicy(Record):
     every: Count | None = 500
     """Steps between saves; None saves at the end only."""
     keep: Count = 3
-    """The newest so many stay."""
+    """How many of the newest are kept."""
     keep_every: Count | None = None
-    """Besides the newest, each checkpoint whose step is a multiple of this stays."""
+    """Besides the newest, each checkpoint whose step is a multiple of this is kept."""
     shard_bytes: Annotated[int, Field(ge=1024)] = 2**30
     """A shard file is closed before it grows past this; a larger tensor has a shard of its own."""
     attempts: Annotated[int, Field(ge=1, le=10)] = 3
@@ -35,6 +35,7 @@ class CheckpointPolicy(Record):
     on_failure: Literal["continue", "stop"] = "continue"
     """Whether a run goes on without the checkpoint when a save has failed."""
     asynchronous: bool = False
-    """Whether checkpoints are copied to host memory, and written from there behind the steps."""
+    """Whether checkpoints are copied to host memory, and written from there while training goes
+    on."""
     local: NodeLocal | None = None
-    """Copies besides, where a machine's own disk is faster than the shared storage."""
+    """Further copies on the machines' own disks, where these are faster than shared storage."""

@@ -18,12 +18,11 @@ class Survive(Record):
     """
 
     every: Count = 1
-    """Steps between copies: so many are lost at most."""
-
+    """Steps between copies, and so the most that are lost."""
     limit: Count = 100
     """More losses than this within ``window_s`` end the run."""
     window_s: Positive = 3600.0
     same_step: Count = 5
-    """So many losses in a row at one step end the run: one more start would only repeat them."""
+    """This many losses in a row at one step end the run, since a restart would only repeat them."""
     stopped_s: Positive = 5.0
-    """A rank that gives no sign of life for so long is told to go on: it may be stopped."""
+    """A rank without a sign of life for so long is sent SIGCONT, as it may only be stopped."""

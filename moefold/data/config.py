@@ -103,7 +103,7 @@ class SourceRecord(Record):
 
     source: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
-    """How reports and files call it (default: the kind of source)."""
+    """Name in reports and files (default: the kind of source)."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the training sequences, relative to the other sources' weights."""
     holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
@@ -210,7 +210,7 @@ class Data(Record):
     """What a run is trained and evaluated on."""
 
     seq: Annotated[int, Field(ge=2)]
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     tokenizer: Annotated[TokenizerRecord, TOKENIZER] = BpeTokenizer()
     train: Annotated[
         tuple[Annotated[SourceRecord, SOURCE], ...],

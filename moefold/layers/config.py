@@ -60,14 +60,16 @@ class Yarn(Record):
 
 
 class Bands(Record):
-    """Rotary frequencies of which slow ones are divided, as Llama 3.1 stretches its context."""
+    """Rotary frequencies scaled by band, as Llama 3.1 extends its context: slow ones are
+    divided."""
 
     factor: Annotated[float, Field(ge=1.0)]
-    """What frequencies are divided by whose turn takes longer than ``original_length / slow``."""
+    """Divisor of frequencies whose turn takes more than ``original_length / slow`` tokens."""
     original_length: Size
     slow: Positive = 1.0
     fast: Positive = 4.0
-    """Those whose turn is shorter than ``original_length / fast`` stay; between both they blend."""
+    """Frequencies whose turn takes fewer than ``original_length / fast`` tokens stay; those between
+    both boundaries are blended."""
 
     def rules(self) -> Iterator[Violation]:
         """The fast boundary lies at the slow one, where nothing blends, or above."""
@@ -83,11 +85,11 @@ class Rope(Record):
     theta: Positive = 10000.0
     yarn: Yarn | None = None
     bands: Bands | None = None
-    """Beside ``yarn`` None: a context is stretched one way."""
+    """Scaling by band, as of Llama 3.1; not beside ``yarn``."""
     layout: Literal["half", "interleaved"] = "half"
     """Which dims form a pair: i and i + d/2, or 2i and 2i + 1."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of a head's dims, the first, that turn; latent attention states its rotary dims itself."""
+    """Share of a head's dims, its first ones, that are rotated; latent attention states its own."""
 
     @property
     def softmax_factor(self) -> float:
@@ -113,7 +115,7 @@ class Rope(Record):
 
 
 class Activation(Record):
-    """``(up + offset) * gate * sigmoid(alpha * gate)``, bounded before (gpt-oss)."""
+    """``(up + offset) * gate * sigmoid(alpha * gate)`` of clamped inputs (gpt-oss)."""
 
     alpha: Positive = 1.0
     limit: Positive | None = None
@@ -273,7 +275,8 @@ class Auto(Record):
 
     kind: Literal["auto"] = "auto"
     limit: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?[MG]B$")] | None = None
-    """Bytes of a device, such as ``76 GB``, 10^9 each; None is what it has, less a twentieth."""
+    """Memory of a device, such as ``76 GB`` of 10^9 bytes; None is what it has, less a
+    twentieth."""
     host: bool = False
     """Whether kinds may go to the host's memory between forward and backward."""
     disk: Annotated[str, Field(min_length=1, examples=["./scratch"]), OnDisk()] | None = None
@@ -316,17 +319,17 @@ def leaving(share: float, layers: int, ends: bool) -> int:
 
 
 class OffloadToPages(Record):
-    """Experts' rows that lie in pages of the device between forward and backward: of the room that
-    a dispatch of fixed shapes states, those alone that came."""
+    """Experts' rows kept in pages on the device between forward and backward: those that arrived,
+    not the whole room that a dispatch of fixed shapes states."""
 
     page: Size = 64
     """Rows of a page."""
     load: Annotated[float, Field(ge=1)] = 1.1
-    """Rows that there are pages for, over the mean of all ranks: of all layers and micro-batches
-    together that a rank has in flight. A step with more is made again, or ends the run."""
+    """Rows that there are pages for, over the mean of all ranks, counted over all layers and
+    micro-batches that a rank has in flight. A step with more is repeated, or ends the run."""
     spill: Share = 0.0
-    """Of a chunk's layers, the one before the loss apart, the first ones: their rows go on to pages
-    in the host's memory, and come back before their backward."""
+    """Share of a chunk's layers, its first ones, whose rows move on to pages in host memory and
+    return before their backward. The layer before the loss does not count."""
 
     modules: ClassVar[tuple[str, ...]] = ("experts",)
     share: ClassVar[float] = 1.0
@@ -337,15 +340,15 @@ class OffloadToHost(Record):
 
     modules: Annotated[tuple[Offloaded, ...], Field(min_length=1)]
     share: Share = 1.0
-    """Of a chunk's layers, the one before the loss apart, whose backward comes too soon: the first
-    of them."""
+    """Share of a chunk's layers, its first ones, that are offloaded. The layer before the loss does
+    not count, since its backward comes at once."""
 
 
 class OffloadToDisk(OffloadToHost):
     """Activations that lie in a file between forward and backward; it is gone when a run ends."""
 
     folder: Annotated[str, Field(min_length=1, examples=["./scratch"]), OnDisk()]
-    """Of a disk of this machine; each rank has a file there."""
+    """Folder on a disk of each machine; each rank has a file there."""
 
 
 class Offload(Record):
@@ -355,7 +358,7 @@ class Offload(Record):
     host: OffloadToHost | None = None
     disk: OffloadToDisk | None = None
     in_flight: Size = 2
-    """Layers whose activations are on their way at once, out and back."""
+    """Layers whose activations are copied at once, out and back."""
 
     def rules(self) -> Iterator[Violation]:
         """Something goes somewhere, and to one place."""

@@ -32,7 +32,7 @@ class LowRank(Record):
     rank: Size
     scale: float
     dropout: float = 0.0
-    """Share of the features of ``x`` that A does not see in a step of training."""
+    """Share of the features of ``x`` that a training step hides from A."""
 
 
 class MultiToken(Record):
@@ -42,9 +42,9 @@ class MultiToken(Record):
     """
 
     weight: Annotated[float, Field(ge=0)] = 0.1
-    """Of its loss, a mean over labels of its own, and of its router's terms."""
+    """Weight of its loss, a mean over its own labels, and of its router's terms."""
     reads: Literal["normed", "residual"] = "normed"
-    """Rows before it: as the head takes them, or before the norm that is there."""
+    """Whether it reads the rows before it after or before the norm in front of the head."""
 
 
 class Block(Record):
@@ -61,7 +61,7 @@ class Block(Record):
     """Parameters that are not trained, by their names within the block."""
     adapters: tuple[LowRank, ...] = ()
     multi_token: MultiToken | None = None
-    """Makes it one that predicts a token more; such come after all others, and share embedding and
+    """Makes the block predict a further token; such blocks come last and share embedding and
     head."""
 
     def rules(self) -> Iterator[Violation]:
@@ -98,8 +98,8 @@ class Decoder(Record):
     stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
     """Patterns of blocks, in order."""
     norm: Literal["rms", "layer", "zero_centred"] = "rms"
-    """Kind of the norms of rows; ``layer`` takes the mean away first, and has no bias;
-    ``zero_centred`` multiplies by one more than its weight."""
+    """Kind of the norms of rows; ``layer`` subtracts the mean first and has no bias;
+    ``zero_centred`` multiplies by its weight plus one."""
     norm_epsilon: Positive = 1e-6
     tied: bool = False
     """Whether the head is the embedding."""
@@ -111,7 +111,7 @@ class Decoder(Record):
     logits_divisor: Positive = 1.0
     """What logits are divided by."""
     context: Size | None = None
-    """Longest sequence it is meant for, in tokens; written at export, changes no maths."""
+    """Longest sequence it is meant for, in tokens; exported, and changes no maths."""
     frozen: tuple[str, ...] = ()
     """Parameters outside the blocks that are not trained."""
     quantise: Annotated[Record, QUANTISE] | None = None

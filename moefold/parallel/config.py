@@ -28,13 +28,13 @@ class StatePlacement(Record):
     at: Literal["device", "host", "disk"] = "device"
     """``host`` is the memory of the rank's machine, ``disk`` a file on it."""
     step: Literal["device", "host"] = "device"
-    """Who updates what lies elsewhere: the device, to which it comes unit by unit, or the host, to
-    which gradients come and from which weights go."""
+    """Where state that lies elsewhere is updated: on the device, to which it is fetched unit by
+    unit, or on the host, which receives gradients and returns weights."""
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """How much of it lies elsewhere, in whole units (a layer, the embedding, the head)."""
+    """Share of that state that lies elsewhere, in units (a layer, the embedding, the head)."""
     folder: Annotated[str, Field(min_length=1), OnDisk()] | None = None
-    """Where ``disk`` is: on a fast disk of each machine; ``$NAME`` stands for a value of its
-    environment. Each rank has a file there for as long as it runs."""
+    """Folder for ``disk``, on a fast disk of each machine; ``$NAME`` is a variable of its
+    environment. Each rank has a file there while it runs."""
 
     def rules(self) -> Iterator[Violation]:
         """What stays on the device is updated there; a disk has a folder."""
@@ -56,9 +56,11 @@ class Layout(Record):
     sizes: SizesText = ""
     """Axis sizes such as ``tp2 pp2 ep4``; an axis left out is 1."""
     order: Order = ORDERS[0]
-    """Which axis neighbouring ranks differ in first, next, and last."""
+    """Order of the axes over ranks, that of neighbouring ranks first; ep and dp include the
+    experts'."""
     stages: StagesText | None = None
-    """What each stage of the pipeline holds, such as ``Et*3|(tt|)*29m|L``; None is balanced."""
+    """What each pipeline stage holds, such as ``Et*3|(tt|)*29m|L``: ``E`` is the embedding, ``t`` a
+    layer, ``m`` a multi-token layer, ``L`` head and loss. None is balanced."""
     schedule: Annotated[Record, SCHEDULE] | None = None
     """Order of the pipeline's passes; None is 1f1b, or interleaved with virtual stages."""
     context: Annotated[Record, CONTEXT] = Ring()
@@ -66,21 +68,23 @@ class Layout(Record):
     zero: Annotated[int, Field(ge=0, le=3)] = 1
     """What data ranks share instead of copying: optimizer state, then gradients, then weights."""
     zero_ranks: Annotated[int, Field(ge=1)] | None = None
-    """How many neighbours share what zero divides; groups of so many hold copies. None: all."""
+    """How many neighbouring ranks shard what zero shards; other groups hold copies. None: all."""
     state: StatePlacement = StatePlacement()
     """Where master weights and moments lie between steps."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
+    """How token rows reach the ranks of their experts, and come back."""
     clones: Clones | None = None
     """Copies of hot experts on ranks that have fewer rows; None makes none."""
     recompute: Annotated[Record, RECOMPUTE] | None = None
+    """What backward recomputes instead of keeping; None recomputes nothing."""
     offload: Offload | None = None
     """Activations that lie in the host's memory or on disk between forward and backward."""
     experts: Literal["auto", "grouped", "triton", "loop"] = "auto"
     """Kernel of the experts' products: torch's grouped product, own kernels, or a loop."""
     graphs: Literal["none", "partial", "step"] = "none"
-    """CUDA graphs, so that the host launches less: of each block's parts but for what is sent, and
-    for experts where as many rows come in each pass; or of a step's forward and backward as one.
-    Elsewhere than on CUDA steps run as they are."""
+    """CUDA graphs, so that the host launches less. ``partial``: of each block's parts except
+    exchanges, and of experts where room is fixed. ``step``: of a step's forward and backward as
+    one. No effect on other devices than CUDA."""
 
     def rules(self) -> Iterator[Violation]:
         """Each axis is named once; the rest is between the layout and the model."""

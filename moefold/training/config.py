@@ -60,12 +60,11 @@ class Lora(Record):
     """Words (``attention``, ``ffn`` for dense feed-forwards, ``shared``, ``experts``; ``all`` for
     those four that are there; ``router``, ``head``) and patterns of weights' global names."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the features that an adapter reads which a step of training leaves out; others are
-    scaled up."""
+    """Share of an adapter's input features that a training step drops; the others are scaled up."""
     start: Annotated[str, OnDisk()] | None = Field(default=None, alias="from")
-    """Folder of an adapter in PEFT's format that training goes on from; none: from nothing."""
+    """Folder of an adapter in PEFT's format to start from; None starts at zero."""
     divided: bool = False
-    """Routed experts' adapters have rank / top_k: a token then passes as much rank as elsewhere."""
+    """Whether adapters of routed experts have rank / top_k, so that a token meets the same rank."""
 
     def rank_of(self, top_k: int | None) -> int:
         """Return the rank of a weight's adapter; ``top_k`` of a routed expert's."""
@@ -73,17 +72,17 @@ class Lora(Record):
 
 
 class Routing(Record):
-    """What becomes of routers' choices: a folder that holds those of each step, by layer and token.
+    """Recording or replay of routers' choices: a folder with those of each step, layer and token.
 
-    What is replayed may come from a run in any layout that read the same data (in reinforcement
-    learning, routing of the sampler in training): experts are as they were, scores and weights are
-    computed anew, so that routers learn.
+    A replayed recording may come from a run in any layout that read the same data (in reinforcement
+    learning, from the sampler): experts are those recorded, scores and weights are computed from
+    the current weights, so that routers learn.
     """
 
     record: Annotated[str, Field(min_length=1, examples=["./routing"]), OnDisk()] | None = None
-    """Where choices are written."""
+    """Folder to which choices are written."""
     replay: Annotated[str, Field(min_length=1, examples=["./routing"]), OnDisk()] | None = None
-    """Where they are read, in place of choosing."""
+    """Folder from which choices are read in place of choosing."""
 
     def rules(self) -> Iterator[Violation]:
         """One of both."""
@@ -101,21 +100,22 @@ class Train(Record):
     micro_batch: Size = 1
     """Sequences per forward and backward."""
     precision: Asked = "auto"
-    """Of products; ``auto`` is bf16 where its products are faster than fp32's, else fp32."""
+    """Format of products; ``auto`` is bf16 where that is faster than fp32, otherwise fp32."""
     quantise: Annotated[Record, QUANTISE] | None = None
     """Weight products of blocks in FP8 or FP4: ``nvfp4``, ``mxfp8``, ``fp8_block``,
-    ``fp8_tensor``; none: in ``precision``."""
+    ``fp8_tensor``; None: in ``precision``."""
     loss: Annotated[LossRecord, LOSS] = CrossEntropy()
     """What a step minimises."""
     loss_chunk: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at once."""
     on_nonfinite: Annotated[Record, NONFINITE] = Stop()
+    """What happens to a step whose loss or gradient is not finite."""
     freeze: tuple[str, ...] = ()
-    """Patterns of global names of parameters that are not trained, such as ``*.router.*``: they
-    have no gradient and no optimizer state, and lie in memory as products read them alone."""
-
+    """Patterns of global names of parameters that are not trained, such as ``*.router.*``. They
+    have no gradient, master or optimizer state, and are stored in the type in which they are
+    read."""
     routing: Routing | None = None
-    """Whether routers' choices are written, or read in place of being made; none: neither."""
+    """Whether routers' choices are recorded or replayed; None: neither."""
 
     def violations(self, run: Any) -> Iterator[Violation]:
         """Yield where the loss, or what becomes of routers' choices, does not fit the run."""

@@ -15,7 +15,7 @@ HIDDEN = 128
 
 
 class Quantise(Record):
-    """Weight products of blocks in few bits; what is no such product stays in ``precision``."""
+    """Weight products of blocks in FP8 or FP4; all else stays in ``train.precision``."""
 
     length: ClassVar[int | None]
     """Elements of a block along what a product sums; None where a matrix is one block."""
@@ -26,28 +26,30 @@ class Quantise(Record):
 
     kind: str
     keep_first: Annotated[int, Field(ge=0)] = 0
-    """Blocks at the beginning that stay wide."""
+    """First blocks that stay in ``train.precision``."""
     keep_last: Annotated[int, Field(ge=0)] = 0
-    """Blocks at the end that stay wide."""
+    """Last blocks that stay in ``train.precision``."""
     keep: tuple[str, ...] = ()
-    """Patterns of global names of weights that stay wide, such as ``*.attention.*``."""
+    """Patterns of global names of weights that stay in ``train.precision``, such as
+    ``*.attention.*``."""
     wgrad: Literal["narrow", "wide"] = "narrow"
     """Whether the product of a weight's gradient reads codes too."""
     rows: Literal["micro_batch", "rank"] = "micro_batch"
     """Which rows share blocks along rows and a matrix's scale: those of a micro-batch, of one
     expert among experts', in every layout; or those that a rank has, as grouped kernels do it."""
     wire: Literal["wide", "codes"] = "wide"
-    """What rows for experts, and gradients of their results, travel as; the same on one rank."""
+    """Format in which rows go to experts, and gradients of their results; one rank computes
+    alike."""
     hidden: Literal["wide", "codes"] = "wide"
     """What backward reads of SwiGLU's pre-activation: itself, or FP8 codes in blocks of 1 x 128."""
     block: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
-    """Elements of a block along what is summed; the published number where left out."""
+    """Elements of a block along the summed dim; None is the published number."""
     scaling: Literal["current", "delayed"] = "current"
     """Whether the scale of a matrix follows from its own largest number, or from those of steps
     before."""
     backend: Literal["auto", "emulated", "scaled_mm", "scaled_grouped_mm", "deep_gemm"] = "auto"
-    """What multiplies codes; ``auto``: what a GPU has, elsewhere plain torch. Of another back end
-    what it does not take is emulated."""
+    """What multiplies codes; ``auto`` is a library on a GPU, plain torch elsewhere. What a library
+    does not support is emulated."""
 
     def rules(self) -> Iterator[Violation]:
         """A back end multiplies the kind."""
@@ -89,7 +91,7 @@ class Fp8Tensor(Quantise):
     history: Annotated[int, Field(ge=1)] = 1024
     """Steps whose largest numbers count where scaling is delayed."""
     amax: Literal["max", "most_recent"] = "max"
-    """Which of them scales the next step: the largest, or the last one's."""
+    """What of the history scales the next step: its largest number, or that of the last step."""
 
 
 @QUANTISE.register
@@ -100,7 +102,7 @@ class Fp8Block(Quantise):
     libraries = ("scaled_mm", "deep_gemm")
     kind: Literal["fp8_block"] = "fp8_block"
     scales: Literal["power", "fp32"] = "power"
-    """Powers of two, or as they are."""
+    """Whether scales are rounded down to powers of two, or kept in fp32."""
 
 
 @QUANTISE.register

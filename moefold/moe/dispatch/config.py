@@ -17,9 +17,9 @@ class Clones(Record):
     """Copies of hot experts on other ranks of ``ep``, made anew for each layer and micro-batch."""
 
     slots: Size = 2
-    """Experts of other ranks that a rank takes in at most, beside its own."""
+    """Most experts of other ranks that a rank takes in beside its own."""
     least_rows: Size = 1
-    """Rows that a clone takes at least, or there is none."""
+    """Fewest rows for which a clone is made."""
 
 
 class Dispatch(Record):
@@ -122,9 +122,9 @@ class FixedRoom(Dispatch):
     """Whether room is that of a pair of ranks."""
     max_rows: Size
     on_overflow: Literal["again", "stop"] = "again"
-    """What follows a step whose rows did not fit, before it changes anything: it is made once more
-    by ``alltoall``, each mixture in rounds that fill no more room, or the run ends with an error
-    that says how much is enough."""
+    """What happens to a step whose rows did not fit, before it changes anything: it is repeated by
+    ``alltoall``, each MoE layer in rounds that fill no more room, or the run ends with an error
+    that states the room needed."""
 
     def between(self, ranks: int) -> int:
         """Return the rows of each of the equal parts that a rank receives from ``ranks``."""
@@ -273,7 +273,7 @@ class NcclEp(Foreign):
 
     kind: Literal["nccl_ep"] = "nccl_ep"
     max_rows: Size
-    """Rows of one micro-batch on a rank, at most."""
+    """Most rows of one micro-batch on a rank."""
 
     owner = "moefold.moe.dispatch.nccl_ep:NcclEpDispatch"
     module = "transformer_engine.pytorch.ep"

@@ -55,11 +55,11 @@ class Evaluate(Record):
     tokens: Size | None = None
     """Held-out tokens of each set that are read; None is all of them."""
     at_start: bool = False
-    """Whether there is an evaluation before the first step, as of a model tuned further."""
+    """Whether to evaluate before the first step, as for a model that is fine-tuned."""
     at_end: Literal["same", "all"] = "same"
-    """Whether the evaluation after the run's last step reads so many too, or all there are."""
+    """Whether the evaluation after the run's last step reads ``tokens`` too, or all there are."""
     baselines: tuple[Literal["bigram", "byte_bigram", "byte_trigram", "xz"], ...] = ()
-    """What the result is set beside: tables of neighbouring tokens or bytes, and ``xz -9e``."""
+    """What the result is compared with: n-gram tables of tokens or bytes, and ``xz -9e``."""
 
     owner = "moefold.training.hooks.evaluate:EvaluateHook"
 
@@ -112,24 +112,24 @@ class Profile(Record):
 
 
 class Pace(Record):
-    """Which rank holds the others up."""
+    """Warns of a rank that holds the others up."""
 
     every: Size = 20
     ratio: Annotated[float, Field(gt=1)] = 1.5
-    """A rank is slow that is busy for so many times the median of all."""
+    """A rank is slow if it is busy this many times as long as the median rank."""
     patience: Size = 3
-    """Looks in a row at which it has to be."""
+    """Checks in a row at which a rank has to be slow."""
 
     owner = "moefold.training.hooks.alarms:PaceHook"
 
 
 class Spikes(Record):
-    """Steps whose gradient is far larger than it was of late: their data is noted."""
+    """Notes steps whose gradient is far larger than of late, with their data."""
 
     ratio: Annotated[float, Field(gt=1)] = 10.0
-    """A spike is a norm of so many times the median."""
+    """A spike is a gradient norm this many times the median."""
     of: Annotated[int, Field(ge=8)] = 50
-    """Steps that the median is of."""
+    """Steps that the median is taken over."""
 
     owner = "moefold.training.hooks.alarms:SpikesHook"
 
@@ -152,7 +152,7 @@ class ExpertsPage(Record):
 
 
 class Watch(Record):
-    """What is seen of a run."""
+    """What is logged, evaluated and saved of a run."""
 
     progress: ProgressDisplay = ProgressDisplay()
     metrics: Metrics = Metrics()
@@ -168,6 +168,6 @@ class Watch(Record):
     time_out_s: Positive = 300.0
     """Longest wait of any group of ranks for its members."""
     survive: Survive | None = None
-    """Whether ranks of one launcher live through the death of others; None ends them all."""
+    """Restarts all ranks of one launcher from memory when one is lost; None ends the run."""
     hooks: tuple[Annotated[Record, HOOKS], ...] = ()
     """Hooks from outside the package; see ``uses``."""

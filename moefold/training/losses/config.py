@@ -64,14 +64,14 @@ class Distill(LossRecord):
 
     kind: Literal["distill"] = "distill"
     teacher: Annotated[str, OnDisk()]
-    """A Hugging Face folder; its layers may be others and more or fewer, its tokens the same."""
+    """A Hugging Face folder with the run's tokenizer; its layers may differ."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """What logits of both are divided by; the loss is multiplied by its square."""
-
+    """Divisor of both models' logits; the loss is multiplied by its square."""
     stored: Annotated[str, OnDisk()] | None = None
-    """Folder of what the teacher says of each label, its ``top_k`` largest probabilities, which is
-    written before the first step where nothing is there; none: the teacher stays and says all."""
+    """Folder with the teacher's ``top_k`` largest probabilities of each label, written before the
+    first step unless it exists; None: the teacher runs in each step."""
     top_k: Size = 64
+    """Probabilities of each label in ``stored``."""
 
     owner = "moefold.training.losses.distill:distillation"
 
@@ -124,9 +124,9 @@ class Dpo(LossRecord):
     form: Literal["sigmoid", "ipo"] = "sigmoid"
     """``sigmoid``, or the squared distance of IPO (arXiv 2310.12036)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much a log-probability's change weighs."""
+    """Factor on the changes of log-probabilities."""
     reference: Literal["adapters_off", "stored"] = "adapters_off"
-    """What answers are compared with: the model without its adapters, run again in each step, or
+    """What answers are compared with: the model without its adapters, which runs in each step, or
     the model as the run begins, whose scores of all answers are stored in the run's folder."""
 
     owner = "moefold.training.losses.dpo:preference"
