@@ -6,7 +6,7 @@ blocks of fixed size, so that any slice can be made without the rest.
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -14,63 +14,68 @@ from torch import Tensor, nn
 
 from moefold.layers.placement import WHOLE, Shard, shard
 from moefold.model.config import Decoder
-from moefold.spec.decoder import LORA_A, LORA_B
+from moefold.spec.decoder import known_weights
+from moefold.spec.layer import Start, Weight
 
 BLOCK = 1 << 16
 HALF = BLOCK // 2
 """Elements drawn from one key."""
 
-WRITES_RESIDUAL = (".o.weight", ".out.weight", ".w_out")
-
 
 def initialise(
     model: nn.Module, decoder: Decoder, seed: int, shards: Mapping[str, Shard] | None = None
 ) -> None:
-    """Fill parameters and buffers in place.
+    """Fill parameters in place with their values before step one, and buffers with zeros.
 
-    Norms start at a factor of one, other vectors and buffers (biases, counts) at zero, matrices as
-    normals;
-    A of an adapter with the spread of PEFT's, B at zero. Decays of linear attention begin spread
-    over the range that Mamba-2 draws them from (arXiv 2405.21060).
     ``shards`` says of which piece of a whole tensor each parameter is; without them all are whole.
     """
+    begin = start_values(decoder, seed)
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
         for name, parameter in model.named_parameters():
             whole = shard(name, tuple(parameter.shape), WHOLE, {})
-            parameter.copy_(start_value(decoder, seed, whole if shards is None else shards[name]))
+            parameter.copy_(begin(whole if shards is None else shards[name]))
 
 
-def start_value(decoder: Decoder, seed: int, piece: Shard) -> Tensor:
-    """Return a parameter's values before step one, those of one piece of it."""
-    if piece.name.endswith(LORA_B):  # so that adapters begin by adding nothing
-        return torch.zeros(piece.local_shape)
-    if piece.name.endswith(LORA_A):
-        return normal_piece(seed, piece, (3 * piece.shape[-1]) ** -0.5)
-    if piece.name.endswith((".a_log", ".dt_bias")):
-        share = (torch.arange(*piece.box[0]) + 0.5) / piece.shape[0]
-        if piece.name.endswith(".a_log"):
-            return (1 + 15 * share).log()
-        step = torch.exp(math.log(1e-3) + share * math.log(1e2))
-        return step + torch.log(-torch.expm1(-step))  # what softplus makes the step of
-    if piece.name.endswith("_bias"):
-        return torch.zeros(piece.local_shape)
-    if len(piece.shape) == 1:
-        one = piece.name.endswith("norm.weight") and not _zero_centred(decoder, piece.name)
-        return torch.full(piece.local_shape, float(one))
+def start_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
+    """Return a function from a piece of a parameter to its values (fp32) before step one.
+
+    Layers describe how their parameters start (``Weight.start``). Of a layer that describes none,
+    factors of norms start at one, other vectors and biases at zero, and matrices as normals.
+    """
+    described = {weight.name: weight for weight in known_weights(decoder)}
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * decoder.layers)
-    scale = out_scale if piece.name.endswith(WRITES_RESIDUAL) else 1.0
-    return normal_piece(seed, piece, decoder.init_std * scale)
+    factor = 0.0 if decoder.norm == "zero_centred" else 1.0
+    fills = {"zeros": 0.0, "ones": 1.0, "norm": factor}
+    spreads = {"normal": decoder.init_std, "output": decoder.init_std * out_scale}
+
+    def values(piece: Shard) -> Tensor:
+        start = (described.get(piece.name) or _undescribed(piece)).begins
+        if callable(start):
+            return _by_place(start, piece)
+        if not isinstance(start, str):
+            return normal_piece(seed, piece, start)
+        if start in fills:
+            return torch.full(piece.local_shape, fills[start])
+        return normal_piece(seed, piece, spreads[start])
+
+    return values
 
 
-def _zero_centred(decoder: Decoder, name: str) -> bool:
-    """Whether a norm's factors are one more than its weight."""
-    _, _, inner = name.partition(".attention.")
-    if not inner:
-        return decoder.norm == "zero_centred"
-    attention = decoder.blocks[int(name.split(".")[1])].attention
-    return inner[1:] == "_norm.weight" and getattr(attention, "qk_norm", "") == "zero_centred"
+def _undescribed(piece: Shard) -> Weight:
+    """Return what is taken for a parameter that no layer describes."""
+    start: Start | None = "zeros" if piece.name.endswith("_bias") else None
+    if len(piece.shape) == 1 and piece.name.endswith("norm.weight"):
+        start = "ones"
+    return Weight(piece.name, piece.shape, start=start)
+
+
+def _by_place(start: Callable[[float], float], piece: Shard) -> Tensor:
+    """Return what a function gives at the middle of each place along the first dim."""
+    first = [start((place + 0.5) / piece.shape[0]) for place in range(*piece.box[0])]
+    column = torch.tensor(first).view(-1, *(1 for _ in piece.shape[1:]))
+    return column.expand(piece.local_shape)
 
 
 def normal_piece(seed: int, piece: Shard, std: float) -> Tensor:

@@ -79,27 +79,32 @@ class MoeSpec(LayerSpec):
         shape = (number, *gates, width, inner)
         yield Weight("experts.w_in", shape, ((0, experts), (len(gates) + 1, columns)), "experts")
         yield Weight(
-            "experts.w_out", (number, inner, width), ((0, experts), (2, columns)), "experts"
+            "experts.w_out",
+            (number, inner, width),
+            ((0, experts), (2, columns)),
+            "experts",
+            start="output",
         )
         if self.expert_bias:
             of, shape = "experts", (number, *gates, width)
             cuts = ((0, experts), (len(gates) + 1, columns))
-            small = {"product": False, "summed": True}
+            small: dict[str, Any] = {"product": False, "summed": True, "start": "zeros"}
             yield Weight("experts.in_bias", shape, cuts, of, **small)
             yield Weight("experts.out_bias", (number, inner), ((0, experts),), of, **small)
         if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "experts")
-            yield Weight("up.weight", (hidden, inner), (), "experts")
+            yield Weight("up.weight", (hidden, inner), (), "experts", start="normal", added=True)
         if self.shared is not None:
             shared, units = self.shared.width, self._shared()
             shape, cut = (*gates, shared, hidden), ((len(gates), units),)
             yield Weight("shared.w_in", shape, cut, "shared")
-            yield Weight("shared.w_out", (hidden, shared), ((1, units),), "shared")
+            last: dict[str, Any] = {"start": "output", "added": not self.shared.gate}
+            yield Weight("shared.w_out", (hidden, shared), ((1, units),), "shared", **last)
             if self.shared.gate:
                 yield Weight("shared.gate.weight", (1, hidden), (), "shared")
         if idle is not None and idle.constant:
             shape = (hidden, idle.constant)
-            yield Weight("idle.constant_bias", shape, (), "router", product=False)
+            yield Weight("idle.constant_bias", shape, (), "router", product=False, start="zeros")
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the router, the experts' products, their activation, and the shared expert."""

@@ -140,7 +140,7 @@ def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Save
         codes = (part for part in found if part.module == "moe" and part.name.endswith(".codes"))
         found += [part for part in codes if "moe.shared.w_in" in part.operand]
     given = products(block, shape)
-    repeated = _of_one_gradient(block, shape, [name for name, _ in given])[1:]
+    repeated = _of_one_gradient(block, shape)[1:]
     for name, one in given:
         if not (one.weight.expert and shape.clones) and name not in repeated:
             found.append(_part(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
@@ -160,29 +160,25 @@ def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Save
     return tuple(found)
 
 
-ADDED = (
-    "attention.o.weight", "attention.out.weight", "ffn.up.weight", "ffn.w_out", "moe.up.weight",
-    "moe.shared.w_out",
-)  # fmt: skip
-"""Products whose results a block adds to its rows; without a low rank ``ffn.w_out`` is the last."""
-
-
-def _of_one_gradient(block: Block, shape: Shape, names: list[str]) -> list[str]:
+def _of_one_gradient(block: Block, shape: Shape) -> list[str]:
     """Return the products whose results are added up as they are: their gradient is one tensor.
 
     Tensor ranks gather it for each, a factor or a norm makes another, and so does a border between
-    parts. Halves that share a norm both read the block's own rows.
+    parts. Only halves that share a norm both read the block's own rows.
     """
     scaled = block.residual_scale != 1 or block.norms not in ("before", "shared")
     if shape.tp > 1 or shape.apart or scaled:
         return []
-    apart = {"ffn.w_out"} if "ffn.up.weight" in names else set[str]()
-    apart |= {"moe.shared.w_out"} if "moe.shared.gate.weight" in names else set()
+    apart = set[str]()
     if isinstance(block, CodedBlock) and block.codes.wgrad == "narrow":
         apart |= {*block.narrow}
-    if block.norms == "before":
-        apart |= {*ADDED[:2]}
-    return [name for name in ADDED if name in names and name not in apart]
+    return [
+        name
+        for half, spec in halves(block)
+        if half != "attention" or block.norms == "shared"
+        for weight in spec.weights(shape.hidden)
+        if weight.added and (name := f"{spec.prefix or half}.{weight.name}") not in apart
+    ]
 
 
 def experts_here(spec: LayerSpec, shape: Shape) -> float:

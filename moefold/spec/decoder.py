@@ -115,7 +115,7 @@ def head(decoder: Decoder) -> Weight:
 
 def last_norm(decoder: Decoder) -> Weight:
     """Return the weight of the norm before the head."""
-    weight = norm("norm.weight", decoder.hidden)
+    weight = norm("norm.weight", decoder.hidden, start="norm")
     return replace(weight, frozen=weight.name in decoder.frozen)
 
 
@@ -168,13 +168,13 @@ def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
     found = list[Weight]()
     for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
         if isinstance(spec, LayerSpec) and not spec.absent:
-            found += (norm(f"{one}.weight", hidden) for one in norms_of(block, name))
+            found += (norm(f"{one}.weight", hidden, start="norm") for one in norms_of(block, name))
             half = spec.prefix or name
             found += (replace(w, name=f"{half}.{w.name}") for w in spec.weights(hidden))
     if block.multi_token is not None:
-        found += (norm(f"{one}_norm.weight", hidden) for one in ("embed", "row"))
+        found += (norm(f"{one}_norm.weight", hidden, start="norm") for one in ("embed", "row"))
         found.append(Weight("join.weight", (hidden, 2 * hidden), counted="multi_token"))
-        found.append(norm("norm.weight", hidden))
+        found.append(norm("norm.weight", hidden, start="norm"))
     for weight in with_adapters(found, block.adapters):
         name = f"layers.{layer}.{weight.name}"
         yield replace(weight, name=name, frozen=weight.name in block.frozen)
@@ -255,7 +255,8 @@ def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     Whatever cuts the inputs cuts A, whatever cuts the outputs cuts B, and experts have their own.
     A product is linear, so that ranks need no exchange for either: what is whole has a share of
     its gradient on each of them. Gate and up of an expert share A, as PEFT has it; those of other
-    feed-forwards have one each.
+    feed-forwards have one each. A starts with the spread that PEFT gives it and B at zero, so that
+    an adapter adds nothing at first.
     """
     lead, last = weight.shape[: 1 if weight.expert else -2], len(weight.shape) - 1
     kept = tuple((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
@@ -264,8 +265,8 @@ def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     shape_a, shape_b = (*lead, rank, weight.shape[-1]), (*weight.shape[:-1], rank)
     usual: dict[str, Any] = {"counted": "adapters", "product": weight.product}
     return (
-        Weight(weight.name + LORA_A, shape_a, a_cuts, **usual),
-        Weight(weight.name + LORA_B, shape_b, b_cuts, **usual),
+        Weight(weight.name + LORA_A, shape_a, a_cuts, start=(3 * shape_a[-1]) ** -0.5, **usual),
+        Weight(weight.name + LORA_B, shape_b, b_cuts, start="zeros", **usual),
     )
 
 

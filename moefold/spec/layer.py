@@ -8,7 +8,7 @@ T rows of a rank between sub-layers, P rows that its tensor group holds together
 dispatch, D hidden features.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, lcm, prod
 from typing import ClassVar, Literal, NamedTuple, Self
@@ -37,6 +37,11 @@ Module = Literal[
 """What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
 ``moe_act`` the experts' activation alone; the rest are those of ``layers.config.Kind``."""
 Modules = frozenset[Module]
+Start = Literal["normal", "output", "zeros", "ones", "norm"] | float | Callable[[float], float]
+"""Values of a parameter before the first step: ``normal``, with the decoder's spread; ``output``,
+with that spread over the root of twice the layers, for what ends in a block's rows (GPT-2);
+``norm``, a factor of one as the decoder's norms have it; normal with a spread of its own; or a
+function of how far along the first dim an element stands, between 0 and 1."""
 NOTHING: Modules = frozenset()
 NORMS: Modules = frozenset(("norms",))
 CORE: Modules = frozenset(("attention",))
@@ -99,6 +104,17 @@ class Weight:
     summed: bool = False
     """Whether its gradient is a sum over rows, which is made at once and waits as such, though it
     is no vector."""
+    start: Start | None = None
+    """Values before the first step; None is ``zeros`` for a vector, ``output`` for what is added
+    to a block's rows, and ``normal`` for other matrices."""
+    added: bool = False
+    """Whether a block adds what its product gives to its rows, unscaled."""
+
+    @property
+    def begins(self) -> Start:
+        """``start``, or what it is by default."""
+        usual: Start = "output" if self.added else "normal"
+        return self.start or ("zeros" if len(self.shape) == 1 else usual)
 
     @property
     def narrow(self) -> bool:
@@ -141,10 +157,16 @@ class Weight:
         return prod(local[first:-1]), local[-1], local[0] if self.expert else 1.0
 
 
-def norm(name: str, width: int, units: Units | None = None, latent: bool = False) -> Weight:
+def norm(
+    name: str,
+    width: int,
+    units: Units | None = None,
+    latent: bool = False,
+    start: Start = "ones",
+) -> Weight:
     """Return the weight of an RMSNorm, cut where its features are."""
     cuts = () if units is None else ((0, units),)
-    return Weight(name, (width,), cuts, "norms", product=False, latent=latent)
+    return Weight(name, (width,), cuts, "norms", product=False, latent=latent, start=start)
 
 
 @dataclass(frozen=True)
@@ -382,6 +404,11 @@ class LayerSpec(Record):
     def routing(self) -> RoutingSpec | None:
         """What its router does; None without experts."""
         return None
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether experts choose among rows by their scores, so that equal rows are a tie."""
+        return False
 
     @property
     def logits(self) -> tuple[LogitRows, ...]:

@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from moefold.layers.placement import Box, Shard
 from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
-from moefold.model.init import start_value
+from moefold.model.init import start_values
 from moefold.model.tuning import merged
 from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
@@ -232,12 +231,14 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     return Tokenizer(**known, source="the checkpoint's tokenizer")
 
 
-def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool) -> tuple[str, ...]:
+def fill_start_values(
+    run: Run, decoder: Decoder, data: ShardedState, replaced: bool
+) -> tuple[str, ...]:
     """Fill a run's weights before step one; return what of its folder is left out, a line each.
 
     ``replaced``: others are put in their place at once, so that no folder is read.
     """
-    source, begin = run.model, partial(start_value, decoder, run.seed)
+    source, begin = run.model, start_values(decoder, run.seed)
     if replaced or not isinstance(source, Folder):
         data.fill(begin)
         return ()

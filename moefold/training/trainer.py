@@ -46,7 +46,7 @@ from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
 from moefold.training.memory import explaining_oom, settle_recompute
-from moefold.training.model_checkpoint import describe, start_values
+from moefold.training.model_checkpoint import describe, fill_start_values
 from moefold.training.nonfinite import decide
 from moefold.training.precision import PrecisionChoice, prepare_products
 from moefold.training.recover import MemoryCheckpoint
@@ -152,7 +152,7 @@ class Trainer:
                 self.local = record and LocalCopies(record, self.folder, same, made_of, world)
                 lines = notes(run)
                 if not (recalled := self._recall()):
-                    lines = (*lines, *start_values(run, self.decoder, self.data, forks))
+                    lines = (*lines, *fill_start_values(run, self.decoder, self.data, forks))
                 for line in lines if self.rank_zero.leader and not self.recovered else ():
                     _log.warning("%s", line)
                 if not recalled:
@@ -332,7 +332,7 @@ class Trainer:
         """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""
         before = self.progress
         if self._resume() is None:
-            start_values(self.run, self.decoder, self.data, self._forks)
+            fill_start_values(self.run, self.decoder, self.data, self._forks)
             self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
         excluded = {*self.progress.excluded, *before.excluded, place}

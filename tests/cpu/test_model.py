@@ -1,5 +1,6 @@
 """The model as a whole: recompute, padding, empty experts, precision."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,16 @@ from moefold.layers.config import Full, Kind, Rope, Selective, Yarn
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.norm import LayerNorm
+from moefold.layers.placement import WHOLE, shard
 from moefold.layers.precision import PrecisionPolicy
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.init import BLOCK, normal
+from moefold.model.init import BLOCK, normal, start_values
 from moefold.moe.config import Capacity, Router
 from moefold.moe.router import Router as RouterModule
+from moefold.spec.layer import Weight, norm
 from tests.cpu.small import (
     DEEP,
     GQA,
@@ -426,6 +430,33 @@ def test_start_values_are_functions_of_seed_name_and_index() -> None:
     assert abs(float(whole.std()) - 0.5) < 5e-3 and abs(float(whole.mean())) < 5e-3
     assert not torch.equal(normal(4, "a", (8,), 1.0), normal(3, "a", (8,), 1.0))
     assert not torch.equal(normal(3, "b", (8,), 1.0), normal(3, "a", (8,), 1.0))
+
+
+class Sloped(Gqa):
+    """A kind from outside, with weights that begin in ways of their own."""
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        yield Weight("slopes", (self.heads, 2), product=False, start=lambda place: -place)
+        yield Weight("wide.weight", (hidden, hidden), start=0.5)
+        yield Weight("last.weight", (hidden, hidden), added=True)
+        yield norm("own_norm.weight", hidden)
+
+
+def test_start_values_are_those_that_a_layer_describes() -> None:
+    of = decoder(Sloped(**dict(GQA)), moe(), norm="zero_centred")
+    begin = start_values(of, 1)
+
+    def started(name: str, *shape: int) -> Tensor:
+        return begin(shard(f"layers.0.{name}", shape, WHOLE, {}))
+
+    assert started("attention.slopes", 4, 2).tolist() == [
+        [-p] * 2 for p in (1 / 8, 3 / 8, 5 / 8, 7 / 8)
+    ]
+    assert abs(float(started("attention.wide.weight", 64, 64).std()) - 0.5) < 0.05
+    spread = of.init_std / math.sqrt(2 * of.layers)
+    assert abs(float(started("attention.last.weight", 64, 64).std()) / spread - 1) < 0.1
+    assert started("attention.own_norm.weight", 4).tolist() == [1] * 4
+    assert not started("attention_norm.weight", 4).any()
 
 
 def test_every_expert_starts_different() -> None:

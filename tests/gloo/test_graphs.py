@@ -1,7 +1,6 @@
 """Steps whose passes run by graphs, in layouts of several ranks: the bits of steps that run as they
 are."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from moefold.comm.world import World
 from moefold.data.batch import pack
 from moefold.mesh.folding import Folding
-from moefold.model.init import start_value
+from moefold.model.init import start_values
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build
@@ -70,7 +69,7 @@ def stepped(rank: int, cases: tuple[dict[str, Any], ...], steps: int) -> list[tu
             layout = Layout.model_validate({"experts": "grouped", **given, "graphs": graphs})
             world = World.open(Folding(layout.split, 4), "cpu", 60)
             data = ShardedState(build(small(), "bf16", layout, world))
-            data.fill(partial(start_value, data.placed.model.record, 1))
+            data.fill(start_values(data.placed.model.record, 1))
             optimizer, Tapes.made = data.optimizer(AdamW(lr=0.01)), 0
             executor = executor_of(data, Tapes)
             dp, told = world.folding.dp, []
@@ -120,7 +119,7 @@ def recorded(rank: int, by: str) -> list[int]:
     layout = Layout.model_validate({"sizes": "ep2", "graphs": by, "dispatch": PADDED})
     world = World.open(Folding(layout.split, 2), "cpu", 60)
     data = ShardedState(build(small(), "fp32", layout, world))
-    data.fill(partial(start_value, data.placed.model.record, 1))
+    data.fill(start_values(data.placed.model.record, 1))
     executor, made, Tapes.made = executor_of(data, Tapes), [], 0
     for step in range(9):
         texts = [[1] * 8, [2] * 8] if rank and step in (1, 3) else [[1] * 9, [2] * 7]

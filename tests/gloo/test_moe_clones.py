@@ -3,7 +3,6 @@
 P ranks of ep, s slots, e experts at home on each rank.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,7 @@ from moefold.comm.recorder import BACKWARD, FORWARD
 from moefold.comm.world import World
 from moefold.layers.config import Full
 from moefold.mesh.folding import Folding
-from moefold.model.init import start_value
+from moefold.model.init import start_values
 from moefold.moe.clone_weights import take_home
 from moefold.moe.dispatch.config import Clones, Spread
 from moefold.parallel.apply import build
@@ -53,7 +52,7 @@ def step_of(layout: Layout, world: World) -> Step:
     """Run forward and backward of a step."""
     placed = build(small(), "fp64", layout, world)
     data = ShardedState(placed)
-    data.fill(partial(start_value, placed.model.record, 1))
+    data.fill(start_values(placed.model.record, 1))
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(batches(MICRO)) if j % dp == here]
     world.recorder.clear()

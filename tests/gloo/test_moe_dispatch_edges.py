@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from moefold.config import slot
 from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
-from moefold.model.init import start_value
+from moefold.model.init import start_values
 from moefold.moe.dispatch.config import AllToAll, FixedRoom, Padded, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -173,7 +172,7 @@ def made_again(rank: int) -> list[dict[str, Any]]:
             layout = Layout(sizes=sizes, dispatch=dispatch, zero=zero, schedule=schedule)
             placed = build(small(), precision, layout, world)
             data = ShardedState(placed)
-            data.fill(partial(start_value, placed.model.record, 1))
+            data.fill(start_values(placed.model.record, 1))
             dp, here_ = world.folding.dp, world.attention.dp
             mine = [batch for j, batch in enumerate(batches(8)) if j % dp == here_]
             figures = gradients(data, mine, 16)

@@ -1,7 +1,6 @@
 """A step of fixed shapes reads nothing between its first forward and its last backward."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.layers.config import Full, Offload, OffloadToPages, Selective
 from moefold.mesh.folding import Folding
-from moefold.model.init import start_value
+from moefold.model.init import start_values
 from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -46,7 +45,7 @@ def reads_of(rank: int, layouts: tuple[dict[str, Any], ...]) -> list[Found]:
         layout = Layout(**given, experts="grouped")  # as on a GPU
         world = World.open(Folding(layout.split, 4), "cpu", 20)
         data = ShardedState(build(small(), "bf16", layout, world))
-        data.fill(partial(start_value, data.placed.model.record, 1))
+        data.fill(start_values(data.placed.model.record, 1))
         dp, here = world.folding.dp, world.attention.dp
         mine = [batch for j, batch in enumerate(batches(8)) if j % dp == here]
         gradients(data, mine, 16)

@@ -41,7 +41,7 @@ class ShortConvolution(LayerSpec):
         units = Units("tp", hidden, "the convolution's channels")
         yield Weight("w_in", (3, hidden, hidden), ((1, units),), stacked=True)
         yield Weight("taps", (hidden, 1, self.taps), ((0, units),), product=False, summed=True)
-        yield Weight("out.weight", (hidden, hidden), ((1, units),))
+        yield Weight("out.weight", (hidden, hidden), ((1, units),), added=True)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield both products and the convolution between them."""

@@ -1,5 +1,6 @@
 """Gated linear attention, by the delta rule or without it: its record and what it is."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
@@ -26,6 +27,18 @@ from moefold.spec.layer import (
 from moefold.spec.parts import saved_rows
 
 CHUNK = 64
+
+
+def _log_rate(place: float) -> float:
+    """Return the log of a decay's rate before the first step: rates are spread from 1 to 16, as
+    Mamba-2 draws them (arXiv 2405.21060)."""
+    return math.log(1 + 15 * place)
+
+
+def _step_bias(place: float) -> float:
+    """Return what softplus makes a step of: steps are spread from 0.001 to 0.1 by their logs."""
+    step = 1e-3 * 100**place
+    return step + math.log(-math.expm1(-step))
 
 
 @ATTENTION.register
@@ -108,14 +121,14 @@ class DeltaNet(LayerSpec):
         cut, given = ((0, self.head_units),), list(self._projections())
         for name, width, _ in given[:3]:
             yield Weight(f"{name}_taps", (width, 1, self.taps), cut, product=False, summed=True)
-        yield Weight("a_log", (self.value_heads,), cut, product=False)
-        yield Weight("dt_bias", (self.decays,), cut, product=False)
+        yield Weight("a_log", (self.value_heads,), cut, product=False, start=_log_rate)
+        yield Weight("dt_bias", (self.decays,), cut, product=False, start=_step_bias)
         for name, width, rank in given:
             if rank is not None:
                 yield Weight(f"{name}_down.weight", (rank, hidden))
             yield Weight(f"{name}_in.weight", (width, rank or hidden), cut)
         yield norm("norm.weight", self.value_dim)
-        yield Weight("out.weight", (hidden, self.values), ((1, self.head_units),))
+        yield Weight("out.weight", (hidden, self.values), ((1, self.head_units),), added=True)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the projections with convolutions and gate, and the scan."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from moefold.config.errors import Violation
 from moefold.layers.config import FFN, Size
@@ -74,10 +74,11 @@ class Dense(LayerSpec):
         width, read, at = self.width // self.blocks, inner // self.blocks, len(lead) + 1
         units, apart = ((at, self._units()),), bool(lead)
         yield Weight("w_in", (*lead, 2, width, read), units, "ffn", stacked=apart)
-        yield Weight("w_out", (*lead, read, width), units, "ffn", stacked=apart)
+        last: dict[str, Any] = {"start": "output", "added": self.latent is None}
+        yield Weight("w_out", (*lead, read, width), units, "ffn", stacked=apart, **last)
         if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "ffn")
-            yield Weight("up.weight", (hidden, inner), (), "ffn")
+            yield Weight("up.weight", (hidden, inner), (), "ffn", start="normal", added=True)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield both products and the activation between them."""

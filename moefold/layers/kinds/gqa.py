@@ -20,6 +20,7 @@ from moefold.spec.layer import (
     Operation,
     Saved,
     Shape,
+    Start,
     Traffic,
     Units,
     Weight,
@@ -126,7 +127,7 @@ class Gqa(LayerSpec):
             yield Weight(f"{name}.weight", (width, hidden), ((0, units),))
             if self.bias != "none":
                 yield Weight(f"{name}.bias", (width,), ((0, units),), product=False)
-        yield Weight("o.weight", (hidden, out), ((1, heads),))
+        yield Weight("o.weight", (hidden, out), ((1, heads),), added=True)
         if self.bias == "all":
             yield Weight("o.bias", (hidden,), product=False)
         if self.gate:
@@ -137,7 +138,8 @@ class Gqa(LayerSpec):
             if self.qk_norm == "projection":
                 yield norm(f"{name}_norm.weight", units.number * self.head_dim, units)
             else:
-                yield norm(f"{name}_norm.weight", self.head_dim)
+                start: Start = "zeros" if self.qk_norm == "zero_centred" else "ones"
+                yield norm(f"{name}_norm.weight", self.head_dim, start=start)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the projections with rotary positions and norms, and attention."""

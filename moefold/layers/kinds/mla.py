@@ -95,7 +95,9 @@ class Mla(LayerSpec):
         yield norm("kv_norm.weight", self.kv_rank, latent=True)
         expanded = self.heads * (self.nope_dim + self.v_dim)
         yield Weight("kv_up.weight", (expanded, self.kv_rank), heads)
-        yield Weight("o.weight", (hidden, self.heads * self.v_dim), ((1, self._heads()),))
+        yield Weight(
+            "o.weight", (hidden, self.heads * self.v_dim), ((1, self._heads()),), added=True
+        )
         if self.gate:
             yield Weight("out_gate.weight", (self.heads, hidden), heads)
 
