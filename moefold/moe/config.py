@@ -418,6 +418,12 @@ class Moe(MoeSpec):
         return bool(self.router.jitter) or by_chance
 
     @property
+    def compares_rows(self) -> bool:
+        """Whether experts choose their tokens, or the bound of a full one does by scores."""
+        by_scores = self.capacity is not None and self.capacity.drop == "probs"
+        return by_scores or isinstance(self.router, ExpertChoice)
+
+    @property
     def formed(self) -> bool:
         """Whether routed experts compute more than SwiGLU, weighed as it is given."""
         return self.expert_bias or self.activation is not None or self.weigh == "input"

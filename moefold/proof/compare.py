@@ -21,7 +21,7 @@ from moefold.comm.recorder import Site
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.proof.case import Subject
-from moefold.proof.rank_run import RankResult
+from moefold.proof.rank_run import RankResult, micro_batches
 from moefold.spec.layer import LayerSpec
 
 NEGLIGIBLE = 1e-6
@@ -115,7 +115,21 @@ def degenerate(subject: Subject, found: RankResult) -> list[str]:
     for name, counts in found.counts.items():
         if name.endswith("load_E"):
             words += _idle_words(name, counts, subject, 0)
-    return words
+    return [*words, *_ties(subject)]
+
+
+def _ties(subject: Subject) -> Iterator[str]:
+    """Yield where an expert may have to choose between equal rows, which a rounding decides.
+
+    First rows of documents that begin with one token are equal, as they see nothing before it.
+    """
+    ffns = (block.ffn for block in subject.decoder.blocks)
+    if not any(isinstance(spec, LayerSpec) and spec.compares_rows for spec in ffns):
+        return
+    for number, batch in enumerate(micro_batches(subject)):
+        first = batch.ids_T[(batch.positions_T == 0) & batch.valid_T].tolist()
+        if len(set(first)) < len(first):
+            yield f"experts choose among equal rows: documents of micro-batch {number} start alike"
 
 
 def zero(decoder: Decoder) -> dict[str, str]:

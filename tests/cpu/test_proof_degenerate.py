@@ -5,6 +5,7 @@ And what a number format is too coarse for from what it shows.
 
 import math
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from moefold.comm.world import World
 from moefold.moe import balance, router
-from moefold.moe.config import Aux, Bias, Moe, Z
+from moefold.moe.config import Aux, Bias, Capacity, ExpertChoice, Moe, Z
 from moefold.moe.config import Router as RouterRecord
 from moefold.parallel.config import Layout
 from moefold.proof import rank_run
@@ -20,7 +21,7 @@ from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import Outcome, degenerate, zero
 from moefold.proof.modes import ShuffledSums
 from moefold.proof.pool import draw
-from moefold.proof.rank_run import run_rank
+from moefold.proof.rank_run import RankResult, run_rank
 from moefold.proof.rounding_noise import RoundingNoise
 from moefold.proof.subjects import DEEPSEEK, GQA, decoder, moe, subject
 
@@ -55,6 +56,26 @@ def test_an_expert_that_no_seed_reaches_is_vacuous(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rank_run, "BIAS", 1e3)
     drawn, found = draw(small(moe(router=replaced(DEEPSEEK, groups=None), balance=())))
     assert "layers.0.load_E: expert 0 has 0" in degenerate(drawn, found)
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        moe(router=ExpertChoice(experts=8, top_k=2), balance=()),
+        moe(capacity=Capacity(factor=0.75)),
+    ],
+)
+def test_experts_do_not_choose_among_equal_rows(mixture: Moe) -> None:
+    """First rows of documents that start alike are equal: a rounding would say which is taken."""
+
+    def ties(one: Subject) -> list[str]:
+        return degenerate(one, RankResult())
+
+    fine = small(mixture)
+    asked = next(one for seed in count(1) if ties(one := replace(fine, seed=seed)))
+    drawn, found = draw(asked)
+    assert drawn.seed > asked.seed and not degenerate(drawn, found)
+    assert not ties(replace(asked, decoder=small(moe()).decoder))
 
 
 def replaced(record: Any, **changes: Any) -> Any:
