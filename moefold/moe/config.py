@@ -28,7 +28,7 @@ class Groups(Record):
     keep: Size
     score: Literal["max", "sum_best"] = "sum_best"
     best: Size = 2
-    """How many scores ``sum_best`` adds."""
+    """How many of a group's scores ``sum_best`` adds."""
 
     @property
     def summed(self) -> int:
@@ -42,18 +42,18 @@ class Groups(Record):
 
 
 class Idle(Record):
-    """Choices beside the experts that compute nothing: rows to them are sent nowhere.
+    """Choices beside the experts that compute nothing: rows for them are not sent.
 
     Zero-computation experts of LongCat-Flash (arXiv 2509.01322: identities) and MoE++ (arXiv
     2410.07348, whose constants are weighed as identities besides).
     """
 
     identity: Annotated[int, Field(ge=0)] = 0
-    """Those that give back what an expert would read."""
+    """Choices that return what an expert would read."""
     constant: Annotated[int, Field(ge=0)] = 0
-    """Those that give a learned row each."""
+    """Choices that return a learned row each."""
     zero: Annotated[int, Field(ge=0)] = 0
-    """Those that give nothing."""
+    """Choices that return zeros."""
 
     @property
     def count(self) -> int:
@@ -72,27 +72,27 @@ class Router(Record):
 
     kind: Literal["topk"] = "topk"
     experts: Annotated[int, Field(ge=0)] = 0
-    """Under a family 0: its shape says how many there are."""
+    """Experts of a layer; 0 under a family, whose shape states them."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Experts of a token; under a family 0, as its shape says."""
+    """Experts of a token; 0 under a family, whose shape states them."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["score_first", "topk_first"] = "score_first"
     """Whether scores are taken over all experts or only over the chosen ones."""
     renormalise: bool = True
     """Whether the chosen scores are divided by their sum."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
-    """Added to that sum."""
+    """Added to the sum of the chosen scores."""
     floor: Annotated[float, Field(ge=0)] = 0.0
-    """The least that the sum is taken for (ERNIE 4.5)."""
+    """Lower bound of the sum of the chosen scores (ERNIE 4.5)."""
     scale: Annotated[float, Field(gt=0)] = 1.0
-    """Factor on the weights, applied last."""
+    """Factor on the routing weights, applied last."""
     groups: Groups | None = None
     selection_bias: bool = False
     """A buffer added to the scores for the choice alone, never for the weights."""
     bias: bool = False
     """Whether logits have a learned bias of each expert."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """In training, what the router reads is times 1 - jitter to 1 + jitter, by chance (Switch)."""
+    """In training the router's input is times random factors in 1 - jitter to 1 + jitter (Switch)."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the scores where the model's own is not wider."""
 
@@ -378,16 +378,16 @@ class Moe(MoeSpec):
     router: Annotated[Router, ROUTER]
     shared: Shared | None = None
     capacity: Capacity | None = None
-    """None is dropless."""
+    """Bound on the tokens of an expert; None is dropless."""
     balance: tuple[Annotated[Record, BALANCE], ...] = ()
     scale: Annotated[float, Field(gt=0)] = 1.0
-    """Factor on what all experts give together, the shared one's output among it."""
+    """Factor on the output of all experts together, the shared one included."""
     activation: Activation | None = None
-    """Of the routed experts; None is SwiGLU."""
+    """Activation of the routed experts; None is SwiGLU."""
     expert_bias: bool = False
     """Whether both products of a routed expert have biases."""
     weigh: Literal["output", "input"] = "output"
-    """Whether a token's weights are factors of what its experts give, or of what they read."""
+    """Whether a token's routing weights multiply its experts' outputs or their inputs."""
     latent: Size | None = None
     """Width that rows have between a projection before they are sent and one after their results
     are added up; router, shared and idle experts read whole rows (LatentMoE, arXiv 2601.18089)."""
