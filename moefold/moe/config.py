@@ -92,7 +92,7 @@ class Router(Record):
     bias: bool = False
     """Whether logits have a learned bias of each expert."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """In training the router's input is times random factors in 1 - jitter to 1 + jitter (Switch)."""
+    """Half-width of the random factors around 1 on the router's input in training (Switch)."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the scores where the model's own is not wider."""
 
