@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, TypeVar
@@ -71,10 +72,14 @@ class Slot:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Validate by the class that is registered under the tag at that moment."""
-        return core_schema.with_info_plain_validator_function(self._pick, metadata={"slot": self})
+        """Validate by the class that is registered under the tag at that moment.
 
-    def _pick(self, value: Any, info: ValidationInfo) -> Record:
+        It must inherit from the field's class, which the room that reads it relies on.
+        """
+        pick = partial(self._pick, source)
+        return core_schema.with_info_plain_validator_function(pick, metadata={"slot": self})
+
+    def _pick(self, base: type[Record], value: Any, info: ValidationInfo) -> Record:
         """Return the record that a bare tag, a mapping with the tag, or an instance stands for."""
         if isinstance(value, Record):
             if isinstance(value, tuple(self.kinds.values())):
@@ -90,6 +95,9 @@ class Slot:
         record = self.lookup(value[self.tag])
         if record is None:
             raise PydanticCustomError("slot_unknown", "no such kind", {"tag": self.tag})
+        if not issubclass(record, base):
+            said = {"kind": record.__name__, "base": f"{base.__module__}.{base.__qualname__}"}
+            raise PydanticCustomError("value_error", "{kind} must inherit from {base}", said)
         return record.model_validate(value, context=info.context)
 
     def completed(self, value: Mapping[str, Any]) -> Mapping[str, Any]:

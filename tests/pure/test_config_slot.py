@@ -112,6 +112,28 @@ def test_what_is_no_registered_kind_is_refused(value: Any) -> None:
         Drawing(shape=value)
 
 
+def test_a_kind_without_the_base_of_its_field_is_refused() -> None:
+    """What reads it would ask it what only the base answers."""
+    slot = Slot("tool")
+
+    class Tool(Record):
+        """What the room reads."""
+
+    class Bench(Record):
+        """A field of that."""
+
+        tool: Annotated[Tool, slot]
+
+    @slot.register
+    class Stone(Record):
+        """A kind from outside that is none."""
+
+        kind: Literal["stone"] = "stone"
+
+    with pytest.raises(ValidationError, match=r"Stone must inherit from .*Tool"):
+        Bench.model_validate({"tool": "stone"})
+
+
 def test_errors_inside_a_kind_carry_the_whole_path() -> None:
     with pytest.raises(ValidationError) as caught:
         Drawing.model_validate(
