@@ -51,6 +51,12 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
     return found
 
 
+def version_of(part: type) -> list[str]:
+    """Return what tells the content of the file from outside that a class is of; else nothing."""
+    module = part.__module__
+    return [module.rpartition("_")[2]] if module.startswith(OUTSIDE) else []
+
+
 def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
     """Return the absolute form of a path that is relative to a folder; ``~`` is the home."""
     # Neither refuses what pathlib does: a home of nobody, links in a circle.

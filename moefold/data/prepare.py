@@ -1,7 +1,8 @@
 """From sources to token files, once: train the tokenizer, split, encode, publish.
 
 What is made lies in ``folder/<key>``, where the key stands for everything that goes into it:
-records, tokenizer, and the files' paths, sizes and times. A folder under its final name is whole.
+records, the code of those from outside, tokenizer, and the files' paths, sizes and times. A folder
+under its final name is whole.
 """
 
 import fcntl
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from moefold.config.base import to_dict
+from moefold.config.plugins import version_of
 from moefold.config.slot import build
 from moefold.data.config import Data, DataError, FileSource, SourceRecord
 from moefold.data.index import (
@@ -164,7 +166,9 @@ def _key(data: Data, sources: Sequence[Built]) -> str:
         made = isinstance(source, Source)
         said.append([fields, source.stamp() if made else None])
         said[-1] += [data.seq] if made and source.whole else []
+        said[-1] += version_of(type(record))
     tokenizer = [to_dict(data.tokenizer), data.tokenizer.stamp()]
+    tokenizer += version_of(type(data.tokenizer))
     return sha256(json.dumps([FORMAT, len(data.train), tokenizer, said]).encode()).hexdigest()
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from moefold.cli.data import inspect
 from moefold.config.load import load
+from moefold.config.plugins import import_plugins
 from moefold.data.baselines import baselines
-from moefold.data.config import Data, DataError
+from moefold.data.config import SOURCE, Data, DataError
 from moefold.data.index import Indexed, IndexWriter
 from moefold.data.prepare import Prepared, PreparedPart, prepare
 
@@ -63,6 +64,39 @@ def test_the_side_depends_on_the_text_alone(tmp_path: Path) -> None:
     held = [set(texts_of(p.valid[0], p)) for p in (before, after)]
     assert held[0] == held[1]
     assert not held[1] & set(texts_of(after.train[0], after))
+
+
+READER = """
+from typing import Literal
+from moefold.data.config import SOURCE, Jsonl
+from moefold.data.sources import Document, JsonlReader
+
+class Reader(JsonlReader):
+    def documents(self, skipped):
+        for name, text in super().documents(skipped):
+            yield Document(name, text.MADE())
+
+@SOURCE.register
+class Cased(Jsonl):
+    source: Literal["cased"] = "cased"
+    owner = Reader
+"""
+
+
+def test_a_source_whose_code_has_changed_is_prepared_anew(tmp_path: Path) -> None:
+    """Not where its file was moved: what counts is its content."""
+    texts, part = corpus(tmp_path), tmp_path / "part.py"
+    source = {"source": "cased", "files": [f"{tmp_path}/a.jsonl"]}
+    found = list[Prepared]()
+    for place, made in ((part, "upper"), (part, "lower"), (tmp_path / "moved.py", "lower")):
+        place.write_text(READER.replace("MADE", made))
+        SOURCE.kinds.pop("cased", None)  # as if in another process
+        import_plugins([place])
+        found.append(prepare(described(tmp_path, train=[source]), tmp_path / "out"))
+    del SOURCE.kinds["cased"]
+    assert texts_of(found[0].train[0], found[0]) == [text.upper() for text in texts]
+    assert texts_of(found[1].train[0], found[1]) == [text.lower() for text in texts]
+    assert found[1].folder == found[2].folder != found[0].folder
 
 
 def test_made_once_and_found_again(tmp_path: Path) -> None:
