@@ -95,6 +95,18 @@ class Optimizer(ABC):
         return dict(self._state)
 
     def _add_state(self, name: str, what: str, tensor: Tensor) -> Tensor:
+        """Keep a tensor of a parameter's state, which is saved and loaded.
+
+        Raises:
+            ValueError: for one that is neither of the parameter's shape nor one number: where ranks
+                share a parameter, nothing says which part of it is here.
+        """
+        shape = self.params[name].shape
+        if tensor.dim() and tensor.shape != shape and not what.endswith("_groups"):
+            raise ValueError(
+                f"state {what} of {name} is {list(tensor.shape)}: it must have the parameter's "
+                f"shape, {list(shape)}, or be one number (no dims)"
+            )
         self._state[f"{PREFIX}.{name}.{what}"] = tensor
         return tensor
 

@@ -277,6 +277,14 @@ def test_one_tensor_under_two_names_is_refused() -> None:
         AdamWOptimizer(AdamW(), {"head.weight": tied, "embedding.weight": tied})
 
 
+def test_state_of_another_shape_than_the_parameters_is_refused() -> None:
+    """Nothing would say which part of it a rank has that has a part of the parameter."""
+    optimizer = AdamWOptimizer(AdamW(), parameters())
+    with pytest.raises(ValueError, match=r"rows of embedding.weight is \[50\]: .* \[50, 12\]"):
+        optimizer._add_state("embedding.weight", "rows", torch.zeros(50))
+    assert "optim.embedding.weight.rows" not in optimizer.state()
+
+
 def test_what_is_shown() -> None:
     """The rate of the group, and the live path."""
     optimizer = AdamWOptimizer(AdamW(lr=0.25), parameters())
