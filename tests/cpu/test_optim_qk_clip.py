@@ -1,5 +1,7 @@
 """QK-clip: largest logits as attention sees them, and the weights of heads that passed a bound."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,13 +9,14 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
+from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
 from moefold.layers.attention import SoftmaxAttention
 from moefold.layers.context.attend import largest
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
-from moefold.model.config import Block
+from moefold.model.config import Block, Stack
 from moefold.model.init import initialise
 from moefold.optim.config import AdamW, QkClip
 from moefold.parallel.apply import build as build_parts
@@ -21,6 +24,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.subjects import DENSE, GQA, decoder
 from moefold.spec.decoder import clip_violations
+from moefold.spec.layer import Weight
 from moefold.training.step import gradients
 from tests.cpu.routing import flow_of, rows_of
 
@@ -117,3 +121,38 @@ def test_logits_that_follow_no_trained_weight_are_refused() -> None:
     held = decoder(PLAIN, DENSE).model_copy(update={"stacks": (stack,)})
     assert "frozen" in next(clip_violations(held, clip)).rule
     assert not list(clip_violations(decoder(PLAIN, DENSE), clip))
+
+
+class Unwatched(torch.nn.Module):
+    """An attention that notes no logits."""
+
+    def __init__(self, record: Gqa, hidden: int, epsilon: float) -> None:
+        super().__init__()
+        self.inner = build(PLAIN, hidden, epsilon)
+
+
+class Hidden(Gqa):
+    """The record of one that is told to have them."""
+
+    owner = Unwatched
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield those of the attention within."""
+        for weight in super().weights(hidden):
+            yield replace(weight, name=f"inner.{weight.name}")
+
+
+def test_attention_that_notes_no_logits_is_refused() -> None:
+    """Nothing would ever be clipped."""
+    block = Block.model_construct(attention=Hidden(**dict(PLAIN)), ffn=DENSE)
+    stacks = (Stack.model_construct(blocks=(block,)),)
+    data = ShardedState(
+        build_parts(
+            decoder(PLAIN, DENSE).model_copy(update={"stacks": stacks}),
+            "fp64",
+            Layout(),
+            World.single(),
+        )
+    )
+    with pytest.raises(ValueError, match=r"Unwatched of layer 0 notes no logits; inherit from"):
+        data.optimizer(AdamW(qk_clip=QkClip()))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import max_
+from moefold.layers.attention import SoftmaxAttention
 from moefold.optim.base import Optimizer
 from moefold.optim.config import QkClip
 from moefold.parallel.apply import ModelParts
@@ -109,7 +110,15 @@ def _watch(placed: ModelParts) -> list[_Watched]:
             continue
         heads = max(one.heads for one in rows)
         wide = torch.promote_types(model.recipe.dtype, torch.float32)
+        attention = model.get_submodule(name)
+        if not isinstance(attention, SoftmaxAttention):
+            kind = type(attention).__name__
+            raise ValueError(
+                f"optim.qk_clip: {kind} of layer {number} notes no logits; inherit from "
+                "moefold.layers.attention.SoftmaxAttention and attend by attended(), or leave "
+                "qk_clip out"
+            )
         largest_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
-        model.get_submodule(name).largest_H = largest_H
+        attention.largest_H = largest_H
         found.append(_Watched(name, rows, largest_H, heads))
     return found
