@@ -221,7 +221,8 @@ def _once(
     for name, record in halves(block):
         at = f"{record.prefix or name}."
         frozen = frozenset(one.removeprefix(at) for one in block.frozen if one.startswith(at))
-        parts |= _half(record, share.of_half(record), setting, frozen)
+        for part, made in _half(record, share.of_half(record), setting, frozen).items():
+            parts.setdefault(part, Time()).add(made)
     parts |= _norms(share.dense, present, setting)
     sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
@@ -401,10 +402,14 @@ def _offload(
 ) -> None:
     """Add what sending to host and disk and back costs: memory traffic, and what does not hide."""
     device = setting.cluster.device
-    parts = half(block.attention, share) | half(block.ffn, share)
-    host = offload_bytes(parts, policy.offload) * policy.offload_share
-    host += offload_bytes(parts, frozenset({"experts"})) * policy.spill
-    disk = offload_bytes(parts, policy.disk) * policy.disk_share
+    parts = [half(record, share) for record in (block.attention, block.ffn)]
+
+    def sent(modules: frozenset[str]) -> float:
+        return sum(offload_bytes(one, modules) for one in parts)
+
+    host = sent(policy.offload) * policy.offload_share
+    host += sent(frozenset({"experts"})) * policy.spill
+    disk = sent(policy.disk) * policy.disk_share
     moved = host + disk
     if not moved:
         return

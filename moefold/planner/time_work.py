@@ -152,7 +152,12 @@ def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset())
 @remembered(1 << 10)
 def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple[Operation, ...]]:
     weights = {weight.name: weight for weight in spec.weights(hidden)}
-    return weights, tuple(spec.operations(hidden))
+    operations = tuple(spec.operations(hidden))
+    names = [one.name for one in operations]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        kind = type(spec).__name__
+        raise ValueError(f"{kind} describes two operations called {twice}: name each otherwise")
+    return weights, operations
 
 
 def norms(share: RankShare, number: int) -> Parts:

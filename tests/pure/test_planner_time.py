@@ -3,6 +3,7 @@ simulator, and what a step's parts must satisfy."""
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -30,8 +31,8 @@ from moefold.planner.network import (
 )
 from moefold.planner.search_space import SCHEDULES
 from moefold.planner.time import PassTime, estimate, flops, idle, pipeline_seconds
-from moefold.planner.time_layer import LayerPolicy, setting_of
-from moefold.planner.time_work import RankShare
+from moefold.planner.time_layer import LayerPolicy, layer_time, setting_of
+from moefold.planner.time_work import RankShare, half
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
@@ -42,6 +43,7 @@ from moefold.schedule.config import (
 )
 from moefold.schedule.simulate import Costs, simulate
 from moefold.spec.decoder import with_multi_token
+from moefold.spec.layer import Matmul, Operation, Weight
 from tests.traffic.data import data
 from tests.traffic.experts import expert
 
@@ -366,3 +368,45 @@ def test_every_constant_has_a_source_and_none_belongs_to_a_model():
         assert value > 0, name
         assert len(source) > 10, name
         assert name.split(".")[0].split(" ")[0] in scopes, name
+
+
+class GatedTwice(Gqa):
+    """An attention from outside with an operation that a mixture has too."""
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield those of attention, and a gate's."""
+        yield from super().weights(hidden)
+        yield Weight("gate.weight", (hidden, hidden))
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield those of attention, and the gate."""
+        yield from super().operations(hidden)
+        yield Operation("gate", (Matmul(("gate.weight",)),))
+
+
+class CoreTwice(Gqa):
+    """An attention whose core is described twice."""
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield the last once more."""
+        yield from super().operations(hidden)
+        yield Operation("core", core=self.core)
+
+
+def test_operations_of_one_name_in_both_halves_are_added_up() -> None:
+    """Those of one half need names of their own."""
+    share = RankShare(2048, 4096, 1, 1, 1, 1, 1, 1.0, False)
+    setting = setting_of(cluster("h100x8"), Software(), "bf16", frozenset())
+    more = list[float]()
+    for gate in (False, True):
+        shared = Shared(width=768, gate=gate)
+        ffn = Moe(width=768, router=Router(experts=8, top_k=2), shared=shared)
+        blocks = (
+            Block.model_construct(attention=kind(heads=32, kv_heads=4, head_dim=64), ffn=ffn)
+            for kind in (Gqa, GatedTwice)
+        )
+        plain, gated = (layer_time(b, share, setting, LayerPolicy("alltoall")) for b in blocks)
+        more.append(gated.device - plain.device)
+    assert more[0] == pytest.approx(more[1]) and more[0] > 0
+    with pytest.raises(ValueError, match="CoreTwice describes two operations called core"):
+        half(CoreTwice(heads=4, kv_heads=2, head_dim=4), share)
