@@ -183,6 +183,13 @@ class Router(ExactBuffers, Adaptable):
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
         experts_TK = self.choose(scores_TE, self._context(flow))
+        chosen, places = experts_TK.shape[1], self.record.places
+        if flow.training and chosen != places:
+            raise ValueError(
+                f"{type(self).__name__}.choose gives each token {chosen} places for experts, and "
+                f"its record says {places}: say as many by the record's places, and partial = True "
+                "where some stay empty"
+            )
         plain = type(self).choose is Router.choose and self.record.groups is None
         plain = plain and self.selection_bias is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)

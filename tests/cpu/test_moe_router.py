@@ -14,7 +14,7 @@ from moefold.moe.config import Capacity, Groups, Moe
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.dispatch.config import LocalExperts
 from moefold.moe.layer import MoeFfn
-from moefold.moe.router import Decision, Routed, Router
+from moefold.moe.router import Decision, Routed, Router, RoutingContext
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import best, count, drop, select
 from tests.cpu.routing import (
@@ -45,6 +45,22 @@ def test_a_feed_forward_may_still_bring_its_router() -> None:
     record = Moe(width=8, router=RouterRecord(experts=4, top_k=2))
     assert isinstance(OlderFfn(record, 8, 0, LocalExperts(), "loop").router, ReversedRouter)
     assert type(MoeFfn(record, 8, 0, LocalExperts(), "loop").router) is Router
+
+
+class GreedyRouter(Router):
+    """A router from outside that has places for all experts, and its record for some."""
+
+    def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        return scores_TE.argsort(1, descending=True)
+
+
+def test_more_places_than_the_record_says_are_refused() -> None:
+    """Dispatch takes it from the record whether any stays empty, and plans how many there are."""
+    router = GreedyRouter(RouterRecord(experts=4, top_k=2), 6).double()
+    x_TD, flow = drawn(5, double=True), flow_of(rows_of([5]), double=True)
+    with pytest.raises(ValueError, match=r"GreedyRouter.choose gives each token 4 .* says 2"):
+        router(x_TD, flow)
+    assert router(x_TD, replace(flow, training=False)).sent_TK.shape == (5, 4)
 
 
 SETTINGS = {
