@@ -277,11 +277,11 @@ class Stage(NamedTuple):
             if step.kind == "I":
                 waiting += max(back.waiting - freed, 0.0)
                 freed = max(freed - back.waiting, 0.0)
-            if step.kind != "W":
-                used = back.backward + back.moving - back.ahead
+            used = back.sums if step.kind == "W" else back.backward + back.moving - back.ahead
         if step.forward is not None:
             ahead = chunks[step.forward]
-            used = max(used, ahead.forward + ahead.moving)
+            beside = ahead.gathered if step.backward is not None else 0.0  # of other units
+            used = max(used, ahead.forward + ahead.moving) + beside
             # Layer by layer one pass keeps and the other frees: they are never both whole.
             alive += max(ahead.kept - freed, 0.0) + ahead.layer if freed else ahead.kept
         if self.passes:

@@ -11,6 +11,7 @@ from moefold.planner.memory_kept import CODES, experts_here, kept, operands
 from moefold.planner.memory_pages import here
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.remember import remembered
+from moefold.planner.time_data import WeightCopies, copies_of
 from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
 
 
@@ -33,6 +34,10 @@ class ChunkBytes(NamedTuple):
     """Of that what is fetched before its backward begins."""
     moving: float
     """Of that what is on the device at most, on its way out or back."""
+    gathered: float
+    """Whole weights that a pass has of what data ranks share."""
+    sums: float
+    """Whole gradients of all its units, where data ranks share them out after each pass."""
 
 
 def departing(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], list[Saved]]:
@@ -63,6 +68,7 @@ class ChunkSizes:
         self.blocks, _ = kinds(decoder)
         self.loss_rows, self.logit = min(rows, shape.piece), logit
         self.stack, self.recipe = split.stack, split.numbers.recipe
+        self.zero, self.copies = split.zero, copies_of(decoder, split)
         self.states = states_of(decoder, split)
         self._known: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
 
@@ -104,10 +110,15 @@ class ChunkSizes:
             total += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
             forward = max(forward, self.loss_rows * columns * self.logit)
+        shares = self.stack == "moefold" and self.zero > 1
+        weights, gradients = shared_units(self.copies, held) if shares else ([], [])
+        gathered = two(weights)
+        forward, backward = forward + gathered, backward + gathered + two(gradients)
         away, ahead, moving = self._leaving(held, order)
         kept = (total - sum(away)) * (1 + self.graphs)
         coming = self._gradients(held)
-        return ChunkBytes(kept, waiting, forward, backward, layer, coming, away, ahead, moving)
+        made = kept, waiting, forward, backward, layer, coming, away, ahead, moving
+        return ChunkBytes(*made, gathered, sum(gradients))
 
     def _leaving(
         self, held: Held, order: tuple[int, ...]
@@ -154,6 +165,27 @@ class ChunkSizes:
         embeds = held.embedding and not self.decoder.tied
         found = self.states.of("embedding").gradients if embeds else 0.0
         return found + self.states.inner(held).gradients
+
+
+def shared_units(copies: WeightCopies, held: Held) -> tuple[list[float], list[float]]:
+    """Return the bytes that passes have whole of what data ranks share, unit by unit: weights
+    under ZeRO 3, and gradients from ZeRO 2 on.
+    """
+    weights, gradients = list[float](), list[float]()
+    for part, _, times in copies.uses(held):
+        once = [one for one in part.buckets if one.beside != "backward"]
+        gathered, summed = (
+            sum(one.bytes for one in once if one.op == op)
+            for op in ("all_gather", "reduce_scatter")
+        )
+        weights += [gathered] * (times if copies.split.zero == 3 else 0)
+        gradients += [summed] * times
+    return weights, gradients
+
+
+def two(sizes: list[float]) -> float:
+    """Return the bytes of the two largest units: one that runs, and one whose collective does."""
+    return sum(sorted(sizes)[-2:])
 
 
 @remembered(1 << 12)

@@ -113,8 +113,10 @@ class Split(NamedTuple):
         numbers, local = self.numbers, weight.part(*self.sizes)
         ranks, _ = self.levels(weight.expert)
         share = [local / (ranks if self.zero >= stage else 1) for stage in range(4)]
-        copied = numbers.weight_bytes
-        if self.stack == "moefold" and not (weight.product and copied):
+        copied, passing = numbers.weight_bytes, self.stack == "moefold" and self.zero == 3
+        if passing and ranks > 1:
+            copied = 0  # gathered of masters for each pass
+        elif self.stack == "moefold" and not (weight.product and copied):
             # Read as the master is: gathered where that is shared.
             copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
         record, past = None, 0

@@ -76,7 +76,7 @@ class WeightCopies:
         if held in self._known:
             return self._known[held]
         found, joined = Counter[Collective](), dict[tuple[Kind, bool], float]()
-        for part, number, once in self._uses(held):
+        for part, number, once in self.uses(held):
             for one in part.buckets:
                 found[one] += number if one.each(self.split.zero) else once
             for group, elements in part.joined.items():
@@ -90,10 +90,10 @@ class WeightCopies:
 
     def trained(self, held: Held) -> tuple[float, float]:
         """Return the trained elements that a rank computes with, and those of them it updates."""
-        parts = [(once, part) for part, _, once in self._uses(held)]
+        parts = [(once, part) for part, _, once in self.uses(held)]
         return sum(n * one.trained for n, one in parts), sum(n * one.own for n, one in parts)
 
-    def _uses(self, held: Held) -> Iterator[tuple["PartCopies", int, int]]:
+    def uses(self, held: Held) -> Iterator[tuple["PartCopies", int, int]]:
         """Yield parts, how often a micro-batch uses them, and how many of them there are.
 
         A tied table is the head too, and each further token looks up rows of it.

@@ -10,10 +10,12 @@ import torch
 
 from moefold.mesh.share import ALIGN
 from moefold.parallel.data.bucket import Bucket
-from moefold.planner.case import Numbers, Recipe
+from moefold.planner.case import Held, Numbers, Recipe, kinds
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import Cluster, processor
+from moefold.planner.memory_chunk import shared_units, two
 from moefold.planner.memory_state import Split
+from moefold.planner.time_data import copies_of
 from moefold.spec.decoder import model_weights
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
@@ -138,6 +140,25 @@ def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
         assert 0 <= rank["masters"] - planned.master <= padding
     held = sum(seen[precision, zero]["state"] for seen in seen())
     assert 4 * held == pytest.approx(RANKS * planned.moments)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_passes_have_whole_is_what_the_planner_says(zero: int) -> None:
+    """Of two units at once: no less than there is, and no more than a norm or a table beyond it."""
+    case, record = Case(zero=zero), DECODERS[Case().model]
+    where = Cluster(processor(1e11, 1e10, 2**34), RANKS, RANKS, RANKS)
+    numbers = Numbers("fp32", OPTIMIZERS[case.optim], weight_bytes=0)
+    task = TrainingTask("held", record, 24, 4 * RANKS, where, numbers)
+    split = Split.of(choice_of(case.layout, 1, "fp32").case(task))
+    held = Held(tuple((kind, 1) for kind in kinds(record)[1]), 0, True, True)
+    weights, gradients = map(two, shared_units(copies_of(record, split), held))
+    for rank in seen():
+        looked = rank["fp32", zero]
+        small = 4 * sum(length * RANKS for unit, length, *_ in looked["buckets"] if unit == "norm")
+        table = 4 * sum(length * RANKS for unit, length, *_ in looked["buckets"] if unit == "embed")
+        assert 0 <= 4 * looked["peaks"]["gradients"] - gradients <= table
+        if zero == 3:
+            assert 0 <= 4 * looked["peaks"]["weights"] - weights <= small
 
 
 def test_stages_let_go_what_they_divide() -> None:

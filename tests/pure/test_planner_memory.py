@@ -304,6 +304,19 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
         assert found.moments == pytest.approx(2 * found.master)
 
 
+def test_passes_have_two_units_whole_that_are_shared_out() -> None:
+    """Weights in the compute dtype under ZeRO 3, gradients in fp32 from ZeRO 2 on."""
+    cases = [small(keeping=Keeping(zero=zero), software=Software()) for zero in range(4)]
+    plain, one, two, three = (max(m.working for m in parts(case).moments[:-1]) for case in cases)
+    weights = place_weights(cases[0], cases[0].places[0][0][1])
+    layer = sum(elements_here(cases[0], weight) for weight in weights)
+    assert plain == one
+    assert two - one == pytest.approx(2 * 4 * layer, rel=0.02)
+    assert three - two == pytest.approx(2 * 2 * layer, rel=0.02)
+    state = parts(cases[3]).state
+    assert state.weights == 0 and state.gradients == parts(cases[2]).state.gradients
+
+
 def test_offload_and_recompute_take_away_what_they_name() -> None:
     base = parts(small()).fullest.activations
     experts = frozenset(("experts",))
