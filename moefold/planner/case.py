@@ -14,13 +14,16 @@ from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
 from moefold.config.base import Record
+from moefold.config.errors import RunError
 from moefold.layers.config import Auto, Context, Full, Kind, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.model.config import Block, Decoder
+from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.optim.config import AdamW, Optim
 from moefold.planner.hardware import Cluster
+from moefold.planner.network import reach
 from moefold.planner.remember import remembered
 from moefold.schedule.config import GPipe, Schedule, tabulate
 from moefold.schedule.table import Table
@@ -255,6 +258,10 @@ class Case:
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
             raise ValueError(f"batch {self.batch} must be a multiple of dp * micro_batch = {share}")
+        order = self.sizes.pp, self.sizes.vpp, self.micro_batches
+        if broken := list(self.schedule.violations(*order)):
+            said = "schedule {} with pp{} vpp{}, {} micro-batches on each data rank"
+            raise RunError(broken, source=said.format(self.schedule.name, *order))
         if self.load < 1:
             raise ValueError(f"load {self.load}: the most loaded is at least the mean, 1")
         if not isinstance(self.context, Ring):
@@ -274,8 +281,16 @@ class Case:
 
     @property
     def expert_domains(self) -> int:
-        """Number of domains of fast links that the ranks of an expert group lie in."""
-        return len({rank // self.cluster.domain for rank in self.folding.group("ep", 0)})
+        """Number of domains of fast links that the ranks of an expert group lie in, evenly."""
+        return reach(self.cluster, self.sizes.ep, self.sizes.etp).outside
+
+    @property
+    def room(self) -> FixedRoom | None:
+        """The dispatcher's record, where a run file states its room."""
+        record = DISPATCH.kinds[self.dispatch]
+        if self.max_rows is None or not issubclass(record, FixedRoom):
+            return None
+        return record.model_validate({"max_rows": self.max_rows})
 
     @property
     def graphs_of_parts(self) -> bool:

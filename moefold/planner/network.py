@@ -6,6 +6,7 @@ so that a group of ``size`` ranks spans ``size * stride`` of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from moefold.planner.curves import Rates
 from moefold.planner.hardware import Cluster
@@ -34,10 +35,10 @@ class Reach:
 
 
 def reach(cluster: Cluster, size: int, stride: int) -> Reach:
-    """Return how a group lies. Domains are filled up to the largest power of two of ranks."""
-    domain = _domain(cluster)
-    inside = max(1, min(size, domain // stride if stride <= domain else 1))
-    return Reach(size, inside)
+    """Return how a group lies, as evenly as any of its kind does: ranks of three are a pair on one
+    node and one on the next, so that each counts as by itself.
+    """
+    return Reach(size, gcd(size, max(1, _domain(cluster) // stride)))
 
 
 def lying(cluster: Cluster, ranks: Sequence[int]) -> Reach:
@@ -47,8 +48,13 @@ def lying(cluster: Cluster, ranks: Sequence[int]) -> Reach:
 
 
 def _domain(cluster: Cluster) -> int:
-    """Return the ranks of a domain that are filled."""
-    return 1 << (min(cluster.domain, cluster.devices).bit_length() - 1)
+    """Return the ranks of a domain that are filled: all where they fill whole domains, or one that
+    has more, else the largest power of two.
+    """
+    domain, devices = cluster.domain, cluster.devices
+    if devices <= domain or devices % domain == 0:
+        return min(domain, devices)
+    return 1 << (domain.bit_length() - 1)
 
 
 def ring_seconds(moved: float, group: Reach, cluster: Cluster, rates: Rates) -> float:

@@ -30,8 +30,8 @@ SCHEDULES: tuple[Schedule, ...] = (
 SENDING: tuple[Dispatcher, ...] = (
     "alltoall", "alltoall_once", "two_level", "allgather", "deep_ep", "hybrid_ep"
 )  # fmt: skip
-"""All that move rows; ``padded`` is planned as long as ``alltoall``, ``spread`` as two of it, and
-``nccl_ep`` as ``hybrid_ep``."""
+"""All that move rows into as much room as they need; ``nccl_ep`` is planned as long as
+``hybrid_ep``."""
 MOST_ROWS = 32768
 """Tokens of a micro-batch beyond which no larger one is tried."""
 VIRTUAL = 16

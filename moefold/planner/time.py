@@ -47,7 +47,7 @@ from moefold.schedule.config import (
     ZeroBubbleV,
 )
 from moefold.schedule.simulate import Costs, simulate
-from moefold.spec.decoder import model_weights
+from moefold.spec.decoder import embedding, head, model_weights
 
 BINDS = {
     "compute": ("attention", "experts", "dense", "head", "recompute"),
@@ -170,6 +170,7 @@ class PassTime:
     ) -> None:
         """Take what decides it."""
         self.decoder, self.blocks = decoder, kinds(decoder)[0]
+        self.fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
         self.how, self.rates = (share, setting, policy), setting.rates
         self._known: dict[Held, Time] = {}
 
@@ -183,9 +184,9 @@ class PassTime:
                 made.add(end_time(None, *self.how), held.multi_token)
             losses = held.multi_token + held.loss
             if losses:
-                head = end_time(self.decoder.vocab, *self.how)
-                made.add(head, losses)
-                made.weights -= (losses - 1) * head.weights  # which all of them share
+                end = end_time(self.decoder.vocab, *self.how, self.fixed)
+                made.add(end, losses)
+                made.weights -= (losses - 1) * end.weights  # which all of them share
             self._known[held] = made
         return self._known[held]
 

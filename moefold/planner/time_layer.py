@@ -35,15 +35,14 @@ from moefold.planner.time_work import (
     offload_bytes,
 )
 from moefold.spec.decoder import halves, norms_of
-from moefold.spec.layer import RING, STATISTIC, Attention, RoutingSpec, described
+from moefold.spec.layer import GATHER, RING, STATISTIC, Attention, RoutingSpec, Shape, described
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
     "tp", "cp", "dispatch", "offload",
 )  # fmt: skip
 """What a rank does in a layer. ``memory`` is element-wise kernels, ``launch`` the device's own time
-per kernel; ``tp``, ``cp`` and ``dispatch`` and ``offload``
-are what of their transfers nothing hides."""
+per kernel; ``tp``, ``cp``, ``dispatch`` and ``offload`` are what of transfers nothing hides."""
 PLACE = {"attention": "attention", "mla_up": "attention", "core": "attention"} | {
     "experts": "experts", "ffn": "dense", "shared": "dense", "latent": "dense",
     "router": "dense", "head": "head",
@@ -137,6 +136,8 @@ class LayerPolicy(NamedTuple):
     """Whether experts' rows lie in pages between forward and backward."""
     spill: float = 0.0
     """Share of the layers whose pages go on to the host."""
+    hops: tuple[int, ...] = ()
+    """Rows that a rank sends hop by hop, where stated room says how many; filled or not."""
 
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
@@ -144,7 +145,8 @@ class LayerPolicy(NamedTuple):
         kept = case.keeping
         host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
         pages = kept.page > 0 and "block" not in kept.recompute
-        more = case.context, case.clones, pages, kept.spill * pages
+        hops = case.room.hops(case.sizes.ep) if case.room else ()
+        more = case.context, case.clones, pages, kept.spill * pages, hops
         return cls(case.dispatch, kept.recompute, *host, *disk, *more)
 
 
@@ -185,13 +187,12 @@ class Time:
 @remembered(1 << 15)
 def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
     """Return the time of a block with its exchanges; not to be changed."""
-    plain, parts, once = _once(block, share, setting, policy.dispatch)
+    plain, parts, once = _once(block, share, setting, policy.dispatch, policy.hops)
     # Copies of rows that came from other ranks are not made again: nothing else keeps those.
     idle = {"permute"} if share.ep * share.etp > 1 else set[str]()
     made = _repeated(plain, parts, policy.recompute - idle)
     if share.tp > 1:
-        ahead, back = _tensor_seconds(block, share, setting)
-        made.put("tp", ahead, back + (ahead / 2 if "gather" in policy.recompute else 0.0))
+        made.put("tp", *_tensor_seconds(block, share, setting, policy.recompute))
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
         sent = _rows_of_heads(block.attention, share)
@@ -213,7 +214,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
 
 @remembered(1 << 15)
 def _once(
-    block: Block, share: RankShare, setting: Setting, dispatch: str
+    block: Block, share: RankShare, setting: Setting, dispatch: str, hops: tuple[int, ...]
 ) -> tuple[Time, Mapping[str, Time], float]:
     """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
     present = sum(len(norms_of(block, name)) for name, _ in halves(block))
@@ -230,7 +231,7 @@ def _once(
         ways = [rows, rows]  # to the experts and back, and their gradients
         if setting.recipe in QUANTISE_BYTES and "rows" in setting.narrowed:
             ways[0] = replace(rows, bytes=rows.bytes * SENT_BYTES / BF16)
-        sent = sum(dispatch_seconds(one, share, setting, dispatch) for one in ways)
+        sent = sum(dispatch_seconds(one, share, setting, dispatch, hops) for one in ways)
     return _summed(parts), parts, sent
 
 
@@ -240,11 +241,17 @@ def half_seconds(record: Record, share: RankShare, setting: Setting) -> float:
 
 
 @remembered(1 << 12)
-def end_time(vocab: int | None, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
+def end_time(
+    vocab: int | None,
+    share: RankShare,
+    setting: Setting,
+    policy: LayerPolicy,
+    frozen: bool = False,
+) -> Time:
     """Return the time of the head and the loss over a vocabulary, or, without one, of what joins a
-    multi-token layer's two inputs; not to be changed.
+    multi-token layer's two inputs; not to be changed. ``frozen``: the head is.
     """
-    work = joint(share) if vocab is None else head(vocab, share, setting.loss_chunk)
+    work = joint(share) if vocab is None else head(vocab, share, setting.loss_chunk, frozen)
     parts = _parts(work, setting)
     return _repeated(_summed(parts), parts, policy.recompute)
 
@@ -345,28 +352,52 @@ def _moved(count: float, setting: Setting) -> float:
     return seconds * setting.rates.device
 
 
-def dispatch_seconds(rows: Rows, share: RankShare, setting: Setting, dispatch: str) -> float:
-    """Return the seconds of one dispatch, or one combine, with what etp gathers."""
-    cluster, rates = setting.cluster, setting.rates
-    group = reach(cluster, share.ep, share.etp)
-    seconds = exchange_seconds(rows, dispatch, group, cluster, rates, share.load)
+def dispatch_seconds(
+    rows: Rows, share: RankShare, setting: Setting, dispatch: str, hops: tuple[int, ...] = ()
+) -> float:
+    """Return the seconds of one dispatch, or one combine, with what etp gathers.
+
+    ``hops`` are the rows of each exchange where room is stated, which all ranks fill alike.
+    """
+    cluster, rates, copies = setting.cluster, setting.rates, rows.rows * rows.top_k
+    group, loads = reach(cluster, share.ep, share.etp), [share.load]
+    if hops:
+        dispatch, loads = "alltoall", [sent / copies for sent in hops]
+    seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, one) for one in loads)
     if share.etp > 1:
-        gathered = rows.rows * rows.top_k * rows.bytes * share.etp * share.load
+        gathered = copies * rows.bytes * share.etp * loads[-1]
         seconds += ring_seconds(gathered, reach(cluster, share.etp, 1), cluster, rates)
     return seconds
 
 
-def _tensor_seconds(block: Block, share: RankShare, setting: Setting) -> tuple[float, float]:
+def _tensor_seconds(
+    block: Block, share: RankShare, setting: Setting, recompute: frozenset[str]
+) -> tuple[float, float]:
     """Return what gathering and scattering rows over tp takes, forward and backward.
 
-    Each half of a layer gathers before and scatters after; backward does both again, and gathers
-    once more for the gradients of weights.
+    Each half of a layer with products that tp cuts gathers what they read, kept where it is not
+    made again, and scatters their results; backward does both the other way round.
     """
-    gathering = sum(spec.routing is None for _, spec in halves(block))
-    group = reach(setting.cluster, share.tp, 1)
-    once = ring_seconds(share.t * share.hidden * BF16, group, setting.cluster, setting.rates)
-    shown = gathering * once * (0.5 if setting.overlap_tp else 1.0)
-    return 2 * shown, 3 * shown
+    how = reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
+    ahead, back, rows = 0.0, 0.0, ring_seconds(share.t * share.hidden * BF16, *how)
+    if setting.loss_chunk is None:
+        # Other stacks keep their own rows, and gather once more for the gradients of weights.
+        shown = rows * (0.5 if setting.overlap_tp else 1.0)
+        shown *= sum(spec.routing is None for _, spec in halves(block))
+        return 2 * shown, (3 + ("gather" in recompute)) * shown
+    shape = Shape(share.hidden, round(share.r), share.tp, share.etp, ep=share.ep)
+    for name, spec in halves(block):
+        gathered = [part for part in spec.saved(shape) if part.dropped >= GATHER]
+        if not gathered:
+            continue
+        read = ring_seconds(sum(part.bytes for part in gathered), *how)
+        ahead, back = ahead + read + rows, back + read + rows
+        if recompute & {"block", *(kind for part in gathered for kind in part.dropped)}:
+            back += read
+        # A feed-forward ends a block, and nothing of its backward reads the sum.
+        if "block" in recompute and (name != "ffn" or spec.routing is not None):
+            back += rows
+    return ahead, back
 
 
 def _clone_seconds(

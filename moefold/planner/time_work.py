@@ -167,20 +167,22 @@ def norms(share: RankShare, number: int) -> Parts:
     return {"norms": Work(moved=moved, moved_backward=back, launches=2 * number)}
 
 
-def head(vocab: int, share: RankShare, chunk: int | None = None) -> Parts:
+def head(vocab: int, share: RankShare, chunk: int | None = None, frozen: bool = False) -> Parts:
     """Return the head and the loss: logits in fp32, which softmax and its gradient pass over.
 
     Args:
         vocab: columns of the logits.
         share: what the rank has.
         chunk: rows whose logits exist at once; None is all.
+        frozen: whether the matrix has no gradient.
     """
     logits = share.t * vocab / share.tp
     rows = min(chunk or share.t, share.t)
     product = Product(rows, vocab / share.tp, share.hidden, share.t / rows)
     weights = share.hidden * vocab / share.tp
     moved = 3 * logits * FP32
-    return {"head": Work((product,), (), moved, moved, 8 * ceil(share.t / rows), weights, True)}
+    launches, trained = 8 * ceil(share.t / rows), 0.0 if frozen else 1.0
+    return {"head": Work((product,), (), moved, moved, launches, weights, True, trained)}
 
 
 def joint(share: RankShare) -> Parts:

@@ -46,6 +46,7 @@ from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import Matmul, Operation, Weight
 from tests.traffic.data import data
 from tests.traffic.experts import expert
+from tests.traffic.step import tensor
 
 STORED = json.loads(
     Path(__file__).parents[2].joinpath("moefold/planner/time_constants.json").read_text("utf-8")
@@ -217,6 +218,20 @@ def test_groups_that_leave_their_domain_are_slower():
     assert reach(cluster("gb200x128"), 64, 1).outside == 1
 
 
+@pytest.mark.parametrize(("where", "size"), [("h100x6", 6), ("gb200x72", 72), ("gb200x144", 72)])
+def test_a_full_node_or_rack_is_one_domain(where: str, size: int) -> None:
+    assert reach(cluster(where), size, 1).outside == 1
+
+
+@pytest.mark.parametrize(("where", "size", "inside"), [("h100x24", 6, 2), ("h100x40", 20, 4)])
+def test_groups_that_straddle_nodes_lie_over_even_parts_of_them(
+    where: str, size: int, inside: int
+) -> None:
+    """Of groups of six, some have four on one node and two on the next."""
+    found = reach(cluster(where), size, 1)
+    assert (found.inside, found.outside) == (inside, size // inside)
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "alltoall_once"])
 def test_exchanges_carry_the_bytes_that_traffic_counts(dispatcher):
     one = case(dispatch=dispatcher)
@@ -229,6 +244,43 @@ def test_exchanges_carry_the_bytes_that_traffic_counts(dispatcher):
     # Dispatch and combine, forward and backward; counts and probabilities are a few bytes a row.
     passes = 4 * 48 * one.micro_batches
     assert sum(call.total for call in counted) / passes == pytest.approx(sent, rel=0.03)
+
+
+@pytest.mark.parametrize("dispatcher", ["padded", "spread"])
+def test_stated_room_is_sent_filled_or_not(dispatcher):
+    """Whatever the load; between eight ranks on links that nothing is lost on."""
+    one = case(dispatch=dispatcher, max_rows=20_000, software=Software())
+    sent = sum(call.total for call in expert(one, 0) if call.part in ("dispatch", "combine"))
+    twice = replace(one, max_rows=40_000)
+    more = estimate(twice).parts["dispatch"] / estimate(one).parts["dispatch"]
+    again = sum(call.total for call in expert(twice, 0) if call.part in ("dispatch", "combine"))
+    assert more == pytest.approx(again / sent, rel=0.02)
+    assert estimate(replace(one, load=1.5)).parts["dispatch"] == estimate(one).parts["dispatch"]
+    plain = estimate(case(dispatch="alltoall", software=Software())).parts["dispatch"]
+    counted = sum(c.total for c in expert(case(dispatch="alltoall", software=Software()), 0))
+    assert estimate(one).parts["dispatch"] / plain == pytest.approx(sent / counted, rel=0.05)
+
+
+@pytest.mark.parametrize("again", [(), ("gather",), ("shared",), ("block",)])
+@pytest.mark.parametrize("decoder", [QWEN3_30B, DEEPSEEK], ids=["gqa", "mla"])
+def test_tensor_ranks_carry_the_bytes_that_traffic_counts(decoder, again):
+    """Of latents as wide as they are, and of shared experts; no more than is sent."""
+    keeping = Keeping(recompute=frozenset(again))
+    stages, sizes = Stages.balanced(1, 1, decoder.layers), Sizes(tp=4)
+    one = case(
+        decoder=decoder, sizes=sizes, stages=stages, keeping=keeping, dispatch="local",
+        seq=32768, software=Software(),
+    )  # fmt: skip
+    calls = [call for call in tensor(one, 0) if call.part in ("attention", "ffn", "shared")]
+    latency = LATENCY_LINK * sum(call.count for call in calls)
+    carried = (estimate(one).parts["tp"] - latency) * one.cluster.device.link_bandwidth * RING_SHARE
+    assert carried == pytest.approx(sum(call.total for call in calls), rel=0.01)
+
+
+def test_a_frozen_head_has_no_product_for_its_gradient():
+    frozen = QWEN3_30B.model_copy(update={"frozen": ("head.weight",)})
+    free, fixed = (estimate(case(decoder=one)).parts["head"] for one in (QWEN3_30B, frozen))
+    assert fixed == pytest.approx(free * 2 / 3)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -266,9 +318,10 @@ def test_what_copies_exchange_hides_where_passes_run_beside_it():
     off = estimate(ours(2, schedule=ZeroBubbleH1()))
     assert off.hidden["dp"] < hidden[2] / 5 and off.parts["dp"] > estimate(ours(2)).parts["dp"]
     shown = estimate(ours(3)).parts["dp"]
-    deep = replace(ours(3), sizes=Sizes(pp=2, vpp=24, ep=2), stages=Stages.balanced(2, 24, 48))
+    sizes, stages = Sizes(pp=2, vpp=24, ep=2), Stages.balanced(2, 24, 48)
+    deep = replace(ours(3), sizes=sizes, stages=stages, schedule=Interleaved())
     # Of a chunk of one layer nothing computes while its weights come.
-    assert estimate(replace(deep, schedule=Interleaved())).parts["dp"] > 2 * shown > 0
+    assert estimate(deep).parts["dp"] > 2 * shown > 0
 
 
 def test_losses_on_further_tokens_read_one_head():

@@ -130,6 +130,10 @@ class FixedRoom(Dispatch):
         """Return the rows of each of the equal parts that a rank receives from ``ranks``."""
         raise NotImplementedError
 
+    def hops(self, ranks: int) -> tuple[int, ...]:
+        """Return the rows that a rank sends to ``ranks``, itself among them, hop by hop."""
+        return (ranks * self.between(ranks),)
+
     def arriving(self, sizes: Sizes) -> int:
         """Return the rows that a rank holds after dispatch, filled or not."""
         return sizes.etp * sizes.ep * self.between(sizes.ep)
@@ -182,6 +186,10 @@ class Spread(FixedRoom):
     def between(self, ranks: int) -> int:
         """Return the most copies for one rank that another was dealt, one left over of each."""
         return self.dealt(ranks) + ranks
+
+    def hops(self, ranks: int) -> tuple[int, ...]:
+        """Return what is dealt, and what is sent on."""
+        return (ranks * self.dealt(ranks), *super().hops(ranks))
 
     def filled(self, sizes: Sizes) -> int:
         """Return the stated room of all slices of an expert's rank."""
