@@ -16,7 +16,7 @@ from rich.text import Text
 
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, plain_table, print_json
 from moefold.files import write_text
-from moefold.planner.answer import GB, Plan, PlannedLayout, demand_numbers, fragment
+from moefold.planner.answer import GB, Plan, PlannedLayout, demand_numbers
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
 from moefold.planner.goodput import DAY, Price
@@ -112,7 +112,7 @@ def _run_file(found: Plan) -> Iterator[Text]:
         f"  the fastest that training executes: {_three(today.step_time_s)} s a step, "
         f"{today.memory_gb:,.1f} of {today.room_gb:.1f} GB",
     )
-    yield Text(yaml.safe_dump(fragment(today), sort_keys=False).rstrip())
+    yield Text(yaml.safe_dump(found.run_file, sort_keys=False).rstrip())
 
 
 def _given(found: Plan) -> Iterator[Text | Table]:
@@ -269,11 +269,12 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
         return
     cost = found.bill(best, tokens)
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else words.clock(cost.days * DAY)
+    energy = "" if cost.energy_mwh is None else f", at most {cost.energy_mwh:,.0f} MWh"
     money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
     yield Text.assemble(
         ("\nover ", ""),
         f"{words.count(tokens)} tokens in the fastest layout: {days}, "
-        f"{cost.device_hours:,.0f} device hours, at most {cost.energy_mwh:,.0f} MWh{money}; "
+        f"{cost.device_hours:,.0f} device hours{energy}{money}; "
         f"save every {words.clock(min(expected.interval_s, 1e7))}, "
         f"{expected.ettr:.1%} of time trains "
         f"({found.faults.per_device_day:.1e} failures per device and day, "

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.base import to_dict
+from moefold.config.errors import RunError
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom
+from moefold.parallel.config import Layout
 from moefold.planner.case import Case
 from moefold.planner.from_run import (
     LOAD,
@@ -152,6 +154,8 @@ class Plan:
     """What sources print of this model, planned on this cluster."""
     faults: Faults
     price: Price
+    run: Run | None = None
+    """What is planned, where that is no published model."""
 
     @property
     def best(self) -> PlannedLayout | None:
@@ -171,6 +175,13 @@ class Plan:
         if self.task.foreign:
             return f"training does not execute the model's {', '.join(self.task.foreign)}"
         return f"no layout that training executes fits in {self.task.numbers.recipe}"
+
+    @property
+    def run_file(self) -> dict[str, Any] | None:
+        """What a run file says for ``today``, on top of the run's own if there is one."""
+        if self.today is None:
+            return None
+        return fragment(self.today) if self.run is None else _over(self.run, self.today)
 
     @property
     def expected(self) -> Goodput:
@@ -223,8 +234,8 @@ def plan(
     where = cluster_of(cluster) if isinstance(cluster, str) else cluster
     if memory_gb is not None:
         where = replace(where, device=resized(where.device, round(memory_gb * GB)))
-    task, choice = _task(run, where, batch, seq, load, overrides)
-    given, problem = _given(task, choice)
+    task, choice, made = _task(run, where, batch, seq, load, overrides)
+    given, problem = _given(task, choice, made)
     search, space = Search(task), everything(task)
     best = _found(search, space, top)
     own = task.numbers.recipe
@@ -235,11 +246,12 @@ def plan(
         given=given,
         given_problem=problem,
         layouts=best,
-        today=None if task.foreign else next(iter(_found(search, today(task))), None),
+        today=None if task.foreign else _today(search, made),
         same_format=tuple(same),
         published=tuple(_published(task)),
         faults=faults or Faults(),
         price=price or Price(),
+        run=made,
     )
 
 
@@ -261,15 +273,17 @@ def _task(
     seq: int | None,
     load: float,
     overrides: Sequence[str],
-) -> tuple[TrainingTask, Choice | None]:
-    """Return what is planned: of a run, or else of the published model of that name."""
+) -> tuple[TrainingTask, Choice | None, Run | None]:
+    """Return what is planned: of a run, which comes last, or else of the published model of that
+    name.
+    """
     if isinstance(run, Run) and overrides:
         raise ValueError(f"a run that is read has no overrides: {overrides[0]} changes nothing")
     if isinstance(run, Run) or Path(run).exists() or str(run) in recipes():
         if seq is not None:
             raise ValueError(f"seq {seq} is for published models: a run has data.seq={seq}")
         made = run if isinstance(run, Run) else load_run(run, overrides)
-        return of_run(made, cluster, batch, load)
+        return *of_run(made, cluster, batch, load), made
     known = find(str(run))
     if known is None:
         near = get_close_matches(str(run), [*entries(), *recipes()], 3, 0.4)
@@ -281,16 +295,56 @@ def _task(
         raise ValueError(f"{known} is a published model and no run: {overrides[0]} changes nothing")
     if batch is None:
         raise ValueError(f"{known} is a published model and no run: give --batch (sequences/step)")
-    return of_model(model(known), cluster, batch, seq or SEQ, load), None
+    return of_model(model(known), cluster, batch, seq or SEQ, load), None, None
 
 
-def _given(task: TrainingTask, choice: Choice | None) -> tuple[PlannedLayout | None, str]:
-    if choice is None:
+def _given(
+    task: TrainingTask, choice: Choice | None, run: Run | None
+) -> tuple[PlannedLayout | None, str]:
+    if choice is None or run is None:
         return None, "a published model has no layout of its own"
     try:
-        return PlannedLayout(choice, choice.case(task), "run"), ""
+        case = choice.case(task)
+        if broken := list(run.layout.violations_over(task.cluster.devices)):
+            raise RunError(broken, source="layout")
+        return PlannedLayout(choice, case, "run"), ""
     except ValueError as error:
         return None, str(error)
+
+
+def _today(search: Search, run: Run | None) -> PlannedLayout | None:
+    """Return the fastest layout that training executes, and that a run's own rules allow."""
+    for one in search.fitting(today(search.task)):
+        layout = PlannedLayout(one.choice, one.case, "search")
+        if not layout.not_yet and (run is None or _accepts(run, layout)):
+            return layout
+    return None
+
+
+def _accepts(run: Run, layout: PlannedLayout) -> bool:
+    """Return whether a run keeps its rules in a layout."""
+    said = _over(run, layout)
+    update: dict[str, Any] = {name: said["train"][name] for name in ("batch", "micro_batch")}
+    if run.train.quantise is not None:
+        update["quantise"] = run.train.quantise.model_copy(update={"rows": layout.rows})
+    placed = Layout.model_validate(to_dict(run.layout) | said["layout"])
+    update = {"layout": placed, "train": run.train.model_copy(update=update)}
+    return not any(run.model_copy(update=update).rules())
+
+
+def _over(run: Run, layout: PlannedLayout) -> dict[str, Any]:
+    """Return a layout's fragment on top of a run: what that has and the layout has not is taken
+    back, as files that name a base are merged with it.
+    """
+    said, own, usual = fragment(layout), to_dict(run.layout), to_dict(Layout())
+    for name, value in own.items():
+        mine = said["layout"].get(name)
+        if mine is None and name != "experts" and value != usual[name]:
+            said["layout"][name] = usual[name]
+        elif isinstance(mine, dict) and isinstance(value, dict) and "kind" in mine:
+            kept = value if value.get("kind") == mine["kind"] else {}
+            said["layout"][name] = dict.fromkeys(kept) | mine
+    return said
 
 
 def _found(search: Search, space: Space, top: int = 1) -> tuple[PlannedLayout, ...]:

@@ -43,6 +43,7 @@ from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
 from moefold.spec.codes import coded
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import RING, LayerSpec
+from moefold.training.losses.config import Distill, Dpo
 
 LOAD = 1.2
 """Rows of the fullest expert rank over the mean where none is stated: between forced balance, 1,
@@ -56,6 +57,8 @@ UNMEASURED = (
     "the time model is not fitted to moefold on a GPU: times and their ± are of its work at the rates "
     "of other software, and a trace of its step has more kernels than are counted (docs/plan.md)"
 )
+TEACHER = "the teacher is not counted: neither its forward nor what it takes of a device's memory"
+REFERENCE = "the reference is not counted: it is a forward more in each step"
 NCCL_EP = "no rate of NCCL EP is published: its exchanges are planned at HybridEP's"
 
 
@@ -90,7 +93,7 @@ class TrainingTask:
     def assumed(self) -> tuple[str, ...]:
         """What a reader has to know of the figures: what was assumed, and what was not measured."""
         device = self.cluster.device
-        unmeasured = self.software.stack == "moefold" and device.link_bandwidth > 0
+        unmeasured = self.software.stack == "moefold" and not device.cpu
         return (*self.notes, UNMEASURED) if unmeasured else self.notes
 
 
@@ -158,7 +161,7 @@ class Choice:
 
     def _cuda_graphs(self, task: TrainingTask) -> Graphs:
         """Return what graphs hold: experts where as many rows come in each pass. CPUs have none."""
-        if self.graphs == "none" or task.cluster.device.link_bandwidth == 0:
+        if self.graphs == "none" or task.cluster.device.cpu:
             return task.software.cuda_graphs
         fixed = issubclass(DISPATCH.kinds[self.dispatch], FixedRoom)
         known = fixed or self.sizes.ep * self.sizes.etp == 1
@@ -219,6 +222,11 @@ def _stated(
         narrowed |= {"delayed"} if narrow.scaling == "delayed" else set()
     size = batch or run.train.batch
     notes = (NCCL_EP,) if _known(run.layout.dispatch) == "nccl_ep" else ()
+    loss = run.train.loss
+    if isinstance(loss, Distill) and loss.stored is None:
+        notes = (*notes, TEACHER)
+    if isinstance(loss, Dpo) and loss.reference != "stored":
+        notes = (*notes, REFERENCE)
     task = TrainingTask(
         name=run.name,
         decoder=run.decoder(),

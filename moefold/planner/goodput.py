@@ -105,8 +105,9 @@ class Bill:
     tokens: float
     days: float
     device_hours: float
-    energy_mwh: float
-    """Megawatt-hours at the boards' limit, hosts and building included: an upper bound."""
+    energy_mwh: float | None
+    """Megawatt-hours at the boards' limit, hosts and building included: an upper bound. None where
+    that limit is not known."""
     cost: float | None
     """In the price's money; None without a price."""
 
@@ -159,5 +160,6 @@ def bill(task: TrainingTask, tokens_per_s: float, tokens: float, price: Price = 
     seconds = tokens / tokens_per_s
     hours = seconds / 3600 * task.cluster.devices
     watts = task.cluster.device.watts * (1 + HOST_WATTS) * price.pue
+    energy = hours * watts / 1e6 if watts else None
     cost = None if price.per_device_hour is None else hours * price.per_device_hour
-    return Bill(tokens, seconds / DAY, hours, hours * watts / 1e6, cost)
+    return Bill(tokens, seconds / DAY, hours, energy, cost)

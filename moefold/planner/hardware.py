@@ -3,6 +3,7 @@ measured on one machine, a CPU by ``moefold bench`` or a GPU, by the rates in it
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ FORMAT_OF: Mapping[str, Format] = {
     "nvfp4": "fp4",
 }
 """The format whose peak a recipe's products have."""
+CPU = "CPU"
 MACHINE_FORM = 1
 """Version of the file of a measured machine; another one is not read."""
 
@@ -55,6 +57,11 @@ class Device:
     rates: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
     """For a device that was measured itself: by recipe, the constants of
     :class:`moefold.planner.curves.Rates` that hold for it instead of its family's."""
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it is a processor, on which nothing is launched ahead."""
+        return self.name == CPU
 
     @property
     def size(self) -> str:
@@ -168,7 +175,7 @@ def processor(
         bf16: FLOP/s of large bfloat16 products; None is as fp32.
     """
     peaks: tuple[tuple[Format, float], ...] = (("fp32", peak), ("bf16", bf16 or peak))
-    return Device("CPU", peaks, memory_bytes, memory_bandwidth)
+    return Device(CPU, peaks, memory_bytes, memory_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -230,7 +237,11 @@ class Machine:
             stored = json.loads(file.read_text("utf-8"))
             if stored.pop("form") != MACHINE_FORM:
                 raise KeyError("form")
-            return cls(**stored)
+            found = cls(**stored)
+            sizes = found.fp32, found.bf16, found.bandwidth, found.memory_bytes
+            if not all(0 < size < math.inf for size in sizes) or not found.device.peaks:
+                raise ValueError
+            return found
         except (ValueError, AttributeError, KeyError, TypeError):
             text = f"{file} is not what `moefold bench` writes: run it again"
             raise ValueError(text) from None

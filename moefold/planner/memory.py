@@ -206,7 +206,7 @@ def shortened(case: Case) -> Case:
 
 def software_of(device: Device) -> Overheads:
     """Return what software takes beside tensors on a device."""
-    return CPU if device.link_bandwidth == 0 else GPU
+    return CPU if device.cpu else GPU
 
 
 def overheads(case: Case) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.mesh.grid import Grid
-from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
+from moefold.planner.answer import GB, Plan, PlannedLayout
 from moefold.planner.case import evened
 from moefold.planner.goodput import curve
 from moefold.planner.memory import memory, shortened, totals
@@ -65,7 +65,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
             {"what": c.what, "faster": c.faster, "saved_gb": c.saved_bytes / GB, "fits": c.fits}
             for c in plan.changes
         ],
-        "run_file": fragment(plan.today) if plan.today else None,
+        "run_file": plan.run_file,
         "goodput": {
             "ettr": expected.ettr,
             "save_every_s": finite(expected.interval_s),

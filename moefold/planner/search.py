@@ -12,7 +12,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count, product
+from itertools import count, islice, product
 from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
@@ -132,8 +132,12 @@ class Search:
             space: what may be chosen.
             top: how many.
         """
+        return list(islice(self.fitting(space), top))
+
+    def fitting(self, space: Space) -> Iterator[Found]:
+        """Yield the layouts of a space that fit, each of another folding, the fastest first."""
         room = self.task.cluster.device.memory_bytes * (1 - RESERVE)
-        found: dict[tuple[int, ...], Found] = {}
+        found = set[tuple[int, ...]]()
         steps = (self.depths, self.schedules, self.stages)
         heap: list[_Bounded] = []
         tie = count()
@@ -143,7 +147,7 @@ class Search:
                 heapq.heappush(heap, (bound, next(tie), step, item))
 
         push(self.grids(space))
-        while heap and len(found) < top:
+        while heap:
             bound, _, step, item = heapq.heappop(heap)
             if step >= 2 and item.folding in found:
                 continue
@@ -153,8 +157,8 @@ class Search:
             case = item.case(self.task)
             needed = peak_within(case, room)
             if needed is not None:
-                found[item.folding] = Found(item, case, bound, needed)
-        return list(found.values())
+                found.add(item.folding)
+                yield Found(item, case, bound, needed)
 
     # --------------------------------------------------------------------------- steps
 

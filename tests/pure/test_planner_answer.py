@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moefold.config.base import Record
 from moefold.config.check import check
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_violations
@@ -14,7 +15,7 @@ from moefold.moe.dispatch.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
 from moefold.planner.answer import Plan, PlannedLayout, fragment, plan
 from moefold.planner.case import Case
-from moefold.planner.from_run import NCCL_EP, UNMEASURED, choice_of, of_run
+from moefold.planner.from_run import NCCL_EP, REFERENCE, TEACHER, UNMEASURED, choice_of, of_run
 from moefold.planner.hardware import cluster
 from moefold.planner.memory import fullest
 from moefold.planner.network import reach, ring_seconds
@@ -22,6 +23,7 @@ from moefold.planner.time import estimate
 from moefold.planner.time_layer import setting_of
 from moefold.run import demand_fit, load_run
 from moefold.spec.decoder import needs
+from moefold.training.losses.config import Distill, Dpo
 from tests.traffic.step import traffic
 
 MATRIX = pytest.mark.matrix
@@ -84,6 +86,50 @@ def test_the_run_file_is_planned_alike(name: str, where: str, tmp_path) -> None:
     demand_fit(run, found.task.cluster.devices)
     task, choice = of_run(run, found.task.cluster)
     same(PlannedLayout(choice, choice.case(task)), found.today)
+
+
+def test_a_run_file_takes_back_what_its_base_has(tmp_path) -> None:
+    """A file that names a base is merged with it: what the plan leaves out would stay."""
+    own = {
+        "sizes": "pp2 vpp2", "schedule": {"kind": "merged", "group": 3}, "zero_ranks": 1,
+        "recompute": {"kind": "full"}, "context": {"kind": "all_gather"}, "experts": "loop",
+    }  # fmt: skip
+    base, path = tmp_path / "base.yaml", tmp_path / "run.yaml"
+    shape = {"model": {"shape": {"layers": 4}}, "train": {"batch": 12}}
+    base.write_text(yaml.safe_dump({"base": "tiny", **shape, "layout": own}))
+    found = plan(base, "h100x2", top=1)
+    assert found.today is not None and found.run_file is not None
+    path.write_text(yaml.safe_dump({"base": str(base), **found.run_file}))
+    run = load_run(path)
+    demand_fit(run, 2)
+    assert run.layout.recompute is None and run.layout.experts == "loop"
+    task, choice = of_run(run, found.task.cluster)
+    same(PlannedLayout(choice, choice.case(task)), found.today)
+
+
+def test_what_a_run_s_own_rules_refuse_is_not_for_today() -> None:
+    """Moments that share scales: no axis cuts their groups."""
+    shape = "{hidden: 1024, layers: 2, heads: 8, kv_heads: 8, head_dim: 128, experts: 8, top_k: 2,"
+    shape += " expert_width: 3072}"
+    run = load_run(
+        "tiny",
+        [f"model.shape={shape}", "data.seq=4096", "train.batch=8", "train.micro_batch=1",
+         "optim.moments=fp8", "optim.moment_group=3072"],
+    )  # fmt: skip
+    found = plan(run, "h100x8", top=1)
+    assert found.today is not None and not list(run.rules())
+    said = fragment(found.today)
+    layout = RunLayout.model_validate(said["layout"])
+    update = {"layout": layout, "train": run.train.model_copy(update=said["train"])}
+    assert not list(run.model_copy(update=update).rules())
+
+
+def test_a_given_layout_that_its_schedule_cannot_run_is_said() -> None:
+    """Three micro-batches on two ranks of two chunks; all else is planned."""
+    own = ["model.shape.layers=4", "layout.sizes=pp2 vpp2", "train.micro_batch=2"]
+    found = plan(load_run("tiny", own), "h100x2", batch=6, top=1)
+    assert found.given is None and "groups of 2" in found.given_problem
+    assert found.today is not None
 
 
 def test_what_training_cannot_execute_is_never_printed() -> None:
@@ -200,6 +246,19 @@ def test_the_chunk_of_the_loss_is_planned() -> None:
     assert forward[1] == 4096 * columns * 2 > 1.5 * forward[0], "their gradient takes their place"
     took = [estimate(one).parts["head"] for one in (few, usual, all_)]
     assert took[0] > took[1] > took[2], "small products are slower"
+
+
+def test_losses_that_run_another_model_say_that_it_is_not_counted() -> None:
+    run = load_run("tiny", ["adapter={kind: lora, rank: 4}"])
+
+    def said(loss: Record) -> tuple[str, ...]:
+        train = run.train.model_copy(update={"loss": loss})
+        changed = run.model_copy(update={"train": train})
+        return of_run(changed, cluster("h100x4"))[0].assumed
+
+    assert REFERENCE in said(Dpo()) and TEACHER in said(Distill(teacher="folder"))
+    for one in (run.train.loss, Dpo(reference="stored"), Distill(teacher="folder", stored="said")):
+        assert not {REFERENCE, TEACHER} & set(said(one))
 
 
 def test_a_plan_says_that_no_gpu_has_measured_it() -> None:

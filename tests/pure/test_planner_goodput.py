@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from moefold.planner.from_run import Choice, of_model
 from moefold.planner.goodput import Faults, Price, best_interval, bill, curve, goodput
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import Cluster, cluster, processor
 from moefold.planner.published import model
 
 # 16,384 devices that fail 4.7e-4 times a day: stall, restart, minutes between saves, ETTR.
@@ -68,3 +69,5 @@ def test_a_bill() -> None:
     assert found.device_hours == pytest.approx(8.0) and found.cost == pytest.approx(16.0)
     assert found.energy_mwh == pytest.approx(8 * 700 * 1.35 / 1e6)
     assert bill(task, 1e6, 3.6e9).cost is None
+    unknown = replace(task, cluster=Cluster(processor(1e11, 1e10, 2**34), 1, 1, 1))
+    assert bill(unknown, 1e6, 3.6e9).energy_mwh is None, "a device whose power nobody states"

@@ -15,6 +15,7 @@ from moefold.planner.case import Case, Numbers
 from moefold.planner.curves import constants
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine, cluster, usual_file
+from moefold.planner.memory import GPU, software_of
 from moefold.planner.time import estimate, orthogonal_seconds
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
@@ -73,7 +74,8 @@ def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path
     assert found.peak("fp8") == sold.peak("fp8") and found.nic_bandwidth == sold.nic_bandwidth
     assert dict(dict(found.rates)["bf16"]) == RATES
     replace(MACHINE, name="NVIDIA L40S", gpu=True).write(file)
-    assert cluster(str(file)).device.name == "NVIDIA L40S"
+    other = cluster(str(file)).device
+    assert (other.name, software_of(other)) == ("NVIDIA L40S", GPU), "no CPU, though without links"
     with pytest.raises(ValueError, match="no link of it"):
         cluster(f"{file}x2")
 
@@ -84,6 +86,16 @@ def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="moefold bench"):
+        Machine.read(file)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"fp32": 0.0}, {"bandwidth": -1.0}, {"bf16": "fast"}, {"rates": [1]}], ids=str
+)
+def test_a_file_with_no_rates_in_it_is_refused(tmp_path: Path, wrong: dict) -> None:
+    file = tmp_path / "machine.json"
+    replace(MACHINE, **wrong).write(file)
     with pytest.raises(ValueError, match="moefold bench"):
         Machine.read(file)
 
