@@ -1,7 +1,7 @@
-"""A described decoder in a layout: this rank's parts of it, in one short ordered function.
+"""Applies a layout to a decoder: builds only the layers and weight shards of this rank.
 
-Nothing here knows a kind of layer. Which layers stay is a matter of numbers, and how a weight is
-cut stands beside it in its layer (:mod:`moefold.layers.placement`).
+Nothing here knows a kind of layer. The pipeline's stages select layers by number, and each layer
+states how its weights are cut (:mod:`moefold.layers.placement`).
 """
 
 from collections import Counter
@@ -29,20 +29,23 @@ from moefold.schedule.table import Table
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one stage of the pipeline computes."""
+    """The layers of one pipeline stage, and whether it includes the embedding and the head."""
 
     layers: tuple[str, ...]
-    """Numbers of its layers, in order; a stage may have none."""
+    """Numbers of its layers, in order; may be empty."""
     embeds: bool
     """Whether it begins with the embedding."""
     scores: bool
     """Whether it ends with norm, head and loss."""
     ahead: tuple[str, ...] = ()
-    """Numbers of its layers of multi-token prediction, which follow the norm."""
+    """Numbers of its multi-token prediction layers, which run after the final norm."""
 
     @classmethod
     def of(cls, places: tuple[Place, ...], layers: int) -> "Chunk":
-        """Return what the places of a pipeline layout say of a model with so many layers."""
+        """Build from the places that a pipeline layout assigns to a stage.
+
+        ``layers`` is the model's number of ordinary layers, after which multi-token layers count.
+        """
         kinds = [place.kind for place in places]
         main = tuple(str(place.index) for place in places if place.kind == "layer")
         ahead = tuple(str(layers + place.index) for place in places if place.kind == "multi_token")
@@ -52,37 +55,39 @@ class Chunk:
 HooksFor = Callable[..., UnshardHooks]
 """``hooks_for(chunk, training=…, deferred=False)`` returns the unshard hooks for one micro-batch.
 
-``training``: a backward follows. ``deferred``: weights' products wait for their own action.
+``training``: a backward follows. ``deferred``: weight gradients are computed by a later action.
 """
 
 
 def resident(chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
-    """Return the hooks of weights that stay where they are."""
+    """Return the hooks of weights that are never sharded; they do nothing."""
     return RESIDENT
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """This rank's parts of a model, and what is needed to run them in step with the others."""
+    """This rank's parts of a model, and what a step needs to run them together with other ranks."""
 
     model: DecoderModel
     world: World
     layout: Layout
     chunks: tuple[Chunk, ...]
-    """Stages that are here, in the order of the model."""
+    """Pipeline stages on this rank, in model order."""
     shards: dict[str, Shard]
-    """The piece of each tensor of ``model`` that is here, by its global name."""
+    """This rank's shard of each tensor of ``model``, by its global name."""
     table: Table
-    """Of some micro-batches; all tables of a layout lay stages on ranks alike."""
+    """Schedule for some number of micro-batches, read for where each stage lives; that does not
+    depend on the number."""
     embedding_stages: tuple[int, ...]
-    """Pipeline ranks that hold the embedding's matrix: several where the head is tied to it, or
-    the last one predicts further tokens."""
+    """Pipeline ranks that hold the embedding matrix: more than one where the head is tied to it or
+    the last stage has multi-token prediction layers."""
     term_layers: dict[str, int]
-    """How many layers of the whole model have each router term."""
+    """Number of layers of the whole model that have each router term."""
     beside: World | None
-    """This world with groups for the exchanges of pairs, where the schedule has any."""
+    """This world with separate groups for exchanges that run concurrently with another
+    micro-batch's compute; None where the schedule has no forward-backward pairs."""
     offload: Offloading | None
-    """Where activations go that do not stay on the device."""
+    """Offloading of activations to host or disk; None where all stay on the device."""
     hooks_for: HooksFor = resident
 
 
@@ -95,10 +100,10 @@ def build(
 ) -> ModelParts:
     """Build this rank's parts of a decoder, uninitialised; nothing else is ever allocated.
 
-    On device ``meta`` not even these: what data ranks share need never be whole on one of them.
+    With device ``meta`` these stay unallocated too, so that ZeRO can shard them before allocating.
 
     Raises:
-        ValueError: where an axis does not divide what it cuts.
+        ValueError: if an axis does not divide a dim that it cuts.
     """
     model = DecoderModel(decoder, precision, layout.dispatch, layout.experts, "meta")
     placed = place_model(model, layout, world)
@@ -107,7 +112,7 @@ def build(
 
 
 def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts:
-    """Take from a whole model what does not live on this rank; its tensors may be on ``meta``."""
+    """Reduce a whole model, in place, to this rank's parts; its tensors may be on ``meta``."""
     term_layers = Counter(term for _, mixture in model.mixtures() for term in mixture.terms)
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
@@ -136,13 +141,13 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
 
 
 def alone(model: DecoderModel, layout: Layout | None = None) -> ModelParts:
-    """Return a whole model as one rank runs it."""
+    """Return the parts of a whole model that runs on a single rank."""
     device = next(model.parameters()).device
     return place_model(model, layout or Layout(), World.single(device))
 
 
 def _keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
-    """Drop the parts of a model that no chunk here runs."""
+    """Drop the layers, embedding, norm and head that no chunk on this rank runs."""
     kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.ahead)]
     model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
     embeds = any(chunk.embeds for chunk in chunks)
@@ -154,7 +159,7 @@ def _keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
 
 
 def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:
-    """Replace each parameter by this rank's piece of it, and return the pieces by name."""
+    """Replace each parameter by this rank's shard; return the shards of all tensors by name."""
     sizes = world.folding.sizes
     at = {
         "tp": (world.attention.tp, sizes.tp),
@@ -178,7 +183,10 @@ def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:
 def flow_of(
     placed: ModelParts, batch: MicroBatch, training: bool = True, exact: bool = False
 ) -> Flow:
-    """Return the pass of one micro-batch, which is whole and on the host, through these parts."""
+    """Return the ``Flow`` of one micro-batch through these parts, with this rank's rows.
+
+    ``batch`` is whole and on the host.
+    """
     model, layout, world = placed.model, placed.layout, placed.world
     device, depth = world.device, len(model.record.multi_token) if training else 0
 

@@ -1,6 +1,6 @@
-"""Record of where a run's parts live: read by every room that builds a part.
+"""Records of the ``layout`` section: parallel sizes, schedule, ZeRO, dispatch and memory options.
 
-The room itself stands above the model and is applied to it from outside.
+All packages that build a part of the run read it. It imports no torch.
 """
 
 import math
@@ -23,21 +23,21 @@ from moefold.spec.decoder import ModelNeeds
 
 
 class StatePlacement(Record):
-    """Where master weights and the optimizer's moments lie between steps, and are updated."""
+    """Where master weights and optimizer moments are stored between steps, and updated."""
 
     at: Literal["device", "host", "disk"] = "device"
-    """``host`` is the memory of the rank's machine, ``disk`` a file on it."""
+    """``host``: memory of the rank's machine; ``disk``: a file on that machine."""
     step: Literal["device", "host"] = "device"
-    """Where state that lies elsewhere is updated: on the device, to which it is fetched unit by
-    unit, or on the host, which receives gradients and returns weights."""
+    """Where offloaded state is updated: on the device, to which it is fetched unit by unit, or on
+    the host, which receives gradients and returns weights."""
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of that state that lies elsewhere, in units (a layer, the embedding, the head)."""
+    """Share of the state that is offloaded, in whole units (a layer, the embedding, the head)."""
     folder: Annotated[str, Field(min_length=1), OnDisk()] | None = None
-    """Folder for ``disk``, on a fast disk of each machine; ``$NAME`` is a variable of its
-    environment. Each rank has a file there while it runs."""
+    """Folder for ``disk``, on a fast local disk of each machine; ``$NAME`` is replaced by the
+    environment variable. Each rank has a file there while it runs."""
 
     def rules(self) -> Iterator[Violation]:
-        """What stays on the device is updated there; a disk has a folder."""
+        """State on the device is updated there; ``folder`` is set exactly for ``disk``."""
         if self.at == "device" and self.step == "host":
             yield Violation(("step",), self.step, "at: device is updated there", "device")
         if (self.at == "disk") != (self.folder is not None):
@@ -46,48 +46,51 @@ class StatePlacement(Record):
 
     @property
     def away(self) -> bool:
-        """Whether anything lies elsewhere."""
+        """Whether any state is offloaded from the device."""
         return self.at != "device" and self.share > 0
 
 
 class Layout(Record):
-    """Where the run's parts live and what is kept; never changes the maths."""
+    """How a run is split over ranks, and what is stored, recomputed or offloaded.
+
+    A layout never changes what is computed.
+    """
 
     sizes: SizesText = ""
     """Axis sizes such as ``tp2 pp2 ep4``; an axis left out is 1."""
     order: Order = ORDERS[0]
-    """Order of the axes over ranks, that of neighbouring ranks first; ep and dp include the
-    experts'."""
+    """Order of the axes over ranks, from the one of neighbouring ranks outwards; ep and dp stand
+    for the experts' axes too."""
     stages: StagesText | None = None
-    """What each pipeline stage holds, such as ``Et*3|(tt|)*29m|L``: ``E`` is the embedding, ``t`` a
+    """Content of each pipeline stage, such as ``Et*3|(tt|)*29m|L``: ``E`` is the embedding, ``t`` a
     layer, ``m`` a multi-token layer, ``L`` head and loss. None is balanced."""
     schedule: Annotated[Record, SCHEDULE] | None = None
-    """Order of the pipeline's passes; None is 1f1b, or interleaved with virtual stages."""
+    """Pipeline schedule; None is 1f1b, or interleaved with virtual stages."""
     context: Annotated[Record, CONTEXT] = Ring()
-    """How attention sees the rows of other context ranks."""
+    """How attention reads the rows of other context ranks."""
     zero: Annotated[int, Field(ge=0, le=3)] = 1
-    """What data ranks share instead of copying: optimizer state, then gradients, then weights."""
+    """ZeRO stage. Data ranks shard: 1 optimizer state, 2 also gradients, 3 also weights."""
     zero_ranks: Annotated[int, Field(ge=1)] | None = None
-    """How many neighbouring ranks shard what zero shards; other groups hold copies. None: all."""
+    """Number of neighbouring ranks that ZeRO shards over; such groups hold copies. None: all."""
     state: StatePlacement = StatePlacement()
-    """Where master weights and moments lie between steps."""
+    """Where master weights and moments are stored between steps."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
-    """How token rows reach the ranks of their experts, and come back."""
+    """How token rows are sent to the ranks of their experts, and back."""
     clones: Clones | None = None
-    """Copies of hot experts on ranks that have fewer rows; None makes none."""
+    """Copies of hot experts on ranks that receive fewer rows; None makes none."""
     recompute: Annotated[Record, RECOMPUTE] | None = None
-    """What backward recomputes instead of keeping; None recomputes nothing."""
+    """Activations that backward recomputes; None saves all."""
     offload: Offload | None = None
-    """Activations that lie in the host's memory or on disk between forward and backward."""
+    """Activations stored in host memory or on disk between forward and backward."""
     experts: Literal["auto", "grouped", "triton", "loop"] = "auto"
     """Kernel of the experts' products: torch's grouped product, own kernels, or a loop."""
     graphs: Literal["none", "partial", "step"] = "none"
-    """CUDA graphs, so that the host launches less. ``partial``: of each block's parts except
-    exchanges, and of experts where room is fixed. ``step``: of a step's forward and backward as
-    one. No effect on other devices than CUDA."""
+    """CUDA graphs, which reduce launches by the host. ``partial``: of each block's parts except
+    exchanges, and of experts where dispatch has a fixed capacity. ``step``: of a step's forward and
+    backward as one. Ignored on devices other than CUDA."""
 
     def rules(self) -> Iterator[Violation]:
-        """Each axis is named once; the rest is between the layout and the model."""
+        """Each axis is named once; :meth:`violations` checks the layout against a model."""
         words = self.sizes.split()
         axes = [w.rstrip("0123456789") for w in words]
         if len(set(axes)) < len(axes):
@@ -97,9 +100,9 @@ class Layout(Record):
             )
 
     def violations(self, model: ModelNeeds, rows: int | None = None) -> Iterator[Violation]:
-        """Yield what does not fit together or not the model.
+        """Yield options that conflict with one another or with the model.
 
-        ``rows`` are those of a micro-batch, where they are known.
+        ``rows`` is the number of rows of a micro-batch, where known.
         """
         yield from size_violations(self.split, model, order=self.order, stages=self.stages)
         if isinstance(self.context, Context):
@@ -129,7 +132,7 @@ class Layout(Record):
         yield from self._graph_violations(model)
 
     def _graph_violations(self, model: ModelNeeds) -> Iterator[Violation]:
-        """Yield what CUDA graphs lack: copies to and from elsewhere, values that are read."""
+        """Yield options that CUDA graphs cannot capture: offloading, and values the host reads."""
         if self.graphs == "none":
             return
         sizes, again, whole = self.split, self.recompute, self.graphs == "step"
@@ -168,9 +171,7 @@ class Layout(Record):
             yield Violation(("zero",), self.zero, rule, most)
 
     def step_violations(self, micro_batches: int) -> Iterator[Violation]:
-        """Yield what keeps the schedule from running a step of so many micro-batches, on all data
-        ranks together, however many of these share it.
-        """
+        """Yield why the schedule cannot run a step of ``micro_batches`` in all, whatever dp is."""
         sizes = self.split
         if sizes.pp == 1:
             return
@@ -183,9 +184,9 @@ class Layout(Record):
     def _room_violations(
         self, dispatch: FixedRoom, model: ModelNeeds, rows: int
     ) -> Iterator[Violation]:
-        """Yield where room is stated that even an even routing lacks."""
+        """Yield a capacity that is too small even for perfectly balanced routing."""
         sizes = self.split
-        # Of layers that send all copies, whatever their routing is.
+        # Only layers that never drop copies.
         routings = (s.routing for s in model.specs if not getattr(s, "drops", False))
         top_k = max((one.top_k for one in routings if one is not None), default=0)
         sent = rows // (sizes.tp * sizes.cp) * top_k
@@ -196,7 +197,7 @@ class Layout(Record):
             yield Violation(("dispatch", "max_rows"), dispatch.max_rows, rule, least)
 
     def _clone_violations(self, clones: Clones, experts: tuple[int, ...]) -> Iterator[Violation]:
-        """Yield why there can be no clones, or not so many, of layers with so many experts."""
+        """Yield why these clones are impossible; ``experts`` counts the experts of each layer."""
         ep = self.split.ep
         if ep == 1:
             rule = "clones are on other ranks of ep, of which there are none"
@@ -211,7 +212,7 @@ class Layout(Record):
             yield Violation(("clones", "slots"), clones.slots, rule, most)
 
     def _schedule_violations(self) -> Iterator[Violation]:
-        """Yield where sizes are outside the schedule's domain, whatever the step."""
+        """Yield sizes that the schedule does not support for any number of micro-batches."""
         sizes = self.split
         for found in self.ordered_by.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
             if found.path == ("vpp",) and sizes.pp == 1:
@@ -225,13 +226,13 @@ class Layout(Record):
 
     @property
     def ordered_by(self) -> Schedule:
-        """The schedule: 1f1b, or interleaved with virtual stages, where none is named."""
+        """The schedule; by default 1f1b, or interleaved with virtual stages."""
         chosen = self.schedule or (Interleaved() if self.split.vpp > 1 else OneFOneB())
         assert isinstance(chosen, Schedule)
         return chosen
 
     def violations_over(self, world: int) -> Iterator[Violation]:
-        """Yield what does not fit so many ranks, beside the sizes."""
+        """Yield options other than ``sizes`` that do not fit ``world`` ranks."""
         copies = world // (self.split.tp * self.split.pp)
         if self.zero and self.zero_ranks is not None and copies % self.zero_ranks:
             rule = f"divides the {copies} ranks that hold copies of dense weights"
@@ -240,7 +241,7 @@ class Layout(Record):
             )
 
     def table(self, micro_batches: int) -> Table:
-        """Return what the ranks of a pipeline do in a step of so many micro-batches each.
+        """Return the schedule's table for a step with ``micro_batches`` per data rank.
 
         Raises:
             RunError: outside the schedule's domain, with the nearest legal values.
@@ -249,7 +250,7 @@ class Layout(Record):
         return tabulate(self.ordered_by, sizes.pp, sizes.vpp, micro_batches)
 
     def stages_of(self, layers: int, multi_token: int = 0) -> Stages:
-        """Return what each stage holds of a model with so many layers, and of further tokens."""
+        """Return the stages of a model with so many ordinary and multi-token layers."""
         if self.stages is not None:
             return Stages.parse(self.stages)
         sizes, way = self.split, self.ordered_by.way
@@ -262,13 +263,13 @@ class Layout(Record):
 
     @property
     def split_groups(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of groups that are cut in two levels, and how many neighbours go together."""
+        """Kinds of groups split into two levels, with the number of neighbours in each subgroup."""
         context = self.context.splits(self.split) if isinstance(self.context, Context) else ()
         return context + (self.dispatch.splits if isinstance(self.dispatch, Dispatch) else ())
 
     @property
     def is_split(self) -> bool:
-        """Whether anything could misfit: an axis is split, or a choice is named that could."""
+        """Whether the layout can conflict with a model: an axis or another such option is set."""
         chosen = self.stages, self.schedule, self.offload, self.recompute, self.clones
         named = any(one is not None for one in chosen)
         return bool(self.sizes.strip()) or named or self.graphs != "none"

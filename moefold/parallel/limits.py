@@ -1,4 +1,4 @@
-"""What a dispatcher demands of a step's rows: as many on every rank, or no more than fit."""
+"""Checks a step's rows against its dispatcher: equal counts on all ranks, or a fixed capacity."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -15,10 +15,10 @@ from moefold.parallel.apply import ModelParts
 
 
 def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
-    """Refuse micro-batches of different numbers of rows where the dispatch needs equal ones.
+    """Check that micro-batches have equally many rows where the dispatcher needs that.
 
     Raises:
-        ValueError: on all ranks alike, before any row is sent.
+        ValueError: if not, on all ranks, before any row is sent.
     """
     dispatch = placed.layout.dispatch
     if not isinstance(dispatch, Dispatch) or not dispatch.even_rows:
@@ -26,7 +26,7 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
     said = torch.tensor([(1, b.rows, b.rows**2) for b in batches])
     said = said.to(placed.world.device, non_blocking=True)
     n, rows, squares = sum_(said.sum(0), placed.world.group("dp")).tolist()
-    # Of numbers with one sum, equal ones have the least sum of squares.
+    # Cauchy-Schwarz: n * sum(r**2) >= sum(r)**2, with equality only where all r are equal.
     if n * squares != rows**2:
         raise ValueError(
             f"layout.dispatch: {dispatch.kind} needs as many rows in every micro-batch on every "
@@ -36,15 +36,15 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
 
 
 def repeats(placed: ModelParts) -> bool:
-    """Return whether a step whose rows lacked room is made again without a bound."""
+    """Return whether a step that exceeded the dispatcher's capacity is repeated without one."""
     dispatch = placed.layout.dispatch
     return isinstance(dispatch, FixedRoom) and dispatch.on_overflow == "again"
 
 
 def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
-    """Return the most rows, int64, that any dispatch here lacked room for; None without a bound.
+    """Return by how many rows (int64) a dispatch here exceeded its capacity at most, or None.
 
-    With pages for rows, two numbers: those rows, and the thousandths of them that pages lacked.
+    None: there is no capacity. With pages, a second number: the missing pages, in thousandths.
     """
     if not isinstance(placed.layout.dispatch, FixedRoom):
         return None
@@ -54,7 +54,7 @@ def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | Non
 
 
 class Enough(NamedTuple):
-    """What a step was short of, as much of it as would have been enough; 0 of what was enough."""
+    """Settings that would have sufficed for a step; 0 where the present one did."""
 
     needed_rows: int
     """``layout.dispatch.max_rows``."""
@@ -63,9 +63,9 @@ class Enough(NamedTuple):
 
 
 def enough_room(placed: ModelParts, missing: Tensor) -> Enough:
-    """Return what would have been enough on every rank.
+    """Return the settings that would have sufficed on every rank.
 
-    All ranks ask, once some lacked room. ``missing`` is what each lacked.
+    A collective call, made once any rank exceeded its capacity. ``missing``: this rank's excess.
     """
     dispatch, offload = placed.layout.dispatch, placed.layout.offload
     assert isinstance(dispatch, FixedRoom)
@@ -79,7 +79,7 @@ def enough_room(placed: ModelParts, missing: Tensor) -> Enough:
 
 
 def no_room(placed: ModelParts, needed: Enough) -> ValueError:
-    """Return the error that ends a run whose rows did not fit; it names the room that is enough."""
+    """Return the error for a run that exceeded its capacity; it names a sufficient setting."""
     dispatch, offload = placed.layout.dispatch, placed.layout.offload
     assert isinstance(dispatch, FixedRoom)
     if not needed.needed_rows:
