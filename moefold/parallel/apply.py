@@ -42,10 +42,7 @@ class Chunk:
 
     @classmethod
     def of(cls, places: tuple[Place, ...], layers: int) -> "Chunk":
-        """Build from the places that a pipeline layout assigns to a stage.
-
-        ``layers`` is the model's number of ordinary layers, after which multi-token layers count.
-        """
+        """Build from a stage's places; multi-token layers are numbered from ``layers`` on."""
         kinds = [place.kind for place in places]
         main = tuple(str(place.index) for place in places if place.kind == "layer")
         ahead = tuple(str(layers + place.index) for place in places if place.kind == "multi_token")
@@ -76,16 +73,14 @@ class ModelParts:
     shards: dict[str, Shard]
     """This rank's shard of each tensor of ``model``, by its global name."""
     table: Table
-    """Schedule for some number of micro-batches, read for where each stage lives; that does not
-    depend on the number."""
+    """A table of the schedule; which rank has which stage does not depend on micro-batches."""
     embedding_stages: tuple[int, ...]
     """Pipeline ranks that hold the embedding matrix: more than one where the head is tied to it or
     the last stage has multi-token prediction layers."""
     term_layers: dict[str, int]
     """Number of layers of the whole model that have each router term."""
     beside: World | None
-    """This world with separate groups for exchanges that run concurrently with another
-    micro-batch's compute; None where the schedule has no forward-backward pairs."""
+    """This world with separate groups for the exchanges of paired passes; None without pairs."""
     offload: Offloading | None
     """Offloading of activations to host or disk; None where all stay on the device."""
     hooks_for: HooksFor = resident
@@ -183,10 +178,7 @@ def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:
 def flow_of(
     placed: ModelParts, batch: MicroBatch, training: bool = True, exact: bool = False
 ) -> Flow:
-    """Return the ``Flow`` of one micro-batch through these parts, with this rank's rows.
-
-    ``batch`` is whole and on the host.
-    """
+    """Return the ``Flow`` of a micro-batch, given whole and on the host, with this rank's rows."""
     model, layout, world = placed.model, placed.layout, placed.world
     device, depth = world.device, len(model.record.multi_token) if training else 0
 

@@ -51,10 +51,7 @@ class StatePlacement(Record):
 
 
 class Layout(Record):
-    """How a run is split over ranks, and what is stored, recomputed or offloaded.
-
-    A layout never changes what is computed.
-    """
+    """How a run is split over ranks, and what is saved or offloaded; never changes the maths."""
 
     sizes: SizesText = ""
     """Axis sizes such as ``tp2 pp2 ep4``; an axis left out is 1."""
