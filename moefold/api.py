@@ -1,4 +1,4 @@
-"""The Python face: what notebooks and other programs call. Every command stands on these."""
+"""The Python API, for notebooks and other programs; the commands in ``cli/`` are built on it."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -35,29 +35,29 @@ _log = logging.getLogger("moefold")
 
 @dataclass(frozen=True)
 class Result:
-    """What a training run came to."""
+    """Outcome of a training run."""
 
     folder: Path
-    """Metrics, plots and checkpoints."""
+    """Run folder, with metrics, plots and checkpoints."""
     final: Figures
-    """The last step's figures."""
+    """Metrics of the last step."""
     model: DecoderModel
 
 
 def train(
     run: Run, nproc: int = 1, hooks: Sequence[Hook] = (), folder: str | Path | None = None
 ) -> Result:
-    """Train a run to its end and return what came of it.
+    """Train a run to its end and return its folder, last metrics and model.
 
     Args:
         run: the run, from :func:`load_run`.
         nproc: ranks on this machine, each its own process.
-        hooks: more hooks, told of each event after the run's own. With several ranks they live in
-            the first one: they must be picklable, and what they change is not seen here.
-        folder: where output goes; a run found there is continued. Default: a new ``runs/<name>``.
+        hooks: further hooks, called after the run's evaluation and before its loggers. With several
+            ranks they run in rank 0's process: they must be picklable, and changes stay there.
+        folder: the output folder; a run in it is resumed. Default: a new ``runs/<name>``.
 
     Raises:
-        ValueError: where the run cannot be trained here, or the folder holds another one.
+        ValueError: if the run cannot be trained here, or the folder holds a different run.
     """
     _check_run(run)
     if nproc < 1:
@@ -67,7 +67,7 @@ def train(
     if nproc == 1:
         with open(run, folder, hooks) as job:
             where, final = job.folder, job.train()
-            if job.data.offload is None:  # else the model's own parameters have no values
+            if job.data.offload is None:  # else parameters are handles without values
                 model = job.model
     else:
         where = Path(folder or free_folder(run.name))
@@ -75,7 +75,7 @@ def train(
         time_out_s = run.watch.time_out_s
         how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc)}
         final = launch(_train_rank, nproc, *task, words=WORDS, **how)
-    if not final:  # the run was at its end already
+    if not final:  # the run had already ended
         final = next(reversed(read_lines(where / METRICS_FILE)), {})
     if model is None:
         with StoredModel.open(where) as stored:
@@ -84,7 +84,7 @@ def train(
 
 
 def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
-    """Train as one of several ranks."""
+    """Train on one of several ranks."""
     run, where = check(Run, said).record, Path(folder)
     assert run is not None
     with world_of(run, spot, where) as world:
@@ -94,9 +94,9 @@ def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str
 
 
 def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ()) -> Trainer:
-    """Open a run for one's own loop: ``job.step()``, ``job.evaluate()``, ``job.save()``.
+    """Open a run for a custom loop: ``job.step()``, ``job.evaluate()``, ``job.save()``.
 
-    Use it as a context manager, or call ``job.close()`` at the end. See :func:`train`.
+    Use it as a context manager, or call ``job.close()``. Arguments are as in :func:`train`.
     """
     _check_run(run)
     return Trainer(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
@@ -113,18 +113,18 @@ def load_model(
     device: torch.device | str | None = None,
     uses: Sequence[str | Path] = (),
 ) -> DecoderModel:
-    """Load a model with its weights, from a Hugging Face folder, a checkpoint, or a run's folder.
+    """Load a model with its weights from a Hugging Face folder, a checkpoint or a run folder.
 
-    An adapter's folder, as PEFT writes it, is its base with the adapter in it.
+    For a PEFT adapter folder, the model is the adapter's base with the adapter attached.
 
     Args:
         source: the folder.
-        dtype: type of the products; ``bfloat16`` keeps fp32 weights and multiplies bf16 copies.
-        device: where it goes.
-        uses: Python files that bring the parts from outside which the model is made of.
+        dtype: compute dtype; ``bfloat16`` keeps fp32 weights and multiplies with bf16 copies.
+        device: the device of the weights.
+        uses: Python files that register parts of the model from outside the package.
 
     Raises:
-        ValueError: where the folder is none of these, or does not hold the whole model.
+        ValueError: if the folder is none of these, or does not hold the whole model.
     """
     if dtype not in PRECISIONS:
         raise ValueError(f"dtype {dtype!r}: one of {', '.join(PRECISIONS)}")
@@ -151,19 +151,19 @@ def export(
 ) -> list[str]:
     """Write a checkpoint's model as a folder that ``transformers`` loads; return notes.
 
-    Of a run that trains adapters these alone, as a folder that ``peft`` loads onto their base.
+    For a run that trains adapters, write only these, as a folder that ``peft`` loads.
 
     Args:
-        checkpoint: a checkpoint, or a run's folder (its newest one).
+        checkpoint: a checkpoint, or a run folder, of which the newest checkpoint is taken.
         folder: a new folder.
-        dtype: type of the weights on disk.
-        layout: experts each on their own, or all in one tensor.
-        uses: Python files that bring the parts from outside which the model is made of.
-        merged: write the whole model of a run with adapters, ``weight + scale * B A``.
+        dtype: dtype of the weights on disk.
+        layout: one tensor per expert, or all experts packed in one tensor.
+        uses: Python files that register parts of the model from outside the package.
+        merged: for a run with adapters, write the whole model, ``weight + scale * B A``.
 
     Raises:
-        ValueError: where there is no checkpoint, or no known family has this model; or where the
-            base of adapters is no folder, or another one by now.
+        ValueError: if there is no checkpoint, no known family fits the model, or the adapters'
+            base is not a folder or has changed.
     """
     with StoredModel.open(checkpoint, uses) as stored:
         if stored.tensors.scales and not merged:
@@ -185,21 +185,20 @@ def export_stream(
     layout: Literal["per_expert", "packed"] = "per_expert",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[TensorBatch]:
-    """Hand the weights of an open run on, between two steps, from any layout, bucket by bucket.
+    """Stream the weights of an open run in buckets, between two steps and from any layout.
 
-    Every rank goes through it to its end; the first one gets the buckets, the others none. Names,
-    shapes and types are those of a Hugging Face folder; :mod:`moefold.convert.stream` has the
-    contract.
+    Every rank must exhaust the iterator; only rank 0 receives buckets. Names, shapes and dtypes
+    are those of a Hugging Face folder; :mod:`moefold.convert.stream` documents the contract.
 
     Args:
-        job: the run.
-        dtype: type of the weights; router weights and selection bias stay float32.
-        layout: experts each on their own, or all in one tensor.
-        bucket_bytes: most bytes of a bucket.
+        job: the open run.
+        dtype: dtype of the weights; router weights and selection bias stay float32.
+        layout: one tensor per expert, or all experts packed in one tensor.
+        bucket_bytes: maximum size of a bucket in bytes.
 
     Raises:
-        ValueError: where no known family has this model, a bucket holds no row of a tensor, or
-            the run trains adapters.
+        ValueError: if no known family fits the model, a bucket is too small for one row of a
+            tensor, or the run trains adapters.
     """
     return stream(job.data, dtype, layout, bucket_bytes)
 
@@ -210,19 +209,19 @@ def verify(
     world: int | None = None,
     as_run: bool = False,
 ) -> Proof:
-    """Prove that layouts do not change the maths of a run: its model made small, on processes here.
+    """Prove that layouts compute what one rank does, on a small version of a run's model.
 
-    The answer's ``passed`` says whether all do, ``rows`` holds the largest relative error of each
-    layout and quantity, ``verdicts`` more. What is compared stands in ``docs/proof.md``.
+    The ranks are processes on this machine. In the result ``passed`` says whether all layouts
+    agree, ``rows`` has the largest relative error of each layout and quantity (``docs/proof.md``).
 
     Args:
-        run: the run; schedule, dispatcher and all else of its layout but the sizes are kept.
-        layouts: axis sizes such as ``tp2 ep2``; those of the run where left out.
-        world: number of ranks; default the fewest of each layout, and two at least.
-        as_run: in the run's own number format instead of fp64, within a few times what reordered
-            sums differ by; what the format is too coarse for fails, or is named.
+        run: the run, whose layout is used except for its axis sizes.
+        layouts: axis sizes such as ``tp2 ep2``; default: the run's own.
+        world: number of ranks; default: the fewest that each layout needs, at least two.
+        as_run: compare in the run's number format instead of fp64, against a small multiple of the
+            differences that reordered sums cause; too coarse a format fails, or is named.
 
     Raises:
-        ValueError: for a layout that is not legal for the run on so many ranks, with the nearest.
+        ValueError: if a layout is illegal for the run on ``world`` ranks; names the nearest legal.
     """
     return (within_spread if as_run else prove)(cases_of(run, layouts, world, as_run))

@@ -1,6 +1,6 @@
-"""Files that a person names: errors say which, text is written whole, failures leave no folders.
+"""Files that users name: errors name the file, writes are atomic, failures leave no new folders.
 
-Standard library alone.
+Uses only the standard library.
 """
 
 import errno
@@ -15,10 +15,10 @@ from typing import Any
 
 @contextmanager
 def named(path: str | Path, kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Let errors within say that they concern ``path``, where they name no file themselves.
+    """Add ``path`` to errors raised in the context that name no file.
 
-    Reads and writes of an open file do not; only opening it does. An error of decoding has no
-    place for a file's name and becomes one of ``kind``.
+    Python names the file when opening fails, but not when reading or writing an open file fails.
+    A ``UnicodeDecodeError`` cannot hold a file name and becomes an error of class ``kind``.
     """
     try:
         yield
@@ -31,9 +31,9 @@ def named(path: str | Path, kind: type[ValueError] = ValueError) -> Iterator[Non
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file: all of it or, where that fails, nothing, what stood there untouched.
+    """Write a UTF-8 file atomically: on failure the previous content stays.
 
-    What is no regular file, such as a pipe, is written to as it is.
+    Anything other than a regular file, such as a pipe, is written to directly.
     """
     if path.exists() and not path.is_file():
         with named(path):
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Turn numbers of NumPy and torch into Python's, and what JSON has no word for into null."""
+    """Convert NumPy and torch numbers to Python's; NaN and infinities become None."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write plain data as an indented JSON file, whole or not at all."""
+    """Write plain data as an indented JSON file, atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -74,8 +74,8 @@ def read_json(
     """Read a JSON object of at most ``limit`` bytes, without NaN and infinities.
 
     Raises:
-        ValueError: of this ``kind``, naming the file, where it is too large or no such object.
-        OSError: where it cannot be read.
+        ValueError: as class ``kind``, naming the file, if it is too large or not a JSON object.
+        OSError: if it cannot be read.
     """
 
     def refuse(name: str) -> Any:
@@ -95,7 +95,7 @@ def read_json(
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Make a folder with its parents where they are not there; return the new ones, inner first."""
+    """Create a folder and its missing parents; return the created folders, innermost first."""
     new: list[Path] = []
     try:
         for folder in [path, *path.parents]:
@@ -110,7 +110,7 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def free_folder(name: str) -> Path:
-    """Return ``runs/name``, or ``runs/name-2`` and so on where that is taken."""
+    """Return the first of ``runs/name``, ``runs/name-2``, ... that is empty or missing."""
     folder, number = Path("runs") / name, 2
     while folder.exists() and any(folder.iterdir()):
         folder, number = Path("runs") / f"{name}-{number}", number + 1
@@ -118,7 +118,7 @@ def free_folder(name: str) -> Path:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove those of the folders that hold nothing, the first ones first."""
+    """Remove the empty ones among the folders, in the given order."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -126,7 +126,7 @@ def remove_empty(folders: list[Path]) -> None:
 
 @contextmanager
 def folder_for(path: Path) -> Iterator[None]:
-    """Make a folder for what is done within; where that fails, empty ones made here are removed."""
+    """Create a folder for the context; on an error, remove the created folders that are empty."""
     new = make_folder(path)
     try:
         yield
@@ -136,10 +136,10 @@ def folder_for(path: Path) -> Iterator[None]:
 
 
 def demand_writable(path: Path) -> None:
-    """Look, without writing, whether a file or folder ``path`` could be made or written to.
+    """Check, without writing, that the file or folder ``path`` could be created or written to.
 
     Raises:
-        OSError: where the nearest part of it that is there says no.
+        OSError: if ``path``, or its nearest existing parent, is not writable.
     """
     for place in (path, *path.parents):
         with suppress(FileNotFoundError):

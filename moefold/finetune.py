@@ -1,4 +1,4 @@
-"""The run that trains a Hugging Face folder further: by itself, or as a recipe for folders says."""
+"""The raw run for fine-tuning a Hugging Face folder, with defaults or from a ``base=`` recipe."""
 
 import re
 from collections.abc import Sequence
@@ -10,33 +10,33 @@ from moefold.files import read_json
 
 FOLDER = Path(__file__).parent / "recipes" / "folder"
 PLAIN = FOLDER / "plain.jinja"
-"""The chat template of a folder that has none."""
+"""Chat template for folders without one."""
 STAND_IN: dict[str, Any] = {"source": "python_stdlib", "holdout": 0.05}
-"""What a Hugging Face folder is trained on until an override names data of one's own."""
+"""Default training data for a Hugging Face folder."""
 _BASE = "base="
 
 
 def recipes() -> dict[str, Path]:
-    """Return the recipes that say all but the model and its tokenizer, by name."""
+    """Return the paths of the recipes that leave model and tokenizer to the folder, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def refuse_alone(source: str | Path) -> None:
-    """Raise ``ValueError`` where a recipe for folders is given without one."""
+    """Raise ``ValueError`` if ``source`` is a fine-tuning recipe, which needs a folder."""
     if str(source) in recipes():
         said = f"moefold train FOLDER {_BASE}{source}"
         raise ValueError(f"{source} trains a Hugging Face folder, which is to be named: {said}")
 
 
 def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the raw run of a folder, and the overrides that are left.
+    """Return the raw run of a Hugging Face folder, and the overrides still to be applied.
 
-    The tokenizer is the folder's. Without ``base=RECIPE`` all weights are trained, on the standard
-    library's sources until an override names one's own:
-    ``data.train=[{source: jsonl, files: [notes.jsonl]}]``.
+    The tokenizer is the folder's. Without ``base=RECIPE`` all weights are trained, by default on
+    Python's standard library; an override such as
+    ``data.train=[{source: jsonl, files: [notes.jsonl]}]`` names other data.
 
     Raises:
-        ValueError: where the folder has no tokenizer, and none is named.
+        ValueError: if the folder has no tokenizer and no override names one.
     """
     own = any(override.startswith("data.tokenizer") for override in overrides)
     if not own and not (folder / "tokenizer.json").is_file():
@@ -65,7 +65,7 @@ def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], lis
 
 
 def _has_template(folder: Path) -> bool:
-    """Return whether a chat template lies beside a folder's tokenizer."""
+    """Return whether a folder's tokenizer has a chat template."""
     file = folder / TOKENIZER_CONFIG
     if (folder / TEMPLATE_FILE).is_file():
         return True

@@ -1,7 +1,7 @@
-"""The run file: everything one training run says, and how it is read.
+"""The run file: the record of a whole training run, its validation and its loading.
 
-``model``, ``data``, ``optim`` and ``train`` say what is computed and are the run's identity;
-``layout`` says where and never changes the maths; ``watch`` says what is seen.
+``model``, ``data``, ``optim``, ``train`` and ``adapter`` define what is computed, the run's
+identity; ``layout`` defines where and never the result; ``watch``, what is logged and saved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,10 +30,10 @@ from moefold.training.hooks.config import Watch
 
 RECIPES = Path(__file__).parent / "recipes"
 IDENTITY = ("seed", "model", "data", "optim", "train", "adapter")
-"""Fields that say what is computed; a folder of checkpoints continues only where they agree."""
+"""Fields that define what is computed; a run folder is resumed only if they agree."""
 FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"), ("train", "routing"))
-"""Fields inside those that may change all the same. Not the micro-batch: balance terms and
-capacity are decided over it."""
+"""Fields inside ``IDENTITY`` that may change on resume. ``micro_batch`` may not: balance terms and
+capacity are computed over a micro-batch."""
 
 
 class Run(Record):
@@ -42,20 +42,20 @@ class Run(Record):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1
     deterministic: bool = False
-    """Two runs are equal bit for bit, at some cost of speed."""
+    """Whether two runs give the same bits, at some cost of speed."""
     model: Annotated[Record, MODEL]
     data: Data
     optim: Annotated[Optim, OPTIMIZER]
     train: Train
     adapter: Annotated[Record, ADAPTER] | None = None
-    """What is trained in place of the model's own weights."""
+    """Adapters that are trained instead of the model's weights; None trains the weights."""
     layout: Layout = Layout()
     watch: Watch = Watch()
     uses: tuple[Annotated[str, OnDisk()], ...] = ()
     """Python files from outside the package that register parts."""
 
     def rules(self) -> Iterator[Violation]:
-        """The schedule fits the run; the model can be described; the layout fits the model."""
+        """Learning rate, model, adapters, number formats, loss and layout fit each other."""
         for violation in self.optim.violations(self.train.steps):
             yield violation.under("optim")
         if self.layout.state.step == "host" and not self.optim.elementwise:
@@ -93,7 +93,7 @@ class Run(Record):
             yield Violation(("model",), self.model, str(error))
 
     def _step_violations(self) -> Iterator[Violation]:
-        """Yield where the step has micro-batches that the pipeline's schedule cannot run."""
+        """Yield a violation if the schedule cannot run a step's number of micro-batches."""
         train = self.train
         for found in self.layout.step_violations(train.batch // train.micro_batch):
             rule = f"in micro-batches of {train.micro_batch}: {found.rule}"
@@ -101,20 +101,20 @@ class Run(Record):
             yield Violation(("train", "batch"), train.batch, rule, nearest)
 
     def decoder(self) -> Decoder:
-        """Return the full description of the model, with the tokenizer's vocabulary."""
+        """Return the model's full description: vocabulary, frozen weights, adapters, formats."""
         decoder = tuned(self._described(), self.train.freeze, self.adapter)
         return decoder.model_copy(update={"quantise": self.train.quantise})
 
     def _described(self) -> Decoder:
-        """Return the model before it is said what of it is trained."""
+        """Return the model's description without frozen weights, adapters or quantisation."""
         return self.model.describe(self.data.vocab)  # type: ignore[attr-defined]
 
 
 def demand_fit(run: Run, world: int) -> None:
-    """Refuse a layout that cannot be laid over ``world`` ranks.
+    """Check that a run's layout fits on ``world`` ranks.
 
     Raises:
-        RunError: with every violation and the nearest legal values.
+        RunError: if it does not, with every violation and the nearest legal values.
     """
     layout = run.layout
     model = needs(run.decoder(), run.data.seq)
@@ -126,29 +126,29 @@ def demand_fit(run: Run, world: int) -> None:
 
 
 def recipes() -> dict[str, Path]:
-    """Return the run files shipped in the package, by name."""
+    """Return the paths of the run files shipped in the package, by name."""
     return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
 
 
 def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Load a run, with its paths whole.
+    """Load and validate a run; relative paths in it become absolute.
 
     Args:
-        source: a run file, a recipe's name, or a Hugging Face folder to train further.
-        overrides: ``path=value`` on top, such as ``train.steps=10``; of a folder also
-            ``base=RECIPE``.
+        source: a run file, a recipe's name, or a Hugging Face folder to fine-tune.
+        overrides: changes ``path=value``, such as ``train.steps=10``; for a Hugging Face folder
+            also ``base=RECIPE``.
 
     Raises:
-        RunError: with every violation, each with path, rule and the nearest legal value.
+        RunError: if it is invalid; lists every violation with path, rule and nearest legal value.
     """
     return loaded_run(source, overrides).record
 
 
 def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]:
-    """Load a run together with where each of its values came from; see :func:`load_run`."""
+    """Load a run as :func:`load_run` does, with the origin of each of its values."""
     path = Path(source)
     if (path / "config.json").is_file():
-        folder.read_config(path)  # says more of a family that is not known than judging a run does
+        folder.read_config(path)  # its error for an unknown family is clearer than validation's
         raw, overrides = finetune.raw_run(path, overrides)
         known = recipes() | finetune.recipes()
         return load(Run, raw, overrides, known, f"fine-tuning of {path}")

@@ -1,6 +1,6 @@
-"""One optimizer step up to the update: forward and backward of its micro-batches, and its figures.
+"""One optimizer step up to the update: forward and backward of its micro-batches, and its metrics.
 
-T rows, D hidden. The loss of a step is a sum, such as the cross-entropy of its valid labels, over
+T rows, D hidden. A step's loss is a sum, such as the cross-entropy of all valid labels, divided by
 their global count, plus each router term weighted by its micro-batch's share of valid rows.
 """
 
@@ -29,20 +29,20 @@ def gradients(
     executor: Callable[..., StepResult] = run_step,
     objective: Objective = CROSS_ENTROPY,
 ) -> StepFigures:
-    """Compute the gradients of the step's loss; every trained parameter gets one.
+    """Compute the gradients of a step's loss for every trained parameter; return its metrics.
 
-    A step in which rows lacked a dispatcher's stated room is made once more without such a bound.
+    A step whose rows overflowed a dispatcher's stated room is recomputed without that limit.
 
     Args:
-        data: the model's parts on this rank; their gradients are dropped first.
-        batches: the micro-batches of this data rank, whole, in order; others have as many.
-        loss_chunk: rows whose logits exist at once.
-        stop: whether this rank was asked to end the run; all hear of it.
-        executor: runs this rank's line of the schedule.
-        objective: what is minimised.
+        data: the model's parts on this rank; their gradients are discarded first.
+        batches: this data rank's micro-batches, whole and in order; every data rank has as many.
+        loss_chunk: number of rows whose logits exist at a time.
+        stop: whether this rank was asked to end the run; the result says it on all ranks.
+        executor: runs this rank's part of the pipeline schedule.
+        objective: the loss.
 
     Raises:
-        ValueError: where rows lacked room and the layout wants that to end the run.
+        ValueError: if rows overflowed and the layout has overflow end the run.
     """
     placed = data.placed
     with placed.world.recorder.module("step"):
@@ -69,9 +69,9 @@ def _pass(
     objective: Objective,
     exact: bool = False,
 ) -> tuple[StepFigures, Tensor | None]:
-    """Run forward and backward of all micro-batches, from gradients and counters of zero.
+    """Run forward and backward of all micro-batches, with gradients and counters set to zero.
 
-    Returns the figures, and the rows for which this rank lacked room, where any rank did.
+    Returns the metrics and, if rows overflowed on any rank, the overflow of this one, else None.
     """
     placed = data.placed
     model, world = placed.model, placed.world
