@@ -1,4 +1,4 @@
-"""A linear layer, and the token embedding."""
+"""The linear layer, the token embedding, and weights with low-rank adapters."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,27 +25,27 @@ from moefold.spec.decoder import LORA_A, LORA_B
 
 
 class DropPlace(NamedTuple):
-    """What of a weight is on this rank, whose adapter's rows are thinned out in training."""
+    """Which part of an adapted weight is on this rank, to draw the adapter's dropout."""
 
     number: int
-    """Of the weight, by its name."""
+    """Hash of the weight's name; key of its random numbers."""
     columns: range
-    """Inputs that are here."""
+    """Input features on this rank."""
     first_expert: int
 
 
 class Adaptable(WeightProducts):
-    """A layer that reads its weights by :meth:`operand`, so that they may have adapters."""
+    """Base of layers that read weights by :meth:`operand`, so that these may have adapters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.adapters: dict[str, LowRank] = {}
-        """By the weight's name in this module; their matrices are parameters beside it."""
+        """Adapters by weight name in this module; A and B are parameters of this module too."""
         self.drops: dict[str, DropPlace] = {}
-        """Of those adapters that have dropout."""
+        """Place of each weight whose adapter has dropout, by weight name."""
 
     def add_adapter(self, name: str, record: LowRank, a: Tensor, b: Tensor) -> None:
-        """Put an adapter's matrices beside a weight."""
+        """Register the matrices ``a`` and ``b`` of the adapter of weight ``name``."""
         self.adapters[name] = record
         self.register_parameter(name + LORA_A, nn.Parameter(a))
         self.register_parameter(name + LORA_B, nn.Parameter(b))
@@ -57,9 +57,9 @@ class Adaptable(WeightProducts):
         dtype: torch.dtype | None = None,
         number_N: Tensor | None = None,
     ) -> Operand:
-        """Return a weight as products of a flow's rows take it, with its adapter.
+        """Return weight ``name`` with its adapter as the operand of a product.
 
-        ``number_N`` tells the rows apart where they are not the flow's.
+        ``number_N``: numbers of the product's rows, for dropout; by default those of the flow.
         """
         found = adapted(self, name, flow.recipe, dtype, flow, number_N)
         flow.keeper.stays(*found.tensors)
@@ -74,9 +74,9 @@ def adapted(
     flow: Flow | None = None,
     number_N: Tensor | None = None,
 ) -> Operand:
-    """Return a weight of a layer as products take it, with its adapter.
+    """Return weight ``name`` of a layer with its adapter, as the operand of a product.
 
-    In a pass of training, a ``flow`` that is named, adapters have their dropout.
+    The adapter has dropout only if a ``flow`` is given and in training.
     """
     weight, record = recipe.operand(owner.get_parameter(name), dtype), owner.adapters.get(name)
     if record is None or not recipe.adapts:
@@ -91,7 +91,7 @@ def adapted(
 
 
 def locate(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Tell layers what of each weight is here whose products read codes or adapter has dropout."""
+    """Tell layers which part they hold of weights with quantised products or adapter dropout."""
     for path, module in model.named_modules():
         if isinstance(module, WeightProducts):
             located = {n: one.located(shards[f"{path}.{n}"]) for n, one in module.narrow.items()}
@@ -104,10 +104,10 @@ def locate(model: nn.Module, shards: Mapping[str, Shard]) -> None:
 
 
 class Linear(Adaptable):
-    """``y_TO = x_TI w_OI^T``, and a bias where asked; the weight is the master parameter.
+    """``y_TO = x_TI w_OI^T``, optionally plus a bias; the weight is the master parameter.
 
-    Where tensor ranks share its outputs each computes some of them; where they share its inputs
-    each adds its part of all outputs, and the bias comes once, after the sum: ``shift``.
+    If tp cuts the outputs, each rank computes some of them. If it cuts the inputs, each computes a
+    partial sum of all outputs, and :meth:`shift` adds the bias once, after the sum over ranks.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -120,7 +120,7 @@ class Linear(Adaptable):
         return self.shift(self.product(x_TI, flow), flow)
 
     def product(self, x_TI: Tensor, flow: Flow) -> Tensor:
-        """Return the rows times the weight alone, with its adapter."""
+        """Return the rows times the weight, with its adapter but without the bias."""
         if (narrow := self.narrow.get("weight")) is not None:
             codes = flow.narrow_operand(self.weight, narrow)
             return scaled_product(x_TI, codes, flow.run, flow.sink)
@@ -128,7 +128,7 @@ class Linear(Adaptable):
         return linear(x_TI, weight, n_valid=flow.n_valid, sink=flow.sink)
 
     def shift(self, y_TO: Tensor, flow: Flow) -> Tensor:
-        """Return rows with the bias added, where there is one."""
+        """Return the rows plus the bias, if there is one."""
         if self.bias is None:
             return y_TO
         bias = flow.operand(self.bias, self.bias.dtype)
@@ -136,7 +136,7 @@ class Linear(Adaptable):
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id; tensor ranks share the vocabulary."""
+    """Token embedding; tp cuts the vocabulary."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
@@ -150,13 +150,13 @@ class Embedding(nn.Module):
         if ranks.size > 1:
             mine_T, ids_T = places_here(ids_T, len(table.value), ranks)
         rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
-        if mine_T is not None:  # one rank's share of the vocabulary knows a row; others add zeros
+        if mine_T is not None:  # one rank holds the row of an id; the others add zeros
             rows = flow.scatter(torch.where(mine_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
 
 
 def places_here(ids: Tensor, here: int, ranks: Group) -> tuple[Tensor, Tensor]:
-    """Return which ids lie in this rank's share of the vocabulary, and where; 0 of the others."""
+    """Return which ids this rank's part of the vocabulary holds, and their local rows, else 0."""
     at = ids.long() - ranks.index * here
     mine = (at >= 0) & (at < here)
     return mine, torch.where(mine, at, 0)
@@ -191,7 +191,7 @@ class _Lookup(Function):
             if fused(rows) and into_VD.is_contiguous():
                 kernels.gradient(rows, *ids.sort(stable=True), into_VD)
                 return into_VD
-            if rows.is_cuda:  # index_add_ adds in any order there; this one sorts
+            if rows.is_cuda:  # index_add_ is not deterministic there; this operation sorts
                 return into_VD.add_(
                     torch.ops.aten.embedding_dense_backward(rows, ids, table.shape[0], -1, False)
                 )

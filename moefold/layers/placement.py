@@ -1,7 +1,7 @@
-"""Where a parameter lives: which of its dims each axis of a layout cuts.
+"""Placement of parameters: which dim of a parameter each axis of a layout cuts.
 
-A layer is written for one device and its record describes its weights; ``parallel/`` cuts them so.
-What no axis cuts stands whole on every rank of it.
+Layers are written for one device; their records describe the weights, and ``parallel/`` cuts them
+accordingly. A parameter is replicated over every axis that does not cut it.
 """
 
 from collections.abc import Mapping
@@ -13,53 +13,53 @@ from moefold.model.config import Decoder
 from moefold.spec.decoder import known_weights
 
 Box = tuple[tuple[int, int], ...]
-"""First place and end along each dim of a tensor."""
+"""Half-open range of indices along each dim of a tensor."""
 
 
 def shared_box(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of a tensor share; None where that is nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     pairs = zip(one, other, strict=True)
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
     return shared if all(start < end for start, end in shared) else None
 
 
 def inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return where a box lies in a tensor that holds the box around it."""
+    """Return the slices by which ``box`` is indexed in a tensor that holds ``outer``."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The cuts of one parameter, and which ranks hold copies of each of its pieces.
+    """The cuts of one parameter, and the ranks that hold copies of each of its pieces.
 
-    The gradient of what tp does not cut is a share on each tensor rank, since the rows that read
-    the parameter are spread over them: shares are summed before the update. What tp cuts, and
+    A parameter that tp does not cut has a partial gradient on each tensor rank, as each reads it
+    with its own rows; partial gradients are summed before the update. Parameters that tp cuts, and
     experts, see all their rows.
     """
 
     cuts: Mapping[str, int] = field(default_factory=dict)
-    """Dim by axis: ``tp``, ``ep`` or ``etp``. A dim may be cut by one axis only."""
+    """Dim that each axis (``tp``, ``ep``, ``etp``) cuts; no two axes cut one dim."""
     wide: bool = False
-    """Whether a layer reads this matrix in the master's dtype; vectors are read so anyway."""
+    """Whether layers read this matrix in the master dtype, as they do all vectors."""
 
     @property
     def of_experts(self) -> bool:
-        """Whether it lies on the expert grid: copies run over edp, else over dp and cp."""
+        """Whether the parameter is on the expert grid: replicated over edp, not dp and cp."""
         return "ep" in self.cuts
 
     @property
     def copies(self) -> str:
-        """The kind of group whose ranks hold copies that belong to other tokens."""
+        """Kind of the group whose ranks hold copies and process different tokens."""
         return "edp" if self.of_experts else "dp_cp"
 
     @property
     def shared_over_tp(self) -> bool:
-        """Whether each tensor rank holds it whole and a share of its gradient."""
+        """Whether each tensor rank holds it whole, with a partial gradient."""
         return not self.of_experts and "tp" not in self.cuts
 
     @property
     def shared_over_etp(self) -> bool:
-        """Whether each rank of experts' slices holds it whole and a share of its gradient."""
+        """Whether each rank of etp holds it whole, with a partial gradient."""
         return self.of_experts and "etp" not in self.cuts
 
 
@@ -67,12 +67,12 @@ WHOLE = Placement()
 
 
 def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
-    """Return the placement of every parameter and buffer of a model by its global name.
+    """Return the placement of every parameter and buffer of a model, by global name.
 
-    What no layer describes, buffers among it, is whole on each rank.
+    Parameters without a description, and buffers, are whole on each rank.
 
     Raises:
-        ValueError: where a parameter has another shape than its layer describes.
+        ValueError: if the shape of a parameter differs from its description.
     """
     described = {weight.name: weight for weight in known_weights(decoder)}
     found: dict[str, Placement] = {}
@@ -90,13 +90,13 @@ def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The piece of one parameter or buffer that a rank computes with."""
+    """The piece of one parameter or buffer that one rank computes with."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the global tensor."""
     box: Box
-    """What of it is here."""
+    """Box of the global tensor that this piece is."""
     placement: Placement
 
     @property
@@ -117,10 +117,10 @@ class Shard:
 def shard(
     name: str, shape: tuple[int, ...], placement: Placement, at: Mapping[str, tuple[int, int]]
 ) -> Shard:
-    """Return the piece of a whole tensor at a rank's coordinates, (coordinate, size) of each axis.
+    """Return the piece of a global tensor on the rank with (coordinate, size) ``at`` each axis.
 
     Raises:
-        ValueError: where an axis does not divide its dim.
+        ValueError: if the size of an axis does not divide the dim that it cuts.
     """
     box = [(0, size) for size in shape]
     for axis, dim in placement.cuts.items():

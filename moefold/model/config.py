@@ -1,7 +1,7 @@
-"""The declarative description of a decoder: what is computed, nothing of where it runs.
+"""The declarative description of a decoder: what is computed, not where it runs.
 
-A family (``model/families``) turns a few sizes into this description; the model, the planner
-and the checkpoint converters all read the description and never the family.
+A family (``model/families``) expands a few sizes into this description; model, planner and
+checkpoint converters read only the description, never the family.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,30 +21,30 @@ MODEL = Slot("model family", tag="family", folder="moefold.model.families")
 MODEL.implied["from"] = "folder"
 MAX_LAYERS = 10_000
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-"""A number of layers; each one is written out, so that the memory bounds it."""
+"""A number of layers, bounded because each one is expanded into a record of its own."""
 
 
 class LowRank(Record):
     """A low-rank adapter: a weight's product adds ``scale * B (A x)`` (LoRA, arXiv 2106.09685)."""
 
     weight: str
-    """The weight's name, as ``frozen`` has it."""
+    """Name of the weight within its block, or in the decoder outside blocks, as in ``frozen``."""
     rank: Size
     scale: float
     dropout: float = 0.0
-    """Share of the features of ``x`` that a training step hides from A."""
+    """Fraction of the features of ``x`` that are zeroed before A in training."""
 
 
 class MultiToken(Record):
-    """The loss of a block that predicts one token more (arXiv 2412.19437, section 2.2).
+    """Makes a block predict a further token, with a loss (arXiv 2412.19437, section 2.2).
 
-    It reads the rows before it beside the embedding of the token that they predict.
+    Its input is the rows of the preceding block and the embedding of the token that they predict.
     """
 
     weight: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of its loss, a mean over its own labels, and of its router's terms."""
+    """Weight of the loss, a mean over the block's own labels, and of the router's terms."""
     reads: Literal["normed", "residual"] = "normed"
-    """Whether it reads the rows before it after or before the norm in front of the head."""
+    """Whether the block reads the preceding rows after or before the norm of the head."""
 
 
 class Block(Record):
@@ -53,26 +53,26 @@ class Block(Record):
     attention: Annotated[Record, ATTENTION]
     ffn: Annotated[Record, FFN]
     norms: Literal["before", "after", "both", "shared"] = "before"
-    """Where norms stand: before each half, after it, both, or one before both halves, which then
-    read the same rows."""
+    """Position of norms: before each half, after it, both, or one norm whose output both halves
+    read (parallel blocks)."""
     residual_scale: Positive = 1.0
-    """Factor on what each half adds to the residual."""
+    """Factor on the output of each half before it is added to the residual."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, by their names within the block."""
+    """Names, within the block, of the parameters that are not trained."""
     adapters: tuple[LowRank, ...] = ()
     multi_token: MultiToken | None = None
-    """Makes the block predict a further token; such blocks come last and share embedding and
-    head."""
+    """Makes the block predict a further token; such blocks come last and use the embedding and
+    head of the model."""
 
     def rules(self) -> Iterator[Violation]:
-        """Experts that compute nothing add to the residual, which no norm after the half sees."""
+        """Refuse a norm after a half with experts that compute nothing: they bypass that norm."""
         idle = getattr(getattr(self.ffn, "router", None), "unsent", None)
         if idle is not None and self.norms in ("after", "both"):
             rule = "must not come after a half with experts that compute nothing"
             yield Violation(("norms",), self.norms, rule, "before")
 
     def normed(self, half: str) -> tuple[bool, bool]:
-        """Return whether ``attention`` or ``ffn`` has a norm of its own before it, and after it."""
+        """Return whether half ``attention`` or ``ffn`` has a norm before it, and one after it."""
         before = self.norms in ("before", "both") or (self.norms, half) == ("shared", "attention")
         return before, self.norms in ("after", "both")
 
@@ -85,7 +85,7 @@ class Stack(Record):
 
 
 def patterns(blocks: Iterable[Block]) -> tuple[Stack, ...]:
-    """Write equal blocks in a row as one stack with a count."""
+    """Return blocks as stacks, with consecutive equal blocks as one stack and a count."""
     runs = [(block, len(list(run))) for block, run in groupby(blocks)]
     return tuple(Stack(repeat=count, blocks=(block,)) for block, count in runs)
 
@@ -98,46 +98,46 @@ class Decoder(Record):
     stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
     """Patterns of blocks, in order."""
     norm: Literal["rms", "layer", "zero_centred"] = "rms"
-    """Kind of the norms of rows; ``layer`` subtracts the mean first and has no bias;
-    ``zero_centred`` multiplies by its weight plus one."""
+    """Norm of the residual rows: ``rms`` is RMSNorm, ``layer`` a LayerNorm without bias, and
+    ``zero_centred`` an RMSNorm that multiplies by its weight plus one."""
     norm_epsilon: Positive = 1e-6
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether the head shares the embedding's matrix."""
     init_std: Positive = 0.02
     init_out_scale: Positive | None = None
     """Factor on the std of weights that write to the residual; None is 1 / sqrt(2 * layers)."""
     embed_scale: Positive = 1.0
-    """Factor on the embedding's rows."""
+    """Factor on the embedded rows."""
     logits_divisor: Positive = 1.0
-    """What logits are divided by."""
+    """Divisor of the logits."""
     context: Size | None = None
-    """Longest sequence it is meant for, in tokens; exported, and changes no maths."""
+    """Longest intended sequence in tokens; written to exports, without effect on training."""
     frozen: tuple[str, ...] = ()
     """Parameters outside the blocks that are not trained."""
     quantise: Annotated[Record, QUANTISE] | None = None
     """Number format of weight products, as training sets it."""
     adapters: tuple[LowRank, ...] = ()
-    """Of weights outside the blocks."""
+    """Adapters of weights outside the blocks."""
     family: str | None = None
-    """``model_type`` that it is written as where several families have its description."""
+    """``model_type`` to export as, where several families have this description."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block in order, patterns written out."""
+        """All blocks in order, with the repeats of stacks expanded."""
         return tuple(b for s in self.stacks for _ in range(s.repeat) for b in s.blocks)
 
     @property
     def multi_token(self) -> tuple[MultiToken, ...]:
-        """The losses of further tokens, one for each of the last blocks."""
+        """The multi-token prediction records, one for each of the last blocks that have one."""
         return tuple(b.multi_token for b in self.blocks if b.multi_token is not None)
 
     @property
     def layers(self) -> int:
-        """Number of blocks without those of further tokens."""
+        """Number of blocks, without those of multi-token prediction."""
         return len(self.blocks) - len(self.multi_token)
 
     def rules(self) -> Iterator[Violation]:
-        """Layers fit the width; blocks of further tokens come last, and not alone."""
+        """Check layers against ``hidden``; multi-token blocks come last, after any other."""
         for place, stack in enumerate(self.stacks):
             for number, block in enumerate(stack.blocks):
                 for half, spec in (("attention", block.attention), ("ffn", block.ffn)):

@@ -1,4 +1,4 @@
-"""Text from a model: several prompts at once, as segments of one pass.
+"""Sampling from a model: several prompts at once, as segments of one forward pass.
 
 T rows, V vocabulary, P prompts.
 """
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 NextLogits = Callable[[Sequence[Sequence[int]]], Tensor]
-"""From the tokens of each text to the logits [P, V] of what follows it."""
+"""A function from the token ids of P texts to the logits [P, V] of their next tokens."""
 
 
 def generate(
     next_logits: NextLogits, prompts: Sequence[Sequence[int]], tokens: int, **how: Any
 ) -> list[list[int]]:
-    """Return what the model writes after each prompt, without the prompt; see :func:`stream`."""
+    """Return the generated token ids of each prompt; arguments as for :func:`stream`."""
     texts: list[list[int]] = [[] for _ in prompts]
     for written in stream(next_logits, prompts, tokens, **how):
         for i, token in written.items():
@@ -38,19 +38,19 @@ def stream(
     vocab: int | None = None,
     window: int | None = None,
 ) -> Iterator[dict[int, int]]:
-    """Yield each pass's new tokens, by the number of the prompt that they go on from.
+    """Yield the new token of each unfinished prompt, by prompt index, once per forward pass.
 
     Args:
-        next_logits: what gives the logits, such as :meth:`DecoderModel.next_logits`.
-        prompts: token ids of each prompt; none is empty.
-        tokens: at most so many tokens each.
-        temperature: 0 takes the likeliest token each time.
-        top_p: the smallest set of tokens with this probability is drawn from.
-        top_k: of the likeliest so many tokens, with those as likely as the last of them.
-        seed: the same seed draws the same text.
-        ends: tokens after which a text is finished; they are not returned.
-        vocab: ids from here on are never drawn (rows of the embedding without a token).
-        window: the model sees at most so many of the newest tokens; of more, the newest half.
+        next_logits: computes the logits, such as :meth:`DecoderModel.next_logits`.
+        prompts: token ids of each prompt; none may be empty.
+        tokens: maximum number of new tokens per prompt.
+        temperature: 0 is greedy decoding.
+        top_p: nucleus sampling: draw from the smallest set of tokens with this probability.
+        top_k: draw from the ``top_k`` likeliest tokens, and any as likely as the last of them.
+        seed: seed of each prompt's generator.
+        ends: ids of end tokens, which finish a text and are not returned.
+        vocab: ids from ``vocab`` on are never drawn (padding rows of the embedding).
+        window: maximum number of tokens in context; beyond it the newest half remains.
 
     Raises:
         ValueError: for an empty prompt, a temperature below 0, or a top_p outside (0, 1].
@@ -62,7 +62,7 @@ def stream(
             f"temperature {temperature} and top_p {top_p}: the first is at least 0, the second "
             f"above 0 and at most 1"
         )
-    # One stream a prompt: what one writes does not depend on the others beside it.
+    # A generator for each prompt: its text does not depend on the other prompts of the batch.
     draws = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts, open_ = [list(p) for p in prompts], list(range(len(prompts)))
     starts = [max(len(p) - (window or len(p)), 0) for p in prompts]
@@ -71,7 +71,7 @@ def stream(
             break
         for i in open_:
             if window and len(texts[i]) - starts[i] > window:
-                # Half goes at once: what stays is seen anew, which is then not due at each token.
+                # Half at once: the rest has to be recomputed, and should not be at each token.
                 starts[i] = len(texts[i]) - (window + 1) // 2
         logits_PV = next_logits([texts[i][starts[i] :] for i in open_])
         streams = [draws[i] for i in open_]
@@ -101,7 +101,7 @@ def _draw(
     if top_p < 1:
         last_P1 = torch.searchsorted(sums_PV, torch.full_like(whole_P1, top_p))
         whole_P1 = sums_PV.gather(-1, last_P1.clamp_(max=sums_PV.shape[1] - 1))
-    # Above 0 and at most 1, so that what has no probability is never found.
+    # In (0, 1], so that a token of probability 0 is never found.
     drawn = [1 - torch.rand(1, generator=stream, dtype=torch.float64) for stream in draws]
     place_P1 = torch.searchsorted(sums_PV, torch.stack(drawn) * whole_P1)
     return (place_P1 if ids_PV is None else ids_PV.gather(-1, place_P1)).flatten().tolist()

@@ -1,7 +1,7 @@
-"""Initial values as pure functions of (seed, name, index): the same in every layout.
+"""Initial values of parameters as pure functions of (seed, name, index), in any layout.
 
-A parameter's element number i is drawn from a counter-based generator keyed by (seed, name) in
-blocks of fixed size, so that any slice can be made without the rest.
+A counter-based generator keyed by (seed, name) draws elements in blocks of fixed size, so that any
+slice of a parameter can be computed without the rest.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from moefold.spec.layer import Start, Weight
 
 BLOCK = 1 << 16
 HALF = BLOCK // 2
-"""Elements drawn from one key."""
+"""Pairs in a block of ``BLOCK`` elements, which one key draws."""
 
 
 def initialise(
     model: nn.Module, decoder: Decoder, seed: int, shards: Mapping[str, Shard] | None = None
 ) -> None:
-    """Fill parameters in place with their values before step one, and buffers with zeros.
+    """Initialise parameters in place, and fill buffers with zeros.
 
-    ``shards`` says of which piece of a whole tensor each parameter is; without them all are whole.
+    ``shards`` gives the piece of the global tensor that each parameter is; by default the whole.
     """
     begin = start_values(decoder, seed)
     with torch.no_grad():
@@ -39,10 +39,10 @@ def initialise(
 
 
 def start_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
-    """Return a function from a piece of a parameter to its values (fp32) before step one.
+    """Return a function from a piece of a parameter to its initial values (fp32).
 
-    Layers describe how their parameters start (``Weight.start``). Of a layer that describes none,
-    factors of norms start at one, other vectors and biases at zero, and matrices as normals.
+    Layers describe how their parameters start (``Weight.start``). Of parameters without a
+    description, norm weights start at one, other vectors and biases at zero, matrices normal.
     """
     described = {weight.name: weight for weight in known_weights(decoder)}
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * decoder.layers)
@@ -64,7 +64,7 @@ def start_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
 
 
 def _undescribed(piece: Shard) -> Weight:
-    """Return what is taken for a parameter that no layer describes."""
+    """Return the assumed description of a parameter that no layer describes."""
     start: Start | None = "zeros" if piece.name.endswith("_bias") else None
     if len(piece.shape) == 1 and piece.name.endswith("norm.weight"):
         start = "ones"
@@ -72,21 +72,21 @@ def _undescribed(piece: Shard) -> Weight:
 
 
 def _by_place(start: Callable[[float], float], piece: Shard) -> Tensor:
-    """Return what a function gives at the middle of each place along the first dim."""
+    """Return values that vary along dim 0 only: ``start`` of each index's midpoint in (0, 1)."""
     first = [start((place + 0.5) / piece.shape[0]) for place in range(*piece.box[0])]
     column = torch.tensor(first).view(-1, *(1 for _ in piece.shape[1:]))
     return column.expand(piece.local_shape)
 
 
 def normal_piece(seed: int, piece: Shard, std: float) -> Tensor:
-    """Return a piece of what :func:`normal` gives for the whole; draws its range of dim 0 alone."""
+    """Return a piece of the global :func:`normal` tensor; only its range of dim 0 is drawn."""
     (start, end), inner = piece.box[0], piece.shape[1:]
     whole = normal(seed, piece.name, (end - start, *inner), std, start * math.prod(inner))
     return whole[(slice(None), *(slice(*bounds) for bounds in piece.box[1:]))]
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float, first: int = 0) -> Tensor:
-    """Return normal values (fp32) for elements ``first`` onwards of the tensor called ``name``."""
+    """Return normal values (fp32) for elements ``first`` onwards of the tensor ``name``."""
     count = math.prod(shape)
     key = np.frombuffer(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], np.uint64)[0]
     out = np.empty(count, np.float32)
@@ -97,10 +97,10 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float, first: int 
 
 
 def _drawn(key: np.uint64, block: int, start: int, end: int) -> np.ndarray:
-    """Draw elements of a block by the Box-Muller transform of 2 uniforms in (0, 1].
+    """Draw elements [start, end) of a block by the Box-Muller transform of uniforms in (0, 1].
 
-    A pair gives one element of the block's first half and one of its second; only pairs of elements
-    that are asked for are transformed, which for a small parameter is most of the time.
+    Each pair of uniforms yields one element of either half of the block. If the range lies within
+    one half, only its pairs are transformed: the transform dominates for small parameters.
     """
     raw = np.random.Philox(key=np.array([key, block], np.uint64)).random_raw(BLOCK)
     within = start // HALF == (end - 1) // HALF

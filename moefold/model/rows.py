@@ -1,11 +1,11 @@
-"""A row a text through a small model in few calls: what a token costs where calls are the cost.
+"""Decoding of one row per text with few Python calls, for small models on a CPU.
 
-The modules of a small model wait for Python, not for products: a row takes a thousand calls through
-them. Here blocks of the common kind (grouped-query attention, routed experts) are the few calls
-that a row without gradients needs, on weights looked up once; other blocks run as they are.
+In small models Python's overhead exceeds that of the products: a row takes a thousand calls through
+the modules. Here blocks of the common kind (grouped-query attention, routed experts) take only the
+calls that a row without gradients needs, on weights looked up once; other blocks run as modules.
 
-P texts, a row of each; D hidden, H query heads, G key-value heads, d dims of a head, K experts of a
-row, E experts, F expert width.
+P texts with one row each; D hidden, H query heads, G key-value heads, d dims of a head, K experts
+per row, E experts, F expert width.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -31,21 +31,21 @@ from moefold.moe.scoring import scores, weights
 from moefold.moe.topk import select
 
 SMALL = 1 << 27
-"""Parameters of a model that is small: beyond, a row waits for weights and not for calls."""
+"""Most parameters of a small model: beyond, reading weights takes longer than the calls."""
 FEW = 16
-"""Rows times experts that are multiplied one by one; more are sorted, as the module does it."""
+"""Most pairs of row and expert that are multiplied one by one; more go through the module."""
 
 ATTENDS = {"heads", "kv_heads", "head_dim", "qk_norm", "rope", "scale", "bias"}
 MIXES = {"width", "router", "shared", "capacity", "balance", "scale"}
 SHARES = {"width", "gate"}
-"""Fields that attention, mixtures and shared experts here know."""
+"""Fields of attention, MoE and shared-expert records that the steps below implement."""
 
 Step = Callable[[Tensor, Flow], Tensor]
-"""From the rows before a block, or a half of one, to those after it."""
+"""A function from the rows before a block, or half of one, to the rows after it."""
 
 
 class Continued:
-    """The logits of what follows texts that grow: a ``NextLogits`` with keys and values kept."""
+    """Next-token logits of growing texts: a ``NextLogits`` with a key-value cache."""
 
     def __init__(self, model: DecoderModel) -> None:
         self._model, self._cache = model, KeyValueCache.of(model.record)
@@ -53,7 +53,7 @@ class Continued:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits [P, V]; see :meth:`DecoderModel.next_logits`."""
+        """Return the logits [P, V], as :meth:`DecoderModel.next_logits` does."""
         model, cache = self._model, self._cache
         if cache is None or self._steps is None:
             return model.next_logits(texts, cache)
@@ -68,7 +68,10 @@ class Continued:
 
 
 def steps_of(model: DecoderModel) -> list[Step] | None:
-    """Return blocks and last norm as steps; None where calls are not what a row costs."""
+    """Return the blocks and the last norm as steps; None if the model does not qualify.
+
+    It qualifies if it is small, on the CPU, in one dtype, not quantised and without adapters.
+    """
     there, record = list(model.parameters()), model.record
     small = sum(p.numel() for p in there) <= SMALL and all(p.device.type == "cpu" for p in there)
     plain = record.quantise is None and not any(p.adapters for p in (record, *record.blocks))
@@ -112,7 +115,7 @@ def _norm(norm: RmsNorm | None) -> Step:
 
 
 def _attention(layer: nn.Module) -> Step:
-    """Return attention with queries, keys and values of one product."""
+    """Return attention with one product for queries, keys and values, or the layer itself."""
     if not isinstance(layer, GroupedQueryAttention) or layer.record.kind != "gqa":
         return layer
     record = layer.record
@@ -148,7 +151,7 @@ def _attention(layer: nn.Module) -> Step:
 
 
 def _mixture(mixture: MoeFfn) -> Step | None:
-    """Return routed experts one by one; None where they are of another kind."""
+    """Return a step that runs routed experts one by one; None for kinds that it cannot run."""
     record, router = mixture.record.router, mixture.router
     plain = type(mixture) is MoeFfn and type(router) is Router and record.unsent is None
     shared = mixture.record.shared
@@ -179,6 +182,6 @@ def _mixture(mixture: MoeFfn) -> Step | None:
 
 
 def _says_only(record: Record, fields: Collection[str]) -> bool:
-    """Whether all other fields of a record are as by default: what is new is not known here."""
+    """Whether all fields but ``fields`` have their defaults, so that none is ignored here."""
     others = {n: field for n, field in type(record).model_fields.items() if n not in fields}
     return all(getattr(record, name) == field.default for name, field in others.items())

@@ -1,4 +1,4 @@
-"""A model as its description says it is trained: adapters beside weights, others frozen."""
+"""Adds adapters to a model and freezes parameters, as its description states."""
 
 import torch
 from torch import Tensor, nn
@@ -9,17 +9,17 @@ from moefold.spec.decoder import LORA_A, LORA_B, known_weights
 
 
 def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
-    """Add the adapters of a decoder, without values, and freeze what is not trained.
+    """Add uninitialised adapters to a model, and freeze the parameters that are not trained.
 
-    A frozen parameter is left in the format that it is read in.
+    A frozen parameter is cast to the format that it is read in.
 
     Args:
-        model: whose parameters are masters.
+        model: the model, with parameters in the master dtype.
         record: its description.
-        dtype: of products.
+        dtype: compute dtype of products.
 
     Raises:
-        ValueError: where a layer does not read a weight with adapters.
+        ValueError: if a layer with an adapter does not support adapters.
     """
     weights = {weight.name: weight for weight in known_weights(record)}
     parts = {"": record, **{f"layers.{n}.": block for n, block in enumerate(record.blocks)}}
@@ -46,7 +46,7 @@ def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ``weight + scale * B A`` in the adapter's dtype, which is the master's."""
-    # Gate and up of an expert share A.
+    """Return ``weight + scale * B A`` in the dtype of the adapter, the master dtype."""
+    # The gate and up projections of an expert share A.
     a = a.unsqueeze(1) if b.dim() > a.dim() else a
     return weight.to(a.dtype) + scale * (b @ a)
