@@ -1,4 +1,4 @@
-"""An autograd function that costs its forward alone where no gradient is asked for."""
+"""Base class of autograd functions that bypasses autograd where gradients are disabled."""
 
 from typing import Any
 
@@ -7,29 +7,29 @@ from torch.autograd.function import once_differentiable
 
 
 class _NothingKept:
-    """Stands for autograd's context in a forward without a backward: it goes with the call."""
+    """Replaces autograd's context in a forward without a backward; saves nothing."""
 
     needs_input_grad = (False,) * 32
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Keep nothing."""
+        """Discard the tensors."""
 
 
 class Function(torch.autograd.Function):
-    """``torch.autograd.Function``, whose forward is called as it is where gradients are off.
+    """``torch.autograd.Function`` whose forward is called directly where gradients are disabled.
 
-    A row a token is many small operations, for which autograd's way through takes as long. A
-    subclass's ``backward`` is plain numbers: its results have no gradient of their own.
+    Generation with one row per token is many small operations, for which the overhead of autograd
+    is as large as the work. ``backward`` of subclasses is not differentiable.
     """
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        # Torch states its own backward's type, which takes any arguments; a subclass's takes a few.
+        # Torch types backward as taking any arguments; that of a subclass takes certain ones.
         cls.backward = staticmethod(once_differentiable(cls.backward))  # type: ignore[assignment]
 
     @classmethod
     def apply(cls, *given: Any) -> Any:
-        """Run the forward, and keep what the backward needs where there may be one."""
+        """Run the forward; save tensors for backward only where gradients are enabled."""
         if torch.is_grad_enabled():
             return super().apply(*given)
         return cls.forward(_NothingKept(), *given)

@@ -1,8 +1,8 @@
-"""Own kernels in Triton: its one import, when rows go through them, and how torch knows the ops.
+"""Basis of this package's Triton kernels: the only import of Triton, path selection, torch ops.
 
-Triton comes with the builds of torch that know a device. Where it is not there, kernels are plain
-functions that nothing calls, so that every file that holds some imports anywhere. A kernel lists
-its pointers first, then numbers, then what it is compiled for.
+Triton is installed with builds of torch that support a GPU. Without it kernels are plain functions
+that nothing calls, so that files with kernels can be imported everywhere. Parameters of a kernel
+are ordered: pointers, then numbers, then compile-time constants.
 """
 
 import sys
@@ -18,11 +18,11 @@ from torch import Tensor
 
 
 def _uncompiled(kernel: Callable[..., None]) -> Any:
-    """Return the function alone: there is nothing to compile it."""
+    """Replace ``triton.jit`` where there is no Triton: return the function itself."""
     return kernel
 
 
-# Without devices kernels run in tests alone, which import Triton first and spare all others that.
+# Without a GPU only tests run kernels. They import Triton first; others are spared that import.
 try:
     if not (torch.version.cuda or torch.version.hip or "triton" in sys.modules):
         raise ImportError("this build of torch knows no device")
@@ -35,17 +35,17 @@ except ImportError as error:
     tl: Any = SimpleNamespace(constexpr=lambda value: value)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
-"""Of rows, and of their numbers, that own kernels take; fp64 goes the plain way."""
+"""Dtypes of rows and of row indices that Triton kernels take; fp64 uses plain torch."""
 ROW_BLOCK = 2048
-"""Elements of a block of rows that are moved: of 2 bytes each, two loads of 16 bytes in each of 128
-threads."""
+"""Elements of a block in kernels that copy rows: with 2 bytes each, two 16-byte loads in each of
+128 threads."""
 _FORCED: ContextVar[bool | None] = ContextVar("forced", default=None)
 
 
 def why_not(device: str) -> str:
-    """Say why rows on this type of device do not go through own kernels; empty where they do.
+    """Return why rows on this device type do not use Triton kernels; empty where they do.
 
-    ``meta`` is as a GPU, so that a pass traced there counts the operations of a GPU.
+    ``meta`` is treated as a GPU, so that a pass traced there counts the operations of a GPU.
     """
     if device == "meta":
         return ""
@@ -55,22 +55,22 @@ def why_not(device: str) -> str:
 
 
 def fused(x: Tensor) -> bool:
-    """Say whether an operation on ``x`` goes through own kernels.
+    """Return whether an operation on ``x`` uses Triton kernels.
 
-    Asked in the forward; the backward of an operation goes the way of its forward.
+    Forward passes decide this; a backward pass uses the path of its forward.
     """
     return x.dtype in DTYPES and through(x.device.type)
 
 
 def through(device: str) -> bool:
-    """Say whether rows on this type of device go through own kernels."""
+    """Return whether rows on this device type use Triton kernels."""
     forced = _FORCED.get()
     return not why_not(device) if forced is None else forced
 
 
 @contextmanager
 def forced(through: bool) -> Iterator[None]:
-    """Within this context all rows go through own kernels, or none do, whatever their device."""
+    """Within this context all rows use Triton kernels, or none do, on every device."""
     token = _FORCED.set(through)
     try:
         yield
@@ -80,22 +80,22 @@ def forced(through: bool) -> Iterator[None]:
 
 @cache
 def generation() -> int:
-    """Return the generation of this process's NVIDIA GPU, such as 9 for Hopper; 0 without one."""
+    """Return the NVIDIA GPU's major compute capability, such as 9 for Hopper; 0 without such a GPU."""
     if not torch.version.cuda or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_capability()[0]
 
 
 class Op:
-    """An operation of own kernels, known to torch as ``torch.ops.moefold.NAME``.
+    """A custom operator made of Triton kernels, registered as ``torch.ops.moefold.NAME``.
 
-    Tracing on ``meta``, ``torch.compile`` and counters of FLOPs see one operation.
+    Tracing on ``meta``, ``torch.compile`` and FLOP counters see one operation.
 
     Args:
-        launch: allocates the results and launches the kernels; its name and annotations are the
-            operation's. No result is None, or an argument.
+        launch: allocates results and launches kernels; the operator takes its name and schema
+            from this function. No result may be None or one of the arguments.
         fake: takes the arguments of ``launch`` and returns empty results of the right shapes; by
-            itself nothing.
+            default None.
         changes: names of the arguments that are written in place.
     """
 
@@ -107,7 +107,7 @@ class Op:
     ) -> None:
         name = f"moefold::{launch.__name__}"
         torch.library.define(name, torch.library.infer_schema(launch, mutates_args=changes))
-        # On a CPU only the interpreter runs kernels.
+        # On a CPU only the tests' interpreter runs kernels.
         torch.library.impl(name, ("cpu", "cuda"), launch)
         torch.library.register_fake(name, fake)
         self.launch = launch
@@ -119,22 +119,22 @@ class Op:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """Return what has its last dim's elements beside each other, its rows at any distance."""
+    """Return ``x`` with contiguous elements in its last dim; rows may have any stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def blocks(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
+    """Return the number of blocks that cover a length."""
     return -(-length // block)
 
 
 def row_blocks(rows: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the grid, and a block's rows and columns: whole rows where they are short."""
+    """Return the grid, and rows and columns of a block, which spans the width where it is small."""
     columns = min(power_of_2(width), ROW_BLOCK)
     block = ROW_BLOCK // columns, columns
     return (blocks(rows, block[0]), blocks(width, columns)), block
 
 
 def power_of_2(least: int) -> int:
-    """Return the first power of two from ``least`` on: blocks in kernels have such lengths."""
+    """Return the smallest power of two that is at least ``least``, as blocks in kernels need."""
     return 1 << max(least - 1, 0).bit_length()

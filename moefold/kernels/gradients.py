@@ -1,8 +1,8 @@
-"""Where the gradient of a weight goes: to autograd, straight into ``.grad``, or onto a queue.
+"""Gradient sinks: a weight's gradient is returned to autograd, added to ``.grad``, or queued.
 
-Every weight product hands its gradient to one of these sinks. Accumulating in place saves a
-temporary the size of the weight per micro-batch; a queue lets a pipeline schedule run the product
-later, as its action W. Whatever the sink, each product runs exactly once.
+Every product with a weight passes its gradient to one of these sinks. Accumulating in place saves a
+temporary of the weight's size per micro-batch; a queue lets a pipeline schedule run the product
+later, as its action W. With every sink, each product runs exactly once.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from moefold.kernels.function import Function
 from moefold.kernels.operand import Operand
 
 Product = Callable[[Tensor | None], Tensor]
-"""``product(into)``: the weight's gradient, added to ``into`` in place where that is given."""
+"""``product(into)`` computes a weight's gradient and adds it to ``into`` in place unless None."""
 
 
 class GradientSink(Protocol):
-    """Takes a weight's gradient product; what it returns goes back to autograd."""
+    """Receives the product that computes a weight's gradient."""
 
     def deliver(self, weight: Tensor, product: Product) -> Tensor | None:
-        """Run ``product`` now or later for ``weight``; None where autograd has nothing to add."""
+        """Run ``product`` now or later; return the gradient for autograd, None for no gradient."""
         ...
 
 
 class Returned:
-    """Autograd's own way: the product is returned and autograd accumulates it."""
+    """Returns gradients to autograd, which accumulates them."""
 
     def deliver(self, weight: Tensor, product: Product) -> Tensor:
         """Return the gradient in the weight's dtype."""
@@ -38,27 +38,27 @@ class Accumulated:
     """Adds to ``weight.grad`` in place, in the weight's dtype (fp32 for master weights)."""
 
     def deliver(self, weight: Tensor, product: Product) -> None:
-        """Run the product and add it; the first one becomes ``.grad``."""
+        """Run the product and add its result to ``.grad``; the first result becomes ``.grad``."""
         accumulate(weight, product)
 
 
 class Deferred:
     """Queues the products of a micro-batch until :meth:`drain` runs them.
 
-    Sums over rows, which vectors have for a gradient, are made at once and wait as such: they cost
-    little, and would hold their rows.
+    Gradients of vectors, which are sums over rows, are computed immediately and queued as results:
+    they cost little, and a queued product would keep its rows in memory.
     """
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Tensor, Product]] = []
-        """Weights, and products that hold what they read."""
+        """Weights and their products; a product keeps the tensors that it reads in memory."""
 
     def deliver(self, weight: Tensor, product: Product) -> None:
-        """Keep the product, and what it holds on to, for later."""
+        """Queue the product."""
         self.waiting.append((weight, product if weight.ndim > 1 else _summed(product)))
 
     def drain(self) -> int:
-        """Run all queued products in order; returns how many there were."""
+        """Run all queued products in order and return their number."""
         count = len(self.waiting)
         for weight, product in self.waiting:
             accumulate(weight, product)
@@ -67,13 +67,13 @@ class Deferred:
 
 
 class AtOnce:
-    """Runs the products of a queue at once, so that no rows wait there, and queues each sum."""
+    """Runs products immediately, so that no rows stay in memory, and queues each weight's sum."""
 
     def __init__(self, queue: Deferred) -> None:
         self._queue, self._sums = queue, dict[Tensor, Tensor]()
 
     def deliver(self, weight: Tensor, product: Product) -> None:
-        """Run the product and add it to the sum, which waits from the first one on."""
+        """Run the product and add it to the weight's sum, which the first product queues."""
         with torch.no_grad():
             if weight in self._sums:
                 product(self._sums[weight])
@@ -88,12 +88,12 @@ def _summed(product: Product) -> Product:
 
 
 def made(gradient: Tensor) -> Product:
-    """Return the product that gives a gradient which is there already."""
+    """Return a product whose result is a gradient that is computed already."""
     return lambda into: gradient if into is None else into.add_(gradient)
 
 
 def accumulate(weight: Tensor, product: Product) -> None:
-    """Add ``product`` to ``weight.grad``, in place from the second time on."""
+    """Add the result of ``product`` to ``weight.grad``, in place from the second call on."""
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = product(None).to(weight.dtype)
@@ -105,9 +105,9 @@ RETURNED = Returned()
 
 
 def read_parameter(weight: Operand, sink: GradientSink) -> Tensor:
-    """Return a parameter's values to compute with freely; the gradient goes to the sink.
+    """Return a copy of a parameter's values for ordinary torch code; its gradient goes to the sink.
 
-    For small parameters that no product of the kernels reads, such as a logit of each head.
+    For small parameters that no product of the kernels reads, such as a logit per head.
     """
     return _Read.apply(weight.master, weight.value, sink)  # type: ignore[return-value]
 

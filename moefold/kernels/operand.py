@@ -1,4 +1,4 @@
-"""A weight as the kernels see it: the trained parameter beside the values products use."""
+"""A weight as kernels take it: the trained parameter and the values that products read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,21 +8,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Operand:
-    """A weight's two faces.
+    """A weight in both of its forms.
 
-    ``master`` is the parameter that receives the gradient; ``value`` is what enters products, in
-    the compute dtype (the same tensor in fp32). Later formats (codes and scales) add fields here
-    and touch only ``kernels/``.
+    ``master`` is the parameter that receives the gradient; ``value`` is the tensor that products
+    read, in the compute dtype (in fp32 the same tensor as ``master``).
     """
 
     master: Tensor
     value: Tensor
     low_rank: "AdapterOperand | None" = None
-    """What is added to each of its products."""
+    """Low-rank adapter whose product is added to each product of the weight."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parameter and what products read, its adapter's too."""
+        """``master`` and ``value``, followed by those of A and B of an adapter."""
         low = self.low_rank
         inner = () if low is None else (*low.a.tensors, *low.b.tensors)
         return (self.master, self.value, *inner)
@@ -38,8 +37,8 @@ class AdapterOperand:
     """[..., out, rank]"""
     scale: float
     drop: Callable[[Tensor], Tensor] | None = None
-    """What ``x`` is handed through in training; linear, and its own gradient."""
+    """Dropout of ``x`` in training: a linear function that is its own transpose."""
 
     def dropped(self, x: Tensor) -> Tensor:
-        """Return the rows that A reads, or of their gradient what comes back."""
+        """Apply ``drop`` to the rows that A reads, or to their gradient."""
         return x if self.drop is None else self.drop(x)

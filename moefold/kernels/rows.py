@@ -1,21 +1,21 @@
-"""Rows as plain kernels take them: in pieces, in wide numbers, and by the expert they are of."""
+"""Helpers of the plain-torch kernels: chunks of rows, wide dtypes, and the expert of each row."""
 
 import torch
 from torch import Tensor
 
 PIECE = 1 << 18
-"""Elements of one piece for each thread of a CPU, a megabyte of fp32."""
+"""Elements of a piece per CPU thread: one megabyte of fp32."""
 DEVICE_PIECE = 1 << 26
-"""Elements of one piece on an accelerator: a quarter of a gigabyte of fp32."""
+"""Elements of a piece on an accelerator: a quarter of a gigabyte of fp32."""
 LARGEST_STEP = 64
-"""Rows, from 512 on: half of it beyond what is asked for costs less than compiling."""
+"""Largest :func:`row_step`, from 512 rows on: on average 32 extra rows, cheaper than compiling."""
 
 
 def row_pieces(x_ND: Tensor, block: int = 1) -> list[slice]:
-    """Return slices that cover the N rows in order, whole blocks of rows each but the last.
+    """Return slices that cover the N rows in order; each but the last is a multiple of ``block``.
 
-    On a CPU a piece stays in the threads' caches between the passes. An accelerator has no such
-    cache and pays for each launch: pieces there only bound what the passes hold at once.
+    On a CPU a piece stays in the threads' caches between element-wise passes. On an accelerator,
+    where each launch costs time, pieces only bound temporary memory.
     """
     on_cpu = x_ND.device.type == "cpu"
     elements = PIECE * torch.get_num_threads() if on_cpu else DEVICE_PIECE
@@ -24,11 +24,11 @@ def row_pieces(x_ND: Tensor, block: int = 1) -> list[slice]:
 
 
 def row_step(rows: int, like: Tensor) -> int:
-    """Return the step in which so many rows are best multiplied: by 1, wherever any number is.
+    """Return the multiple to which ``rows`` are best rounded up for a product; 1 for no rounding.
 
-    On a CPU oneDNN compiles a 16-bit product for each number of rows that it meets, which takes
-    longer than many a product: of few numbers, at most one to an eighth of a power of two, it knows
-    most after a step.
+    On a CPU, oneDNN compiles a 16-bit product for each row count that it meets, which often takes
+    longer than the product itself. With row counts rounded to multiples of about an eighth of a
+    power of two, most of them are compiled after the first training step.
     """
     if like.device.type != "cpu" or like.dtype.itemsize != 2:
         return 1
@@ -36,16 +36,16 @@ def row_step(rows: int, like: Tensor) -> int:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return numbers in fp32, and fp64 as they are."""
+    """Convert to fp32; fp64 is returned unchanged."""
     return x.to(wide_dtype(x))
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that :func:`wide` gives."""
+    """Return the dtype of the result of :func:`wide`."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def expert_of_rows(offs_E: Tensor, rows: int) -> Tensor:
-    """Return the int64 expert [R] of each of so many rows, E of those past the last offset."""
+    """Return the expert index (int64 [R]) of each of ``rows`` rows; E past the last offset."""
     place_R = torch.arange(rows, device=offs_E.device, dtype=offs_E.dtype)
     return torch.searchsorted(offs_E, place_R, right=True)

@@ -1,4 +1,4 @@
-"""Which grouped product runs, and why."""
+"""Selection of the implementation of grouped matrix products, with its reason."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from moefold.kernels.grouped import fused, grouped, loop
 
 CPU = torch.device("cpu")
 ONE_KERNEL = (9, 10)
-"""Generations of NVIDIA GPUs on which the library multiplies all groups of bf16 rows at once."""
+"""Major compute capabilities for which ``grouped_mm`` multiplies all bf16 groups in one kernel."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CP
     """Return the kernel for ``asked`` (``auto``, ``grouped``, ``triton`` or ``loop``).
 
     Args:
-        asked: which; ``auto`` takes the fastest that gives no wrong result.
-        dtype: of the rows.
+        asked: requested implementation; ``auto`` is the fastest one with correct results.
+        dtype: dtype of the rows.
         dims: lengths of the rows.
-        device: where they are.
+        device: device of the rows.
 
     Raises:
-        ValueError: where what is asked for cannot take the dtype or a dim, or has no such device.
+        ValueError: the requested implementation does not support the dtype, a dim or the device.
     """
     fits, own = grouped.fits(dtype, *dims), through(device.type) and dtype in fused.DTYPES
     if asked == "grouped" and not fits:
@@ -57,20 +57,20 @@ def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CP
         why = why or f"takes {dtype} and these widths"
     name = "grouped_mm" if asked == "grouped" else asked
     kernels = {"grouped_mm": grouped, "triton": fused, "loop": loop}[name]
-    # The library rounds the gradient of 16-bit rows before it can be added to fp32.
+    # ``grouped_mm`` rounds the weight gradient of 16-bit rows before it can be added in fp32.
     summed = fused if own and name == "grouped_mm" and dtype.itemsize == 2 else kernels
     return GroupedKernel(name, why, kernels.product, kernels.input_gradient, summed.weight_gradient)
 
 
 def _why_compiled(dtype: torch.dtype, device: torch.device) -> str:
-    """Say why the loop's own numbers of rows are better; empty where the library's are as good."""
+    """Return why the loop with its rounded row counts is faster on a CPU; empty where it is not."""
     if device.type != "cpu" or dtype.itemsize != 2:
         return ""
     return "grouped_mm has a product compiled for each number of rows in 16 bits on CPUs"
 
 
 def why_library_waits(dtype: torch.dtype, device: torch.device) -> str:
-    """Say why the library multiplies group by group, waiting for each; empty where it does not."""
+    """Return why ``grouped_mm`` waits for the GPU group by group; empty where it is one kernel."""
     if device.type != "cuda":
         return ""
     if torch.version.hip:

@@ -1,10 +1,9 @@
-"""Grouped products as own Triton kernels: for devices on which the library's wait or are wrong.
+"""Grouped products as Triton kernels, for devices on which ``grouped_mm`` synchronizes or is wrong.
 
-Weight gradients of 16-bit rows are these wherever own kernels run: the library rounds them.
-
-Shapes as in :mod:`moefold.kernels.grouped.loop`; offsets stay on the device. Sums are fp32, of fp32
-factors too (no tf32). Weight gradients are fp32, and added to fp32 without a rounding before.
-Rows past the last offset are neither read nor written.
+Where Triton kernels run, they always compute weight gradients of 16-bit rows, as ``grouped_mm``
+rounds them. Shapes are those of :mod:`moefold.kernels.grouped.loop`; offsets stay on the device.
+Sums are fp32, also for fp32 factors (no tf32). Weight gradients are fp32 and are added in fp32
+without prior rounding. Rows past the last offset are neither read nor written.
 """
 
 from collections.abc import Sequence
@@ -21,35 +20,35 @@ Shape = Sequence[int]
 
 
 class ProductTile(NamedTuple):
-    """What one program computes, and how it runs."""
+    """Tile that one program computes, with its launch options."""
 
     rows: int
     columns: int
     depth: int
-    """Of the factors, in one turn of the loop."""
+    """Length of the inner dim in one iteration of the loop."""
     warps: int
     stages: int
-    """Turns whose factors are on their way."""
+    """Iterations whose factors are loaded ahead (``num_stages``)."""
 
     @property
     def options(self) -> dict[str, int]:
-        """How Triton is to compile it."""
+        """Compile options of Triton."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 TILES = {2: ProductTile(128, 128, 64, 8, 3), 4: ProductTile(64, 64, 32, 4, 2)}
-"""By bytes of a factor: what registers and shared memory of every device hold."""
+"""Tiles by bytes per element of a factor; they fit registers and shared memory of every device."""
 HOPPER_GRADIENT = ProductTile(128, 128, 32, 4, 5)
-"""Of a weight's gradient in 16 bits on a Hopper, where two such programs share a processor: there
-1.25 to 1.4 times as fast as the others' (an H100; 16 to 128 matrices). Elsewhere it spills."""
+"""Tile of 16-bit weight gradients on Hopper, where two such programs share a multiprocessor: 1.25
+to 1.4 times as fast as ``TILES`` (H100; 16 to 128 matrices). Elsewhere it spills registers."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOGETHER = 8
-"""Row tiles that go through a weight's column tiles beside each other, to share them in cache."""
+"""Row tiles that pass through a weight's column tiles concurrently, to share them in cache."""
 
 
 @jit
 def _tile_rows(offs, number, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return group, first row and end row of a row tile; no row where there is no such tile."""
+    """Return group, first row and end row of a row tile; an empty range past the last tile."""
     g = tl.arange(0, GROUPS)
     end = tl.load(offs + g, mask=g < groups, other=0)
     start = tl.load(offs + g - 1, mask=(g > 0) & (g < groups), other=0)
@@ -68,7 +67,7 @@ def _product(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of ``y[r] = w[group of r] x[r]``; ``w`` with its strides."""
+    """Compute one tile of ``y[r] = w[group of r] x[r]``; ``w`` has any strides."""
     wave = TOGETHER * tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
     number = program // wave * TOGETHER + program % TOGETHER
@@ -99,21 +98,21 @@ def _weight_gradient(
     out, width, dw_group, dw_out, dw_in,
     ADD: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of ``dw[g] = dy[rows of g]^T x[rows of g]``, on top of what is there."""
+    """Compute one tile of ``dw[g] = dy[rows of g]^T x[rows of g]``, added to ``dw`` if ``ADD``."""
     group = tl.program_id(2)
     start = tl.load(offs + group - 1, mask=group > 0, other=0)
     end = tl.load(offs + group)
-    # Not one condition: a constant and a value of the device are not and-ed.
+    # Two conditions, as Triton cannot combine a constant and a device value by ``and``.
     if ADD:  # noqa: SIM102
         if start == end:
             return
     o = tl.program_id(0) * OUT + tl.arange(0, OUT)
     i = tl.program_id(1) * IN + tl.arange(0, IN)
     in_o, in_i = o < out, i < width
-    # Numbers inside a matrix have 32 bits: fewer registers are taken all along the loop.
+    # Offsets inside a matrix have 32 bits, which takes fewer registers throughout the loop.
     matrix, inside = dw + group.to(tl.int64) * dw_group, in_o[:, None] & in_i[None, :]
     at = o[:, None] * dw_out + i[None, :] * dw_in
-    # Read first: what is there comes beside the first factors, not after the last product.
+    # Read first, so that this load overlaps those of the first factors.
     if ADD:
         total = tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -138,11 +137,11 @@ def _weight_gradient(
 
 
 def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
-    """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``; the weights with any strides."""
+    """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``; the weights may have any strides."""
     y_RO = _results(x_RI, w_EOI, offs_E)
     (rows, depth), (groups, columns, _) = x_RI.shape, w_EOI.shape
     tile = TILES[x_RI.dtype.itemsize]
-    # Each group ends in at most one tile that is not full.
+    # Each group ends in at most one partial tile.
     row_tiles = blocks(blocks(rows, tile.rows) + groups, TOGETHER) * TOGETHER
     if rows:
         _product[(row_tiles * blocks(columns, tile.columns),)](
@@ -153,7 +152,7 @@ def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def grouped_gradient_(into_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> None:
-    """Add ``dy^T x`` of each group's rows to its matrix; those of empty groups are not touched."""
+    """Add ``dy^T x`` of each group's rows to its matrix; empty groups are left unchanged."""
     _into(into_EOI, dy_RO, x_RI, offs_E, True)
 
 
@@ -190,7 +189,7 @@ gradient_ = Op(grouped_gradient_, changes=("into_EOI",))
 
 @register_flop_formula(torch.ops.moefold.grouped_product)
 def _product_flops(x_RI: Shape, w_EOI: Shape, *_: Any, **__: Any) -> int:
-    """Count every row, as offsets are on the device; those past the last are none of a group."""
+    """Count all rows, also those past the last offset, as offsets are on the device."""
     return 2 * x_RI[0] * x_RI[1] * w_EOI[1]
 
 

@@ -1,8 +1,8 @@
 """Grouped products by ``torch.nn.functional.grouped_mm``: offsets stay on the device.
 
-Shapes as in :mod:`moefold.kernels.grouped.loop`. Limits of the library call (torch 2.11 to 2.13):
-bf16 and fp32 only, int32 offsets, strides that are multiples of 16 bytes, and an incoming gradient
-that is not expanded.
+Shapes are those of :mod:`moefold.kernels.grouped.loop`. Limits of ``grouped_mm`` (torch 2.11 to
+2.13): bf16 and fp32 only, int32 offsets, strides that are multiples of 16 bytes, and an incoming
+gradient that is not expanded.
 """
 
 from functools import cache
@@ -14,12 +14,12 @@ from torch import Tensor
 from moefold.kernels.grouped import loop
 
 UNPROVEN = ("cuda",)
-"""Kinds of devices on some of which empty groups are not written (pytorch#172439, #193633)."""
+"""Device types of which some devices leave empty groups unwritten (pytorch#172439, #193633)."""
 
 
 @cache
 def leaves_dirt(device: torch.device) -> bool:
-    """Try once whether the gradient of a group without rows is left as the memory was."""
+    """Test once per device whether the gradient of an empty group is left uninitialised."""
     x_RI = torch.ones(16, 64, dtype=torch.bfloat16, device=device)
     offs_E = torch.tensor([0, 16], dtype=torch.int32, device=device)
     dirty = [torch.full((2, 64, 64), torch.nan, dtype=x_RI.dtype, device=device) for _ in range(8)]
@@ -28,7 +28,7 @@ def leaves_dirt(device: torch.device) -> bool:
 
 
 def fits(dtype: torch.dtype, *dims: int) -> bool:
-    """Whether the library call takes this dtype and these row lengths."""
+    """Return whether ``grouped_mm`` takes this dtype and these row lengths."""
     if dtype not in (torch.bfloat16, torch.float32):
         return False
     return all(dim * dtype.itemsize % 16 == 0 for dim in dims)
@@ -37,7 +37,7 @@ def fits(dtype: torch.dtype, *dims: int) -> bool:
 def product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
     """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``."""
     if x_RI.device.type == "cpu" and x_RI.shape[0] < w_EOI.shape[0]:
-        # The library multiplies empty groups too there, of which there are most.
+        # On a CPU ``grouped_mm`` multiplies empty groups too, and most groups are empty here.
         return loop.product(x_RI, w_EOI, offs_E)
     return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=offs_E)
 

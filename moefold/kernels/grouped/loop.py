@@ -1,7 +1,7 @@
-"""Grouped products as a plain loop over the groups: the reference, and the path for any dtype.
+"""Grouped products as a loop over groups: the reference, and the path for every dtype.
 
 R rows sorted by group, E groups, I in, O out; ``offs_E`` (int32) holds each group's end row.
-Rows past the last offset reach no other; what stands there in an output is unspecified.
+Rows past the last offset affect no other row; their outputs are unspecified.
 """
 
 import torch
@@ -28,7 +28,7 @@ def _by_group(x_RI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
         step = row_step(end - start, x_RI)
         stop = start - (start - end) // step * step
         if start == end or stop <= rows:
-            # Rows beyond the group's are written again by the groups that follow.
+            # Rows beyond this group are overwritten by the groups that follow.
             torch.mm(x_RI[start:stop], w_EIO[e], out=y_RO[start:stop])
         else:
             first = max(0, rows - (stop - start))
@@ -49,7 +49,7 @@ def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, into_EOI: Tenso
 
 
 def spans(offs_E: Tensor) -> list[tuple[int, int, int]]:
-    """Return (group, first row, end row) of each group: this path's one host read."""
+    """Return (group, first row, end row) of each group: the only host read of this path."""
     ends = offs_E.tolist()
     return [
         (e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,8 +1,8 @@
-"""A gated feed-forward as one function that keeps only its input and its pre-activation.
+"""Gated feed-forward as one autograd function that saves only its input and its pre-activation.
 
-N rows, D hidden, F width. ``y = w_out (p * silu(w_gate x) * up x)`` for one dense FFN or for many
-experts at once: the products are passed in. The weight ``p`` of a row stands between activation and
-second product, so that its gradient comes from what is there anyway and no output is kept for it.
+N rows, D hidden, F width. ``y = w_out (p * silu(w_gate x) * w_up x)`` for a dense FFN or for many
+experts at once: the products are arguments. The routing weight ``p`` of a row is applied between
+activation and second product, so that its gradient needs no saved output.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from moefold.kernels.swiglu.form import ExpertForm
 
 @dataclass(frozen=True)
 class Products:
-    """The three products of a weight with rows: forward, input gradient, weight gradient."""
+    """The three matrix products of a weight: forward, input gradient, weight gradient."""
 
     product: Callable[[Tensor, Tensor], Tensor]
     input_gradient: Callable[[Tensor, Tensor], Tensor]
@@ -32,7 +32,7 @@ class Products:
 
 
 def dense_products(n_valid: int | None) -> Products:
-    """Return the products of one matrix [O, I]; only the valid rows enter its gradient."""
+    """Return the products of one matrix [O, I]; ``n_valid`` rows from the first enter its gradient."""
     return Products(
         product=lambda x, w: x @ w.t(),
         input_gradient=lambda dy, w: dy @ w,
@@ -41,13 +41,13 @@ def dense_products(n_valid: int | None) -> Products:
 
 
 def block_products(n_valid: int | None, blocks: int) -> Products:
-    """Return the products of a block-diagonal matrix [B, O, I], the same for every row.
+    """Return the products of a block-diagonal matrix [B, O, I].
 
-    Whole rows [N, B * I] give the blocks' own one after another, [B * N, O], and those whole ones.
+    Rows [N, B * I] give [B * N, O], block after block; rows in that form give [N, B * O].
     """
 
     def apart(rows: Tensor, whole: bool) -> Tensor:
-        """Return the rows of each block [B, N, I]."""
+        """Return rows in either form as [B, N, I]."""
         if whole:
             return rows.unflatten(1, (blocks, -1)).transpose(0, 1)
         return rows.unflatten(0, (blocks, -1))
@@ -87,18 +87,18 @@ def gated_ffn(
     low_products: Products | None = None,
     form: ExpertForm | None = None,
 ) -> Tensor:
-    """Return ``y_ND``.
+    """Apply a gated feed-forward and return ``y_ND``.
 
     Args:
         x_ND: rows in the operands' dtype.
         w_in: [..., 2, F, D], gate then up; leading dims are groups.
         w_out: [..., D, F].
-        products: dense or grouped.
-        sink: where the weights' gradients go.
-        p_N: weight of each row (fp32 or wider), or None.
-        again: backward makes the pre-activation again from the rows instead of keeping it.
-        low_products: products of adapters where they are others.
-        form: of experts that have biases or another activation; then rows have weights.
+        products: dense, block-diagonal or grouped products.
+        sink: takes the weights' gradients.
+        p_N: routing weight of each row (fp32 or wider), or None.
+        again: recompute the pre-activation in backward instead of saving it.
+        low_products: products of adapters where they differ from ``products``.
+        form: biases and activation of experts other than SwiGLU; requires ``p_N``.
     """
     low = low_products or products
     adapters = Adapter.of(w_in, low, gated=True), Adapter.of(w_out, low)
@@ -111,36 +111,36 @@ def gated_ffn(
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of one of the two weights, in terms of products; None adds nothing.
+    """The low-rank adapter of one of the two weights; without one (None) nothing is added.
 
-    N rows, I in, O out, r rank; J is 2 where gate and up have matrices A of their own, else 1.
+    N rows, I in, O out, r rank; J is 2 where gate and up have separate matrices A, else 1.
     """
 
     low: AdapterOperand | None
     products: Products
     parts: int = 1
-    """J."""
+    """J: the number of matrices A."""
     gated: bool = False
     """Whether B is [..., 2, F, r]."""
 
     @classmethod
     def of(cls, weight: Operand, products: Products, gated: bool = False) -> "Adapter":
-        """Return a weight's."""
+        """Return the adapter of a weight."""
         low = weight.low_rank
         apart = low is not None and gated and low.a.value.dim() == weight.value.dim()
         return cls(low, products, 2 if apart else 1, gated)
 
     @property
     def masters(self) -> tuple[Tensor | None, Tensor | None]:
-        """A and B as autograd knows them."""
+        """Parameters A and B, or None."""
         return (None, None) if self.low is None else (self.low.a.master, self.low.b.master)
 
     def _a(self, a: Tensor) -> Tensor:
-        """Return A as one matrix of each group."""
+        """Return A as one matrix per group."""
         return a.flatten(0, 1) if self.parts > 1 else a
 
     def _b(self, b: Tensor) -> tuple[Tensor, ...]:
-        """Return B as one matrix of each group and part, as views."""
+        """Return views of B, one per part, each with one matrix per group."""
         if self.parts > 1:
             return b.unbind(0)
         return (b.view(*b.shape[:-3], -1, b.shape[-1]) if self.gated else b,)
@@ -179,10 +179,10 @@ class Adapter:
     def deliver(
         self, dy_NO: Tensor, x_NI: Tensor, back: Tensor | None, sink: GradientSink
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Hand the gradients of A and B to the sink."""
+        """Pass the gradients of A and B to the sink."""
         if self.low is None or back is None:
             return None, None
-        # Not in the products: when these run, the matrices may be on other ranks again.
+        # Computed before the products run: by then the matrices may be sharded over ranks again.
         inners, dropped = self._inner(x_NI).chunk(self.parts, 1), self.low.dropped
 
         def product_a(into: Tensor | None) -> Tensor:
@@ -206,7 +206,7 @@ class Adapter:
 
 
 def _entered(x_ND: Tensor, p_N: Tensor | None, form: ExpertForm | None) -> Tensor:
-    """Return the rows of the first product."""
+    """Return the input rows of the first product."""
     return x_ND if form is None or p_N is None else form.enter(x_ND, p_N)
 
 
@@ -246,7 +246,7 @@ class _GatedFfn(Function):
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
         (inner, outer), form = ctx.adapters, ctx.form
-        given_ND = given_ND.detach()  # products that wait hold no history
+        given_ND = given_ND.detach()  # queued products must not hold the autograd graph
         x_ND = _entered(given_ND, p_N, form)
         if h_N2F is None:
             h_N2F = inner.add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
@@ -259,7 +259,7 @@ class _GatedFfn(Function):
             dh_N2F, dp_N, a_NF = form.backward(h_N2F, p_N, da_NF, dy_ND)
 
         def product_in(into: Tensor | None) -> Tensor:
-            # A view or an error: a copy would take the gradient and keep it.
+            # ``view``, which fails rather than copies: a copy would swallow the gradient.
             flat = None if into is None else into.view(*into.shape[:-3], -1, into.shape[-1])
             return products.weight_gradient(dh_N2F, x_ND, flat).unflatten(-2, (2, -1))
 

@@ -1,10 +1,9 @@
-"""Experts' feed-forward in other forms than SwiGLU, in plain torch: biases, a clamped gate, weights
-on the input.
+"""Variants of experts' SwiGLU in plain torch: biases, clamped gate, routing weights on the input.
 
-R rows, D hidden, F width, E experts; rows past the last offset belong to none and may hold
-anything. ``a = p * (up + offset) * gate * sigmoid(alpha * gate)``, where ``gate`` is bounded from
-above and ``up`` from both sides by ``limit`` (gpt-oss, arXiv 2508.10925). Where weights are on the
-input (Llama 4), ``p`` is a factor of the rows before the first product, and of nothing else.
+R rows, D hidden, F width, E experts; rows past the last offset belong to no expert and are
+unspecified. ``a = p * (up + offset) * gate * sigmoid(alpha * gate)``, where ``gate`` is bounded
+from above and ``up`` from both sides by ``limit`` (gpt-oss, arXiv 2508.10925). With routing weights
+on the input (Llama 4), ``p`` scales the rows before the first product and nothing else.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from moefold.kernels.rows import expert_of_rows, wide
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What one pass of some experts computes beside their products."""
+    """Biases and activation of one pass through some experts; all but their matrix products."""
 
     offs_E: Tensor
     alpha: float = 1.0
@@ -30,18 +29,18 @@ class ExpertForm:
     out_bias: Operand | None = None
     """[E, D]"""
     share: float = 1.0
-    """Of the output's bias that this rank adds, where several have a slice of each expert."""
+    """Fraction of the output bias that this rank adds, where ranks hold slices of each expert."""
     on_input: bool = False
-    """Whether a row is weighed before the first product."""
+    """Whether routing weights scale the input rows rather than the activation."""
 
     @property
     def masters(self) -> tuple[Tensor | None, Tensor | None]:
-        """The biases as autograd knows them."""
+        """Parameters of ``in_bias`` and ``out_bias``, each None without that bias."""
         biases = self.in_bias, self.out_bias
         return biases[0] and biases[0].master, biases[1] and biases[1].master  # type: ignore[return-value]
 
     def _rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return each row's expert, and whether it has one."""
+        """Return each row's expert, clamped to E - 1, and whether the row has an expert."""
         expert_R = expert_of_rows(self.offs_E, rows)
         return expert_R.clamp(max=len(self.offs_E) - 1), expert_R < len(self.offs_E)
 
@@ -51,13 +50,13 @@ class ExpertForm:
         return rows.masked_fill(~live_R[:, None], 0)
 
     def enter(self, x_RD: Tensor, p_R: Tensor) -> Tensor:
-        """Return the rows of the first product."""
+        """Return the input rows of the first product."""
         return x_RD * p_R[:, None].to(x_RD.dtype) if self.on_input else x_RD
 
     def leave(
         self, x_RD: Tensor, p_R: Tensor, dx_RD: Tensor | None, dp_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return gradients of rows and weights from that of the first product's rows."""
+        """Return gradients of the layer's input rows and routing weights: backward of ``enter``."""
         if not self.on_input or dx_RD is None:
             return dx_RD, dp_R
         towards_R = torch.linalg.vecdot(wide(x_RD), wide(dx_RD)).to(p_R.dtype)
@@ -65,21 +64,21 @@ class ExpertForm:
         return dx_RD * p_R[:, None].to(dx_RD.dtype), towards_R.where(live_R, 0)
 
     def shift(self, h_R2F: Tensor) -> Tensor:
-        """Return pre-activations with their bias; zeros in rows of no expert."""
+        """Return pre-activations plus their bias; rows of no expert become zero."""
         if self.in_bias is None:
             return h_R2F
         _, live_R = self._rows(len(h_R2F))
         return torch.where(live_R[:, None], h_R2F + self._of_rows(self.in_bias, h_R2F), 0)
 
     def shift_out(self, y_RD: Tensor, p_R: Tensor) -> Tensor:
-        """Return outputs with their bias, weighted as they are."""
+        """Return outputs plus their bias, which is scaled by the factor of :meth:`_of_bias`."""
         if self.out_bias is None:
             return y_RD
         bias_RD = self._of_rows(self.out_bias, y_RD)
         return y_RD + bias_RD * self._of_bias(p_R).to(y_RD.dtype)
 
     def _of_bias(self, p_R: Tensor) -> Tensor:
-        """Return the factor of each row's bias [R, 1]."""
+        """Return the factor [R, 1] of the output bias in each row."""
         return self.share * (torch.ones_like(p_R) if self.on_input else p_R)[:, None]
 
     def forward(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
@@ -96,7 +95,7 @@ class ExpertForm:
     def backward(
         self, h_R2F: Tensor, p_R: Tensor, da_RF: Tensor, dy_RD: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return ``dh_R2F``, ``dp_R``, through the output's bias too, and ``a_RF`` again."""
+        """Return ``dh_R2F``, ``dp_R`` (with the output bias's part) and the recomputed ``a_RF``."""
         with torch.enable_grad():
             h, p = wide(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
             a_RF = self._activate(h, p)
@@ -115,7 +114,7 @@ class ExpertForm:
     def deliver(
         self, dh_R2F: Tensor, dy_RD: Tensor, p_R: Tensor, sink: GradientSink
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Hand the biases' gradients to the sink: sums over rows, which are made at once."""
+        """Pass the gradients of both biases, which are sums over rows, to the sink."""
         found: list[Tensor | None] = [None, None]
         if self.in_bias is not None and self.in_bias.master.requires_grad:
             found[0] = sink.deliver(self.in_bias.master, self._sum(dh_R2F, self.in_bias))
@@ -125,7 +124,7 @@ class ExpertForm:
         return found[0], found[1]
 
     def _sum(self, rows: Tensor, bias: Operand) -> Product:
-        """Return what adds up each expert's rows: sorted, so that no order is left to chance."""
+        """Return the product that sums the rows of each expert, in a deterministic order."""
         expert_R, live_R = self._rows(len(rows))
         rows = rows.to(bias.master.dtype).masked_fill(~live_R[:, None], 0)
         experts = len(self.offs_E)

@@ -1,7 +1,7 @@
-"""SwiGLU with an optional weight per row as Triton kernels, one pass each way.
+"""SwiGLU with an optional weight per row as Triton kernels, one for forward and one for backward.
 
-N rows, F width; ``h_N2F`` holds gate then up. The maths is fp32. A program takes a tile of rows and
-columns; backward takes whole rows, since the gradient of a row's weight is a sum over its columns.
+N rows, F width; ``h_N2F`` holds gate, then up. Arithmetic is fp32. A forward program computes a
+tile of rows and columns, a backward program whole rows, as a row weight's gradient sums columns.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
 
 COLUMNS = 256
-"""Of a tile at most: 16 bytes of bf16 for each thread of a warp."""
+"""Largest number of columns of a tile: 16 bytes of bf16 per thread of a warp."""
 
 
 @jit
@@ -82,7 +82,7 @@ def swiglu_forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
 def swiglu_backward(
     h_N2F: Tensor, p_N: Tensor | None, da_NF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``dh_N2F``, ``dp_N`` (no elements without ``p_N``) and ``a_NF`` again."""
+    """Return ``dh_N2F``, ``dp_N`` (no elements without ``p_N``) and the recomputed ``a_NF``."""
     rows, width = da_NF.shape
     dh_N2F, dp_N, a_NF = _backward_results(h_N2F, p_N, da_NF)
     columns = min(COLUMNS, power_of_2(width))

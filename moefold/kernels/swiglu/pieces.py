@@ -1,8 +1,8 @@
 """SwiGLU with an optional weight per row, ``a = p * silu(gate) * up``, and its gradient.
 
-N rows, F width; ``h_N2F`` holds gate then up. The maths is fp32 (or fp64), whatever the storage.
-On a GPU each way is one kernel. Elsewhere rows are taken in pieces that stay in cache: on a CPU
-memory traffic is what limits this operation.
+N rows, F width; ``h_N2F`` holds gate, then up. Arithmetic is fp32 (or fp64) for every storage
+dtype. On a GPU forward and backward are one kernel each. On a CPU, where memory traffic limits this
+operation, rows are processed in pieces that stay in cache.
 """
 
 import torch
@@ -34,10 +34,10 @@ def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
 def backward(
     h_N2F: Tensor, p_N: Tensor | None, da_NF: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return ``dh_N2F``, ``dp_N`` (fp32 or fp64; None without ``p_N``) and ``a_NF`` again.
+    """Return ``dh_N2F``, ``dp_N`` (fp32 or fp64; None without ``p_N``) and the recomputed ``a_NF``.
 
-    ``a_NF`` is what the second product's weight gradient needs; it comes out of this pass for
-    free, so that forward need not keep it.
+    The weight gradient of the second product needs ``a_NF``; this pass recomputes it at no extra
+    cost, so that forward need not save it.
     """
     if fused(h_N2F):
         dh_N2F, dp_N, a_NF = kernels.backward(h_N2F, p_N, da_NF)
@@ -47,7 +47,7 @@ def backward(
     for piece in row_pieces(a_NF):
         gate, up = wide(h_N2F[piece]).chunk(2, dim=1)
         da, (dgate, dup) = wide(da_NF[piece]), dh_N2F[piece].chunk(2, dim=1)
-        # Wide results are written where they stay: a copy would be one pass in four.
+        # Wide results are written to their destination directly: a copy would be one pass in four.
         stays = gate.dtype == dh_N2F.dtype
         silu = F.silu(gate)
         a = torch.mul(silu, up, out=a_NF[piece] if stays else None)
