@@ -1,7 +1,7 @@
-"""Buckets whose weights travel as codes: where one set of these serves all products of a weight.
+"""Buckets that gather weights as low-precision codes, where one set of codes serves all products.
 
-Bits are those of a cast of the whole weight. Masters change once a step, so that ranks exchange the
-largest magnitudes of blocks then, and codes whenever weights come.
+The codes are bitwise those of quantising the whole weight: ranks reduce the amaxes of blocks once a
+step, after the masters change, and gather only codes whenever weights are unsharded.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from moefold.parallel.data.bucket import Bucket, BucketSlot
 
 
 class CodedBucket(Bucket):
-    """A bucket whose whole weights are a row of codes.
+    """A bucket whose whole weights are stored as codes.
 
     Args:
-        narrow: how products read each of the parameters.
-        cut: the ranks that hold other parts of the same matrices.
-        given: as for :class:`Bucket`.
+        narrow: the number format and history of each parameter's products.
+        cut: the ranks that hold the other tp or etp shards of the matrices.
+        given: arguments of :class:`Bucket`.
     """
 
     def __init__(self, narrow: Mapping[str, Narrow], cut: Group, *given: Any) -> None:
@@ -42,24 +42,24 @@ class CodedBucket(Bucket):
         self._amaxes: dict[str, Tensor] = {}
         self._matrices: dict[str, Tensor] = {}
         self._here: dict[str, Tensor] = {}
-        """Of the parts that are here, where steps before scale."""
+        """Present amaxes of this rank's elements, under delayed scaling."""
 
     def _view(self, slot: BucketSlot) -> Tensor:
         return self.values[slot.start // self.per_item : -(-slot.stop // self.per_item)]
 
     @property
     def whole(self) -> list[Tensor]:
-        """Codes, and what their scales follow from."""
+        """Codes, and the amaxes that give their scales."""
         told = self._amaxes, self._matrices, self._here
         return [self.values, *(one for each in told for one in each.values())]
 
     def lend(self, recipe: PrecisionPolicy) -> None:
-        """Let products read the codes."""
+        """Register functions with ``recipe`` by which products read the codes."""
         for name, handle in self.handles.items():
             recipe.give(handle, partial(self._read, name))
 
     def renew(self) -> None:
-        """Bring what scales, and what stays whole, up to date."""
+        """Recompute the amaxes, then start to gather codes that stay whole."""
         run_L = super()._sent()
         found = {
             name: self._grids[name].largest(self.own(slot, run_L), self.part(slot)[0])
@@ -76,7 +76,7 @@ class CodedBucket(Bucket):
         super().renew()
 
     def _exchange(self, found: Mapping[str, Tensor]) -> None:
-        """Scale by the largest magnitudes of whole blocks and matrices."""
+        """Reduce amaxes to those of whole blocks and matrices."""
         with self.inside.recorder.module("weights"):
             self._amaxes = self._maximum([*found.values()], self.inside)
             if self._recipe.of_matrices:
@@ -86,7 +86,7 @@ class CodedBucket(Bucket):
                     self._amaxes = self._matrices
 
     def _maximum(self, parts: list[Tensor], ranks: Group) -> dict[str, Tensor]:
-        """Return the maximum over ranks of a tensor for each parameter, in one operation."""
+        """Return the maximum over ranks of each parameter's tensor, in one all-reduce."""
         whole = parts
         if ranks.size > 1:
             flat = max_(torch.cat([one.flatten() for one in parts]), ranks)
@@ -111,5 +111,5 @@ class CodedBucket(Bucket):
 
 
 def coded_weights(model: nn.Module) -> dict[str, Narrow]:
-    """Return the parameters, by name, one set of whose codes serves all products of them."""
+    """Return, by name, the parameters of which one set of codes serves all products."""
     return {name: one for name, one in narrow_products(model).items() if one.recipe.one_set}
