@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moefold.planner.goodput import best_interval
-from moefold.training.run_folder import Curve, History, sets
+from moefold.training.run_folder import CROSS_ENTROPY, Curve, History, sets
 from moefold.training.words import clock, count
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -149,7 +149,9 @@ def loss_chart(history: History) -> dict[str, Any]:
     train = history.curve("lm_loss")
     train = Curve(train.steps, train.values * (factor or 1.0))
     keys = sets(history.keys()) if factor else [("held out", "val_loss")]
-    lines = [_line("training", train, smooth=True)]
+    # Held-out text is measured by cross-entropy whatever is trained, but for pairs.
+    apart = history.loss != CROSS_ENTROPY and any(sets(history.keys()))
+    lines = [_line(f"training ({history.loss})" if apart else "training", train, smooth=True)]
     lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
     marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []
     title = f"Loss, {loss_unit(history)}"

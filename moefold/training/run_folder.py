@@ -24,6 +24,8 @@ METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
 BASELINES_FILE = "baselines.json"
 EVENTS_FILE = "events.jsonl"
+CROSS_ENTROPY = "cross_entropy"
+"""Kind of the loss that bits per byte are of."""
 
 
 class StepLines:
@@ -179,6 +181,12 @@ class History:
         values = [np.nan if value is None else float(value) for _, value in pairs]
         return Curve(steps, np.array(values, dtype=np.float64))
 
+    @property
+    def loss(self) -> str:
+        """Kind of the loss that is trained; older runs do not say it."""
+        starts = [event for event in self.events if event.get("event") == "start"]
+        return starts[-1].get("loss", CROSS_ENTROPY) if starts else CROSS_ENTROPY
+
     def keys(self) -> list[str]:
         """Return every key of the lines, in order of first appearance."""
         return list(dict.fromkeys(key for line in self.lines for key in line))
@@ -187,8 +195,10 @@ class History:
         """Factor from a loss per token (nats) to bits per byte, taken from the newest evaluation.
 
         It is the mean of the held-out sets' own factors, so that no set's loss or size is in it.
-        None where no held-out set was measured in bytes.
+        None where no held-out set was measured in bytes, or the loss is no cross-entropy.
         """
+        if self.loss != CROSS_ENTROPY:
+            return None
         keys = [(key, f"val/{name}/loss") for name, key in sets(self.keys())]
         for line in reversed(self.lines):
             found = [

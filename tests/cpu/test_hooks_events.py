@@ -195,6 +195,7 @@ def test_starts_and_ends_are_noted(tmp_path: Path) -> None:
     assert [(e["event"], e["step"]) for e in events] == [
         ("start", 0), ("stop", 3), ("start", 3), ("stop", 5),
     ]  # fmt: skip
+    assert History.read(tmp_path).loss == events[0]["loss"] == "cross_entropy"
 
 
 def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Pictures of a run: they open, and show what was written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,15 @@ def test_without_held_out_text_the_loss_is_drawn_in_nats(tmp_path: Path) -> None
     figure = loss_figure(history, "trial")
     assert figure is not None and figure.axes[0].get_ylabel() == "nats per token"
     assert len(figure.axes[0].get_lines()) == 2
+
+
+def test_another_loss_than_the_held_out_texts_is_named_and_has_no_bits(tmp_path: Path) -> None:
+    """A divergence from a teacher of 0.1 nats is not 0.05 bits per byte of any text."""
+    history = replace(write(tmp_path), events=[{"event": "start", "loss": "distill"}])
+    figure = loss_figure(history, "trial")
+    assert figure is not None and figure.axes[0].get_ylabel() == "nats per token"
+    texts = {text.get_text() for text in figure.axes[0].texts}
+    assert {"training (distill) 2.07", "held out 2.03"} <= texts
 
 
 def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:

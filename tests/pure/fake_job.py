@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.base import Record
+from moefold.training.config import Train
 from moefold.training.hooks.base import Figures, Hook
 
 
 class Trial(Record):
-    """A run that has a name alone."""
+    """A run that has a name and a loss."""
 
     name: str = "trial"
+    train: Train = Train(steps=10, batch=1)
 
 
 class Empty:

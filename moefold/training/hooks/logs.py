@@ -20,7 +20,7 @@ class EventsHook(Hook):
         """Write run file and tokenizer; note the start and the step it goes on from."""
         write_text(job.folder / RUN_FILE, dump_yaml(job.run))
         job.tokenizer.save(job.folder / TOKENIZER_FILE)
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {"loss": job.run.train.loss.kind}
         if job.recovered:
             load_s = time.time() - job.recovered["met"]
             facts["recovered"] = {**job.recovered, "load_s": load_s}

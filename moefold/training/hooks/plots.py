@@ -72,8 +72,8 @@ def loss_figure(history: History, title: str) -> Figure | None:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, train["y"], color=TRAIN, alpha=0.22, linewidth=0.8)
-    axes.plot(steps, smooth, color=TRAIN, linewidth=1.8, label="training")
-    ends, begins = [("training", smooth[-1], TRAIN)], list[float]()
+    axes.plot(steps, smooth, color=TRAIN, linewidth=1.8, label=train["name"])
+    ends, begins = [(train["name"], smooth[-1], TRAIN)], list[float]()
     for line in others:
         if line["x"]:
             drawn = {"color": HELD_OUT, "markersize": 3.5, "linewidth": 1.8}
