@@ -59,7 +59,7 @@ def train(
     Raises:
         ValueError: if the run cannot be trained here, or the folder holds a different run.
     """
-    _check_run(run)
+    _check(run, hooks)
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: at least 1")
     demand_fit(run, nproc)
@@ -98,13 +98,16 @@ def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ())
 
     Use it as a context manager, or call ``job.close()``. Arguments are as in :func:`train`.
     """
-    _check_run(run)
+    _check(run, hooks)
     return Trainer(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
 
 
-def _check_run(run: object) -> None:
+def _check(run: object, hooks: Sequence[object]) -> None:
     if not isinstance(run, Run):
         raise TypeError(f"run is {run!r}; pass what moefold.load_run(...) returns")
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise TypeError(f"a hook is {hook!r}; pass objects of classes that are built on Hook")
 
 
 def load_model(
@@ -224,4 +227,6 @@ def verify(
     Raises:
         ValueError: if a layout is illegal for the run on ``world`` ranks; names the nearest legal.
     """
+    if isinstance(layouts, str):
+        raise TypeError(f"layouts is {layouts!r}; pass a list, such as [{layouts!r}]")
     return (within_spread if as_run else prove)(cases_of(run, layouts, world, as_run))

@@ -146,6 +146,8 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]:
     """Load a run as :func:`load_run` does, with the origin of each of its values."""
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides is {overrides!r}; pass a list, such as [{overrides!r}]")
     path = Path(source)
     if (path / "config.json").is_file():
         folder.read_config(path)  # its error for an unknown family is clearer than validation's

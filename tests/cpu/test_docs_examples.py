@@ -17,6 +17,7 @@ from moefold.layers.config import Selective
 from moefold.model.decoder import DecoderModel
 from moefold.moe.router import Router, RoutingContext
 from moefold.spec.decoder import model_weights
+from moefold.training.hooks.base import Hook
 from moefold.training.run_folder import History
 from tests.cpu.alive import bytes_alive, bytes_planned
 from tests.cpu.runs import corpus
@@ -194,6 +195,13 @@ def test_overrides_that_pages_show_are_legal(words: list[str]) -> None:
     [
         (lambda: moefold.train("tiny"), "load_run"),  # type: ignore[arg-type]
         (lambda: moefold.load_model("x", dtype="fp32"), "float32, float64, bfloat16"),
+        (lambda: moefold.load_run("tiny", "seed=2"), r"such as \['seed=2'\]"),
+        (lambda: moefold.plan("tiny", "h100x1", overrides="seed=2"), r"such as \['seed=2'\]"),
+        (lambda: moefold.verify(moefold.load_run("tiny"), "tp2"), r"such as \['tp2'\]"),
+        (
+            lambda: moefold.open(moefold.load_run("tiny"), hooks=[Hook]),  # type: ignore[list-item]
+            "objects of classes",
+        ),
     ],
 )
 def test_likely_slips_are_explained(call: Any, said: str) -> None:
