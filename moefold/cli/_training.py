@@ -58,10 +58,16 @@ def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:
         return Trainer(run, folder, hooks, told=told, **how)
 
 
-def train_to_end(job: Trainer, console: Console, said: Sequence[Row] = ()) -> int:
-    """Show the banner with the lines ``said``, train, say how it ended, return the exit status."""
+def train_to_end(
+    job: Trainer, console: Console, said: Sequence[Row] = (), forks: bool = False
+) -> int:
+    """Show the banner with the lines ``said``, train, say how it ended, return the exit status.
+
+    ``forks``: the command starts another run, which it would refuse to do once more.
+    """
     folder = shlex.quote(str(job.folder))
-    onwards = f"the same command with --folder {folder} goes on from"
+    without = " and without --fork" if forks else ""
+    onwards = f"the same command with --folder {folder}{without} goes on from"
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; on from step {job.step_number}", "yellow"))
     else:

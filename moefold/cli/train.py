@@ -212,7 +212,7 @@ def _train(
             ]
             console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
         _set_last_step(job, args.until, began)
-        status = train_to_end(job, console)
+        status = train_to_end(job, console, forks=args.fork is not None)
     if args.json and first:
         print_answer(folder, status)
     return status

@@ -457,6 +457,10 @@ def test_a_signal_saves_and_has_its_own_status(tmp_path: Path, capsys: Any) -> N
     assert main(command) == 0
     lines = History.read(out).lines
     assert [line["outside/seen"] for line in lines] == list(range(1, 9))
+    later = ["train.steps=12", "watch.hooks=[{kind: preempted, step: 10}]"]
+    assert main([*command, "--fork", str(tmp_path / "new"), *later]) == 75
+    said = capsys.readouterr().out
+    assert f"--folder {tmp_path / 'new'} and without --fork goes on from" in said
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
