@@ -197,6 +197,8 @@ def test_the_experts_that_take_most_of_a_text_are_kept(tmp_path: Path, capsys: A
         (("--top-k", 2), "--experts: a dense model needs it"),
         (("--experts", 8, "--granularity", 4, "--top-k", 6), "multiple of the granularity, 4"),
         (("--experts", 8, "--granularity", 4, "--top-k", 6), "the nearest is 8"),
+        (("--experts", 4, "--granularity", 3), "a multiple of the granularity, 3, such as 3"),
+        (("--experts", 4, "--granularity", 3), "at most --experts; the nearest is 3"),
         (("--experts", 10, "--granularity", 5), "divide the width of the feed-forward, 48; the"),
         (("--experts", 4, "--layers", 1), "--layers: 1 is less than the 2 that there are"),
     ],

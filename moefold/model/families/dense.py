@@ -24,7 +24,7 @@ def read_dense(
     Raises:
         ValueError: where there is no such mixture, with the nearest number that there is.
     """
-    top_k = top_k or 2 * shards
+    top_k, near = top_k or 2 * shards, max(1, (experts or 8) // shards) * shards
     dense, width = DENSE[config["model_type"]], config.get("intermediate_size") or 0
     asked = {
         "experts": experts is not None and experts % shards == 0,
@@ -33,10 +33,10 @@ def read_dense(
     }
     rules = {
         "experts": f"a dense model needs it, a multiple of the granularity, {shards}, such as "
-        f"{max(1, (experts or 8) // shards) * shards}",
+        f"{near}",
         "top-k": f"must be a multiple of the granularity, {shards}, as a token takes all shards of "
         f"a copy, and at most --experts; the nearest is "
-        f"{min(max(1, round(top_k / shards)) * shards, experts or top_k)}",
+        f"{min(max(1, round(top_k / shards)) * shards, near)}",
         "granularity": f"must divide the width of the feed-forward, {width}; the nearest is "
         f"{max(n for n in range(1, shards + 1) if width % n == 0)}",
     }
