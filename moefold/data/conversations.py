@@ -237,8 +237,9 @@ def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> Chat
     text = tokenizer.files.template(tools)
     if text is None:
         raise DataError(
-            f"{tokenizer.source}: has no chat template, so conversations have no form; name a file "
-            "of one with tokenizer: {template: chat.jinja}"
+            f"{tokenizer.source}: has no chat template, so conversations have no form; put one "
+            "beside the tokenizer as chat_template.jinja, or in a run name a file of one with "
+            "tokenizer: {template: chat.jinja}"
         )
     source = tokenizer.template_source or tokenizer.source
     return ChatTemplate(text, tokenizer.files.special(), source, **how)
