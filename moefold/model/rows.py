@@ -68,10 +68,7 @@ class Continued:
 
 
 def steps_of(model: DecoderModel) -> list[Step] | None:
-    """Return the blocks and the last norm as steps; None if the model does not qualify.
-
-    It qualifies if it is small, on the CPU, in one dtype, not quantised and without adapters.
-    """
+    """Return blocks and last norm as steps; None unless small, plain and in one dtype on a CPU."""
     there, record = list(model.parameters()), model.record
     small = sum(p.numel() for p in there) <= SMALL and all(p.device.type == "cpu" for p in there)
     plain = record.quantise is None and not any(p.adapters for p in (record, *record.blocks))

@@ -25,11 +25,11 @@ from moefold.moe.clone_weights import CloneGradients, bring, leaves
 from moefold.moe.config import Moe
 
 EXPERT = 53
-"""Bits of a row's number below those of its expert."""
+"""Bit at which the expert's number starts, above the row's number, in dropout's numbers."""
 
 
 class Experts(Adaptable):
-    """E experts of width F, run at once by a grouped product or one after another."""
+    """E experts of width F, computed by a grouped product or one after another."""
 
     def __init__(self, record: Moe, hidden: int, kernel: str) -> None:
         super().__init__()
@@ -50,17 +50,17 @@ class Experts(Adaptable):
 
     @property
     def by_micro_batch(self) -> bool:
-        """Whether the rows of a micro-batch and expert share blocks and scales."""
+        """Whether an expert's rows of a micro-batch share blocks and scales across ranks."""
         return any(not narrow.by_rank for narrow in self.narrow.values())
 
     @property
     def wire(self) -> RowCodes | None:
-        """What rows for the experts, and gradients of their results, travel as, if as codes."""
+        """Codes for dispatched rows, and for gradients of their results; None sends them wide."""
         narrow = self.narrow.get("w_in")
         return RowCodes(narrow.recipe.form("rows")) if narrow and narrow.recipe.wire else None
 
     def _numbers(self, offs_E: Tensor, sent_R: Tensor | None) -> Tensor | None:
-        """Return what tells rows and their experts apart, where adapters have dropout."""
+        """Return a number for each pair of row and expert, if adapters have dropout."""
         if sent_R is None or not self.drops:
             return None
         expert_R = expert_of_rows(offs_E, sent_R.shape[0])
@@ -78,10 +78,9 @@ class Experts(Adaptable):
     ) -> Tensor:
         """Return ``y_RD``, weighted by ``probs_R``; rows past the last offset are unspecified.
 
-        ``sent_R`` says of which micro-batches rows are, where not all are of this rank's. Where
-        there are ``clones`` (see :class:`Dispatched`), rows behind those of the experts here are
-        for them. Keeps ``x_RD``, the pre-activation unless that is recomputed, and the routing for
-        backward.
+        ``sent_R`` are the rows' numbers in the step, if they were sent. With ``clones`` (see
+        :class:`Dispatched`), the rows after those of this rank's experts belong to the clones.
+        Saves for backward: ``x_RD``, the routing and, unless recomputed, the pre-activation.
         """
         if self.narrow:
             codes_in, codes_out = (
@@ -105,7 +104,7 @@ class Experts(Adaptable):
             sink = RETURNED
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
         again = flow.keeper.wants("experts")
-        # A rank may be no width that the library's product takes.
+        # The library's product may not support the adapter's rank as a width.
         asked = "auto" if self._kernel == "grouped" else self._kernel
         dims = [
             size for low in (w_in.low_rank, w_out.low_rank) if low for size in low.a.value.shape[1:]
@@ -117,12 +116,12 @@ class Experts(Adaptable):
             return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, again, low, form)
 
     def _form(self, offs_E: Tensor, biases: Sequence[Operand], flow: Flow) -> ExpertForm | None:
-        """Return what is computed beside the products; None is SwiGLU and no more."""
+        """Return biases, activation and weighting around the products; None is plain SwiGLU."""
         if not self._formed:
             return None
         b_in, b_out = biases or (None, None)
         form = self._activation or Activation()
-        # Each rank that has a slice of an expert adds its share of the output's bias.
+        # Outputs are summed over etp: each of its ranks adds a share of the output bias.
         share = 1 / flow.world.group("etp").size
         how = form.alpha, form.limit, form.offset
         return ExpertForm(offs_E, *how, b_in, b_out, share, self._on_input)
@@ -130,7 +129,10 @@ class Experts(Adaptable):
     def _with_clones(
         self, expert_Ps: Tensor, biases: Sequence[Operand], flow: Flow
     ) -> list[Operand]:
-        """Return both weights with the clones' behind them, not kept for backward, and biases."""
+        """Return operands of both weights, then of biases, with the clones' appended.
+
+        The clones' weights are fetched again in backward, not saved.
+        """
         ranks = flow.world.group("ep")
         label = ranks.recorder.label
 
@@ -144,7 +146,7 @@ class Experts(Adaptable):
         with torch.no_grad():
             values = bring([one.value for one in here], expert_Ps, ranks)
             shifts = bring([one.value for one in biases], expert_Ps, ranks) if biases else ()
-        if not (flow.keeper.again or flow.keeper.block):  # What runs again is read at once.
+        if not (flow.keeper.again or flow.keeper.block):  # recomputed layers fetch them anyway
             flow.keeper.discard("clones", values, bring_again)
         masters = [one.master for one in (*here, *biases)]
         stand_ins = CloneGradients.apply(expert_Ps, ranks, flow.sink, *masters)

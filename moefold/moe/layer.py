@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine.
 
-T rows, D hidden, L width of what is sent, K experts per token, E experts, R rows after dispatch,
-N router terms. What travels from one part to the next is a record; its tensors' names say dims.
+T rows, D hidden, L width of dispatched rows, K experts per token, E experts, R rows after dispatch,
+N router terms. Records of :mod:`moefold.moe.rows` travel from one step to the next.
 """
 
 import torch
@@ -23,22 +23,22 @@ from moefold.moe.rows import Apart, DispatchedRows, ExpertRows, MoeInput, Routed
 
 
 class MoeFfn(nn.Module):
-    """Routed experts and an optional shared one: four segments that a schedule can interleave.
+    """MoE feed-forward: routed experts and, optionally, a shared one and idle ones.
 
     Args:
-        record: the layer's description.
+        record: description of the layer.
         hidden: D.
         layer: number of the block.
-        dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
+        dispatch: how rows reach the ranks of their experts; a record of the slot DISPATCH.
         expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
     """
 
     router_type: type[Router] | None = None
-    """A router in place of the one that the record names."""
+    """Router class that subclasses use in place of the one that the record names."""
     residual_scale = 1.0
-    """Factor on what the layer adds to the residual; its block sets it."""
+    """Factor on the output before it is added to the residual; set by the block."""
     apart = False
-    """Whether the block adds to the residual, after a norm."""
+    """Whether the output is returned apart from the residual, since the block norms it first."""
 
     def __init__(
         self, record: Moe, hidden: int, layer: int, dispatch: Record, expert_kernel: str
@@ -66,23 +66,23 @@ class MoeFfn(nn.Module):
 
     @property
     def terms(self) -> dict[str, float]:
-        """Coefficient of each router term by its name, in the order of ``terms_N``."""
+        """Coefficient of each router term by name, in the order of ``terms_N``."""
         return self.balance.coefficients
 
     def forward(self, rows: MoeInput, flow: Flow) -> BlockOutput | Apart:
-        """Return the residual and the experts' output, in one or apart, and the router's terms."""
+        """Return residual and experts' output, added up unless ``apart``, and router terms."""
         routed = self.route(rows, flow)
         dispatched = self.dispatch(routed, flow)
         done = self.combine(self.run_experts(dispatched, flow), flow)
         return self.finish(done, flow) if isinstance(done, ExpertRows) else done
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the steps of ``forward``: a schedule may run other work between them."""
+        """Return ``forward`` as segments, between which a schedule may run other work."""
         steps = (self.route, Exchange(self.dispatch), self.run_experts, Exchange(self.combine))
         return steps if self.up is None else (*steps, self.finish)
 
     def route(self, rows: MoeInput, flow: Flow) -> RoutedRows:
-        """Choose each row's experts, once for a micro-batch, and compute the router's terms."""
+        """Route the rows, or replay the micro-batch's decision, and compute the router terms."""
         with flow.keeper.scope("moe", *rows):
             routed = self.router(rows.x_TD, flow, flow.decisions.made(self._key))
             flow.decisions[self._key], terms = self.balance(routed, flow)
@@ -107,7 +107,7 @@ class MoeFfn(nn.Module):
         return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
-        """Run the experts that are here, and the shared one on the rows that are here."""
+        """Run this rank's experts on the dispatched rows, and the shared one on its own rows."""
         residual_TD, shared_TD = rows.residual_TD, None
         with flow.world.recorder.module(f"{self._key}.moe.experts"):
             y_RD, handle = self.sending.run(rows.sent, self.experts, flow)
@@ -119,14 +119,14 @@ class MoeFfn(nn.Module):
         return ExpertRows(residual_TD, shared_TD, rows.terms_N, y_RD, handle)
 
     def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart | ExpertRows:
-        """Bring the experts' results back to their rows, and add them up."""
+        """Return the experts' results to the ranks of their rows, and sum them for each row."""
         out_TL = self.sending.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
         if self.up is not None:
             return rows._replace(y_RD=out_TL, handle=())
         return self._added(rows, out_TL)
 
     def finish(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart:
-        """Bring the sums of results to the model's width."""
+        """Project the sums of results from the latent width L to D."""
         assert self.up is not None
         with flow.keeper.scope("moe"):
             out_TD = self.up(rows.y_RD, flow)
@@ -140,5 +140,5 @@ class MoeFfn(nn.Module):
         return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)
 
     def _no_drop(self, flow: Flow) -> bool:
-        """Whether the host knows that every row goes to K experts."""
+        """Whether it is known on the host that every row goes to exactly K experts."""
         return flow.valid_T is None and not self.record.drops

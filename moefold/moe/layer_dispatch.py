@@ -1,5 +1,5 @@
-"""How a layer's rows go to its experts, or clones of these, and back: by the layout's dispatcher,
-or in rounds.
+"""Sends the rows of an MoE layer to its experts or their clones, and the results back: by the
+layout's dispatcher, or in rounds.
 
 T rows, D hidden, R rows after dispatch.
 """
@@ -23,9 +23,9 @@ from moefold.moe.rounds import Rounds
 
 
 class LayerDispatch:
-    """The three parts of a layer, of some name, that the layout's dispatcher is asked for.
+    """Dispatch, experts and combine of the layer ``name``, by the layout's dispatcher ``record``.
 
-    Experts, where there are any, say what rows travel as.
+    The experts ``of`` the layer, if given, state whether rows are sent as codes.
     """
 
     def __init__(self, record: Record, experts: int, name: str, of: Experts | None = None) -> None:
@@ -38,7 +38,7 @@ class LayerDispatch:
 
     @cached_property
     def _wire(self) -> RowCodes | None:
-        """What rows travel as, beside which their numbers do as they are."""
+        """Codes that rows are sent as, if any; row numbers are never sent as codes."""
         return None if self._of is None else self._of.wire
 
     @cached_property
@@ -50,17 +50,17 @@ class LayerDispatch:
         return made
 
     def open_slots(self, record: Clones, ranks: int) -> None:
-        """Let each of the ranks of ``ep`` have clones of other ranks' experts."""
+        """Enable clones: each of the ``ep`` ranks gets slots for other ranks' experts."""
         self._clones = record
         self._dispatcher = build(self._record, self._experts + ranks * record.slots)
 
     def send(
         self, tokens: RoutedTokens, flow: Flow, numbered: bool = False, draws: bool = False
     ) -> Dispatched | RoutedTokens:
-        """Send copies of rows to the ranks of their experts; rounds send theirs in ``run``.
+        """Send copies of rows to the ranks of their experts; rounds defer that to ``run``.
 
-        ``numbered``: codes ask which rows are of one micro-batch, and in which order; ``draws``:
-        chance asks which each row is.
+        Row numbers are sent too if it ``draws`` (dropout), or if it is ``numbered`` (blocks and
+        scales of codes follow the rows of a micro-batch) and there are other ranks.
         """
         if self._wire is not None:
             tokens = tokens._replace(x_TD=self._wire.rounded(tokens.x_TD))
@@ -82,7 +82,7 @@ class LayerDispatch:
         return sent._replace(overflow=None, source=None, sent_R=sent_R, clones=clones)
 
     def _plan(self, tokens: RoutedTokens, flow: Flow) -> ClonePlan | None:
-        """Return where copies go, planned once for a micro-batch as its decision is."""
+        """Return the clone plan, made once per micro-batch and stored with its decisions."""
         if self._clones is None:
             return None
         key = f"{self._name}.clones"
@@ -96,7 +96,7 @@ class LayerDispatch:
     def run(
         self, sent: Dispatched | RoutedTokens, experts: Experts, flow: Flow
     ) -> tuple[Tensor, Handle]:
-        """Return the experts' results, and what brings them back: nothing after rounds."""
+        """Return the experts' results, and the handle for ``fetch``, which is empty for rounds."""
 
         def here(sent: Dispatched, flow: Flow) -> Tensor:
             return experts(sent.x_RD, sent.offs_E, sent.probs_R, flow, sent.sent_R, sent.clones)
@@ -107,7 +107,7 @@ class LayerDispatch:
         return self._rounds.run(sent, here, flow), ()
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, flow: Flow) -> Tensor:
-        """Bring results back to their rows, and add up each token's; rounds have done so."""
+        """Return results to their rows and sum them by token, unless rounds have done so."""
         out_TD = y_RD
         if handle:
             with flow.world.recorder.module(f"{self._name}.combine"):
@@ -115,7 +115,7 @@ class LayerDispatch:
         return out_TD if self._wire is None else self._wire.rounded_gradient(out_TD)
 
     def _numbers(self, tokens: RoutedTokens, flow: Flow) -> Tensor:
-        """Send the rows' numbers the way of the rows; a rank alone has those of one micro-batch."""
+        """Dispatch the rows' numbers in the step as the rows are, and return those received."""
         number_T1 = sent_numbers(flow.rows.first, flow.rows.place_T)[:, None]
         numbers = tokens._replace(x_TD=number_T1, weights_TK=tokens.weights_TK.detach())
         with torch.no_grad(), flow.world.recorder.module(f"{self._name}.dispatch"):

@@ -1,9 +1,9 @@
-"""The router: which experts take a token, and with which weights.
+"""The router: chooses the experts of each token, and computes their weights.
 
 T token rows, D hidden, E experts, K experts per token.
 
-The *decision* (experts and drops) is made once per micro-batch and kept; a second run of the layer
-is given it and computes only scores and weights anew, so the router's gradient is the same.
+The *decision* (experts and drops) is made once per micro-batch and stored. A recomputed layer
+replays it and recomputes only scores and weights, so that the router's gradient is the same.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for a micro-batch's rows: kept for every further run, never made again.
+    """The routing decision for the rows of a micro-batch: made once, then replayed.
 
-    A decision recorded elsewhere and replayed here needs no more than ``experts_TK``.
+    Of a decision that was recorded in another run, ``experts_TK`` alone is required.
     """
 
     experts_TK: Tensor
@@ -44,77 +44,76 @@ class Decision:
     plain_TK: Tensor | None = None
     """int64 top-k of the scores alone (no bias, no groups), which auxiliary losses count."""
     counts: Mapping[str, Tensor] | None = None
-    """int64 [N, E] plain choices of each population's tokens, on whatever rank they are, by kind
-    of population; None until the layer's counters have seen the decision."""
+    """int64 [N, E] plain choices by population and expert, over all ranks, for each kind of
+    population; None until the layer's counters have counted the decision."""
 
 
 @dataclass(frozen=True)
 class Routed:
-    """All that a router computes; rows that are not valid read as zero logits."""
+    """Result of a router; rows that are not valid have zero logits."""
 
     decision: Decision
     sent_TK: Tensor
-    """``decision.experts_TK`` with E for dropped copies too: what dispatch sends."""
+    """int64 expert of each copy to be dispatched; E for dropped copies and rows not valid."""
     weights_TK: Tensor
-    """Weights of the experts' outputs, in the scores' dtype, differentiable; 0 for the unsent."""
+    """Differentiable weights of the experts' outputs in the scores' dtype; 0 where not sent."""
     logits_TE: Tensor
     scores_TE: Tensor
     bias_E: Tensor | None = None
-    """float32 selection bias that the choice was made with."""
+    """float32 selection bias used in the choice."""
 
     @cached_property
     def counts_E(self) -> Tensor:
-        """int64 copies that each expert is sent."""
+        """int64 number of copies sent to each expert."""
         return count(self.sent_TK, self.scores_TE.shape[1])
 
 
 @dataclass(frozen=True)
 class RoutingContext:
-    """What a router may look at beside its scores when it chooses experts."""
+    """What a router may read besides scores when it chooses experts."""
 
     record: RouterRecord
     bias_E: Tensor | None
     """float32 selection bias; None where the record has none."""
     rows: MicroBatch
-    """The rows of this rank; those that are valid come first."""
+    """Rows of this rank, valid ones first."""
     ranks: Group
-    """The ranks that share the micro-batch's rows."""
+    """Ranks that share the rows of the micro-batch."""
     training: bool = True
     layer: int = 0
 
     @property
     def valid_T(self) -> Tensor | None:
-        """bool mask of rows that are tokens; None where all are."""
+        """bool mask of valid rows; None if all are."""
         return None if self.rows.n_valid == self.rows.rows else self.rows.valid_T
 
     def valid(self, values_TX: Tensor) -> Tensor:
-        """Return the rows that are tokens."""
+        """Return the valid rows."""
         return values_TX[: self.rows.n_valid]
 
     def gather(self, rows_TX: Tensor) -> Tensor:
-        """Return the rows of all ranks that share the micro-batch; all of them have to ask.
+        """All-gather rows over the ranks that share the micro-batch: a collective.
 
-        On one rank it is what was given, and no copy.
+        On one rank it returns its argument, not a copy.
         """
         if self.ranks.size == 1:
             return rows_TX
         return gather(rows_TX, self.ranks).flatten(0, 1)
 
     def own(self, gathered_TX: Tensor) -> Tensor:
-        """Return the rows of this rank among those of all."""
+        """Return this rank's rows out of those that :meth:`gather` returned."""
         return gathered_TX.unflatten(0, (self.ranks.size, -1))[self.ranks.index]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks that share the micro-batch; all of them have to ask."""
+        """All-reduce values over the ranks that share the micro-batch: a collective."""
         return sum_(values.clone(), self.ranks)
 
 
 class Router(ExactBuffers, Adaptable):
-    """Scores of tokens against experts, and the choice among them; base of every router.
+    """Top-k router, and base of every router: plug-ins override :meth:`scores`, :meth:`choose`.
 
-    A router from outside replaces :meth:`scores`, :meth:`choose` or both. ``weight`` [E, D] is the
-    master parameter. ``selection_bias`` [E] (where the record has one) is a float32 buffer that
-    stays float32 when the model is cast; it moves choices, never weights.
+    ``weight`` [E, D] is the master parameter. ``selection_bias`` [E], if the record has one, is a
+    buffer that stays float32 when the model is cast; it affects choices, never weights.
     """
 
     def __init__(self, record: RouterRecord, hidden: int, capacity: Capacity | None = None) -> None:
@@ -128,9 +127,9 @@ class Router(ExactBuffers, Adaptable):
         self.register_buffer("selection_bias", bias_E)
 
     def forward(self, x_TD: Tensor, flow: Flow, decision: Decision | None = None) -> Routed:
-        """Route the rows; with ``decision`` nothing is chosen or dropped anew.
+        """Route the rows, with the choices and drops of ``decision`` if it is given.
 
-        Non-finite logits in valid rows still give some choice, the same one each time.
+        Non-finite logits in valid rows lead to an arbitrary but deterministic choice.
         """
         logits_TE = self._logits(x_TD, flow)
         scores_TE = self.scores(logits_TE)
@@ -148,7 +147,7 @@ class Router(ExactBuffers, Adaptable):
         return Routed(decision, sent_TK, weights_TK, logits_TE, scores_TE, self.selection_bias)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Return the scores [T, E] that experts are chosen and weighed by."""
+        """Return the scores [T, E] by which experts are chosen and weighted."""
         return scores(logits_TE, self.record)
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
@@ -165,7 +164,7 @@ class Router(ExactBuffers, Adaptable):
         )
 
     def _logits(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return [T, E] in the wider of the record's and the rows' dtype."""
+        """Return logits [T, E] in the wider of the record's and the rows' dtype."""
         dtype = torch.promote_types(DTYPES[self.record.dtype], x_TD.dtype)
         weight = self.operand("weight", flow, dtype)
         given: dict[str, Any] = {"n_valid": flow.n_valid, "sink": flow.sink}
@@ -199,7 +198,7 @@ class Router(ExactBuffers, Adaptable):
         return RoutingContext(self.record, self.selection_bias, *seen, flow.training, self.layer)
 
     def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:
-        """Return which copies stay; the whole micro-batch competes, on whatever ranks it is."""
+        """Return which copies are kept; copies of the whole micro-batch compete, on all ranks."""
         assert self.capacity is not None
         top_k, experts = self.record.top_k, self.record.choices
         limit = self.capacity.copies(flow.rows.population, top_k, experts)
@@ -210,6 +209,6 @@ class Router(ExactBuffers, Adaptable):
         experts_TK = context.gather(decision.experts_TK)
         by_weight = None if by_weight is None else context.gather(by_weight)
         kept = drop(experts_TK, by_weight, context.gather(flow.rows.token_T), limit, experts)
-        # What computes nothing takes any number.
+        # Idle experts have no capacity.
         idle_TK = (decision.experts_TK >= self.record.experts) & (decision.experts_TK < experts)
         return context.own(kept) | idle_TK

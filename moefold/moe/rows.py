@@ -1,4 +1,4 @@
-"""What travels from one part of a mixture-of-experts layer to the next.
+"""Records that travel from one step of an MoE layer to the next.
 
 T rows, D hidden, K experts per token, R rows after dispatch, N router terms.
 """
@@ -12,16 +12,16 @@ from moefold.moe.dispatch.routing_plan import RoutedTokens
 
 
 class MoeInput(NamedTuple):
-    """What the layer takes."""
+    """Input of the layer."""
 
     residual_TD: Tensor
-    """What the layer's output is added to."""
+    """Residual rows, to which the output is added."""
     x_TD: Tensor
-    """Normed rows, which router and experts read."""
+    """Normed rows: input of router and experts."""
 
 
 class RoutedRows(NamedTuple):
-    """What ``route`` hands to ``dispatch``."""
+    """Output of ``route``, input of ``dispatch``."""
 
     residual_TD: Tensor
     x_TD: Tensor
@@ -29,36 +29,36 @@ class RoutedRows(NamedTuple):
     """Values of the router's loss terms, without coefficients."""
     weights_TK: Tensor
     experts_TK: Tensor
-    """int64; E for copies that are not sent."""
+    """int64 expert ids; E for copies that are not sent."""
     inner_TL: Tensor | None = None
-    """What is sent in place of the rows."""
+    """Rows projected to the latent width, which are sent in place of ``x_TD``."""
 
 
 class DispatchedRows(NamedTuple):
-    """What ``dispatch`` hands to the experts."""
+    """Output of ``dispatch``, input of the experts."""
 
     residual_TD: Tensor
     x_TD: Tensor
-    """Rows of this rank, which the shared expert reads."""
+    """Rows of this rank: input of the shared expert."""
     terms_N: Tensor
     sent: Dispatched | RoutedTokens
-    """Rows of the experts here, from all ranks; or this rank's, to be sent in rounds."""
+    """Rows from all ranks for this rank's experts; or this rank's rows, to be sent in rounds."""
 
 
 class ExpertRows(NamedTuple):
-    """What the experts hand to ``combine``."""
+    """Output of the experts, input of ``combine``."""
 
     residual_TD: Tensor
-    """With the shared expert's output, unless the block adds to the residual."""
+    """Residual rows plus the shared expert's output, unless that is in ``shared_TD``."""
     shared_TD: Tensor | None
-    """That output in the other case."""
+    """Output of the shared expert where the block adds to the residual after a norm."""
     terms_N: Tensor
     y_RD: Tensor
     handle: Handle
 
 
 class Apart(NamedTuple):
-    """What ``combine`` returns where the block adds to the residual."""
+    """Output of the layer where the block norms it before adding it to the residual."""
 
     residual_TD: Tensor
     added_TD: Tensor
