@@ -1,13 +1,13 @@
-"""Parameters whose copies live on the same ranks: each rank keeps a run of them.
+"""Flat buckets of parameters whose copies live on the same ranks, one equal run for each rank.
 
-A bucket is one row of elements: parameters one after the other, each at an aligned place, cut into
-as many equal runs as ranks share it. A rank owns the masters, the summed gradients and, through the
-optimizer, the state of its run, which covers some parameters whole and at most two in part; any run
-of a row-major tensor is a few boxes, which is what checkpoints name. Whole are, for as long as they
-are needed, the weights in the dtype that products take and the gradients of one pass or step. Both
-are filled and read in place: parameters are views, and nothing is copied in or out.
+A bucket is one flat row of elements: parameters one after another at aligned offsets, cut into as
+many equal runs as ranks share it. A rank owns masters, summed gradients and, through the optimizer,
+the state of its run, which covers some parameters whole and at most two in part; any run of a
+row-major tensor is a few boxes, by which checkpoints name it. Whole, for as long as needed, are the
+weights in the dtype that products read and the gradients of one pass or step. Collectives fill and
+read both in place: parameters are views, and nothing is copied in or out.
 
-Suffix L: elements of a run; others are of the whole bucket.
+Suffix L: elements of a run; other tensors cover the whole bucket.
 """
 
 import math
@@ -27,24 +27,24 @@ from moefold.mesh.share import aligned
 
 @dataclass(frozen=True)
 class BucketSlot:
-    """A parameter's place in its bucket."""
+    """A parameter's offset and shape in its bucket."""
 
     name: str
     shape: tuple[int, ...]
-    """Of what this rank computes with."""
+    """Shape of this rank's shard after tensor and expert parallelism."""
     start: int
 
     @property
     def stop(self) -> int:
-        """The place after its last element."""
+        """Offset after the last element."""
         return self.start + math.prod(self.shape)
 
     def of(self, row: Tensor) -> Tensor:
-        """Return the parameter as a view of a whole bucket's row."""
+        """Return the parameter as a view of a flat tensor of the whole bucket."""
         return row[self.start : self.stop].view(self.shape)
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
-        """Return which of its own elements lie in a run of the bucket; ``(a, a)`` for none."""
+        """Return the range of the parameter's elements in a bucket run; ``(a, a)`` for none."""
         first = min(max(start, self.start), self.stop)
         return first - self.start, max(first, min(stop, self.stop)) - self.start
 
@@ -52,7 +52,7 @@ class BucketSlot:
 def lay_out(
     shapes: Iterable[tuple[str, tuple[int, ...]]], ranks: int
 ) -> tuple[list[BucketSlot], int]:
-    """Return the parameters' places and the length of each rank's run."""
+    """Return the parameters' slots and the length of each rank's run."""
     slots, end = [], 0
     for name, shape in shapes:
         slots.append(BucketSlot(name, shape, end))
@@ -61,9 +61,9 @@ def lay_out(
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return the boxes that the elements ``start`` to ``stop`` of a row-major tensor are, in order.
+    """Return elements ``start`` to ``stop`` of a row-major tensor as boxes, in order.
 
-    At most ``2 * dims - 1`` of them; each is contiguous in memory.
+    There are at most ``2 * dims - 1``, each contiguous in memory.
     """
     if start >= stop:
         return []
@@ -94,26 +94,26 @@ def moved(box: Box, by: Box) -> Box:
 
 
 class Bucket:
-    """Some parameters of one unit of the model.
+    """A flat bucket of parameters of one model unit, sharded over data ranks.
 
     Args:
-        unit: the part of the model that they are of, such as ``layers.3``.
-        parameters: by name; their present values are taken, if they have any (``meta``).
-        inside: the ranks that share the bucket, more than one.
-        across: ranks with the same run, of which each saw other tokens.
-        dtype: what products take.
-        device: where all of it lives.
-        keeps: whether weights stay whole between their uses.
-        home: where masters are updated, if not there. They may lie elsewhere between steps
-            (:mod:`moefold.parallel.data.offload`); then :meth:`narrow` says when they can be read.
+        unit: the model unit of the parameters, such as ``layers.3``.
+        parameters: by name; their present values are copied, unless they are on ``meta``.
+        inside: the ranks that share the bucket; one where only its state is offloaded.
+        across: ranks that have the same run and saw other tokens.
+        dtype: dtype that products read.
+        device: device of weights and gradients.
+        keeps: whether weights stay whole between uses (ZeRO below 3).
+        home: device on which offloaded masters are updated, or None. Such masters can be absent
+            (:mod:`moefold.parallel.data.offload`): gathers then read the copy of :meth:`narrow`.
     """
 
     stored: torch.dtype | None = None
-    """Of whole weights, where that is not what products take."""
+    """Storage dtype of whole weights, where it is not ``dtype``."""
     per_item = 1
-    """Elements that one of those holds."""
+    """Elements per item of ``stored``."""
     gradients_stay = False
-    """Whether whole gradients lie where they lay, as recorded graphs add to them."""
+    """Whether whole gradients keep their memory across steps: recorded graphs add to them."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Bucket:
         self._users = 0
         self._gathering: tuple[Pending, _unsafe_preserve_version_counter] | None = None
         self._scattering: tuple[Tensor, Pending] | None = None
-        # Views are made while there is memory behind them; they see it come and go.
+        # Views are made while the storage is allocated; they stay valid when it is resized.
         self.weights = {name: self._view(slot) for name, slot in self.slots.items()}
         self._resize(0)
         for name, slot in self.slots.items():
@@ -158,11 +158,11 @@ class Bucket:
 
     @property
     def start(self) -> int:
-        """The place of this rank's first element."""
+        """Offset of this rank's run in the bucket."""
         return self.inside.index * self.length
 
     def part(self, slot: BucketSlot) -> tuple[int, int]:
-        """Return which elements of a parameter are in this rank's run."""
+        """Return the range of a parameter's elements in this rank's run."""
         return slot.part(self.start, self.start + self.length)
 
     def own(self, slot: BucketSlot, run_L: Tensor) -> Tensor:
@@ -178,27 +178,27 @@ class Bucket:
 
     @property
     def whole(self) -> list[Tensor]:
-        """What whole weights lie in."""
+        """Tensors that store the whole weights."""
         return [self.values]
 
     def lend(self, recipe: PrecisionPolicy) -> None:
-        """Let layers read the weights by their handles."""
+        """Register the weights with ``recipe``, from which layers read them by their handles."""
         for name, handle in self.handles.items():
             recipe.give(handle, self.weights[name])
 
     def renew(self) -> None:
-        """Bring weights that stay whole up to date with the masters, after any change of these."""
+        """Start to gather weights that stay whole, after any change of the masters."""
         if self.keeps:
             self.all_gather()
 
     def unshard(self) -> None:
-        """Count a user, and start to gather the weights where they are not whole."""
+        """Add a user of the weights; the first one starts the gather of weights that are freed."""
         self._users += 1
         if self._users == 1 and not self.keeps:
             self.all_gather()
 
     def reshard(self) -> None:
-        """Take a user away, and let the weights go where nobody is left."""
+        """Remove a user of the weights; the last one frees those that do not stay whole."""
         self._users -= 1
         assert self._users >= 0, f"{self.unit} was let go more often than it was taken"
         if not self._users and not self.keeps:
@@ -209,7 +209,7 @@ class Bucket:
         """Start to gather the weights of all runs; :meth:`wait_unshard` waits for them."""
         self.wait_unshard()
         self._resize(self.values.numel())
-        # What a forward pass has kept for its backward is this memory, filled again alike.
+        # Autograd saved these tensors in forward; the refill is not a change, the values are equal.
         unchanged = _unsafe_preserve_version_counter(self.values)
         run = self._sent()
         if self.keeps:
@@ -219,13 +219,13 @@ class Bucket:
         self._gathering = pending, unchanged
 
     def _sent(self) -> Tensor:
-        """Return what travels of this rank's run."""
+        """Return what the gather sends of this rank's run."""
         run_L = self._narrow_L if self.offloaded else self.master_L.to(self.dtype)
         assert run_L is not None, f"{self.unit} is gathered while its masters lie elsewhere"
         return run_L
 
     def wait_unshard(self) -> None:
-        """Return when the weights may be read."""
+        """Wait until the weights may be read."""
         if self._gathering is not None:
             pending, unchanged = self._gathering
             self._gathering = None
@@ -234,11 +234,11 @@ class Bucket:
 
     @property
     def narrowed(self) -> bool:
-        """Whether what products read of this rank's run is there, whole weights apart."""
+        """Whether there is a copy of this rank's run in the dtype of products."""
         return self._narrow_L is not None
 
     def narrow(self, run_L: Tensor) -> None:
-        """Take what products read of this rank's run, given its masters, wherever they are."""
+        """Copy this rank's run, given its masters on any device, in the dtype of products."""
         self._narrow_L = run_L.detach().to(self.values.device, self.dtype, copy=True)
 
     def _resize(self, elements: int) -> None:
@@ -248,18 +248,18 @@ class Bucket:
 
     @property
     def sums(self) -> list[Tensor]:
-        """Gradients that are there: whole ones, this rank's sums, and a sum under way."""
+        """Allocated gradients: whole ones, this rank's sums, and a reduce-scatter's output."""
         parts = (self.gradients, self.summed_L, self._scattering and self._scattering[0])
         return [one for one in parts if one is not None]
 
     def begin_step(self) -> None:
-        """Forget the sums of the last step, and one that a step which was given up has begun."""
+        """Drop the last step's sums, including a reduce-scatter that an aborted step has begun."""
         self.wait_reduce()
         self.summed_L = None
         self.free_gradients()
 
     def open_gradients(self) -> None:
-        """Let the parameters' gradients add up in place, from zero where none are there yet."""
+        """Allocate zeroed whole gradients, unless present, as the ``grad`` of the handles."""
         if self.gradients is not None or not self.trained:
             return
         there = self._freed_gradients
@@ -269,7 +269,7 @@ class Bucket:
             self.handles[name].grad = slot.of(self.gradients)
 
     def free_gradients(self) -> None:
-        """Let the whole gradients go."""
+        """Free the whole gradients."""
         if self.gradients_stay and self.gradients is not None:
             self._freed_gradients = self.gradients
         self.gradients = None
@@ -277,7 +277,7 @@ class Bucket:
             handle.grad = None
 
     def reduce(self) -> None:
-        """Start to sum the whole gradients over the ranks; :meth:`wait_reduce` waits for it."""
+        """Start to reduce-scatter the whole gradients; :meth:`wait_reduce` waits for it."""
         if self.gradients is None or self.alone:
             return
         self.wait_reduce()
@@ -287,7 +287,7 @@ class Bucket:
         self._scattering = part_L, pending
 
     def wait_reduce(self) -> None:
-        """Wait for a sum under way, add it to this rank's, and let the whole gradients go."""
+        """Wait for a reduce-scatter, add its output to this rank's sums, free whole gradients."""
         if self._scattering is None:
             return
         part_L, pending = self._scattering
@@ -297,7 +297,7 @@ class Bucket:
         self.free_gradients()
 
     def finish(self) -> None:
-        """Complete this rank's sums: of all passes, and of the ranks that share the run."""
+        """Complete this rank's sums over all passes, ``inside`` and ``across``."""
         if not self.trained:
             return
         if self._scattering is None:
@@ -308,7 +308,7 @@ class Bucket:
         if self.summed_L is None:
             self.summed_L = self._zeros(self.length)
         if self.alone:
-            return  # summed over the other copies with what is in no bucket
+            return  # ShardedState sums these over copies, with gradients outside of buckets
         with self.inside.recorder.module("gradients"):
             sum_(self.summed_L, self.across)
 
@@ -317,9 +317,9 @@ class Bucket:
 
 
 def handle_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    """Return what stands for a parameter whose values are elsewhere: its form, and NaN to read.
+    """Return a stand-in for a parameter whose values are stored elsewhere.
 
-    Its gradient is an ordinary tensor.
+    It has the parameter's shape and dtype, reads as NaN, and can have an ordinary ``grad``.
     """
     nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
     return nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)

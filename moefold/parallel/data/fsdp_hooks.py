@@ -1,6 +1,6 @@
 """FSDP hooks for one micro-batch: all-gather a unit's weights before use, free them after.
 
-The next unit's weights are on their way while one computes. Gradients are reduce-scattered when a
+The next unit's weights are gathered while one computes. Gradients are reduce-scattered when a
 unit's backward has run.
 """
 
@@ -14,10 +14,10 @@ Units = Mapping[str, Sequence[Bucket]]
 
 
 class GradReducer:
-    """When the gradients of a unit are summed: after each of its passes, or after the last.
+    """Reduces a unit's gradients over data ranks after each of its passes, or after the last.
 
-    ``uses`` says how often each unit is part of a step. After sums of each pass whole gradients are
-    freed.
+    ``uses`` is the number of passes through each unit in a step. With ``each_pass``, whole
+    gradients are freed after every pass.
     """
 
     def __init__(self, units: Units, uses: Mapping[str, int], each_pass: bool) -> None:
@@ -25,11 +25,11 @@ class GradReducer:
         self._reducing: Sequence[Bucket] = ()
 
     def completed(self, unit: str) -> None:
-        """Note that one use of a unit has added all its gradients."""
+        """Register that one pass has added all its gradients to a unit."""
         self._left[unit] = self._left.get(unit, 0) - 1
         if not self._each_pass and self._left[unit]:
             return
-        # One at a time: whole gradients of more than two units never exist at once.
+        # One at a time, so that whole gradients of at most two units exist at once.
         for bucket in self._reducing if self._each_pass else ():
             bucket.wait_reduce()
         self._reducing = self._units.get(unit, ())
@@ -42,9 +42,9 @@ class FsdpHooks(UnshardHooks):
 
     Args:
         units: buckets by unit.
-        order: the chunk's units in the order of forward.
-        reducer: told of units whose gradients are complete; None outside training.
-        deferred: whether weights' products wait for :meth:`pre_weight_gradients`.
+        order: the chunk's units in forward order.
+        reducer: notified of units whose gradients are complete; None outside training.
+        deferred: whether weight gradients are computed after :meth:`pre_weight_gradients`.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class FsdpHooks(UnshardHooks):
     def pre_forward(self, unit: str) -> None:
         """Unshard the unit, and prefetch the next."""
         if unit == EMBEDDING and self._awaited:
-            self._unshard(unit)  # once more, between others, of which the next is on its way
+            self._unshard(unit)  # for a multi-token layer; the next unit is already being gathered
         else:
             self._unshard_and_prefetch(unit, 1)
 
     def post_forward(self, unit: str) -> None:
-        """Reshard the unit; its gradients are awaited from now on."""
+        """Reshard the unit, and await its gradients from now on."""
         self._reshard(unit)
         if self._reducer is not None:
             self._awaited.append(unit)
 
     @contextmanager
     def unsharded(self, unit: str) -> Iterator[None]:
-        """Unshard the unit while open; its gradients are complete as it closes."""
+        """Unshard the unit inside the context; its gradients are complete on exit."""
         self._unshard(unit)
         if self._reducer is not None:
             self._open_gradients(unit)
@@ -86,27 +86,27 @@ class FsdpHooks(UnshardHooks):
 
     def pre_backward(self, unit: str) -> None:
         """Unshard the unit, and prefetch the one whose backward comes next."""
-        if unit != EMBEDDING:  # adding rows to a table reads none of it
+        if unit != EMBEDDING:  # backward of a look-up reads no weights
             self._unshard_and_prefetch(unit, -1)
             self._in_backward.add(unit)
         if not self._deferred:
             self._open_gradients(unit)
 
     def post_backward(self, unit: str) -> None:
-        """Reshard the unit, and reduce its gradients where none of its products are deferred."""
+        """Reshard the unit, and reduce its gradients unless weight gradients are deferred."""
         self._in_backward.discard(unit)
         self._reshard(unit)
         if not self._deferred:
             self._complete(unit)
 
     def pre_weight_gradients(self) -> None:
-        """Allocate the whole gradients of the units that have run."""
+        """Allocate whole gradients of the units whose forward has run."""
         for unit in self._awaited:
             self._open_gradients(unit)
 
     def post_weight_gradients(self) -> None:
-        """Reshard what is left, and reduce what was deferred."""
-        # Also of units whose inputs had no use for a gradient.
+        """Reshard units that are still whole, and reduce gradients still awaited."""
+        # Autograd skips post_backward of units whose inputs need no gradient.
         for unit in [*self._in_backward, *self._prefetched]:
             self._reshard(unit)
         self._in_backward, self._prefetched = set(), set()
@@ -114,7 +114,7 @@ class FsdpHooks(UnshardHooks):
             self._complete(unit)
 
     def _unshard_and_prefetch(self, unit: str, step: int) -> None:
-        """Unshard a unit, and begin to unshard the next (step 1) or the last (-1)."""
+        """Unshard a unit, and start to unshard the next (step 1) or the previous one (-1)."""
         self._unshard(unit)
         place = self._order.index(unit) + step
         follows = self._order[place] if 0 <= place < len(self._order) else EMBEDDING

@@ -1,8 +1,8 @@
-"""What data ranks share: weights, gradients and optimizer state of parameters they have copies of.
+"""ZeRO sharding of weights, gradients and optimizer state over data ranks.
 
-A gradient is complete once three sums are made: over the ranks that hold copies and saw other
-tokens, over the tensor ranks that hold a parameter whole and read it with different rows, and over
-the stages that hold a tied embedding. Each element counts once in the norm.
+A gradient is complete after three sums: over ranks that hold copies and saw other tokens, over
+tensor ranks that hold a parameter whole and apply it to different rows, and over the stages that
+hold the embedding. Each element counts once in the norm.
 """
 
 import math
@@ -45,45 +45,45 @@ TABLE = f"{EMBEDDING}.weight"
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """A box of a tensor that this rank holds, as a checkpoint or a proof sees it."""
+    """A box of a global tensor that this rank holds, for checkpoints and proofs."""
 
     name: str
     tensor: Tensor
     """The live values, contiguous, in the shape of the box."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     copy: int
-    """This rank's place among those that hold the box; ``copies`` where it has it from them."""
+    """Index among the ``copies`` owners of the box; ``copies`` where this rank owns none."""
     copies: int
-    """How many ranks hold the box."""
+    """Number of ranks that own a copy of the box."""
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, copy: int, copies: int) -> "LocalSlice":
-        """Return a tensor that nothing cuts."""
+        """Return a slice that covers the whole tensor."""
         shape = tuple(tensor.shape)
         return cls(name, tensor, shape, tuple((0, size) for size in shape), copy, copies)
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first of those that hold the box."""
+        """Whether this rank is the first owner of the box."""
         return self.copy == 0
 
 
 class ShardedState:
-    """This rank's share of the model's state, and what makes it whole and up to date.
+    """This rank's shard of the training state, with its gathers, gradient sums and renewals.
 
     Attributes:
-        placed: this rank's parts of the model; parameters that are shared out become handles.
+        placed: this rank's parts of the model; sharded parameters are replaced by handles.
         params: what this rank updates, by global name: its elements of a parameter, or all of it.
-        valued: whether there are values; without, names, shapes and types are all that is here.
-        histories: of what scales products on codes, by the names of weights.
+        valued: whether tensors have values, not only names, shapes and dtypes.
+        histories: amax histories for delayed scaling of products on codes, by weight name.
     """
 
     def __init__(self, placed: ModelParts, valued: bool = True) -> None:
-        """Take the parameters as they are, and keep this rank's share of them.
+        """Shard the parameters' present values.
 
-        Those on ``meta`` become tensors of the world's device, whose values :meth:`fill` sets.
+        Those on ``meta`` are allocated on the world's device; :meth:`fill` sets their values.
         """
         self.valued = valued
         self.placed = replace(placed, hooks_for=self.hooks_for)
@@ -91,26 +91,26 @@ class ShardedState:
         if broken := list(layout.violations_over(world.size)):
             raise RunError(broken, source="layout")
         self._levels: dict[str, tuple[Group, Group]] = {}
-        """By kind: the ranks that share a copy, and those with the same share of other copies."""
+        """By kind: ranks that shard one copy, and ranks with the corresponding shard of others."""
         for kind in ("dp_cp", "edp"):
             size = world.group(kind).size
             inside = math.gcd(layout.zero_ranks or size, size) if layout.zero else 1
             self._levels[kind] = world.split(kind, inside)
         self._ends: Group | None = None
         if len(placed.embedding_stages) > 1:
-            # Every rank takes part in making the group, those on stages between too.
+            # Collective: ranks of the stages in between take part too.
             self._ends = world.stage_group(placed.embedding_stages)
         self._units: dict[str, list[Bucket]] = defaultdict(list)
         self._bucket: dict[str, Bucket] = {}
         self.params: dict[str, Tensor] = {}
         self._masters: dict[str, Tensor] = {}
-        """What the optimizer changes, by name; on the host's step not what ``params`` has."""
+        """What the optimizer updates, by name; other tensors than ``params`` if the host does."""
         self._moments: list[Tensor] = []
-        """Those that lie elsewhere."""
+        """Offloaded moments."""
         self._stale = True
         self.histories = histories_of(placed.model)
         self._heads = rows_of_heads(placed.model.record)
-        """Of weights whose rows are heads', by name."""
+        """Number of heads of weights whose rows are divided into heads, by name."""
         state = layout.state
         self.offload: StateOffload | None = None
         if state.away and valued:
@@ -119,10 +119,10 @@ class ShardedState:
         self._reducer = GradReducer({}, {}, False)
         self.renew()
 
-    # Making the shares
+    # Sharding
 
     def _share_out(self) -> None:
-        """Put parameters with copies into buckets, and handles in their place."""
+        """Move parameters with copies into buckets, and put handles in their place."""
         model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
         alike: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
         alike, away, coded = defaultdict(dict), self._units_away(), coded_weights(model)
@@ -130,7 +130,7 @@ class ShardedState:
             placement = self._shards[name].placement
             goes = parameter.requires_grad and unit_of(name) in away
             alone = self._levels[placement.copies][0].size == 1
-            # What is frozen has neither master nor state: only its values are worth sharing.
+            # A frozen parameter has neither master nor state: only ZeRO 3 shards its values.
             if (alone and not goes) or (zero < 3 and not parameter.requires_grad):
                 continue
             wide = placement.wide or parameter.dim() < 2
@@ -156,14 +156,14 @@ class ShardedState:
                 self._update(bucket, bucket.slots[name], bucket.slots[name].shape)
         for bucket in self.buckets:
             for slot in () if bucket.alone else bucket.slots.values():
-                # As many dims as the parameter has: what decays is told by them.
+                # As many dims as the parameter has: weight decay depends on their number.
                 self._update(bucket, slot, [*[1] * (len(slot.shape) - 1), -1])
         for bucket in self._away:
             assert self.offload is not None
             self.offload.adopt(f"masters of {bucket.unit}", bucket.master_L)
 
     def _update(self, bucket: Bucket, slot: BucketSlot, shape: Sequence[int]) -> None:
-        """Note that this rank updates its elements of a parameter, in a shape, if it has any."""
+        """Register this rank's elements of a parameter, if any, for update, in a given shape."""
         own = bucket.own(slot, bucket.master_L)
         if own.numel():
             own = own.view(*shape).requires_grad_(bucket.trained)
@@ -172,7 +172,7 @@ class ShardedState:
             self.params[slot.name] = handle_of(own, bucket.values.device) if by_host else own
 
     def _units_away(self) -> frozenset[str]:
-        """Return the units whose masters and moments lie elsewhere."""
+        """Return the units whose masters and moments are offloaded."""
         if self.offload is None:
             return frozenset()
         elements: dict[str, int] = defaultdict(int)
@@ -183,17 +183,17 @@ class ShardedState:
 
     @property
     def _away(self) -> list[Bucket]:
-        """Buckets whose masters lie elsewhere."""
+        """Buckets whose masters are offloaded."""
         return [bucket for bucket in self.buckets if bucket.offloaded]
 
     @property
     def buckets(self) -> Iterator[Bucket]:
-        """All buckets, in the order of the model."""
+        """All buckets, in model order."""
         for buckets in self._units.values():
             yield from buckets
 
     def optimizer(self, record: Record) -> Optimizer:
-        """Build the optimizer of what this rank updates; one at a time has state elsewhere."""
+        """Build the optimizer of this rank's params; offloaded state of an earlier one is freed."""
         assert isinstance(record, Optim)
         made = self._optimizer(record)
         if record.qk_clip is None:
@@ -206,7 +206,7 @@ class ShardedState:
             return self._optimizer_of(record, masters, tuple(self._units))
         self.offload.forget(self._moments)
         self._moments, parts = [], []
-        # In one order on all ranks, which may ask each other in an update.
+        # In one order on all ranks: an update may contain collectives.
         units = dict.fromkeys([*(bucket.unit for bucket in self.buckets), *map(unit_of, masters)])
         for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
             params = {name: held for name, held in masters.items() if unit_of(name) in part}
@@ -216,7 +216,7 @@ class ShardedState:
     def _offloaded(
         self, record: Optim, masters: dict[str, Tensor], units: tuple[str, ...]
     ) -> OffloadedPart:
-        """Build the optimizer of some units, whose moments leave at once."""
+        """Build the optimizer of some units and offload its moments."""
         assert self.offload is not None
         buckets = [bucket for bucket in self._away if bucket.unit in units]
         tensors = [bucket.master_L for bucket in buckets]
@@ -235,7 +235,7 @@ class ShardedState:
     def _optimizer_of(
         self, record: Optim, masters: dict[str, Tensor], units: Collection[str]
     ) -> Optimizer:
-        """Build what updates some of the masters here, those of units, as they lie on this rank."""
+        """Build the optimizer of the masters of some units, given how ranks shard them."""
         if record.rounds:
             buckets = [bucket for bucket in self.buckets if bucket.unit in units]
             groups = SharedGroups(record.group, self._shards, buckets, self.placed.model.recipe)
@@ -255,7 +255,7 @@ class ShardedState:
         return build(record, masters, wholes=ShardedMatrices(sources, shapes, nothing))
 
     def _source(self, name: str, record: Optim) -> MatrixSource:
-        """Return how ranks hold a parameter that has matrices; whole heads are on one rank."""
+        """Return how ranks hold a parameter made of matrices; no head is split between ranks."""
         shard, bucket, world = self._shards[name], self._bucket.get(name), self.placed.world
         whole, heads = shard.local_shape, self._heads.get(name, 0)
         dims = len(whole)
@@ -275,8 +275,8 @@ class ShardedState:
     # A step
 
     def begin_step(self, micro_batches: int) -> None:
-        """Drop the gradients of the last step."""
-        # Those of shares too: they are views of last step's sums.
+        """Drop the last step's gradients; set up reduction for this many micro-batches."""
+        # The shards' gradients too: they are views of the last step's sums.
         for parameter in (*self.placed.model.parameters(), *self.params.values()):
             parameter.grad = None
         for bucket in self.buckets:
@@ -298,18 +298,18 @@ class ShardedState:
         return FsdpHooks(self._units, self._order(chunk, training), reducer, deferred)
 
     def _order(self, chunk: Chunk, training: bool) -> list[str]:
-        """Return the units that a chunk runs one after another, all but the head.
+        """Return the units of a chunk in forward order, without the head.
 
-        Layers of further tokens, which run in training alone, look up embeddings between.
+        Multi-token layers, which run only in training, also look up embeddings in between.
         """
         layers, ahead = ([f"layers.{n}" for n in some] for some in (chunk.layers, chunk.ahead))
         ends = ["norm"] * chunk.scores + ahead * training
         return [EMBEDDING] * chunk.embeds + layers + ends
 
     def finish(self) -> Tensor:
-        """Complete every gradient; returns this rank's share of the squared norm, fp64.
+        """Complete every gradient; return this rank's share of the squared norm, fp64.
 
-        A parameter that got none has a gradient of zero: the optimizer goes on with its state.
+        A parameter that received none gets a zero gradient, so that its moments still decay.
         """
         share_seen(self.histories.values(), self.placed.world.group("stage"))
         for bucket in self.buckets:
@@ -334,7 +334,7 @@ class ShardedState:
         _sum(whole, self.placed.world.group("tp"))
         sliced = [p for n, p in trained.items() if placed[n].shared_over_etp]
         _sum(sliced, self.placed.world.group("etp"))
-        # Last: two stages' sums over data ranks, each of its own, have the same bits in any order.
+        # Last, when each stage has summed over data ranks: a sum of two is the same in any order.
         if self._ends is not None and TABLE in trained:
             _sum([trained[TABLE]], self._ends)
         counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
@@ -342,7 +342,7 @@ class ShardedState:
         return squared_norm(grads, self.placed.world.device)
 
     def end_step(self) -> None:
-        """Follow an update of the masters: routers, histories of scales, and what products read."""
+        """After an update of the masters, update router balance, amax histories and weights."""
         for _, mixture in self.placed.model.mixtures():
             mixture.balance.finish_step(mixture.router)
         for history in self.histories.values():
@@ -351,9 +351,9 @@ class ShardedState:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Bring the weights that stay whole up to date with the masters, after any change.
+        """Refresh the weights that stay whole from the masters, after any change of these.
 
-        They are on their way when it returns; the first pass through a unit waits for its own.
+        Starts the gathers; the first pass through a unit waits for that unit's.
         """
         for bucket in self._away:
             if self._stale or not bucket.narrowed:
@@ -365,18 +365,18 @@ class ShardedState:
                 bucket.renew()
 
     def settle(self) -> None:
-        """Let state that was looked at go back where it lies: from memory to disk."""
+        """Write offloaded state that was read into memory back to disk."""
         if self.offload is not None:
             self.offload.settle()
 
     def _lying(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor of the state where they lie."""
+        """Return the values of a state tensor wherever they are stored."""
         return tensor.detach() if self.offload is None else self.offload.lying(tensor)
 
-    # What is here
+    # Reading and writing the state
 
     def _copy(self, name: str) -> tuple[int, int]:
-        """Return this rank's place among those that hold the same of a tensor, and their number."""
+        """Return this rank's index among holders of its elements of a tensor, and their number."""
         placement, world = self._shards[name].placement, self.placed.world
         bucket = self._bucket.get(name)
         holders = world.group(placement.copies) if bucket is None else bucket.across
@@ -393,7 +393,7 @@ class ShardedState:
         return place, count
 
     def weights(self) -> Iterator[LocalSlice]:
-        """Yield the masters and buffers that are here; write into them, then :meth:`renew`."""
+        """Yield this rank's masters and buffers; after writing into them call :meth:`renew`."""
         self._stale = True
         for name, parameter in self.params.items():
             master = self._masters.get(name, parameter)
@@ -406,13 +406,13 @@ class ShardedState:
             yield LocalSlice(name, buffer, shard.shape, shard.box, *self._copy(name))
 
     def gradients(self) -> Iterator[LocalSlice]:
-        """Yield the gradients that are here, complete after :meth:`finish`."""
+        """Yield this rank's gradients, complete after :meth:`finish`."""
         for name, parameter in self.params.items():
             if parameter.grad is not None:
                 yield from self._boxes(name, name, parameter.grad)
 
     def states(self, optimizer: Optimizer) -> Iterator[LocalSlice]:
-        """Yield the optimizer's state that is here, under its names in a checkpoint."""
+        """Yield this rank's optimizer state, under its names in a checkpoint."""
         for key, tensor in optimizer.state().items():
             name = _named(key)
             if key.endswith("_groups"):
@@ -422,7 +422,7 @@ class ShardedState:
                     yield LocalSlice(key, part, shape, box, place if owned else count, count)
             elif tensor.shape == self.params[name].shape:
                 yield from self._boxes(key, name, tensor)
-            else:  # one value for all elements: who owns the first of them states it
+            else:  # one value for all elements: owned by ranks with the parameter's first element
                 at_start = not any(start for start, _ in self._shards[name].box)
                 place, count = self._copy(name)
                 owned = at_start and not self._run(name)[0]
@@ -434,9 +434,9 @@ class ShardedState:
 
     @torch.no_grad()
     def fill(self, values: Callable[[Shard], Tensor], buffers: bool = False) -> None:
-        """Set the masters here from a function of the piece wanted, and renew the weights.
+        """Set this rank's masters to ``values(shard)``, and renew the weights.
 
-        Buffers become zero, those that a checkpoint holds what the function says if ``buffers``.
+        Buffers become zero; with ``buffers``, persistent ones are set by the function too.
         """
         if not self.valued:
             return
@@ -449,14 +449,14 @@ class ShardedState:
         self.renew()
 
     def _run(self, name: str) -> tuple[int, int]:
-        """Return which elements of this rank's piece of a parameter it updates."""
+        """Return the range of elements that this rank updates of its shard of a parameter."""
         bucket = self._bucket.get(name)
         if bucket is None:
             return 0, math.prod(self._shards[name].local_shape)
         return bucket.part(bucket.slots[name])
 
     def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[LocalSlice]:
-        """Yield the boxes that a tensor of a parameter's elements here is made of."""
+        """Yield, as boxes of the whole parameter, a tensor of this rank's elements of it."""
         shard, copy = self._shards[name], self._copy(name)
         if name not in self._bucket:
             yield LocalSlice(key, tensor, shard.shape, shard.box, *copy)
@@ -469,12 +469,12 @@ class ShardedState:
 
 
 def _named(key: str) -> str:
-    """Return the parameter that a tensor of an optimizer's state is of."""
+    """Return the parameter's name from the key of an optimizer state tensor."""
     return key.removeprefix(f"{PREFIX}.").rpartition(".")[0]
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Allocate what is on ``meta``."""
+    """Allocate parameters and buffers that are on ``meta``."""
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             empty = torch.empty_like(parameter, device=device)
@@ -490,7 +490,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _sum(parameters: Sequence[Tensor], ranks: Group) -> None:
-    """Sum gradients over ranks that hold the same of each parameter, in one operation."""
+    """Sum gradients over ranks with the same elements of each parameter, in one all-reduce."""
     if ranks.size == 1 or not parameters:
         return
     grads = [p.grad for p in parameters if p.grad is not None]
