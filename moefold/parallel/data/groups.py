@@ -1,7 +1,8 @@
-"""Groups of a parameter's elements that share a scale, where ranks share the parameter.
+"""Quantisation groups of optimizer moments where data ranks shard the parameter.
 
-A group is of one row of the whole parameter, and no axis of a layout cuts it
-(:func:`moefold.spec.quantised.cut_violations`); where a bucket's runs do, ranks take one maximum.
+A group is part of one row of the whole parameter, and no axis of a layout cuts it
+(:func:`moefold.spec.quantised.cut_violations`). Where a border between two ranks' runs of a bucket
+cuts it, these ranks reduce its maximum.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,13 +22,13 @@ MOMENTS = 2
 
 
 class SharedGroups:
-    """Where this rank's elements stand, and maxima over the ranks that hold parts of groups.
+    """Positions of this rank's elements, and maxima over the ranks that hold parts of groups.
 
     Args:
-        size: elements of a group; 0 where none share a scale.
-        shards: the piece of each parameter that is on this rank.
-        buckets: those that hold what is updated together; the same on all ranks that share them.
-        recipe: the model's, which knows the run's seed.
+        size: elements of a group; 0 without groups.
+        shards: this rank's shard of each parameter.
+        buckets: buckets of the parameters; the same list on all ranks that share them.
+        recipe: the model's precision policy, read for the run's seed.
     """
 
     def __init__(
@@ -49,18 +50,18 @@ class SharedGroups:
             for slot, end in product(bucket.slots.values(), ends):
                 if slot.start < end < slot.stop and len(slot.shape) > 1:
                     before = ElementRun(0, end - slot.start, slot.shape[-1], size)
-                    # A group that several borders cut is one.
+                    # A dict, since several borders may cut the same group.
                     keys = ((slot.name, group) for group in before.cut)
                     cut.setdefault(bucket.inside, {}).update(dict.fromkeys(keys))
         self._cut = {ranks: list(keys) for ranks, keys in cut.items() if keys}
 
     def place(self, name: str) -> MomentPlace:
-        """Return where a parameter's elements here stand."""
+        """Return the position of this rank's elements in a parameter."""
         shard, first = self._shards[name], self._first.get(name, 0)
         return MomentPlace(name, first, shard.box, shard.shape, self._recipe.seed)
 
     def largest(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
-        """Return for each cut group the maximum over ranks; all that share parameters call it."""
+        """Return the maximum over ranks for each cut group; a collective of the sharing ranks."""
         found: dict[tuple[str, int], Tensor] = {}
         for ranks, keys in self._cut.items():
             nothing = torch.full((MOMENTS, 2), -torch.inf)
@@ -68,7 +69,7 @@ class SharedGroups:
             with ranks.recorder.module("optimizer"):
                 whole = max_(torch.stack(here), ranks)
             for key, one in zip(keys, whole, strict=True):
-                if key in parts:  # The host may update what is its.
+                if key in parts:  # On the host, if the host updates the group.
                     found[key] = one.to(parts[key].device)
         return found
 
@@ -76,11 +77,11 @@ class SharedGroups:
 def group_boxes(
     shard: Shard, size: int, run: tuple[int, int], factors_G3: Tensor
 ) -> Iterable[tuple[Tensor, tuple[int, ...], Box, bool]]:
-    """Yield numbers of groups as boxes of those of the whole parameter, row-major, in order.
+    """Yield the factors of quantisation groups as boxes of the whole parameter's, in order.
 
-    ``run`` says which of the piece's elements are this rank's, ``factors_G3`` are the numbers of
-    all groups that have any of them. Each is given as values, shape of the whole, box, and whether
-    the group's first element is this rank's.
+    ``run`` is the range of the shard's elements on this rank, and ``factors_G3`` holds the factors
+    of all groups with elements in it. Each item is (values, global shape, box, whether this rank
+    has the group's first element).
     """
     piece, whole = (
         (*shape[:-1], -(-shape[-1] // size)) for shape in (shard.local_shape, shard.shape)
@@ -89,7 +90,7 @@ def group_boxes(
     *lead, (start, stop) = shard.box
     by = *lead, (start // size, -(-stop // size))
     groups, at = here.groups, 0
-    # A cut group is a box of its own, the same on all ranks that have part of it.
+    # A cut group is a separate box, which all ranks with part of the group name alike.
     borders = {groups[0], groups[-1] + 1, *here.cut, *(group + 1 for group in here.cut)}
     begun = run[0] % here.row % size > 0
     for first, last in pairwise(sorted(borders)):

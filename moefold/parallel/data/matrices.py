@@ -1,9 +1,9 @@
-"""Whole matrices for an update that cannot be made from pieces.
+"""Gathers sharded matrices to one owner each, for updates that need whole ones (Muon).
 
-Ranks that share a parameter hold runs of its elements; ranks of its tensor axis hold slices of
-each matrix. Every matrix has one owner among the first, who gets it whole: runs go to the owner,
-slices are gathered, and of the result each rank gets back what it updates. Owners are balanced
-over all matrices at once, and the same on all ranks.
+Data ranks hold runs of a parameter's elements, tensor ranks slices of each matrix. Every matrix has
+one owner among the data ranks: runs are sent to the owner, slices are gathered, and each rank
+receives back the elements that it updates. Owners are balanced over all matrices at once, and
+computed alike on all ranks.
 """
 
 import math
@@ -22,26 +22,26 @@ from moefold.mesh.share import share_out
 
 @dataclass(frozen=True)
 class MatrixSource:
-    """A parameter with matrices, as the ranks hold it."""
+    """How ranks hold a parameter made of matrices."""
 
     name: str
     shape: tuple[int, ...]
-    """Of what this rank and those that share it with it compute with."""
+    """Shape of this rank's shard, as a stack of matrices in the last two dims."""
     runs: tuple[tuple[int, int], ...]
-    """The elements of ``shape`` that each rank of ``inside`` updates."""
+    """Range of elements of ``shape`` that each rank of ``inside`` updates."""
     inside: Group
     slices: Group | None
-    """Ranks that hold the other slices of each matrix."""
+    """Tensor ranks that hold the slices of each matrix; None where matrices are whole."""
     dim: int = 0
-    """The dim of the matrix that is cut, -2 or -1."""
+    """The matrix dim that is cut, -2 or -1."""
 
 
 class Matrix(NamedTuple):
-    """One matrix of a parameter's stack, or this rank's slice of it."""
+    """One matrix of a parameter, or this rank's slice of it."""
 
     source: MatrixSource
     start: int
-    """Its first element in the parameter."""
+    """Offset in the parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,17 +49,17 @@ class Matrix(NamedTuple):
         return self.source.shape[-2:]
 
     def overlap(self, rank: int) -> tuple[int, int]:
-        """Return which of its elements a rank updates, by their places in the parameter."""
+        """Return the range of its elements that a rank updates, as offsets in the parameter."""
         first, last = self.source.runs[rank]
         low = max(first, self.start)
         return low, max(low, min(last, self.start + math.prod(self.shape)))
 
 
 class ShardedMatrices:
-    """Brings matrices together and takes them apart, as ``moefold.optim.base.Wholes`` says.
+    """Implements :class:`moefold.optim.base.Wholes` for parameters that ranks share.
 
-    ``sources`` are the parameters whose update needs whole matrices, the same on ranks that share;
-    ``nothing`` is an empty tensor of the pieces' dtype and device.
+    ``sources`` are the parameters whose update needs whole matrices, the same on all ranks that
+    share them; ``nothing`` is an empty tensor of the pieces' dtype and device.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedMatrices:
         shapes: Mapping[str, tuple[int, ...]],
         nothing: Tensor,
     ) -> None:
-        """Choose the owners."""
+        """Assign matrices to owners."""
         self.shapes = shapes
         alike: dict[tuple[int, ...], list[MatrixSource]] = defaultdict(list)
         for source in sources:
@@ -76,11 +76,11 @@ class ShardedMatrices:
         self._shared = [_Shared(shared, nothing) for shared in alike.values()]
 
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the matrices that this rank works on, made of all ranks' pieces."""
+        """Return the whole matrices that this rank owns, assembled from all ranks' pieces."""
         return [whole for shared in self._shared for whole in shared.gather(pieces)]
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's pieces of all ranks' matrices, in the shapes of ``like``."""
+        """Return this rank's pieces of all owners' matrices, in the shapes of ``like``."""
         left, found = iter(matrices), dict[str, Tensor]()
         for shared in self._shared:
             found |= shared.scatter([next(left) for _ in shared.mine], like)
@@ -88,7 +88,7 @@ class ShardedMatrices:
 
 
 class _Shared:
-    """The matrices of which the same ranks hold runs."""
+    """The matrices whose runs are on one group of ranks."""
 
     def __init__(self, sources: Sequence[MatrixSource], nothing: Tensor) -> None:
         self._inside, self._nothing = sources[0].inside, nothing
@@ -102,9 +102,9 @@ class _Shared:
         owned = [[m for m, o in zip(matrices, owners, strict=True) if o == rank] for rank in ranks]
         self.mine = owned[me]
         self._given = [[(m, *m.overlap(me)) for m in owned[rank]] for rank in ranks]
-        """By owner, what this rank updates of its matrices."""
+        """By owner: parts of its matrices that this rank updates."""
         self._taken = [[(n, *m.overlap(rank)) for n, m in enumerate(self.mine)] for rank in ranks]
-        """By rank, what it updates of this owner's matrices."""
+        """By rank: parts of this owner's matrices that the rank updates."""
 
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
         sent = [
@@ -142,7 +142,7 @@ class _Shared:
         return found
 
     def _own(self, pieces: Mapping[str, Tensor], matrix: Matrix, low: int, high: int) -> Tensor:
-        """Return elements of a parameter as a view of this rank's piece, which it may not have."""
+        """Return elements of a parameter as a view of this rank's piece; empty for no elements."""
         if low == high:
             return self._nothing
         first = matrix.source.runs[self._inside.index][0]
@@ -154,7 +154,7 @@ class _Shared:
         given: Sequence[Sequence[tuple[object, int, int]]],
         taken: Sequence[Sequence[tuple[object, int, int]]],
     ) -> Sequence[Tensor]:
-        """Send parts in the order of ``given``; return those received in the order of ``taken``."""
+        """Exchange parts: send in the order of ``given``, return in the order of ``taken``."""
         counts, expected = (
             [sum(high - low for _, low, high in parts) for parts in way] for way in (given, taken)
         )
@@ -163,7 +163,7 @@ class _Shared:
         return row.split([high - low for parts in taken for _, low, high in parts])
 
     def _completed(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the whole matrices of slices, gathered in one operation for each group."""
+        """Gather slices to whole matrices, in one all-gather for each group."""
         done = list(slices)
         groups = {m.source.slices.ranks: m.source.slices for m in self.mine if m.source.slices}
         for group in groups.values():

@@ -1,9 +1,9 @@
-"""Masters and moments that lie on the host or on disk between steps, and come for the update.
+"""Offloads masters and moments to host or disk between steps, and fetches them for the update.
 
-What leaves keeps its tensors: their memory goes, and comes back with the same values. The update
-runs unit by unit, so that of all that lies elsewhere two units are there at most: one that is
-updated, and one that comes while the one before goes. An optimizer that works on all parameters
-together gets all at once.
+Offloaded tensors remain; their memory is freed, and later reallocated with the same values. The
+update runs unit by unit, so that at most two units are present: one that is updated, and one that
+is fetched while the previous one is written back. An optimizer that works on all parameters
+together needs all at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from moefold.parallel.data.bucket import Bucket
 
 
 def units_away(elements: Mapping[str, int], share: float) -> frozenset[str]:
-    """Return the units whose state lies elsewhere, spread evenly over the model.
+    """Return the units whose state is offloaded, spread evenly over the model.
 
-    What goes differs from its share of the elements, at every unit, by half of the largest unit at
-    most.
+    ``elements`` counts those of each unit, in order. At every unit, the elements offloaded so far
+    differ from ``share`` of those seen by at most half of the largest unit.
     """
     found, gone, seen = list[str](), 0, 0
     for unit, count in elements.items():
@@ -38,16 +38,16 @@ def units_away(elements: Mapping[str, int], share: float) -> frozenset[str]:
 
 
 class StateOffload:
-    """Where tensors of the state lie, on this rank.
+    """Storage of this rank's offloaded state tensors, with asynchronous copies.
 
     Attributes:
-        home: where what lies elsewhere is updated.
-        pool: the host's memory for what left; bytes are counted there.
-        file: the file where things lie on disk.
-        begin: begins a copy of what is there when it is begun.
+        home: device on which offloaded state is updated.
+        pool: host memory for offloaded tensors; counts its bytes.
+        file: the file for ``at: disk``, or None.
+        begin: starts a copy on another thread, ordered after the device's work so far.
 
     Raises:
-        OffloadError: where the folder takes no file.
+        OffloadError: if no file can be created in the folder.
     """
 
     def __init__(self, record: StatePlacement, device: torch.device, rank: int) -> None:
@@ -60,9 +60,9 @@ class StateOffload:
         self._slots: dict[int, tuple[Tensor, OffloadSlot | None]] = {}
 
     def adopt(self, what: str, tensor: Tensor) -> None:
-        """Take a tensor with memory of its own, and let its values go where they lie from now on.
+        """Register a tensor that owns its whole storage, and offload its values.
 
-        What the host updates in its own memory lies there as it is.
+        A tensor that the host updates in its memory stays there, and is only counted.
         """
         values, slot = _bytes(tensor), None
         if self.file is not None:
@@ -75,7 +75,7 @@ class StateOffload:
         self.leave([tensor])()
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
-        """Give the places of tensors back, which are used no more."""
+        """Free the slots of tensors that are no longer used."""
         for tensor in tensors:
             _, slot = self._slots.pop(_key(tensor))
             if slot is None:
@@ -84,7 +84,7 @@ class StateOffload:
                 slot.free()
 
     def come(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to bring tensors; what is returned waits until they are there."""
+        """Start to fetch tensors; the function returned waits for them."""
         under_way = []
         for tensor, slot in self._moving(tensors):
             tensor.untyped_storage().resize_(tensor.nbytes)
@@ -92,7 +92,7 @@ class StateOffload:
         return lambda: _wait(under_way)
 
     def leave(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to send tensors where they lie; what is returned waits, and takes their memory."""
+        """Start to write tensors back; the function returned waits, then frees their memory."""
         moving = list(self._moving(tensors))
         under_way = [self.begin(partial(slot.put, _bytes(tensor))) for tensor, slot in moving]
 
@@ -104,10 +104,10 @@ class StateOffload:
         return wait
 
     def lying(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor, or of a part of it, where they lie, to look at and change.
+        """Return the stored values of a tensor, or of a view of one, for reading and writing.
 
-        They are in the host's memory; from disk they are read, and go back by :meth:`settle`. A
-        tensor that lies nowhere else is returned itself.
+        They are in host memory; those from disk are read, and written back by :meth:`settle`. A
+        tensor that is not offloaded is returned itself.
         """
         _, slot = self._slots.get(_key(tensor), (None, None))
         if slot is None:
@@ -116,7 +116,7 @@ class StateOffload:
         return slot.held().view(tensor.dtype)[start : start + tensor.numel()].view(tensor.shape)
 
     def settle(self) -> None:
-        """Let what was looked at go back where it lies."""
+        """Write values that :meth:`lying` read from disk back."""
         for _, slot in self._slots.values():
             if slot is not None:
                 slot.settle()
@@ -130,19 +130,19 @@ class StateOffload:
 
 @dataclass
 class OffloadedPart:
-    """Parameters that are updated together, and what of their state lies elsewhere."""
+    """Parameters that are updated together, and their offloaded state."""
 
     optimizer: Optimizer
     buckets: Sequence[Bucket]
-    """Whose masters lie elsewhere."""
+    """Buckets with offloaded masters."""
     tensors: list[Tensor]
-    """Those masters, and moments, each with memory of its own."""
+    """Offloaded masters and moments, each with its own storage."""
 
 
 class OffloadedOptimizer(Optimizer):
-    """An optimizer whose state lies elsewhere: parts come, are updated and go, one after another.
+    """An optimizer with offloaded state: fetches, updates and writes back one part after another.
 
-    Gradients are of ``params``; on the host's step others are updated in their place.
+    Gradients are those of ``params``; if the host updates, it updates masters of its own instead.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
-        """Update every parameter; masters and moments lie elsewhere when it returns."""
-        self._gradients(scale)  # refuses before anything is changed
+        """Update every parameter; masters and moments are offloaded again when it returns."""
+        self._gradients(scale)  # raises before anything is changed
         gone: Callable[[], None] = _nothing
         there = self._come(0)
         for number, part in enumerate(self._parts):
@@ -166,7 +166,7 @@ class OffloadedOptimizer(Optimizer):
         gone()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state where it lies; write into it, then ``ShardedState.renew``."""
+        """Return the stored state; after writing into it call ``ShardedState.renew``."""
         return {
             name: self._offload.lying(tensor)
             for part in self._parts
@@ -174,11 +174,11 @@ class OffloadedOptimizer(Optimizer):
         }
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """Return the learning rates of the parts."""
+        """Return the learning rates of all parts."""
         return {k: v for part in self._parts for k, v in part.optimizer.lr(lr_factor).items()}
 
     def describe(self) -> dict[str, str]:
-        """Return in words how the parts are updated, and where."""
+        """Return in words how and where the parts are updated."""
         record, said = self._offload.record, dict[str, dict[str, None]]()
         for part in self._parts:
             for kind, words in part.optimizer.describe().items():
@@ -187,7 +187,7 @@ class OffloadedOptimizer(Optimizer):
         return {kind: f"{' or '.join(words)} at once; {where}" for kind, words in said.items()}
 
     def _come(self, number: int) -> Callable[[], None]:
-        """Begin to bring what a part's update needs; what is returned waits for it."""
+        """Start to fetch what a part's update needs; the function returned waits for it."""
         if number == len(self._parts):
             return _nothing
         part, offload = self._parts[number], self._offload
@@ -210,7 +210,7 @@ class OffloadedOptimizer(Optimizer):
         return wait
 
     def _leave(self, part: OffloadedPart) -> Callable[[], None]:
-        """Begin to send a part away, and its weights to the device where the host has them."""
+        """Start to write a part back, and to copy weights to the device if the host updates."""
         offload = self._offload
         if not (offload.by_host and part.buckets):
             for bucket in part.buckets:
@@ -221,7 +221,7 @@ class OffloadedOptimizer(Optimizer):
             offload.pool.adopt(-master.grad.nbytes)
             master.grad = None
         going = [offload.begin(partial(b.narrow, b.master_L)) for b in part.buckets]
-        # Their memory may go once both copies are made.
+        # The masters' memory may be freed once both copies are done.
         gone = offload.leave(part.tensors)
 
         def wait() -> None:
@@ -232,12 +232,12 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _key(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from all others that are there."""
+    """Return an identifier of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's whole memory as bytes."""
+    """Return a tensor's whole storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

@@ -1,8 +1,8 @@
-"""QK-clip: heads whose largest logit passed a bound have query and key weights scaled down to it.
+"""QK-clip: scales down query and key weights of heads whose largest logit exceeded a bound.
 
-Source: Kimi K2, arXiv 2507.20534, section 2.1 and its algorithm 1. There each head has a key of its
-own; where heads share one, it is scaled for the largest of their logits, and queries so that each
-head's logits have its own factor.
+Source: Kimi K2, arXiv 2507.20534, section 2.1 and algorithm 1. There each head has its own key;
+where heads share a key, it is scaled for the largest of their logits, and each query so that its
+head's logits are scaled by the head's own factor.
 
 H query heads, G key heads.
 """
@@ -25,14 +25,14 @@ class _Watched(NamedTuple):
     name: str
     rows: Sequence[LogitRows]
     largest_H: Tensor
-    """Of the heads on this rank, over the micro-batches of a step so far."""
+    """Largest logit of each head on this rank, over the step's micro-batches so far."""
     heads: int
 
 
 class ClippedOptimizer(Optimizer):
-    """An optimizer after whose update heads are clipped.
+    """Wraps an optimizer, and clips heads after each update.
 
-    ``weights`` yields the boxes of weights that are here, to be written into.
+    ``weights`` yields this rank's boxes of the weights, which are changed in place.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ClippedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
-        """Update, then scale the weights of heads whose logits were too large."""
+        """Update, then scale the weights of heads whose logits exceeded the bound."""
         self._inner.step(scale, lr_factor)
         factors = self._factors()
         for held in self._weights():
@@ -59,7 +59,7 @@ class ClippedOptimizer(Optimizer):
                 held.tensor.mul_(rows.view(-1, *[1] * (held.tensor.dim() - 1)))
 
     def _factors(self) -> dict[str, Tensor]:
-        """Return a factor for each row of each weight, the same on all ranks that have it."""
+        """Return a factor for each row of each weight, equal on all ranks that hold the weight."""
         world, found = self._world, dict[str, Tensor]()
         if not self._watched:
             return found
@@ -73,7 +73,7 @@ class ClippedOptimizer(Optimizer):
         bound, alpha = self._record.bound, self._record.alpha
         parts_H = flat.split([one.heads for one in self._watched])
         for one, all_H in zip(self._watched, parts_H, strict=True):
-            # What is not finite says nothing of weights.
+            # A logit that is not finite gives no factor: such heads are not scaled.
             shrink_H = torch.where(all_H.isfinite(), bound / all_H.clamp(min=bound), 1)
             groups = min(rows.heads for rows in one.rows)
             key_G = shrink_H.view(groups, -1).amin(1) ** (1 - alpha)
@@ -87,20 +87,20 @@ class ClippedOptimizer(Optimizer):
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """Return the inner optimizer's."""
+        """Return the inner optimizer's state."""
         return self._inner.state()
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """Return the inner optimizer's."""
+        """Return the inner optimizer's learning rates."""
         return self._inner.lr(lr_factor)
 
     def describe(self) -> dict[str, str]:
-        """Return the inner optimizer's paths, and the bound."""
+        """Return the inner optimizer's description, and the bound."""
         return {**self._inner.describe(), "qk_clip": f"logits up to {self._record.bound:g}"}
 
 
 def _watch(placed: ModelParts) -> list[_Watched]:
-    """Let the attention layers on this rank note their largest logits."""
+    """Make the attention layers on this rank record their largest logits."""
     model, found = placed.model, list[_Watched]()
     tp = placed.world.group("tp").size
     for number, block in enumerate(model.record.blocks):
