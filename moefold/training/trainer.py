@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.checkpoint import manifest
@@ -22,7 +23,7 @@ from moefold.checkpoint.errors import CheckpointError, DamagedError
 from moefold.checkpoint.folder import demand_no_checkpoint, newest, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.comm.agree import on_first
-from moefold.comm.collectives import gather_objects
+from moefold.comm.collectives import gather_objects, sum_
 from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.slot import build
@@ -32,6 +33,7 @@ from moefold.data.prepare import Prepared, prepare
 from moefold.data.prepare import Progress as Told
 from moefold.files import demand_writable, named
 from moefold.model.generate import generate
+from moefold.optim.config import matches
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import ShardedState
@@ -39,13 +41,14 @@ from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
+from moefold.spec.decoder import known_weights
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.hooks.base import Figures, Hook, tell
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
-from moefold.training.memory import explaining_oom, settle_recompute
+from moefold.training.memory import explaining_oom, heap_frozen, settle_recompute
 from moefold.training.model_checkpoint import describe, fill_start_values
 from moefold.training.nonfinite import decide
 from moefold.training.precision import PrecisionChoice, prepare_products
@@ -247,7 +250,8 @@ class Trainer:
         """
         metrics: Figures = {}
         error: BaseException | None = None
-        with stopping_on_signals(self), explaining_oom(self.run, self.world), named(self.folder):
+        watched = explaining_oom(self.run, self.world)
+        with stopping_on_signals(self), watched, named(self.folder), heap_frozen():
             try:
                 self._start()
                 self._keep()
@@ -428,6 +432,20 @@ class Trainer:
         first = self.world.group("stage").index == 0  # Others of a stage have the same figures.
         everywhere = gather_objects(layers if first else [], self.world.on_host)
         return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
+
+    @together
+    def weights(self, pattern: str) -> dict[str, Tensor]:
+        """Return the parameters whose global names match a pattern, such as ``*.router.weight``.
+
+        They are whole and on the host, whichever ranks hold parts of them.
+        """
+        known = (w for w in known_weights(self.decoder) if matches(w.name, (pattern,)))
+        found = {w.name: torch.zeros(w.shape, dtype=self.model.recipe.master_dtype) for w in known}
+        for held in self.data.weights():
+            if held.first and held.name in found:
+                found[held.name][tuple(slice(*ends) for ends in held.box)] = held.tensor.detach()
+        self.data.settle()
+        return {name: sum_(whole, self.world.on_host) for name, whole in found.items()}
 
     @together
     def pace(self) -> list[float]:

@@ -1,12 +1,14 @@
 """The loop: resuming, signals, non-finite steps, accumulation, identity, determinism."""
 
 import errno
+import gc
 import json
 import math
 import os
 import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,7 +28,7 @@ from moefold.config.load import load
 from moefold.data.config import FileTokenizer
 from moefold.moe.config import Bias
 from moefold.run import Run
-from moefold.training.hooks.base import Hook
+from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Profile
 from moefold.training.hooks.logs import MetricsHook
@@ -375,6 +377,26 @@ def test_a_run_that_was_stopped_can_go_on_in_the_same_process(tmp_path: Path) ->
         with pytest.raises(Interrupted, match="asked; saved step 1"):
             job.train()
         assert job.train()["step"] == 8
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_was_built_is_not_searched_for_cycles_while_steps_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int
+) -> None:
+    """Else each rank does so at another step, and all others wait; what others froze stays so."""
+    calls = list[str]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(calls.append, name))
+
+    class Steps(Hook):
+        def on_step(self, job: JobView, metrics: Figures) -> None:
+            calls.append("step")
+
+    with job_of(tmp_path, "out", Steps()) as job:
+        job.train()
+    steps = ["step"] * job.last_step
+    assert calls == (steps if frozen else ["freeze", *steps, "unfreeze"])
 
 
 def test_a_failure_in_a_loop_of_ones_own_reaches_the_hooks(tmp_path: Path) -> None:
