@@ -203,7 +203,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
         _offload(made, block, share, setting, policy)
     if policy.pages:
         # Read here and written there, and back.
-        moved = 2 * offload_bytes(half(block.ffn, share), frozenset({"experts"}))
+        moved = 2 * offload_bytes((half(block.ffn, share),), frozenset({"experts"}))
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
         made.put("memory", copying, copying)
     if policy.clones:
@@ -413,11 +413,9 @@ def _clone_seconds(
     sizes = share.tp, share.ep, share.etp
     here = sum(w.part(*sizes) for w in spec.weights(share.hidden) if w.expert)
     sent = here * (1 + slots * share.ep / spec.routing.experts)
-    group = reach(setting.cluster, share.ep, share.etp)
+    how = reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates, 1.0
     once, back = (
-        exchange_seconds(
-            Rows(1.0, sent * size, 1), "alltoall", group, setting.cluster, setting.rates, 1.0
-        )
+        exchange_seconds(Rows(1.0, sent * size, 1), "alltoall", *how)
         for size in (BF16, BF16 + STATISTIC)
     )
     return once, back
@@ -433,14 +431,10 @@ def _offload(
 ) -> None:
     """Add what sending to host and disk and back costs: memory traffic, and what does not hide."""
     device = setting.cluster.device
-    parts = [half(record, share) for record in (block.attention, block.ffn)]
-
-    def sent(modules: frozenset[str]) -> float:
-        return sum(offload_bytes(one, modules) for one in parts)
-
-    host = sent(policy.offload) * policy.offload_share
-    host += sent(frozenset({"experts"})) * policy.spill
-    disk = sent(policy.disk) * policy.disk_share
+    parts = half(block.attention, share), half(block.ffn, share)
+    host = offload_bytes(parts, policy.offload) * policy.offload_share
+    host += offload_bytes(parts, frozenset({"experts"})) * policy.spill
+    disk = offload_bytes(parts, policy.disk) * policy.disk_share
     moved = host + disk
     if not moved:
         return

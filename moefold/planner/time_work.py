@@ -5,7 +5,7 @@ writing of a tensor by an element-wise kernel, in bfloat16. Letters: t tokens of
 cp, r = t / tp rows between sub-layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -249,11 +249,8 @@ OFFLOADED = {
 """Parts of the work whose inputs each module of an offload policy sends to the host."""
 
 
-def offload_bytes(parts: Parts, modules: frozenset[str]) -> float:
+def offload_bytes(halves: Iterable[Parts], modules: frozenset[str]) -> float:
     """Return the bytes of a layer that go to the host: inputs of products or activations."""
-    names = {name for module in modules for name in OFFLOADED[module]} & set(parts)
-    total = 0.0
-    for name in names:
-        work = parts[name]
-        total += BF16 * work.quantised[0] if work.products else work.moved / 2
-    return total
+    names = {name for module in modules for name in OFFLOADED[module]}
+    works = [parts[name] for parts in halves for name in names & set(parts)]
+    return sum(BF16 * one.quantised[0] if one.products else one.moved / 2 for one in works)
