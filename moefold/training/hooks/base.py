@@ -50,6 +50,13 @@ class JobView(Protocol):
         """Figures of each MoE layer's routing since they were last asked for."""
         ...
 
+    def weights(self, pattern: str) -> dict[str, Any]:
+        """Return the parameters whose global names match a pattern, whole and on the host.
+
+        Those of ``model`` are parts, and where data ranks share them handles without values.
+        """
+        ...
+
     def pace(self) -> list[float]:
         """Seconds in which each rank was busy since this was last asked for, waits left out."""
         ...
