@@ -1,11 +1,11 @@
-"""The base of every configuration record.
+"""Base class of all configuration records.
 
-A record is frozen, refuses unknown keys, refuses values of another type (``"1e-4"`` is not a
-number) and refuses NaN and infinities. Each room keeps its own records in a ``config.py`` that
-imports no torch; this file knows no field of any feature.
+A record is frozen and rejects unknown keys, values of another type (``"1e-4"`` is not a number),
+NaN and infinities. Each package defines its records in a ``config.py`` that imports no torch; this
+file names no field of any feature.
 
-A field says what is legal for it alone by its type (``Annotated[int, Field(ge=1)]``); what must
-hold *between* fields is said by ``rules()``, which is asked only when every field is legal.
+The type of a field states what is legal for it alone (``Annotated[int, Field(ge=1)]``). Relations
+*between* fields are checked by ``rules()``, which is called only when every field is legal.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,13 @@ from pydantic_core import CoreSchema
 
 from moefold.config.errors import FieldPath, Violation
 
-# A run file has lists and plain strings only, so these accept them; their items stay strict.
+# Types that accept lists and plain strings, as YAML has no others; their items stay strict.
 _LENIENT = frozenset({"list", "tuple", "set", "frozenset", "enum", "lax-or-strict"})
 _OPAQUE = frozenset({"metadata", "serialization", "default", "config", "cls"})
 
 
 def _soften(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> None:
-    """Let containers accept lists, down to (not into) the schemas of other records."""
+    """Let containers accept lists in a core schema, excluding nested schemas of other records."""
     if isinstance(schema, list | tuple):
         for item in schema:
             _soften(item, handler)
@@ -48,8 +48,8 @@ def _soften(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> No
 class Record(BaseModel):
     """A frozen, strict configuration record.
 
-    ``owner`` names what is built from the record as ``"module:name"``. It is imported only when
-    the record is chosen, so that configuration needs neither torch nor any optional package.
+    ``owner`` names the class that is built from the record as ``"module:name"``. It is imported
+    only when it is built, so that configuration needs neither torch nor optional packages.
     """
 
     model_config = ConfigDict(
@@ -67,12 +67,12 @@ class Record(BaseModel):
     owner: ClassVar[str | type | None] = None
 
     def rules(self) -> Iterator[Violation]:
-        """Yield each broken relation between this record's fields, paths relative to it."""
+        """Yield violated relations between this record's fields, with paths relative to it."""
         yield from ()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Build the strict schema, in which a tuple may be given as a list and a path as text."""
+        """Build the strict schema, which accepts lists for tuples and strings for paths."""
         schema = handler(source)
         _soften(handler.resolve_ref_schema(schema), handler, top=True)
         return schema
@@ -82,7 +82,7 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 def visit(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Record]]:
-    """Yield path and record of every record at and below a value, children before parents."""
+    """Yield path and record for every record in a value, children before parents."""
     if isinstance(value, BaseModel):
         for name, info in type(value).model_fields.items():
             yield from visit(getattr(value, name), (*path, info.alias or name))
@@ -97,11 +97,10 @@ def visit(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Record]
 
 
 def to_dict(value: Any) -> Any:
-    """Return a record as plain data: mappings, lists and scalars, as YAML and JSON have them.
+    """Convert a record to plain data: mappings, lists and scalars, as in YAML and JSON.
 
-    Every field is written out, defaults too, in the order of the class. Tuples, paths and
-    enumerations in it become lists and text, sets are sorted, and keys are text; what is plain
-    data already comes back as a copy.
+    Every field is included, also defaults, in the order of the class. Tuples and sets become lists
+    (sets sorted), paths strings, enumerations their values, and keys strings. Plain data is copied.
     """
     if type(value) in _SCALARS:
         return value

@@ -1,8 +1,8 @@
-"""Checking raw data against a record class: every violation at once, each with a legal value.
+"""Check of raw data against a record class: all violations at once, each with a legal value.
 
-Relations between fields can be asked only of a record whose fields are all legal. So where fields
-are refused, the nearest legal values are put in, and the rules are asked of the result; what is
-said of them is then marked as depending on those values.
+Relations between fields can be checked only on a record whose fields are all legal. Where fields
+are rejected, the nearest legal values are substituted and the rules run on the result; violations
+found then are marked as depending on the suggested values.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -28,7 +28,7 @@ from moefold.config.suggest import candidates, closest, likely_kind, places_of_k
 
 ROUNDS = 20
 LIKE, MUCH_LIKE = 0.65, 0.8
-"""How alike a key is spelt that may be meant, and one that is meant rather than a place."""
+"""Least similarity of a key to an unknown one: in general, and if that key is known elsewhere."""
 _IDS = {
     "missing": "missing",
     "slot_missing": "missing",
@@ -41,27 +41,27 @@ _IDS = {
     "value_error": "refused",
     "assertion_error": "refused",
 }
-"""Our ids of violations by pydantic's types of errors; all others but ranges are wrong types."""
+"""Ids of violations by pydantic's error type; others are ``out-of-range`` or ``wrong-type``."""
 _RANGES = ("greater_than", "less_than", "multiple_of", "too_long", "too_short")
 
 R = TypeVar("R", bound=Record)
 M = TypeVar("M", bound=BaseModel)
 Refused = dict[FieldPath, list[tuple[str, str]]]
-"""Types and messages of pydantic's errors, by path in the raw data."""
+"""Types and messages of pydantic's errors by path in the raw data."""
 
 
 @dataclass(frozen=True)
 class Checked(Generic[R]):
-    """The record, None where anything is wrong, and every violation."""
+    """Result of a check: the record, or None and every violation."""
 
     record: R | None
     violations: tuple[Violation, ...] = ()
 
 
 def check(cls: type[R], data: Any, overrides: Collection[FieldPath] = ()) -> Checked[R]:
-    """Check raw data (mappings, lists, scalars; records are written out) against a record class.
+    """Check raw data (mappings, lists, scalars; records are converted) against a record class.
 
-    ``overrides`` are the paths of leaves that replace what a file says: a misspelt one means that.
+    ``overrides`` are paths of overridden leaves; a misspelt key there may mean one that is set.
     """
     data = to_dict(data)
     rounds: list[list[Violation]] = []
@@ -72,7 +72,7 @@ def check(cls: type[R], data: Any, overrides: Collection[FieldPath] = ()) -> Che
         else:
             found = _relations(record, data)
         fresh = [item for item in found if not any(item in known for known in rounds)]
-        # Items are taken out of lists last, from the end of each.
+        # List items are removed last, from the end, so that other indices stay valid.
         gone = [v for v in fresh if v.nearest == REMOVE and v.path and isinstance(v.path[-1], int)]
         fresh = [v for v in fresh if v not in gone] + sorted(gone, key=lambda v: -int(v.path[-1]))
         if not fresh:
@@ -84,10 +84,10 @@ def check(cls: type[R], data: Any, overrides: Collection[FieldPath] = ()) -> Che
 
 
 def broken_rules(record: Record) -> list[Violation]:
-    """Return every broken rule of a record and of all records below it, children's first.
+    """Return all violated rules of a record and of the records in it, children first.
 
-    A record's rules may lean on those of the records below it: where they raise while one of
-    those is broken, they are left for when it is fixed.
+    A record's rules may assume that its children's rules hold: where they raise while a child
+    violates one, they are skipped until that is fixed.
     """
     found: list[Violation] = []
     for path, part in visit(record):
@@ -103,11 +103,11 @@ def broken_rules(record: Record) -> list[Violation]:
 
 
 def validate(record: type[M], data: Any) -> tuple[M | None, Refused]:
-    """Validate raw data field by field; return the record, or what is refused, by path.
+    """Validate raw data field by field; return the record, or pydantic's errors by path.
 
-    Pydantic names the branches of unions among keys and indices, which are left out here. What it
-    says of a value while something inside it is wrong is dropped: a list is not too short where its
-    items are refused.
+    Branches of unions, which pydantic includes in locations, are removed from paths. Errors of a
+    value are dropped while a value inside it is rejected: a list is not too short because its
+    items are invalid.
     """
     odd = [path for path, value in leaves(data) if isinstance(value, float) and not isfinite(value)]
     refused: Refused = {path: [("finite_number", "must be finite")] for path in odd}
@@ -116,7 +116,7 @@ def validate(record: type[M], data: Any) -> tuple[M | None, Refused]:
         return (None if refused else made), refused
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
-            path: FieldPath = ()  # what of the location leads through raw data
+            path: FieldPath = ()  # the parts of the location that exist in raw data
             for end, part in enumerate(item["loc"], 1):
                 last = item["type"] == "missing" and end == len(item["loc"])
                 absent = last and isinstance(get_at(data, path), Mapping)
@@ -136,7 +136,7 @@ def validate(record: type[M], data: Any) -> tuple[M | None, Refused]:
 def _refused_fields(
     cls: type[Record], data: Any, refused: Refused, overrides: Collection[FieldPath]
 ) -> list[Violation]:
-    """Return a violation for each path that is refused."""
+    """Return a violation for each path that pydantic rejects."""
     above = {leaf[:end] for leaf in overrides for end in range(len(leaf) + 1)}
     found, renamed = [], set[FieldPath]()
     for path, said in refused.items():
@@ -154,10 +154,10 @@ def _refused_fields(
 def _unknown_key(
     cls: type[Record], data: Any, path: FieldPath, taken: set[FieldPath], replaces: bool
 ) -> Violation:
-    """Return the violation of an unknown key: renamed where one spelt like it is free.
+    """Return the violation of an unknown key, suggesting a similarly spelt key that is free.
 
-    To one that ``replaces`` what stands there those that a file gives are free too. A key that is
-    known elsewhere, as it is spelt, hardly means another one here.
+    If it ``replaces`` a file's value, being an override, keys that the file sets are free too. A
+    key that exists elsewhere needs greater similarity to be taken for a misspelling.
     """
     parent, key = path[:-1], str(path[-1])
     holder, value = get_at(data, parent), get_at(data, path)
@@ -181,7 +181,7 @@ def _unknown_key(
 def _refused_value(
     cls: type[Record], data: Any, path: FieldPath, said: list[tuple[str, str]]
 ) -> Violation:
-    """Return the violation of a value that its field refuses, with the nearest that it accepts."""
+    """Return the violation of a value that its field rejects, with the nearest legal value."""
     value, spec = get_at(data, path), spec_at(FieldSpec(cls), data, path)
     above = spec_at(FieldSpec(cls), data, path[:-1]) if path else ANYTHING
     slot = above.slot
@@ -203,7 +203,7 @@ def _refused_value(
         rule += f"; {value if isinstance(value, str) else 'it'} is a kind of {beside}"
         return Violation(path, value, rule, Rename(beside), sort)
     nearest: Any = MISSING
-    for item in tried:  # a field may accept one whatever is wrong elsewhere
+    for item in tried:  # accepted if this field is legal, whatever is wrong elsewhere
         others = validate(cls, set_at(data, path, item))[1]
         if not any(other[: len(path)] == path for other in others):
             nearest = item
@@ -212,7 +212,7 @@ def _refused_value(
 
 
 def _slot_beside(above: FieldSpec, holder: Any, value: Any) -> str | None:
-    """Return the key of the same record, not given yet, of which a refused value names a kind."""
+    """Return an unset key of the record whose slot has the rejected value as a kind, or None."""
     record = above.record(holder)
     known = {} if record is None else specs(record)
     for name, spec in known.items():
@@ -225,7 +225,7 @@ def _slot_beside(above: FieldSpec, holder: Any, value: Any) -> str | None:
 
 
 def _id_of(kinds: list[str]) -> str:
-    """Return our id of what pydantic says; of the branches of a union the most telling one."""
+    """Return the violation id for pydantic's error types, of which a union has one per branch."""
     for kind in kinds:
         if any(word in kind for word in _RANGES):
             return "out-of-range"
@@ -238,9 +238,9 @@ def _id_of(kinds: list[str]) -> str:
 
 
 def _relations(record: Record, data: Any) -> Iterator[Violation]:
-    """Yield the rules that a record with legal fields breaks, each with a value that is legal.
+    """Yield violated rules of a record with legal fields, each with a legal value.
 
-    Where a rule gives none, that is null or the default, if it settles the rule.
+    Where a rule suggests no value, null or the default is suggested if it satisfies the rule.
     """
     for item in broken_rules(record):
         spec = spec_at(FieldSpec(type(record)), to_dict(record), item.path)
@@ -260,16 +260,16 @@ def _relations(record: Record, data: Any) -> Iterator[Violation]:
 
 
 def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
-    """Return all violations, those about a value that another one suggests joined to that.
+    """Return all violations, merging those of a suggested value into the one that suggested it.
 
-    Each of ``rounds`` was found once those before it were fixed; in ``fixed`` all are.
+    Each of ``rounds`` was found after the earlier ones were fixed; in ``fixed`` all are fixed.
     """
     kept: list[Violation] = []
     for fresh in rounds:
         earlier = {item.path[:-1] for item in kept}
         around = {path[:end] for path in earlier for end in range(len(path) + 1)}
         for item in fresh:
-            # Which suggestion put there what stands at the path.
+            # Violations whose suggestion provided the value at this path.
             put = [i for i, above in enumerate(kept) if above.path == item.path[: len(above.path)]]
             given = (i for i in put if not isinstance(kept[i].nearest, Remove | Rename))
             i = next(given, None)
@@ -280,7 +280,7 @@ def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
                 nearest = REMOVE if nearest is MISSING else nearest
                 kept[i] = replace(above, rule=rule, nearest=nearest)
             elif item.path in around:
-                continue  # what is said of a whole that holds suggested values may be due to those
+                continue  # the cause may be the suggested values inside this value
             elif item.path[:-1] in earlier:
                 note = "(with the values suggested above)"
                 kept.append(replace(item, rule=f"{item.rule} {note}"))

@@ -1,4 +1,4 @@
-"""Writing records down: the resolved run file, and a hash that identifies what a record says."""
+"""Serialisation of records: the resolved run file, and a hash that identifies a record."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from moefold.config.reader import CoreLoader
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that any YAML reader, of version 1.1 or 1.2, would take for something else."""
+    """PyYAML dumper that quotes strings which YAML 1.1 or 1.2 would read as another type."""
 
     yaml_implicit_resolvers = {
         **yaml.SafeDumper.yaml_implicit_resolvers,
@@ -30,7 +30,7 @@ class _Dumper(yaml.SafeDumper):
 def _write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
     text = repr(value).replace("inf", ".inf").replace("nan", ".nan")
     if "." not in text:
-        text = text.replace("e", ".0e")  # what YAML 1.1 asks of a number with an exponent
+        text = text.replace("e", ".0e")  # YAML 1.1 requires a point before an exponent
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
@@ -40,7 +40,7 @@ def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
 
 
 def _write_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    """Write text; line ends other than ``\\n`` survive in double quotes alone."""
+    """Write a string; line ends other than ``\\n`` survive only in double quotes."""
     style = '"' if _LINE_ENDS & set(value) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -52,16 +52,16 @@ _Dumper.add_representer(list, _write_list)
 
 
 def dump_yaml(record: Record | Mapping[str, Any]) -> str:
-    """Return the resolved run file: every field in the order of its class, defaults written out.
+    """Return the resolved run file: every field, defaults included, in the order of its class.
 
-    Reading it back gives an equal record.
+    Loading it produces an equal record.
     """
     data = to_dict(record)
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def unplaced(record: Record) -> Any:
-    """Return a record's plain data, the same wherever its files lie: paths by their last part."""
+    """Return a record's plain data independent of folders: paths are reduced to their last part."""
     data = to_dict(record)
     for path, text, _ in list(paths_in(FieldSpec(type(record)), data)):
         data = set_at(data, path, last_part(text))
@@ -73,10 +73,10 @@ def identity(
     parts: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> str:
-    """Return a SHA-256 of what a record says, stable across machines and versions of Python.
+    """Return the SHA-256 of a record's plain data, stable across machines and Python versions.
 
-    A run that is moved with its files keeps it: of paths the last part counts, and of ``parts``,
-    files from outside by path, the SHA-256 of each. ``only`` are the top-level keys that count.
+    Moving a run with its files does not change it: only the last part of paths is hashed, and of
+    ``parts`` (SHA-256 of plugins by path) only the values. ``only`` selects top-level keys.
     """
     data = unplaced(record)
     chosen = data if only is None else {key: data[key] for key in only}

@@ -1,6 +1,4 @@
-"""What is wrong with a run file: violations, each with its path and a legal value, and the error
-that carries them all.
-"""
+"""Violations of a run file, with path and legal value, and the error that carries them all."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,16 +17,16 @@ class _Missing:
         return "MISSING"
 
     def __reduce__(self) -> str:
-        return "MISSING"  # pickled by its name, so that it stays one object
+        return "MISSING"  # pickled by name, so that there is only one instance
 
 
 MISSING: Any = _Missing()
-"""Stands for a value that is not there."""
+"""Sentinel for an absent value."""
 
 
 @dataclass(frozen=True)
 class Remove:
-    """The suggestion to leave a key out."""
+    """Suggestion to leave out a key."""
 
     def __repr__(self) -> str:
         return "leave it out"
@@ -36,7 +34,7 @@ class Remove:
 
 @dataclass(frozen=True)
 class Rename:
-    """The suggestion to put the same value under another key."""
+    """Suggestion to put the value under another key."""
 
     to: str
 
@@ -46,16 +44,16 @@ class Rename:
 
 REMOVE = Remove()
 _NO_VALUE = ("missing", "syntax", "tag", "too-large", "no-file", "override")
-"""Ids of violations in which a value of None says nothing."""
+"""Ids of violations in which a value of None means that there is no value."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: where, what stands there, the rule, and the nearest legal value.
+    """A violated rule: path, present value, the rule in words, and the nearest legal value.
 
     ``nearest`` may also be ``REMOVE``, ``Rename(key)``, or ``MISSING`` where no legal value is
-    known: then ``check`` suggests null or the field's default, if that settles the rule. ``id`` is
-    a stable name of the sort of violation; ``where`` is the file and line, or the override, that
+    known: then ``check`` suggests null or the field's default, if that satisfies the rule. ``id``
+    is a stable name of the sort of violation; ``where`` is the file and line, or the override, that
     the value comes from.
     """
 
@@ -67,16 +65,16 @@ class Violation:
     where: str = ""
 
     def under(self, *parents: PathPart) -> "Violation":
-        """Return the same violation seen from an enclosing record."""
+        """Return the violation with its path relative to an enclosing record."""
         return replace(self, path=(*parents, *self.path))
 
 
 class RunError(ValueError):
-    """Everything that is wrong with a run, all at once.
+    """All violations of a run at once.
 
     ``violations`` are in the order in which they are best fixed; ``data`` is the raw data that was
-    checked, after ``base`` and overrides. Its text is a count, then path, value, rule and nearest
-    value of each.
+    checked, after ``base`` and overrides. The message is a count, then path, value, rule and
+    nearest value of each.
     """
 
     def __init__(self, violations: Iterable[Violation], data: Any = None, source: str = "") -> None:
@@ -93,7 +91,7 @@ class RunError(ValueError):
 
 
 def describe(violation: Violation) -> list[str]:
-    """Return a violation as two or three plain lines."""
+    """Format a violation as two or three lines."""
     where = f"  [{violation.where}]" if violation.where else ""
     silent = violation.value is None and violation.id in _NO_VALUE
     said = "" if silent else f" = {show(violation.value)}"
@@ -105,7 +103,7 @@ def describe(violation: Violation) -> list[str]:
 
 
 def show(value: Any, width: int = 100) -> str:
-    """Return a value as it would stand in a run file, cut to ``width`` characters."""
+    """Format a value as in a run file, truncated to ``width`` characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -120,7 +118,7 @@ def show(value: Any, width: int = 100) -> str:
 
 
 def dotted(path: Iterable[PathPart]) -> str:
-    """Return a path as people write it: ``data.train[0].weight``."""
+    """Format a path as in ``data.train[0].weight``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)

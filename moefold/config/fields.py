@@ -1,8 +1,8 @@
-"""What may stand at a path of a run file, read from the annotations of records.
+"""What is legal at each path of a run file, derived from the annotations of records.
 
-Raw data are mappings, lists and scalars as YAML gives them. A ``FieldSpec`` says what is legal at
-one path of them; its ``options`` are the ways to fill it, unions flattened. Whatever walks raw data
-beside its record class (merging, overrides, suggestions, the tests' mutations) goes through
+Raw data is mappings, lists and scalars as read from YAML. A ``FieldSpec`` describes what is legal
+at one path; its ``options`` are the alternatives, with unions flattened. Code that walks raw data
+together with its record class (merging, overrides, suggestions, mutation in tests) uses
 ``child_spec``.
 """
 
@@ -30,17 +30,17 @@ _BOUNDS = ("ge", "gt", "le", "lt", "multiple_of", "min_length", "max_length", "p
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Marks text that is a path of a file or folder, or a glob pattern of such.
+    """Marks a string field as the path of a file or folder, or as a glob pattern of paths.
 
-    In a run file it begins at the file's folder, in overrides at the working folder. What begins
-    with ``$NAME``, a value of each machine's environment, stays as it is.
+    It is relative to the folder of the run file or, in overrides, to the working folder. Text that
+    begins with ``$NAME``, an environment variable of each machine, is left unchanged.
     """
 
     globs: bool = False
 
     def whole(self, text: str, folder: Path) -> str:
-        """Return the absolute form of what begins at a folder; ``~`` is the home."""
-        if not text or text.startswith("$") or "\0" in text:  # with a zero it names nothing
+        """Return the absolute form of a path relative to a folder; ``~`` is the home folder."""
+        if not text or text.startswith("$") or "\0" in text:  # no path contains a NUL
             return text
         path = os.path.expanduser(text)
         matches = self.globs and glob.escape(path) != path
@@ -51,11 +51,11 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class Option:
-    """One way in which a field can be filled.
+    """One alternative of what a field may hold.
 
-    ``kind`` is record, slot, list, fixed, map, literal, bool, int, float, str, none or other;
-    ``of`` the record class, the slot, the item's annotation, the items' annotations, the values of
-    the mapping's annotation, the literals, or the type. ``bounds`` holds constraints by name.
+    ``kind`` is record, slot, list, fixed, map, literal, bool, int, float, str, none or other.
+    ``of`` is, by kind: the record class, the slot, the annotation of items, that of each item, that
+    of values, the literals, or the type. ``bounds`` holds constraints by name.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Option:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """What is legal at a path: an annotation, and the field's default and examples."""
+    """What is legal at a path: an annotation with constraints, a default, and examples."""
 
     annotation: Any
     metadata: tuple[Any, ...] = ()
@@ -76,21 +76,21 @@ class FieldSpec:
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """The ways to fill the field, in the order of the annotation."""
+        """Alternatives of what the field may hold, in the order of the annotation."""
         return tuple(_options(self.annotation, self.metadata))
 
     def option(self, *kinds: str) -> Option | None:
-        """Return the first option of one of the given kinds."""
+        """Return the first option of one of the given kinds, or None."""
         return next((option for option in self.options if option.kind in kinds), None)
 
     @property
     def slot(self) -> Slot | None:
-        """The slot whose kinds can be chosen here, if there is one."""
+        """The slot of this field, or None."""
         option = self.option("slot")
         return None if option is None else option.of
 
     def record(self, value: Any) -> type[BaseModel] | None:
-        """Return the record class that a raw value here stands for, if it can be told."""
+        """Return the record class for a raw value of this field, or None if it is unknown."""
         for option in self.options:
             if option.kind == "record":
                 return option.of
@@ -101,9 +101,9 @@ class FieldSpec:
         return None
 
     def expanded(self, value: Any) -> Any:
-        """Return a raw value with its tag written out: ``muon`` becomes ``{kind: muon}``.
+        """Return a raw value with an explicit tag: ``muon`` becomes ``{kind: muon}``.
 
-        A tag that a key implies is put in: ``{from: ./folder}`` gets ``family: folder``.
+        A tag that a key implies is added: ``{from: ./folder}`` gets ``family: folder``.
         """
         slot = self.slot
         if slot is not None and isinstance(value, Mapping):
@@ -118,7 +118,7 @@ ANYTHING = FieldSpec(Any)
 
 @cache
 def specs(record: type[BaseModel]) -> Mapping[str, FieldSpec]:
-    """Return what is legal in each field of a record class, by the key that a run file uses."""
+    """Return the spec of each field of a record class, by its key in run files."""
     found = {}
     for name, info in record.model_fields.items():
         default = MISSING
@@ -135,7 +135,7 @@ def required(record: type[BaseModel]) -> list[str]:
 
 
 def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec:
-    """Return what is legal under ``part`` of a raw value; ANYTHING where no class knows it."""
+    """Return the spec of key or index ``part`` of a raw value; ANYTHING if no class defines it."""
     if isinstance(part, int):
         option = spec.option("list", "fixed")
         if option is None or (option.kind == "fixed" and part >= len(option.of)):
@@ -149,7 +149,7 @@ def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec:
 
 
 def spec_at(spec: FieldSpec, value: Any, path: FieldPath) -> FieldSpec:
-    """Return what is legal at a path below a raw value; ANYTHING where no class knows it."""
+    """Return the spec at a path below a raw value; ANYTHING if no class defines it."""
     for part in path:
         spec, value = child_spec(spec, value, part), get_at(value, (part,))
     return spec
@@ -159,7 +159,7 @@ def _options(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Option]:
     origin, args = get_origin(annotation), get_args(annotation)
     slot = next((item for item in metadata if isinstance(item, Slot)), None)
     if origin is Annotated:
-        # Constraints one by one: ``Field(ge=1)`` and intervals hold several.
+        # Flattened, as ``Field(ge=1)`` and intervals hold several constraints.
         given = (item.metadata if isinstance(item, FieldInfo) else [item] for item in args[1:])
         yield from _options(args[0], (*chain.from_iterable(given), *metadata))
     elif slot is not None:
@@ -202,7 +202,7 @@ def _plain_option(annotation: Any, origin: Any, args: tuple[Any, ...]) -> Option
 
 
 def get_at(value: Any, path: FieldPath) -> Any:
-    """Return what stands at a path of raw data, or MISSING."""
+    """Return the value at a path of raw data, or MISSING."""
     for part in path:
         if isinstance(value, Mapping):
             value = value.get(part, MISSING)
@@ -214,10 +214,10 @@ def get_at(value: Any, path: FieldPath) -> Any:
 
 
 def set_at(data: Any, path: FieldPath, value: Any) -> Any:
-    """Return raw data with ``value`` at a path; REMOVE takes away what stands there.
+    """Return a copy of raw data with ``value`` at a path, or without that path if it is REMOVE.
 
-    The given data stay as they are. A mapping that is absent on the way is made; an index one past
-    the end of a list appends.
+    The given data is not modified. Absent mappings on the path are created; an index one past the
+    end of a list appends.
     """
     if not path:
         return value
@@ -246,8 +246,8 @@ def leaves(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
 def with_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
     """Return raw data in which each parent of a path is a mapping or list.
 
-    A record that the data leave to its default, or name by its tag alone, is written out, so that
-    its other values stay when one of them is set.
+    A record that the data leaves at its default, or gives as a tag only, is written out, so that
+    setting one of its values does not change the others.
     """
     for end in range(len(path)):
         there, above = get_at(data, path[:end]), spec_at(spec, data, path[:end])
@@ -261,7 +261,7 @@ def with_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
 
 
 def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
-    """Return raw data in which the suggestion of a violation is carried out."""
+    """Return raw data with the suggestion of a violation applied."""
     path, nearest = violation.path, violation.nearest
     if nearest is MISSING:
         return data
@@ -275,7 +275,7 @@ def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
 
 
 def paths_in(spec: FieldSpec, value: Any) -> Iterator[tuple[FieldPath, str, OnDisk]]:
-    """Yield field path, text and mark of each path of files in raw data."""
+    """Yield field path, text and mark of each file path in raw data."""
     for path, text in leaves(value):
         options = spec_at(spec, value, path).options if isinstance(text, str) else ()
         marks = (item for option in options for item in option.metadata)
@@ -285,5 +285,5 @@ def paths_in(spec: FieldSpec, value: Any) -> Iterator[tuple[FieldPath, str, OnDi
 
 
 def last_part(path: str) -> str:
-    """Return what of a path stays when what it names is moved with the folders around it."""
+    """Return the last part of a path, which stays when files move with their parent folders."""
     return os.path.basename(os.path.abspath(path))

@@ -1,4 +1,4 @@
-"""Loading a run file: bases, plugins, overrides, and one check of it all."""
+"""Loading of run files: merges bases, file and overrides, imports plugins, checks the result."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Loaded(Generic[R]):
-    """A legal record, and how it came about.
+    """A legal record with the origin of its values.
 
-    ``origins`` gives, for each leaf of the record written out in full, where its value came from.
+    ``origins`` maps the path of each leaf, defaults included, to the origin of its value.
     """
 
     record: R
@@ -41,23 +41,23 @@ def load(
     called: str = "data",
     folder: Path | None = None,
 ) -> Loaded[R]:
-    """Load a record from a file, a recipe's name, or raw data, with overrides on top.
+    """Load a record from a file, a recipe's name, or raw data, and apply overrides.
 
-    A file may name another in ``base:`` (a path relative to itself, or a recipe's name, or a list
-    of them) and builds on it. Where the class has a field ``uses``, the Python files named there
-    are imported first. Paths that a file names begin at the file's own folder, those of overrides
-    and of raw data at the working folder; the record holds them whole.
+    A file builds on those that it names in ``base:`` (a path relative to the file, a recipe's name,
+    or a list of these). Where the class has a field ``uses``, the Python files named there are
+    imported first. Paths in a file are relative to the folder of that file, paths in overrides and
+    in raw data to the working folder; the record holds absolute paths.
 
     Args:
         cls: class of the record.
         source: path of a YAML file, name of a recipe, or raw data.
-        overrides: ``path=value``, the value in YAML; ``path+=value`` adds to a list.
-        recipes: recipes by name.
-        called: what raw data goes by where a value's origin is told.
-        folder: where paths of the file ``source`` begin in place of its own folder.
+        overrides: ``path=value`` with a value in YAML; ``path+=value`` appends to a list.
+        recipes: files of recipes by name.
+        called: name of raw data in the origins of values.
+        folder: folder to which paths in the file ``source`` are relative, instead of its own.
 
     Raises:
-        RunError: with every violation.
+        RunError: the source has violations; the error carries all of them.
     """
     reading = _Reading(cls, dict(recipes or {}))
     name = reading.read(source, called, folder)
@@ -67,7 +67,7 @@ def load(
     known = {item.path[:1] for item in reading.violations} & {(USES,)}
     found = [item for item in checked.violations if item.path[:1] not in known]
     if any(item.id == "base" and item.nearest is not REMOVE for item in reading.violations):
-        found = [item for item in found if item.id != "missing"]  # The base that is meant has it.
+        found = [item for item in found if item.id != "missing"]  # The intended base may have it.
     violations = [*reading.violations, *found]
     if violations or checked.record is None:
         origins = (item.where or merged.origin(item.path).where for item in violations)
@@ -82,7 +82,7 @@ def parse_override(text: str) -> tuple[FieldPath, str, Any]:
     """Return path, operator (``=`` or ``+=``) and value of an override.
 
     Raises:
-        RunError: where it has no ``=`` or the value is not YAML.
+        RunError: the text has no ``=`` or its value is not YAML.
     """
     match = re.fullmatch(r"\s*([^=\s]+?)\s*(\+?=)(.*)", text, re.DOTALL)
     parts = re.findall(r"[^.\[\]]+", match[1]) if match else []
@@ -99,7 +99,7 @@ def parse_override(text: str) -> tuple[FieldPath, str, Any]:
 
 
 class _Reading:
-    """One load under way: what was read so far, and what was wrong with it."""
+    """State of one load: layers read so far, imported plugins, and violations."""
 
     def __init__(self, cls: type[Record], recipes: dict[str, Path]) -> None:
         self.cls = cls
@@ -110,7 +110,7 @@ class _Reading:
         self.failed: dict[str, str] = {}
 
     def read(self, source: str | Path | Mapping[str, Any], called: str, folder: Path | None) -> str:
-        """Read a source with all it builds on; return its name for messages."""
+        """Read a source and all its bases; return the source's name for messages."""
         if isinstance(source, Mapping):
             self._add(Layer(to_dict(source), "given", called, folder=Path.cwd()), ())
             return self.cls.__name__.lower()
@@ -126,7 +126,7 @@ class _Reading:
         return _shown(path)
 
     def merged(self, overrides: Sequence[str]) -> MergedData:
-        """Merge all layers and overrides, in order; an override that cannot be is a violation."""
+        """Merge all layers and overrides, in order; an impossible override is a violation."""
         merged, parsed = MergedData(self.cls), []
         for text in overrides:
             try:
@@ -151,7 +151,7 @@ class _Reading:
         return merged
 
     def _note_plugins(self, merged: MergedData) -> None:
-        """Put the plugins of all layers into ``uses``; those that failed are to be taken out."""
+        """Set ``uses`` to the plugins of all layers; add violations for those that failed."""
         given = merged.data.get(USES, []) if USES in specs(self.cls) else []
         if not _names(given):
             listed = given if isinstance(given, list) else []
@@ -180,7 +180,7 @@ class _Reading:
         chain: tuple[Path, ...],
         folder: Path | None = None,
     ) -> None:
-        """Read a file and what it builds on, bases first."""
+        """Read a file and add it as a layer, after its bases."""
         name = _shown(path)
         with named(name), path.open("rb") as file:
             parsed = read_yaml(file.read(MAX_BYTES + 1), name)
@@ -193,7 +193,7 @@ class _Reading:
         self._add(layer, (*chain, path))
 
     def _add(self, layer: Layer, chain: tuple[Path, ...]) -> None:
-        """Take a layer, after those that it builds on, and import the plugins that it uses."""
+        """Add a layer, after its bases, and import its plugins."""
         folder, given = layer.folder or Path.cwd(), layer.data.get(BASE, [])
         listed: dict[FieldPath, str] = {(BASE,): given} if isinstance(given, str) else {}
         wrong: dict[FieldPath, tuple[Any, str, Any]] = {}
@@ -222,7 +222,7 @@ class _Reading:
         self.layers.append(replace(layer, data=own))
 
     def _import(self, uses: list[str], folder: Path, origin: Origin) -> None:
-        """Import the plugins that a layer uses."""
+        """Import plugins and record their origin; store the error of any that fails."""
         for item in uses:
             path = resolve(item, folder)
             self.used.setdefault(str(path), origin)
@@ -237,6 +237,6 @@ def _names(uses: Any) -> bool:
 
 
 def _shown(path: Path) -> str:
-    """Return a path relative to the working folder where it lies below it."""
+    """Return a path for messages, relative to the working folder where it lies in there."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,4 +1,4 @@
-"""Merging raw data from bases, a file and overrides, each value with where it came from."""
+"""Merging of raw data from bases, a file and overrides, with the origin of each value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ from moefold.config.fields import (
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from: a sort, and the file and line, the name of data, or the override."""
+    """Origin of a value: its sort, and the file and line, the data's name, or the override."""
 
     sort: Literal["file", "given", "base", "override", "default"]
     where: str = ""
     folder: Path | None = field(default=None, compare=False)
-    """Where its paths of files begin; None is the working folder."""
+    """Folder to which file paths are relative; None is the working folder."""
 
     def __str__(self) -> str:
         return f"{self.sort} {self.where}".strip()
@@ -33,7 +33,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layer:
-    """One source of raw data: what it says, and the line of each leaf where it is a file."""
+    """One source of raw data, with the line of each leaf if it is a file."""
 
     data: Mapping[str, Any]
     sort: Literal["file", "given", "base"]
@@ -42,7 +42,7 @@ class Layer:
     folder: Path | None = None
 
     def origin(self, path: FieldPath) -> Origin:
-        """Return where what this layer has at a path begins."""
+        """Return the origin of this layer's value at a path: the first line of that value."""
         below = [line for leaf, line in self.lines.items() if leaf[: len(path)] == path]
         around = [self.lines[path[:end]] for end in range(len(path)) if path[:end] in self.lines]
         at = f":{min(below or around)}" if below or around else ""
@@ -50,10 +50,10 @@ class Layer:
 
 
 class MergedData:
-    """Raw data for a record class, built up layer by layer, and the origin of each leaf.
+    """Raw data for a record class, merged layer by layer, with the origin of each leaf.
 
-    Mappings merge key by key, lists and scalars replace. Where a later layer chooses another kind
-    in a slot, the earlier choice goes as a whole: its fields belong to another part.
+    Mappings are merged key by key; lists and scalars are replaced. Where a later layer chooses
+    another kind in a slot, all fields of the earlier kind are dropped.
     """
 
     def __init__(self, cls: type[Record]) -> None:
@@ -62,7 +62,7 @@ class MergedData:
         self.origins: dict[FieldPath, Origin] = {}
 
     def add(self, layer: Layer) -> None:
-        """Merge a layer over what is there."""
+        """Merge a layer over the present data."""
         self.data = self._merged(self.spec, self.data, layer.data, (), layer)
 
     def _merged(self, spec: FieldSpec, under: Any, over: Any, path: FieldPath, layer: Layer) -> Any:
@@ -81,7 +81,7 @@ class MergedData:
         return merged
 
     def origin(self, path: FieldPath) -> Origin:
-        """Return where what stands at a path came from, or else what stands around it."""
+        """Return the origin of the value at a path, or of the nearest enclosing value."""
         for end in range(len(path), 0, -1):
             inner = (origin for leaf, origin in self.origins.items() if leaf[:end] == path[:end])
             first = next(inner, None)
@@ -90,9 +90,9 @@ class MergedData:
         return Origin("default")
 
     def override(self, path: FieldPath, value: Any, text: str, add: bool) -> Violation | None:
-        """Set a value by its path, or ``add`` it to the list there; return what is wrong with it.
+        """Set the value at a path, or append it to the list there if ``add``.
 
-        ``text`` is the override as it was given.
+        Returns a violation if that is impossible. ``text`` is the override as the user wrote it.
         """
         if add:
             there = get_at(self.data, path)
@@ -111,7 +111,7 @@ class MergedData:
         above, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
         chosen = {str(path[-1]): value}
         if isinstance(holder, Mapping) and _other_kind(above, holder, chosen):
-            path, value = path[:-1], chosen  # another kind replaces the whole choice
+            path, value = path[:-1], chosen  # another kind replaces the whole mapping
         value = spec_at(self.spec, self.data, path).expanded(value)
         self._forget(path)
         self.data = set_at(self.data, path, value)
@@ -120,7 +120,7 @@ class MergedData:
         return None
 
     def _misplaced(self, path: FieldPath, part: PathPart) -> str | None:
-        """Return what is wrong with setting ``part`` of what stands, or will be made, at a path."""
+        """Return why ``part`` cannot be set in the value that is at a path or will be created."""
         there = get_at(self.data, path)
         above = spec_at(self.spec, self.data, path)
         if there is MISSING or there is None or isinstance(above.expanded(there), Mapping):
@@ -141,7 +141,7 @@ class MergedData:
 
 
 def _other_kind(spec: FieldSpec, under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    """Whether a tag chooses another kind than stands there; a misspelt one may mean the same."""
+    """Return whether ``over`` chooses another kind than ``under``; unknown kinds do not count."""
     slot = spec.slot
     there = under if slot is None else slot.completed(under)
     if slot is None or slot.tag not in there or slot.lookup(over.get(slot.tag)) is None:

@@ -1,4 +1,4 @@
-"""Plugins: importing Python files from outside the package that register records of their own."""
+"""Plugins: import of Python files outside the package that register records."""
 
 import hashlib
 import os
@@ -12,20 +12,20 @@ from typing import Any
 from moefold.files import named
 
 OUTSIDE = "outside_"
-"""How the names of modules made of such files begin."""
+"""Prefix of the module names of plugins."""
 
 
 def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
-    """Import Python files so that they can register their parts.
+    """Import Python files, which register their records on import.
 
-    A file is imported once per content, under a module name of its own made from its path and
-    content, and stays in ``sys.modules`` so that classes in it can be pickled.
+    A file is imported once per content, under a module name made from its path and content, and
+    stays in ``sys.modules`` so that its classes can be pickled.
 
     Returns:
-        Absolute path to SHA-256 (hex) of each file, in order; the hashes enter a run's identity.
+        SHA-256 (hex) of each file by absolute path, in order; they are part of a run's identity.
 
     Raises:
-        ValueError: where a file does not exist, is no ``.py`` file, or fails while it is imported.
+        ValueError: a file does not exist, is no ``.py`` file, or fails during its import.
     """
     found: dict[str, str] = {}
     for path in map(resolve, paths):
@@ -52,25 +52,25 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
 
 
 def version_of(part: type) -> list[str]:
-    """Return what tells the content of the file from outside that a class is of; else nothing."""
+    """Return the content hash of the plugin that defines a class; empty for other classes."""
     module = part.__module__
     return [module.rpartition("_")[2]] if module.startswith(OUTSIDE) else []
 
 
 def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
-    """Return the absolute form of a path that is relative to a folder; ``~`` is the home."""
-    # Neither refuses what pathlib does: a home of nobody, links in a circle.
+    """Return the absolute form of a path relative to a folder; ``~`` is the home folder."""
+    # Unlike pathlib, os.path accepts the home of an unknown user and circular links.
     return Path(os.path.realpath(Path(relative_to, os.path.expanduser(path))))
 
 
 class PluginImports:
-    """Imports, where it is unpickled, the plugins that were imported where it was pickled.
+    """Object whose unpickling imports the plugins of the process that pickled it.
 
-    Pickle loads in the order in which it wrote: what stands behind this finds its classes.
+    Pickle loads objects in the order of writing: those after this one find their classes.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Say what loads it."""
+        """Pickle as a call of :func:`import_plugins` with the files that still exist."""
         modules = [module for name, module in sys.modules.items() if name.startswith(OUTSIDE)]
         files = [str(module.__file__) for module in modules]
         return import_plugins, ([file for file in files if Path(file).is_file()],)

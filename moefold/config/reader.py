@@ -1,8 +1,8 @@
-"""Reading YAML as plain data, with the line of each value; nothing in a file is ever executed.
+"""YAML reader that returns plain data with the line of each value and never executes anything.
 
-Scalars follow YAML 1.2: ``1e-4`` is a number, ``no`` and ``on`` are text. Keys are always text. A
-file is composed to a graph of nodes and converted here, so PyYAML's constructors are not used at
-all; tags beyond plain data are refused, and sizes are bounded while aliases are expanded.
+Scalars follow YAML 1.2: ``1e-4`` is a number, ``no`` and ``on`` are strings. Keys are always
+strings. PyYAML composes a file into a graph of nodes, which is converted here without PyYAML's
+constructors; tags beyond plain data are rejected, and sizes are bounded as aliases are expanded.
 """
 
 import math
@@ -57,18 +57,18 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
         _float,
     ),
 }
-"""Scalars that are no text in YAML 1.2's core schema: how they look, what they are in words, and
-what reads them."""
+"""Scalars other than strings in YAML 1.2's core schema: pattern, description for messages, and
+conversion."""
 
 
 class CoreLoader(yaml.SafeLoader):
-    """Composes text to nodes by YAML 1.2's core schema, no deeper than ``MAX_DEPTH``."""
+    """PyYAML loader for YAML 1.2's core schema that limits nesting to ``MAX_DEPTH``."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
     depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """Compose one node and what is below it."""
+        """Compose one node with its children."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             mark = self.peek_event().start_mark
@@ -85,7 +85,7 @@ for _name, (_pattern, _, _) in _SCALARS.items():
 
 @dataclass
 class Parsed:
-    """Plain data, the line on which each leaf stands, and what is wrong but can be read over."""
+    """Plain data, the line of each leaf, and violations that do not prevent reading."""
 
     data: Any = None
     lines: dict[FieldPath, int] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def read_yaml(text: str | bytes, source: str = "") -> Parsed:
 
 
 def read_value(text: str) -> Any:
-    """Read the value of an override: ``1e-4``, ``[1, 2]``, ``{kind: muon}``, ``plain text``."""
+    """Parse the value of an override: ``1e-4``, ``[1, 2]``, ``{kind: muon}``, ``plain text``."""
     parsed = read_yaml(text, "override")
     if parsed.violations:
         raise RunError(parsed.violations, source="override")
@@ -133,7 +133,7 @@ def _refusal(source: str, line: int | None, rule: str, sort: str = "syntax") -> 
 
 
 class _Converter:
-    """Turns nodes into plain data, aliases into copies."""
+    """Converts YAML nodes to plain data; aliases become copies."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -141,7 +141,7 @@ class _Converter:
         self.count = 0
 
     def convert(self, node: Node, path: FieldPath, above: tuple[Node, ...]) -> Any:
-        """Return the data of a node at a path, given the nodes that it stands in."""
+        """Return the data of a node at a path; ``above`` are its enclosing nodes."""
         self.count += 1
         if any(node is other for other in above):
             raise self._refused(node, "an alias contains itself", "too-large")
@@ -159,7 +159,7 @@ class _Converter:
                 return self._text(node)
             _, called, read = _SCALARS[sort]
             try:
-                return read(node.value)  # NaN and infinities are left for the fields to refuse
+                return read(node.value)  # fields reject NaN and infinities
             except (ValueError, KeyError, OverflowError) as error:
                 said = f"{node.value[:40]!r} is not {called}: {error}"
                 raise self._refused(node, said) from error
@@ -196,7 +196,7 @@ class _Converter:
         return self._text(node)
 
     def _text(self, node: ScalarNode) -> str:
-        """Return text that can be written down again; lone surrogates cannot."""
+        """Return the string of a node; reject lone surrogates, which UTF-8 cannot encode."""
         try:
             node.value.encode("utf-8")
         except UnicodeEncodeError as error:

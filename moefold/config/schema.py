@@ -1,6 +1,6 @@
-"""JSON schemas of records, so that editors complete and check run files while they are written.
+"""JSON schemas of records, with which editors complete and check run files.
 
-``moefold explain --schema`` prints the one of run files.
+``moefold explain --schema`` prints the schema of run files.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ _BASE = {
 
 
 def json_schema(cls: type[Record]) -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of a file that holds a record or builds on others.
+    """Return the JSON schema (draft 2020-12) of a file that holds a record and may have a ``base``.
 
-    A slot is a choice of all kinds registered at this moment, told apart by their tag, or the bare
-    name of a kind. Nothing is required, as it may stand in a ``base``.
+    A slot is a choice of all kinds registered at present, distinguished by their tag, or the name
+    of a kind alone. No key is required, as a base may set it.
     """
     opened: dict[type[Record], JsonSchemaValue] = {}
 
@@ -44,7 +44,7 @@ def json_schema(cls: type[Record]) -> dict[str, Any]:
             }
 
         def reference(self, record: type[Record]) -> str:
-            """Return the reference to a record, which may hold itself."""
+            """Return the reference to a record; records may be recursive."""
             if record not in opened:
                 core: Any = record.__pydantic_core_schema__
                 name = core["ref"] if "ref" in core else core["schema"]["schema_ref"]

@@ -1,4 +1,4 @@
-"""Slots: places in a run file where one of several kinds of part is chosen by its ``kind``."""
+"""Slots: fields of a run file that hold one of several kinds of record, selected by ``kind``."""
 
 import sys
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ RecordClass = TypeVar("RecordClass", bound=type[Record])
 
 
 class Slot:
-    """A named choice between record classes, told apart by the literal in their tag field.
+    """Registry of record classes that are distinguished by the default of their tag field.
 
-    A field that offers the choice is written ``Annotated[Record, SLOT]``. In a run file it holds a
-    mapping with the tag (``{kind: muon, lr: 0.01}``) or the bare tag (``muon``). The class is
-    looked up when a value is validated, so parts from outside the package that register a record
-    later are chosen exactly like ours.
+    A field with this choice is annotated ``Annotated[Record, SLOT]``. In a run file it holds a
+    mapping with the tag (``{kind: muon, lr: 0.01}``) or the tag alone (``muon``). The class is
+    looked up when a value is validated, so that plugins can register records later, which are then
+    selected exactly like those of the package.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class Slot:
         self.name = name
         self.tag = tag
         self.default = default
-        """The kind of a mapping without its tag; None asks for the tag."""
+        """Kind of a mapping without a tag; None if the tag is required."""
         self._folder = folder
-        """A package whose modules register kinds; they are imported when a kind is first asked."""
+        """Package whose modules register kinds; imported when ``kinds`` is first read."""
         self._kinds: dict[str, type[Record]] = {}
         self.implied: dict[str, str] = {}
-        """Keys that say the kind by themselves: ``from`` alone is ``family: folder``."""
+        """Kinds by the key that implies them: ``from`` without a tag is ``family: folder``."""
 
     @property
     def kinds(self) -> dict[str, type[Record]]:
-        """Record classes by the value of their tag field: the folder's by name, then the others."""
+        """Record classes by kind: those of the folder sorted by module, then all others."""
         folder, self._folder = self._folder, None
         if folder is not None:
             for module in iter_modules(import_module(folder).__path__):
@@ -51,14 +51,14 @@ class Slot:
         return self._kinds
 
     def register(self, record: RecordClass) -> RecordClass:
-        """Add a record class under the value of its tag field; usable as a decorator."""
+        """Register a record class under the default of its tag field; usable as a decorator."""
         field = record.model_fields.get(self.tag)
         kind = None if field is None else field.default
         if not isinstance(kind, str):
             raise TypeError(f"{record.__name__}.{self.tag} needs a string default to be registered")
         inside = self._folder is not None and record.__module__.startswith(self._folder)
         present = (self._kinds if inside else self.kinds).get(kind, record)
-        # The same source may be read twice: a notebook cell, an edited file.
+        # A class may be registered again from one source, such as a notebook cell or edited file.
         modules = [sys.modules.get(one.__module__) for one in (present, record)]
         first, second = (getattr(module, "__file__", None) for module in modules)
         same_file = present.__module__ == record.__module__ or first == second is not None
@@ -72,15 +72,15 @@ class Slot:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Validate by the class that is registered under the tag at that moment.
+        """Validate with the class that is registered under the tag at the time of validation.
 
-        It must inherit from the field's class, which the room that reads it relies on.
+        It must inherit from the field's annotated class, as readers of the field rely on that.
         """
         pick = partial(self._pick, source)
         return core_schema.with_info_plain_validator_function(pick, metadata={"slot": self})
 
     def _pick(self, base: type[Record], value: Any, info: ValidationInfo) -> Record:
-        """Return the record that a bare tag, a mapping with the tag, or an instance stands for."""
+        """Return the record for a tag, a mapping with a tag, or an instance."""
         if isinstance(value, Record):
             if isinstance(value, tuple(self.kinds.values())):
                 return value
@@ -101,7 +101,7 @@ class Slot:
         return record.model_validate(value, context=info.context)
 
     def completed(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a mapping with its tag, put in where a key or the default implies it."""
+        """Return a mapping with its tag, adding the tag where a key or the default implies one."""
         kind = next((self.implied[key] for key in value if key in self.implied), self.default)
         return value if kind is None or self.tag in value else {self.tag: kind, **value}
 
@@ -111,9 +111,9 @@ class Slot:
 
 
 def owner_modules(base: type[Record] = Record) -> set[str]:
-    """Return the modules that build what this package's records describe, of those that are loaded.
+    """Return the owner modules of all loaded records of this package.
 
-    Hooks' are left out: they run on the first rank alone.
+    Owners of hooks are excluded, as hooks run on the first rank only.
     """
     found = {module for record in base.__subclasses__() for module in owner_modules(record)}
     if isinstance(base.owner, str) and ".hooks." not in base.owner:
@@ -122,7 +122,7 @@ def owner_modules(base: type[Record] = Record) -> set[str]:
 
 
 def build(record: Record, *args: Any, **kwargs: Any) -> Any:
-    """Build what ``record`` describes: call its owner with the record and the given arguments."""
+    """Call the owner of ``record`` with the record and the given arguments; return the result."""
     owner = type(record).owner
     if owner is None:
         raise TypeError(f"{type(record).__name__} names no owner")

@@ -1,4 +1,4 @@
-"""What is legal in a field, in words, and the legal values nearest to one that is not."""
+"""Descriptions of what is legal in a field, and the legal values nearest to an illegal one."""
 
 import difflib
 import math
@@ -18,7 +18,7 @@ _BOOLS = {
     **dict.fromkeys(("false", "no", "off", "n", "0"), False),
 }
 _NOTHING = ("false", "no", "off", "none")
-"""What people write for null."""
+"""Spellings that may mean null."""
 _KINDS = {
     "list": "a list",
     "map": "a mapping",
@@ -44,8 +44,8 @@ _BOUND_WORDS = {
 
 
 def words(spec: FieldSpec) -> str:
-    """Return what may stand in a field: ``a whole number of at least 1 or null``."""
-    # An example says more to a person than a pattern does.
+    """Describe what is legal in a field: ``a whole number of at least 1 or null``."""
+    # An example is clearer to a reader than a pattern.
     hidden = ("pattern",) if spec.examples else ()
     said = dict.fromkeys(_words(option, hidden) for option in spec.options)
     example = f", such as {show(spec.examples[0])}" if spec.examples else ""
@@ -82,7 +82,7 @@ def _listed(names: Iterable[Any], most: int = 24) -> str:
 
 
 def closest(name: Any, names: Iterable[str], cutoff: float = 0.65) -> str | None:
-    """Return the name most like ``name`` in spelling, None where none is at least so alike."""
+    """Return the name closest to ``name`` in spelling, None if all are less similar than cutoff."""
     folded = {_fold(item): item for item in reversed(list(names))}
     found = difflib.get_close_matches(_fold(name), list(folded), 1, cutoff)
     return folded[found[0]] if found else None
@@ -95,8 +95,8 @@ def _fold(name: Any) -> str:
 def likely_kind(spec: FieldSpec, slot: Slot, value: Any) -> str | None:
     """Return the kind of a slot that a raw value most likely means.
 
-    That is the one closest in spelling, else the one that knows most of the given keys, among
-    equals the default's, then the one with the fewest required fields.
+    That is the kind closest in spelling, else the one that has most of the given keys; ties go to
+    the default's kind, then to the kind with the fewest required fields.
     """
     given = value if isinstance(value, Mapping) else {}
     found = closest(given.get(slot.tag, value), slot.kinds)
@@ -112,7 +112,7 @@ def likely_kind(spec: FieldSpec, slot: Slot, value: Any) -> str | None:
 
 
 def places_of_key(spec: FieldSpec, value: Any, key: str) -> Iterator[FieldPath]:
-    """Yield where below a raw value a key is known, what is left to defaults included."""
+    """Yield each path below a raw value, defaults included, at which ``key`` is a field."""
     record = spec.record(value)
     if record is None or not isinstance(value, Mapping):
         return
@@ -129,8 +129,8 @@ def places_of_key(spec: FieldSpec, value: Any, key: str) -> Iterator[FieldPath]:
 def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
     """Yield values that may be legal in a field, the nearest to ``value`` first.
 
-    First what the value can be read as, moved inside its bounds; then the default, the examples,
-    and what can be made from the annotation. Whether one is legal is for the caller to try.
+    These are conversions of the value, moved inside the field's bounds; then the default, the
+    examples, and values made from the annotation. The caller checks which ones are legal.
     """
     for option in spec.options:
         yield from _converted(option, value)
@@ -141,7 +141,7 @@ def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
 
 
 def _converted(option: Option, value: Any) -> Iterator[Any]:
-    """Yield a value read as the option's type, and moved inside its bounds."""
+    """Yield conversions of a value to the option's type, moved inside its bounds."""
     number = _number(value)
     if option.kind in ("int", "float") and number is not None:
         yield from _inside(option, number)
@@ -168,7 +168,7 @@ def _converted(option: Option, value: Any) -> Iterator[Any]:
 
 
 def _number(value: Any) -> int | float | None:
-    """Return the number that a value can be read as: ``"1e-4"``, ``"1_000"``, ``"4"``."""
+    """Convert a value to a finite number (``"1e-4"``, ``"1_000"``, ``"4"``), or return None."""
     try:
         number = float(value) if isinstance(value, str) else value
     except ValueError:
@@ -179,9 +179,9 @@ def _number(value: Any) -> int | float | None:
 
 
 def _inside(option: Option, number: int | float) -> Iterator[int | float]:
-    """Yield a number as the option's type, at the nearest end of its bounds and on its multiples.
+    """Yield a number as the option's type, clamped to its bounds and rounded to its multiples.
 
-    Nothing where a real number lies beyond an end that is itself excluded: none is nearest.
+    Yields nothing for a real number beyond an exclusive bound, as no legal value is nearest.
     """
     bounds, whole = option.bounds, option.kind == "int"
     above, below = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
@@ -197,7 +197,7 @@ def _inside(option: Option, number: int | float) -> Iterator[int | float]:
 
 
 def _texts(option: Option, text: str) -> Iterator[str]:
-    """Yield text as it is, cut or filled to its length, and without what its form forbids."""
+    """Yield text unchanged, cut or padded to its length bounds, and without illegal characters."""
     yield text
     yield text[: option.bounds.get("max_length")].ljust(option.bounds.get("min_length", 0), "x")
     pattern = option.bounds.get("pattern")
@@ -208,9 +208,9 @@ def _texts(option: Option, text: str) -> Iterator[str]:
 
 
 def _ordinary(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
-    """Yield ordinary values for each option of a field, null last, holding no more than it needs.
+    """Yield minimal values for each option of a field, null last.
 
-    Of a slot that is the kind which ``value`` most likely means.
+    For a slot this is the kind that ``value`` most likely means.
     """
     for option in sorted(spec.options, key=lambda option: option.kind == "none"):
         bounds = option.bounds
@@ -237,14 +237,14 @@ def _ordinary(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
 
 
 def _made_up(spec: FieldSpec) -> Any:
-    """Return a value for a field that has none: its default, an example, or an ordinary one."""
+    """Return a value for an unset field: its default, an example, or a minimal value."""
     if spec.default is not MISSING:
         return spec.default
     return next(chain(spec.examples, _ordinary(spec)), None)
 
 
 def minimal(record: type[BaseModel], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return raw data for a record that holds its required fields alone, besides what is given."""
+    """Return raw data for a record: ``given``, and values for all other required fields."""
     made = {
         key: _made_up(specs(record)[key]) for key in required(record) if key not in (given or {})
     }

@@ -80,7 +80,7 @@ def forced(through: bool) -> Iterator[None]:
 
 @cache
 def generation() -> int:
-    """Return the NVIDIA GPU's major compute capability, such as 9 for Hopper; 0 without such a GPU."""
+    """Return the major compute capability of an NVIDIA GPU, such as 9 for Hopper; 0 without one."""
     if not torch.version.cuda or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_capability()[0]

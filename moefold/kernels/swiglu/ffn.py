@@ -32,7 +32,7 @@ class Products:
 
 
 def dense_products(n_valid: int | None) -> Products:
-    """Return the products of one matrix [O, I]; ``n_valid`` rows from the first enter its gradient."""
+    """Return the products of a matrix [O, I]; only ``n_valid`` first rows enter its gradient."""
     return Products(
         product=lambda x, w: x @ w.t(),
         input_gradient=lambda dy, w: dy @ w,
