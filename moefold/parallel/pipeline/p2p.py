@@ -1,15 +1,14 @@
-"""Messages between pipeline stages: which cross when, and sending them without blocking the host.
+"""Point-to-point messages between pipeline stages: derived from the table, sent without blocking.
 
-Between two ranks each direction is one channel on which messages keep their order: outputs and
-gradients have the same shape, and NCCL knows no tags, so a message is told by its place alone. The
-receiver therefore posts receives in the order in which the *sender* sends, which both read off the
-table; a result that comes early is held until its step. Receives are posted a step ahead, sends are
-waited for late, and neither blocks the host, so no order of steps that the table allows can
-deadlock, on gloo or on NCCL: there each pair of ranks has a communicator of its own per direction
-(``Group.back``), as long as communicators are made lazily (no ``device_id`` where ranks join), and
-one direction never waits behind the other.
+Between two ranks each direction is an ordered channel: outputs and gradients have the same shape,
+and NCCL has no tags, so a message is identified by its position alone. The receiver therefore posts
+receives in the order in which the *sender* sends, which both derive from the table; a result that
+arrives early is held until its step. Receives are posted a step ahead, sends are waited for late,
+and neither blocks the host, so no order of steps that the table allows can deadlock. On NCCL each
+pair of ranks has a communicator per direction (``Group.back``), so that neither waits for the
+other, as long as communicators are created lazily (no ``device_id`` where ranks join).
 
-T rows here, D hidden.
+T rows on this rank, D hidden.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,21 +24,21 @@ from moefold.parallel.config import Layout
 from moefold.schedule.table import ActionResult, Line, Table, actions_of
 
 AHEAD = 1
-"""Steps between posting a receive and the step that needs it."""
+"""Number of steps between posting a receive and the step that needs it."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in a step of training."""
+    """One pipeline rank's line of a training step, with its receives and sends."""
 
     table: Table
     rank: int
     posts: tuple[tuple[ActionResult, ...], ...]
-    """Receives to post for each of the rank's steps, in the order in which they were sent."""
+    """Receives to post for each of the rank's steps, in the order in which they are sent."""
     given_at: dict[ActionResult, int]
-    """For a result that comes from another rank, the step of that rank's line that gives it."""
+    """For each result received from another rank: the step of that rank that produces it."""
     read_at: dict[ActionResult, int]
-    """For a result that goes to another rank, the step of that rank's line that reads it."""
+    """For each result sent to another rank: the step of that rank that reads it."""
 
     @property
     def line(self) -> Line:
@@ -48,13 +47,13 @@ class RankPlan:
 
     @property
     def splits(self) -> bool:
-        """Whether this rank runs weight gradients apart."""
+        """Whether this rank computes weight gradients in separate actions (``W``)."""
         return any(action.kind == "W" for action in self.table.actions(self.rank))
 
 
 @lru_cache(maxsize=8)
 def plan(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
-    """Return the plan of a pipeline rank, for every step of so many micro-batches."""
+    """Return the plan of a pipeline rank for a step of ``micro_batches`` on this data rank."""
     table = layout.table(micro_batches)
     stages = [table.stage(rank, chunk) for chunk in range(table.chunks)]
     near = {stage + way for stage in stages for way in (-1, 1)} & set(range(table.stages))
@@ -82,7 +81,7 @@ def plan(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
 
 
 def messages_after(plan: RankPlan) -> Iterator[int]:
-    """Yield how many results a rank holds for others, or has not read yet, after each step."""
+    """Yield the number of message tensors that a rank holds after each step, posted ones too."""
     table, rank, sent = plan.table, plan.rank, list[tuple[int, int]]()
     here, posts = set[ActionResult](), iter(plan.posts)
     for results in islice(posts, AHEAD):
@@ -105,9 +104,10 @@ def messages_after(plan: RankPlan) -> Iterator[int]:
 
 
 class P2PMessages:
-    """The results that one rank of the pipeline ``ranks`` gives and takes in a step of training.
+    """Sends and receives one pipeline rank's results in a training step.
 
-    ``buffer`` makes the tensor [T, D] that a micro-batch's rows arrive in.
+    ``ranks`` is the pipeline's group; ``buffer`` allocates the tensor [T, D] into which a
+    micro-batch's rows are received.
     """
 
     def __init__(self, plan: RankPlan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:
@@ -118,7 +118,7 @@ class P2PMessages:
         self._posted = 0
 
     def post(self, at: int) -> None:
-        """Post the receives of steps up to ``at`` and a little further."""
+        """Post the receives of all steps up to ``at + AHEAD``."""
         until = min(at + AHEAD + 1, len(self._plan.posts))
         for results in self._plan.posts[self._posted : until]:
             for result in results:
@@ -128,12 +128,12 @@ class P2PMessages:
         self._posted = max(self._posted, until)
 
     def take(self, result: ActionResult) -> Tensor:
-        """Return what another stage has given, waiting for it if it is still on its way."""
+        """Return another stage's result, waiting for it if necessary."""
         if result in self._here:
             return self._here.pop(result)
         buffer, pending = self._coming.pop(result)
         pending.wait()
-        # What the other rank must have read before it gave this is sent: its memory is freed.
+        # Messages that the peer must have read before it produced this one are complete: free them.
         peer, given_at = self._plan.table.home(result.stage), self._plan.given_at[result]
         sent = self._sent.pop(peer, [])
         for read_at, each, _ in sent:
@@ -143,7 +143,7 @@ class P2PMessages:
         return buffer
 
     def give(self, result: ActionResult, tensor: Tensor) -> None:
-        """Hand a result to the stage that reads it, here or elsewhere."""
+        """Pass a result to the stage that reads it: store it for this rank, or send it."""
         reader = self._plan.table.reader(result)
         assert reader is not None, "nobody reads the result"
         if reader == self._plan.rank:
@@ -154,12 +154,12 @@ class P2PMessages:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Results that nobody here has read yet, and those that are still on their way."""
+        """Results not yet read on this rank, and buffers of messages in flight."""
         sent = (tensor for *_, tensor in chain.from_iterable(self._sent.values()))
         return [*self._here.values(), *(buffer for buffer, _ in self._coming.values()), *sent]
 
     def close(self) -> None:
-        """Wait for what is still on its way out; nothing else may be left."""
+        """Wait for sends in flight; all received results must have been read."""
         for _, pending, _ in chain.from_iterable(self._sent.values()):
             pending.wait()
         assert not (self._here or self._coming), "results that nobody has read"

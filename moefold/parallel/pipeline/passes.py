@@ -1,7 +1,7 @@
 """Forward and backward of one micro-batch on one model chunk, as task lists.
 
-T rows here, D hidden. Without pairs in the table the whole chunk is one part. With pairs each
-segment of a block is one, so that the exchanges of one micro-batch run beside the computing of
+T rows on this rank, D hidden. Without pairs in the table the whole chunk is one part. With pairs
+each segment of a block is a part, so that exchanges of one micro-batch overlap with compute of
 another.
 """
 
@@ -25,23 +25,23 @@ from moefold.parallel.pipeline.partial import GraphedPart, GraphedPass
 from moefold.parallel.pipeline.subgraph import Subgraph
 
 Loss = Callable[[Tensor, Flow, int], tuple[Tensor, Tensor]]
-"""``loss(x_TD, flow, later)``: this rank's share of the summed loss of labels so many tokens later,
-and the scaled gradient of x_TD."""
+"""``loss(x_TD, flow, later)``: this rank's share of the summed loss on labels ``later`` tokens
+further on, and the scaled gradient of x_TD."""
 LEAF = tree_flatten(0)[1]
-"""The form of what a block takes: one tensor."""
+"""The pytree structure of a block's input: one tensor."""
 
 
 class ChunkPass:
-    """A forward over one chunk, and what its backward needs.
+    """One micro-batch's forward over one chunk, and the state for its backward.
 
     Args:
         model: the parts of the model on this rank.
-        chunk: what of it is run.
-        flow: the micro-batch's pass, with the sink of this chunk.
+        chunk: the layers to run.
+        flow: the micro-batch's flow, with this chunk's gradient sink.
         share: weight of the router terms: the micro-batch's share of the step's valid rows.
-        loss: what the last stage ends with.
-        beside: groups for exchanges where segments run apart beside another pass's.
-        graphs: what runs segments apart as graphs; without either the chunk is one part.
+        loss: computes the loss at the end of the last stage.
+        beside: groups for exchanges that overlap with another pass; each segment is then a part.
+        graphs: CUDA graphs of segments, or None; without both the chunk is one part.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class ChunkPass:
         self._share, self._loss, self._graphs = share, loss, graphs
         self._beside = None if beside is None else replace(flow, world=beside)
         self._back: list[list[LaneTask]] = []
-        """Of each stretch that has been run, the tasks of its backward."""
+        """Backward tasks of each stretch of the forward so far."""
         self.summed: Tensor | None = None
-        """This rank's share of the micro-batch's summed loss, where the chunk ends with it."""
+        """This rank's share of the micro-batch's summed loss, where the chunk has the head."""
         self.terms: list[tuple[int, Tensor]] = []
-        """Layer, and its router terms [N] without gradient."""
+        """(layer, its router terms [N] without gradient)."""
         self.seeds: list[Tensor] = []
-        """Gradients of the step's loss by router terms: an element each."""
+        """Gradients of the step's loss with respect to router terms, elementwise."""
 
     def forward(self) -> list[LaneTask]:
-        """Return the tasks from the chunk's input rows (none where it embeds) to its output."""
+        """Return the tasks from the chunk's input rows (none if it embeds) to its output."""
         chunk = self._chunk
         if self._beside is None and self._graphs is None:
             one = self._in_one(chunk.embeds, chunk.layers)
@@ -88,9 +88,9 @@ class ChunkPass:
         return tasks if self._beside else [task._replace(exchanges=False) for task in tasks]
 
     def backward(self, drain: Callable[[], Any] | None = None) -> list[LaneTask | Fill]:
-        """Return the tasks from the output's gradient to the input's, each part's graph once.
+        """Return the tasks from the output's gradient to the input's; can be called once.
 
-        ``drain`` runs the weights' products that wait: beside exchanges, and at the end.
+        ``drain`` computes deferred weight gradients: concurrently with exchanges, and at the end.
         """
         stretches, self._back = self._back, []
         back = [task for stretch in reversed(stretches) for task in stretch]
@@ -104,7 +104,7 @@ class ChunkPass:
         return [*tasks, Fill(drain)]
 
     def _in_one(self, embeds: bool, layers: Sequence[str]) -> LaneTask:
-        """Return the task of the chunk, or of what of it follows its layers, without the loss."""
+        """Return one task for the embedding, ``layers``, last norm and multi-token layers here."""
         model, scores, flow = self._model, self._chunk.scores, self._flow
         numbers: list[int] = []
 
@@ -128,7 +128,7 @@ class ChunkPass:
         return LaneTask(forward)
 
     def _end(self, *rows: Tensor) -> State:
-        """Compute losses and gradients at once: rows' logits are never kept, nor made twice."""
+        """Compute losses and gradients together, so that logits are never saved or recomputed."""
         with self._flow.unshard.unsharded(self._model.head_unit):
             pairs = [
                 self._loss(x_TD.detach(), self._flow.at(later), later)
@@ -139,7 +139,7 @@ class ChunkPass:
         return gradients
 
     def _block(self, number: str, place: tuple[int, int]) -> list[LaneTask]:
-        """Return the tasks of one layer; the last one also notes its router terms."""
+        """Return the tasks of one layer; the last one also records its router terms."""
         segments = self._model.layers[number].segments()  # type: ignore[operator]
         parts = self._parts(segments, place)
         hooks, unit = self._flow.unshard, f"layers.{number}"
@@ -160,7 +160,7 @@ class ChunkPass:
     def _parts(
         self, segments: Sequence[Segment], place: tuple[int, int]
     ) -> list[Subgraph | GraphedPart]:
-        """Return a block's parts: what is a record in a layer is its tensors between parts."""
+        """Return a block's parts, between which records of tensors are flattened."""
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
         def run(at: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ class ChunkPass:
 
         exchanges, graphs = [isinstance(one, Exchange) for one in segments], self._graphs
         held = [graphs is not None and graphs.holds(at, exchanges) for at in range(len(segments))]
-        # Neighbours that graphs hold are one part: nothing between them lasts.
+        # Consecutive segments in graphs are one part, whose intermediates need no static memory.
         starts = [at for at in range(len(held)) if not (at and held[at - 1] and held[at])]
         found: list[Subgraph | GraphedPart] = []
         for at, end in pairwise([*starts, len(held)]):
@@ -187,9 +187,9 @@ class ChunkPass:
         return found
 
     def _seeds(self, terms: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-        """Note router terms [N] by layer, and return the gradient of the step's loss by each."""
+        """Record router terms [N] by layer; return the gradient of the step's loss by each."""
         noted = {at: values.detach() for at, values in terms.items() if values.numel()}
-        if self._graphs is not None:  # which will fill them again
+        if self._graphs is not None:  # a replay overwrites them
             noted = {at: values.clone() for at, values in noted.items()}
         self.terms += noted.items()
         _, weighted = self._model.router_terms(terms)
@@ -204,7 +204,7 @@ class ChunkPass:
 
 
 def _tell(hook: Callable[[str], None], unit: str) -> LaneTask:
-    """Return the task that tells a unit's weights what is about to run, or has."""
+    """Return a task that calls an unshard hook for a unit and passes its state through."""
 
     def run(*state: Any) -> State:
         hook(unit)
@@ -214,17 +214,17 @@ def _tell(hook: Callable[[str], None], unit: str) -> LaneTask:
 
 
 def _copied(*state: Any) -> State:
-    """Return what leaves a chunk apart from what its graphs will fill again."""
+    """Copy a chunk's inputs or outputs out of memory that graph replays overwrite."""
     return tuple(x.clone() if isinstance(x, Tensor) else x for x in state)
 
 
 def _recomputed(
     parts: Sequence[Subgraph | GraphedPart], keeper: Keeper, place: tuple[int, int]
 ) -> tuple[list[LaneTask], list[LaneTask]]:
-    """Return the tasks forward and backward of a block of which only the input is kept.
+    """Return the forward and backward tasks of a fully recomputed block: only its input is saved.
 
-    Its parts run again in backward. Where it ends with an exchange, that one runs once, as a part
-    of its own: it keeps where rows go and nothing of the rows.
+    Its parts run again in backward, except an exchange at the end, which runs once: for its
+    backward it saves where rows go, and no rows.
     """
     once = [part for part in parts[1:][-1:] if part.exchanges]
     again = parts[: len(parts) - len(once)]
