@@ -1,8 +1,7 @@
 """Quantisation groups of optimizer moments where data ranks shard the parameter.
 
-A group is part of one row of the whole parameter, and no axis of a layout cuts it
-(:func:`moefold.spec.quantised.cut_violations`). Where a border between two ranks' runs of a bucket
-cuts it, these ranks reduce its maximum.
+A group is part of one row of the whole parameter. No axis of a layout cuts it
+(:func:`moefold.spec.quantised.cut_violations`), but runs of a bucket may: ranks reduce its maximum.
 """
 
 from collections.abc import Iterable, Mapping

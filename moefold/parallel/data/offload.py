@@ -116,7 +116,7 @@ class StateOffload:
         return slot.held().view(tensor.dtype)[start : start + tensor.numel()].view(tensor.shape)
 
     def settle(self) -> None:
-        """Write values that :meth:`lying` read from disk back."""
+        """Write back the values that :meth:`lying` read from disk."""
         for _, slot in self._slots.values():
             if slot is not None:
                 slot.settle()

@@ -1,9 +1,9 @@
-"""Runs a pipeline's table: the steps of this rank's line, one after another.
+"""Executes a pipeline schedule's table: the steps of this rank's line, one after another.
 
-T rows here, D hidden. One rank without a pipeline is a table of one line.
+T rows on this rank, D hidden. One rank without a pipeline is a table of one line.
 
-Where the head is: its loss, its gradient and the gradient of its rows are one product pass at the
-end of the last stage's F, so that logits are never kept. I and W of that stage hold the rest.
+The head's loss, its weight gradient and the gradient of its rows are computed together at the end
+of the last stage's F, so that logits are never stored. I and W of that stage do the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ from moefold.spec.layer import Shape
 
 
 class Factors(NamedTuple):
-    """What a step's sums are multiplied by, on the device."""
+    """Factors of a step's summed losses and router terms, on the device."""
 
     scale_L: Tensor
-    """Of the loss, one over the labels, and of that of each further token, its weight over its."""
+    """For the loss: 1 / labels; for each further token's loss: its weight / its labels."""
     share_M: Tensor
-    """Of each micro-batch's router terms: its share of the step's valid rows."""
+    """For each micro-batch's router terms: its share of the step's valid rows."""
 
 
 ScaledLoss = Callable[[Tensor, Flow, Tensor], tuple[Tensor, Tensor]]
@@ -47,17 +47,17 @@ the scale."""
 
 @dataclass
 class StepResult:
-    """What a step left on this rank."""
+    """Losses and router terms of a step on this rank."""
 
     losses: list[Tensor] = field(default_factory=list)
-    """Share of the summed loss of each micro-batch whose last stage is here."""
+    """This rank's share of each micro-batch's summed loss, on the last stage."""
     terms: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """Micro-batch, layer, and its router terms [N], without gradient."""
 
 
 @dataclass
 class InFlight:
-    """One micro-batch in one chunk, from its F until its last backward action."""
+    """State of one micro-batch in one chunk, from its F until its last backward action."""
 
     way: ChunkPass
     flow: Flow
@@ -65,18 +65,18 @@ class InFlight:
     hooks: UnshardHooks
     graphs: GraphedPass | None
     gradients: State = ()
-    """Of the output rows, where the chunk ends with the loss."""
+    """Gradients of the output rows, where the chunk ends with the loss."""
 
 
 class Executor:
     """One step of training on one rank.
 
     Args:
-        placed: this rank's parts.
-        flows: one pass per micro-batch, without a sink.
+        placed: this rank's parts of the model.
+        flows: one per micro-batch, without a gradient sink.
         factors: of the loss and of router terms.
-        loss: what the last stage ends with.
-        graphs: those of parts of blocks, where these run by graphs.
+        loss: computes the loss at the end of the last stage.
+        graphs: CUDA graphs of parts of blocks, with ``layout.graphs: partial``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Executor:
         rank = placed.world.attention.pp
         self.plan: RankPlan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
-        """Steps that have ended."""
+        """Completed steps."""
         self._beside = placed.beside if self.plan.table.has_pairs else None
         self._messages = P2PMessages(self.plan, placed.world.group("pp"), self._buffer)
         self._held: dict[tuple[int, int], InFlight] = {}
@@ -111,7 +111,7 @@ class Executor:
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
                 self._messages.post(at)
-                # Before a step that fetches nothing of its own, else behind what it fetches.
+                # Before a step without backward; otherwise after that backward's own fetches.
                 takes = any(action.kind in "BI" for action in actions_of(step))
                 if not takes:
                     self._fetch_for(at + 1)
@@ -123,7 +123,7 @@ class Executor:
         return self._ran
 
     def _fetch_for(self, at: int) -> None:
-        """Begin to bring back what the backward of a step takes first, if it has left already."""
+        """Start to fetch the offloaded activations that a step's backward takes first."""
         for step in self.plan.line[at : at + 1]:
             for action in actions_of(step):
                 held = self._held.get(self._spot(action))
@@ -131,7 +131,7 @@ class Executor:
                     held.flow.keeper.fetch()
 
     def _step(self, step: Step, lanes: Lanes) -> None:
-        """Run one action, or two side by side; the backward of a pair has the first turn."""
+        """Run one action, or a pair concurrently, of which the backward has the first turn."""
         actions = actions_of(step)
         chains = {action: self._chain(action) for action in reversed(actions)}
         left = dict(zip(chains, lanes.run(*chains.values()), strict=True))
@@ -139,7 +139,7 @@ class Executor:
             self._end(action, left[action])
 
     def _chain(self, action: Action) -> Chain:
-        """Return what an action runs, once its inputs are here."""
+        """Wait for an action's inputs, and return its tasks."""
         stage, micro = self._spot(action)
         if action.kind == "F":
             held = self._held[stage, micro] = self._start(action)
@@ -161,8 +161,8 @@ class Executor:
         return Chain(given, held.way.backward(drain if action.kind == "B" else None))
 
     def _start(self, action: Action) -> InFlight:
-        """Prepare a micro-batch's way through a chunk."""
-        # Where no action drains a queue, products run at once and their rows are let go.
+        """Prepare a micro-batch's pass through a chunk."""
+        # Without W or pairs, weight gradients are computed at once and their rows are freed.
         apart = self.plan.splits or self._beside is not None
         sink = Deferred() if apart else Accumulated()
         placed, micro = self._placed, action.micro
@@ -176,7 +176,7 @@ class Executor:
         return InFlight(way, flow, sink, hooks, graphs)
 
     def _end(self, action: Action, left: State) -> None:
-        """Hand on what an action left, and forget what nothing needs any more."""
+        """Record or send an action's result, and free what later actions do not need."""
         stage, micro = self._spot(action)
         held = self._held[stage, micro]
         if action.kind == "F":
@@ -203,7 +203,7 @@ class Executor:
         return self.plan.table.stage(self.plan.rank, action.chunk), action.micro
 
     def _buffer(self, micro: int) -> Tensor:
-        """Return a tensor for a micro-batch's rows [T, D] from another stage."""
+        """Allocate a tensor for a micro-batch's rows [T, D] from another stage."""
         model, rows = self._placed.model, self._flows[micro].rows
         shape = (rows.rows, model.record.hidden)
         return torch.empty(shape, dtype=model.recipe.dtype, device=rows.ids_T.device)
@@ -216,12 +216,12 @@ def run_step(
     loss: ScaledLoss,
     graphs: PartGraphs | None = None,
 ) -> StepResult:
-    """Run this rank's line of a step; arguments as :class:`Executor` takes them."""
+    """Run this rank's line of a step; the arguments are those of :class:`Executor`."""
     return Executor(placed, flows, factors, loss, graphs).run()
 
 
 def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
-    """Return the pages of a step, by bytes of a row, of micro-batches of so many rows here."""
+    """Return the page pools that a step needs, with ``rows`` per micro-batch on this rank."""
     layout, decoder, sizes = placed.layout, placed.model.record, placed.layout.split
     assert isinstance(layout.dispatch, FixedRoom)
     width = placed.model.recipe.dtype.itemsize
