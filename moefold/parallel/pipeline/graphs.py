@@ -1,7 +1,7 @@
-"""Replays a step as CUDA graphs: its passes as one, or the parts of blocks whose shapes stay.
+"""Runs steps by CUDA graphs: one for the whole step, or one for each part of static shape.
 
-The host issues hundreds of kernels a layer; with narrow experts or few rows they end sooner than it
-issues the next.
+The host launches hundreds of kernels per layer; with narrow experts or few rows they finish faster
+than it can launch them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,9 +25,9 @@ from moefold.parallel.pipeline.recording import (
 def executor_of(
     data: ShardedState, record: Callable[[], GraphRecorder] | None = None
 ) -> Callable[..., Any]:
-    """Return what runs each step of some parts, by ``layout.graphs``.
+    """Return the function that runs steps, with the signature of :func:`run_step`.
 
-    ``record`` makes recorders, where it is not CUDA that records.
+    It follows ``layout.graphs``. ``record`` builds recorders; by default those of CUDA, on CUDA.
     """
     placed = data.placed
     if record is None and placed.world.device.type == "cuda":
@@ -41,11 +41,11 @@ def executor_of(
 
 
 Replay = Callable[[Sequence[Flow], Factors], StepResult]
-"""Runs a step's graph on micro-batches of the shape that it was recorded of."""
+"""Replays a step's graph on micro-batches of the recorded shape."""
 
 
 class StepGraphs:
-    """Runs steps of some parts: by a graph of their shape where there is one, or as they are."""
+    """Runs steps by one graph per shape once it is recorded, and eagerly before."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
         self._data, self._record, self._shapes = data, record, Shapes()
@@ -54,7 +54,7 @@ class StepGraphs:
     def __call__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> StepResult:
-        """Run a step's forward and backward; arguments as :func:`run_step` takes them."""
+        """Run a step's forward and backward; the arguments are those of :func:`run_step`."""
         moved, keys = self._shapes.begin_step(placed, flows)
         if moved:
             self.recorded.clear()
@@ -62,7 +62,7 @@ class StepGraphs:
         if None in key or not self._shapes.ready(key):
             return run_step(placed, flows, factors, loss)
         for bucket in self._data.buckets:
-            bucket.wait_unshard()  # begun by the update, which is no part of the graph
+            bucket.wait_unshard()  # started by the update, which is not part of the graph
         if key not in self.recorded:
             self.recorded[key] = self._recorded(placed, flows, factors, loss)
         return self.recorded[key](flows, factors)
@@ -70,7 +70,7 @@ class StepGraphs:
     def _recorded(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> Replay:
-        # Copies: the step's own tensors are let go with it.
+        # Copies, since the step's own tensors are freed after it.
         own_factors = Factors(*(factor.clone() for factor in factors))
         own_flows = [static_copy(flow) for flow in flows]
         buckets = list(self._data.buckets)

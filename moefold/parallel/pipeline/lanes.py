@@ -1,9 +1,9 @@
-"""Two lanes of one rank: computing, and exchanging with other ranks beside it.
+"""Two concurrent lanes of one rank: compute, and exchanges with other ranks.
 
-The main thread computes. A second thread runs exchanges one after another; it mostly waits, without
-Python's lock, and on CUDA it has a stream of its own. What each lane runs, and in which order, is
-fixed before anything runs, and exchanges use groups of their own (``World.beside``): so all ranks
-issue the operations of each group in the same order, however fast either lane is.
+The main thread computes. A second thread runs exchanges one after another; it mostly waits, with
+the GIL released, and on CUDA has its own stream. What each lane runs, and in which order, is fixed
+before anything runs, and exchanges use separate groups (``World.beside``), so that all ranks issue
+the operations of each group in the same order, however fast either lane is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,42 +17,42 @@ import torch
 from torch import Tensor
 
 State = tuple[Any, ...]
-"""What one task of a chain leaves for the next: tensors, None, and values that the host knows."""
+"""What one task of a chain passes to the next: tensors, None, and Python values."""
 
 
 class LaneTask(NamedTuple):
-    """A piece of work that takes what the task before it left."""
+    """A task that takes the previous task's results as arguments."""
 
     run: Callable[..., State]
     exchanges: bool = False
 
 
 class Fill(NamedTuple):
-    """Work that nothing in its chain waits for, and that waits for no exchange."""
+    """A task without arguments or results, such as deferred weight gradients, to fill waits."""
 
     run: Callable[[], Any]
 
 
 class Chain(NamedTuple):
-    """Tasks one after another, and what the first one takes."""
+    """Consecutive tasks, and the arguments of the first one."""
 
     state: State
     tasks: Sequence[LaneTask | Fill]
 
 
 class Promised(NamedTuple):
-    """What an exchange will leave."""
+    """The future result of an exchange."""
 
     future: Future[State]
     done: torch.cuda.Event | None = None
-    """Recorded behind its work on CUDA."""
+    """On CUDA, recorded after its work."""
 
 
 def in_turns(chains: Sequence[Chain]) -> Iterator[tuple[int, LaneTask | Fill]]:
-    """Yield (chain, task) in the order in which they are issued.
+    """Yield (chain index, task) in the order of issue.
 
     A turn ends with an exchange and the fills after it; then the next chain has its turn, so that
-    the exchange of one chain runs beside the computing of another.
+    exchanges of one chain overlap with compute of another.
     """
     turns: list[list[list[LaneTask | Fill]]] = []
     for chain in chains:
@@ -69,7 +69,7 @@ def in_turns(chains: Sequence[Chain]) -> Iterator[tuple[int, LaneTask | Fill]]:
 
 
 class Lanes:
-    """Runs chains of tasks; a context that ends its second thread."""
+    """Runs chains of tasks on two lanes; a context manager that ends the second thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,11 +86,11 @@ class Lanes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the thread; after an error, what was queued is dropped."""
+        """End the thread; after an error, drop queued tasks and do not wait."""
         self._thread.shutdown(wait=error is None, cancel_futures=True)
 
     def run(self, *chains: Chain) -> list[State]:
-        """Run chains side by side to their ends; returns what the last task of each left."""
+        """Run chains concurrently to their ends; return the result of each one's last task."""
         states: list[State | Promised] = [chain.state for chain in chains]
         for index, task in in_turns(chains):
             if isinstance(task, Fill):
@@ -102,14 +102,14 @@ class Lanes:
         return [self._state(state) for state in states]
 
     def settle(self) -> None:
-        """Return once the second thread holds nothing of its last exchange any more."""
+        """Wait until the second thread has released its last exchange's references."""
         self._thread.submit(int).result()
 
     def _begin(self, task: LaneTask, state: State | Promised) -> Promised:
-        """Queue an exchange behind those before it."""
+        """Queue an exchange after the earlier ones."""
         if self._stream is None:
             return Promised(self._thread.submit(lambda: task.run(*_now(state))))
-        # Recorded here and not by the thread: what this lane issues meanwhile is not waited for.
+        # Recorded here, not by the thread, so that later work of this lane is not waited for.
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record()
         return Promised(self._thread.submit(self._on_stream, task, state, ready, done), done)
@@ -131,7 +131,7 @@ class Lanes:
         return left
 
     def _state(self, state: State | Promised) -> State:
-        """Return what a task left, for use by the main lane."""
+        """Return a task's result for use on the main lane, waiting for an exchange."""
         left = _now(state)
         if isinstance(state, Promised) and state.done is not None:
             torch.cuda.current_stream().wait_event(state.done)
@@ -144,10 +144,10 @@ def _now(state: State | Promised) -> State:
 
 
 def _used_on(stream: torch.cuda.Stream, state: State) -> None:
-    """Tell the allocator that a stream other than the one they were made on uses tensors.
+    """Record with the allocator that tensors are used on a stream other than their own.
 
-    To hold them until an event would not do: autograd keeps them for backward, and lets them go
-    on either lane.
+    Holding references until an event would not suffice: autograd saves the tensors for backward,
+    and can release them on either lane.
     """
     for value in state:
         if isinstance(value, Tensor) and value.is_cuda:
@@ -156,5 +156,5 @@ def _used_on(stream: torch.cuda.Stream, state: State) -> None:
 
 @lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one side stream of a device: freed memory goes back to the stream it came from."""
+    """Return a device's only side stream: the allocator reuses memory only on the same stream."""
     return torch.cuda.Stream(device)

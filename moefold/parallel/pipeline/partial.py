@@ -1,8 +1,8 @@
-"""Replays parts of blocks as graphs, each by itself; what lies between runs as it does.
+"""Partial CUDA graphs: replays parts of blocks as separate graphs; everything between runs eagerly.
 
-A pass in flight has graphs of its own for its parts' forward and backward, which the next
-micro-batch in its place runs again: theirs is the memory that backward needs, of as many passes as
-are in flight at once. Graphs of a pass share memory in the order of its parts, which never changes.
+Each pass in flight has its own graphs of its parts' forward and backward, since they hold the
+activations for backward; a later micro-batch reuses them once the pass is over. The graphs of one
+pass share a memory pool, in the order of its parts, which never changes.
 """
 
 from collections import defaultdict
@@ -29,19 +29,19 @@ from moefold.parallel.pipeline.subgraph import Gradients, Subgraph, detached
 
 
 class RecordedPart(NamedTuple):
-    """A graph of one way through a part."""
+    """A graph of a part's forward or backward."""
 
     graph: Graph
     static_inputs: tuple[Any, ...]
-    """What it reads of other parts, and values of the host."""
+    """Tensors that the graph reads, and Python values that it was recorded with."""
     static_outputs: tuple[Any, ...]
     form: Any
-    """Of the record that it leaves."""
+    """Pytree structure of the outputs."""
     waiting: Sequence[Any]
-    """Products of weights that it puts on the pass's queue."""
+    """Deferred weight-gradient products that it adds to the pass's queue."""
 
     def take(self, values: Sequence[Any]) -> None:
-        """Copy values to where the graph reads them, but those that lie there."""
+        """Copy values into the static inputs, except tensors that already have that memory."""
         for old, new in zip(self.static_inputs, values, strict=True):
             if not isinstance(old, Tensor):
                 assert old == new, f"a graph holds {old}, and is given {new}"
@@ -52,23 +52,24 @@ class RecordedPart(NamedTuple):
 
 @dataclass
 class GraphedPass:
-    """Graphs of one pass through a chunk, for one micro-batch at a time."""
+    """Graphs of one pass through a chunk, used by one micro-batch at a time."""
 
     key: Hashable
-    """Chunk and shape."""
+    """(chunk, shape)."""
     flow: Flow
-    """Whose rows they read."""
+    """The flow whose static rows the graphs read."""
     holds: Callable[[int, Sequence[bool]], bool]
-    """Whether a segment of a block is one of its graphs, given which of them exchange."""
+    """``holds(at, exchanges)``: whether segment ``at`` of a block is in a graph, given which
+    segments are exchanges."""
     record: GraphRecorder
     _parts: dict[Hashable, RecordedPart] = field(default_factory=dict)
     _static: set[int] = field(default_factory=set)
-    """Where tensors lie that graphs of this pass leave or read."""
+    """Addresses of the graphs' static inputs and outputs."""
 
     def run(
         self, part: "GraphedPart", way: str, function: Callable[..., Any], values: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Run a part one way, recording it the first time."""
+        """Run a part ``forward``, ``bare`` or ``backward``; the first time, record it."""
         key, forms, at = (part.name, way), part.forms, part.name[1]
         held, waiting = self._parts.get(key), part.waiting
         if held is None:
@@ -86,7 +87,7 @@ class GraphedPass:
         return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in left)
 
     def _static_input(self, value: Any) -> Any:
-        """Return a value that lies where it does in every step: what a graph left, or a copy."""
+        """Return a value with the same memory in every step: a graph's output, or a copy."""
         if not isinstance(value, Tensor) or value.data_ptr() in self._static:
             return value
         copy = value.detach().clone().requires_grad_(value.requires_grad)
@@ -95,10 +96,10 @@ class GraphedPass:
 
 
 class GraphedPart:
-    """A part of a pass, in the place of a :class:`Subgraph`, which graphs of the pass hold.
+    """A part of a pass that runs as graphs, with the interface of :class:`Subgraph`.
 
-    Its name is its block's, and the segment there that it ends before; ``forms`` are those of the
-    records before and after each part of the block.
+    ``name`` is (the block's place, the index of the segment after the part); ``forms`` are pytree
+    structures of the records between the block's segments.
     """
 
     exchanges = False
@@ -113,60 +114,59 @@ class GraphedPart:
     ) -> None:
         self._graphs, self._part, self.name, self.forms = graphs, part, name, forms
         self.waiting: list[Any] = sink.waiting if isinstance(sink, Deferred) else []
-        """Products of weights that wait."""
+        """The pass's queue of deferred weight-gradient products."""
         self.seeds: Gradients = ()
-        """As of a :class:`Subgraph`."""
+        """Gradients of outputs that no later part takes, as in :class:`Subgraph`."""
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the part."""
         return self._graphs.run(self, "forward", self._part.forward, inputs)
 
     def bare(self, *inputs: Any) -> tuple[Any, ...]:
-        """Run the part and keep nothing."""
+        """Run the part without saving anything for backward."""
         return self._graphs.run(self, "bare", self._part.bare, inputs)
 
     def backward(self, *gradients: Tensor | None) -> Gradients:
-        """Run backward from the outputs' gradients; returns those of the inputs."""
+        """Return the inputs' gradients, given those of the outputs."""
         given = (*gradients, *self.seeds)
         return self._graphs.run(self, "backward", self._part.backward, given)
 
 
 class PartGraphs:
-    """Graphs of passes through some parts, for those whose shape is known."""
+    """Pool of graphed passes through the model parts of this rank, by chunk and shape."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
         self._record, self._shapes = record, Shapes()
         self._keys: list[Hashable | None] = []
-        """Of the step's micro-batches, and which of them have graphs."""
+        """Shape of each micro-batch of the step; those in ``_ready`` run as graphs."""
         self._ready: set[Hashable] = set()
         self._free: dict[Hashable, list[GraphedPass]] = defaultdict(list)
         self.passes: list[GraphedPass] = []
-        """All that were ever in flight at once."""
+        """All passes with graphs, as many as were ever in flight at once."""
         layout, handles = data.placed.layout, set[Tensor]()
         self._alone = layout.split.ep * layout.split.etp == 1
         self._fixed = self._alone or isinstance(layout.dispatch, FixedRoom)
         for bucket in data.buckets:
             bucket.gradients_stay = True
             handles.update(bucket.handles.values())
-        # Graphs add to sums that lie where they lay, from the first micro-batch on: a bucket's are
-        # its own.
+        # Graphs add to gradients in fixed memory from the first micro-batch on, as buckets have.
         trained = [one for one in data.placed.model.parameters() if one.requires_grad]
         self._sums = {one: torch.zeros_like(one) for one in trained if one not in handles}
 
     def begin_step(self, placed: ModelParts, flows: Sequence[Flow]) -> None:
-        """Look at the step's shapes, and let gradients lie where they lay."""
+        """Find which of the step's shapes have graphs, and set gradients to their fixed memory."""
         moved, self._keys = self._shapes.begin_step(placed, flows)
         if moved:
             self._free.clear()
             self.passes.clear()
-        # In the order of micro-batches, the same on all ranks.
+        # In micro-batch order, so that all ranks record alike.
         keys = [key for key in dict.fromkeys(self._keys) if key is not None]
         self._ready = {key for key in keys if self._shapes.ready(key)}
         for parameter, sums in self._sums.items() if self._ready else ():
             parameter.grad = sums.zero_()
 
     def take(self, chunk: int, micro: int, flow: Flow) -> GraphedPass | None:
-        """Return graphs for a pass through a chunk, with its rows; None where it runs as it is."""
+        """Return graphs for a pass through a chunk, filled with its rows; None to run eagerly."""
         shape = self._keys[micro]
         if shape not in self._ready:
             return None
@@ -184,5 +184,5 @@ class PartGraphs:
         return self._alone or not (exchanges[at] or (between and not self._fixed))
 
     def give(self, graphs: GraphedPass) -> None:
-        """Take graphs back once nothing needs what they left."""
+        """Return graphs to the pool, once their outputs are no longer needed."""
         self._free[graphs.key].append(graphs)

@@ -1,9 +1,9 @@
-"""What records graphs, of which shapes, and from which memory they read.
+"""Recording of CUDA graphs: the recorder, the shapes that are recorded, and static inputs.
 
-A graph holds the launches of whatever ran while it was recorded, and costs the host one. What it
-reads are the very tensors of that run: rows, factors and what other parts leave are copied into
-them. What it leaves is where that run left it. The first steps of a shape run as they are: kernels
-are compiled and libraries choose theirs.
+A graph replays the kernel launches of the recorded run with one launch by the host. It reads the
+tensors of that run, so rows, factors and outputs of other parts are copied into them, and it writes
+its outputs where that run did. The first steps of a shape run eagerly, since kernels are compiled
+and libraries select theirs.
 """
 
 from collections import Counter
@@ -21,35 +21,34 @@ from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
 
 WARM = 3
-"""Steps of a shape that run as they are before one is recorded."""
+"""Steps of a shape that run eagerly before one is recorded."""
 SHAPES = 8
-"""Shapes that are recorded at most, each with memory of its own for what it leaves; others run as
-they are."""
+"""Most shapes that are recorded, each with memory for its outputs; others run eagerly."""
 Graph = Callable[[], None]
-"""Runs what was recorded, on the tensors of the run that was recorded."""
+"""Replays the recorded launches on the tensors of the recorded run."""
 GraphRecorder = Callable[[Callable[[], Any]], tuple[Graph, Any]]
-"""Records a function's launches: the graph, and what its replay will have left where the function
-left it. Graphs of one recorder share memory, in the order recorded."""
+"""Records a function's launches; returns the graph, and the function's result, which replays fill.
+Graphs of one recorder share memory, in the order recorded."""
 
 
 class CudaGraphs:
-    """Records CUDA graphs. What is recorded does not run: a replay fills what it left."""
+    """Records CUDA graphs. Recording runs no kernel: only a replay fills the results."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def __call__(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Record one.
+        """Record a function's launches.
 
         Raises:
-            RuntimeError: where the host reads what the device computes, which no graph can.
+            RuntimeError: if capture fails, for example where the host reads a device value.
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # torch.cuda.graph would wait for all that the device was told before, and so for what
-            # other stages have yet to send: they may wait for what this one sends next.
+            # torch.cuda.graph would synchronise, and so wait for receives from other stages, which
+            # may in turn wait for what this stage sends next.
             with torch.cuda.stream(_recording_stream()):
-                # Of this thread alone: others ask whether what other ranks sent is here.
+                # Of this thread alone: others query whether messages of other ranks have arrived.
                 graph.capture_begin(self._pool, "thread_local")
                 try:
                     left = function()
@@ -64,7 +63,7 @@ class CudaGraphs:
 
 
 class Shapes:
-    """Which shapes have been seen how often, and whether weights lie where graphs read them."""
+    """Counts steps of each shape, and tracks whether weights moved since graphs were recorded."""
 
     def __init__(self) -> None:
         self._seen, self._known = Counter[Hashable](), set[Hashable]()
@@ -73,10 +72,10 @@ class Shapes:
     def begin_step(
         self, placed: ModelParts, flows: Sequence[Flow]
     ) -> tuple[bool, list[Hashable | None]]:
-        """Return whether any weight of any rank moved, and the shape of each micro-batch on all
-        ranks together; None where no graph can hold its pass. All ranks call it.
+        """Return whether any rank's weights moved, and each micro-batch's shape on all ranks.
 
-        NCCL asks that ranks record what they say to each other alike, and replay it alike.
+        None for a micro-batch that must run eagerly. A collective call: NCCL requires that all
+        ranks record and replay their communication alike.
         """
         keys: list[Hashable | None] = [
             None if flow.exact else (flow.rows.rows, flow.rows.n_valid, flow.rows.lengths)
@@ -95,7 +94,7 @@ class Shapes:
         return moved, [key and (key, hash(all_)) for key, all_ in zip(keys, shapes_MR, strict=True)]
 
     def moved(self, placed: ModelParts) -> bool:
-        """Renew narrow copies, as a graph would cast in each replay; whether any weight moved."""
+        """Renew low-precision weights, so that no replay casts; return whether any moved."""
         model, stash = placed.model, placed.offload and placed.offload.stash
         model.recipe.renew()
         held = [*model.parameters(), *model.buffers(), *model.recipe.copies]
@@ -105,27 +104,27 @@ class Shapes:
         return before != places
 
     def ready(self, key: Hashable) -> bool:
-        """Note a step of a shape; whether it may be recorded, or was."""
+        """Count a step of a shape; return whether it was or may now be recorded."""
         if key in self._known:
             return True
         self._seen[key] += 1
         ready = self._seen[key] > WARM and len(self._known) < SHAPES
         if ready:
             self._known.add(key)
-            # Graphs have memory of their own. Now nothing of the step is under way, for which
-            # giving some back would wait.
+            # Graphs have separate memory. No work of the step is in flight yet, for which freeing
+            # cached memory would have to wait.
             torch.cuda.empty_cache()
         return ready
 
 
 @lru_cache
 def _recording_stream() -> torch.cuda.Stream:
-    """Return the one stream that graphs are recorded on, so that a backward is on its forward's."""
+    """Return the one stream on which graphs are recorded, so that backward is on forward's."""
     return torch.cuda.Stream()
 
 
 def refill(old: Flow, new: Flow) -> None:
-    """Put another micro-batch's rows where a graph reads them."""
+    """Copy another micro-batch's rows into the tensors that a graph reads."""
     for later, name in product(range(len(old.ahead) + 1), ROWS):
         pair = old.at(later), new.at(later)
         for one, other in zip(*((flow.rows, flow.piece) for flow in pair), strict=True):
@@ -134,7 +133,7 @@ def refill(old: Flow, new: Flow) -> None:
 
 
 def static_copy(flow: Flow) -> Flow:
-    """Return a pass whose rows lie in memory of their own, and what it would copy from the host."""
+    """Return a flow with its own copies of rows, and segment bounds already on the device."""
 
     def own(rows: MicroBatch) -> MicroBatch:
         found = replace(rows, **{name: getattr(rows, name).clone() for name in ROWS})

@@ -1,6 +1,6 @@
-"""One forward pass through all stages, without gradients: for a loss, or for what follows texts.
+"""Forward passes through all stages without gradients: for evaluation and for generation.
 
-T rows here, D hidden, P texts, V vocabulary.
+T rows on this rank, D hidden, P texts, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ from moefold.layers.flow import Flow, cut
 from moefold.parallel.apply import ModelParts
 
 Score = Callable[..., Tensor]
-"""``score(x_TD, head, flow, chunk=...)``: something of the rows' logits, of which ``chunk`` rows'
-exist at once."""
+"""``score(x_TD, head, flow, chunk=...)``: a function of the logits, computed ``chunk`` rows at a
+time."""
 
 
 @torch.no_grad()
 def score(placed: ModelParts, flow: Flow, of: Score, chunk: int) -> Tensor | None:
-    """Run a micro-batch through all stages; returns its score where the last one is, else None."""
+    """Run a micro-batch through all stages; return its score on the last stage, else None."""
     x_TD = forward(placed, flow)
     if x_TD is None:
         return None
@@ -39,8 +39,8 @@ def next_logits(
 ) -> Tensor:
     """Return the logits [P, V] of the token that follows each text, on every rank.
 
-    All ranks give the same texts, none of them empty. As :meth:`DecoderModel.next_logits`; context
-    ranks share rows and compute all of them each time.
+    A collective call with the same texts on all ranks, none of them empty. The distributed
+    :meth:`DecoderModel.next_logits`; with context ranks the cache is not used.
     """
     model, world = placed.model, placed.world
     sizes = world.folding.sizes
@@ -71,12 +71,12 @@ def next_logits(
 
 
 def continuing(placed: ModelParts) -> Callable[[Sequence[Sequence[int]]], Tensor]:
-    """Return ``next_logits`` for texts that grow, with keys and values kept where they can be."""
+    """Return ``next_logits`` for texts that grow, with a key-value cache where possible."""
     return partial(next_logits, placed, cache=KeyValueCache.of(placed.model.record))
 
 
 def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
-    """Run every stage; returns the normed rows ``x_TD`` where the last one is, elsewhere None."""
+    """Run every stage; return the normed rows ``x_TD`` on the last one, elsewhere None."""
     model, ranks = placed.model, placed.world.group("pp")
     table, rank = placed.table, placed.world.attention.pp
     here = {table.stage(rank, number): chunk for number, chunk in enumerate(placed.chunks)}
@@ -104,13 +104,13 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
 
 
 def head_here(placed: ModelParts) -> AbstractContextManager[None]:
-    """Have the head's matrix here while the context is open."""
+    """Unshard the head's matrix inside the context."""
     last = placed.hooks_for(placed.chunks[-1], training=False)
     return last.unsharded(placed.model.head_unit)
 
 
 def _rows(x_TD: Tensor, flow: Flow, places_P: Tensor) -> Tensor:
-    """Return some rows [P, D] of the micro-batch, whichever ranks have them."""
+    """Return rows [P, D] of the micro-batch by their places in it, from whichever rank has them."""
     row_T = flow.rows.row_T
     if row_T is None:
         return x_TD[places_P]

@@ -1,4 +1,4 @@
-"""Part of a pass whose autograd graph is apart: backward can stop at its borders."""
+"""A part of a pass with a separate autograd graph, so that backward can run part by part."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,23 +12,23 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Subgraph:
-    """One function of a pass, from its inputs' border to its outputs' border.
+    """One function of a pass, with an autograd graph from its detached inputs to its outputs.
 
-    It keeps what its function saves for backward and nothing else: neither inputs nor outputs.
+    It holds only what the function saves for backward: neither inputs nor outputs.
     """
 
     def __init__(
         self, function: Callable[..., tuple[Tensor, ...]], exchanges: bool = False
     ) -> None:
-        """Take the function, and whether it mostly waits for other ranks."""
+        """Wrap a function; ``exchanges``: it mostly waits for other ranks."""
         self._function, self.exchanges = function, exchanges
         self._caught: list[Tensor | None] = []
         self._edges: list[Any] = []
         self.seeds: Gradients = ()
-        """Gradients, known from the forward on, of outputs that the next subgraph does not take."""
+        """Gradients, known since forward, of outputs that the next subgraph does not take."""
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the function; each output asks for a gradient where one would reach something."""
+        """Run the function; return its outputs, detached but with their ``requires_grad``."""
         live = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         self._caught = [None] * len(inputs)
         if any(live):
@@ -41,16 +41,16 @@ class Subgraph:
         return tuple(map(detached, outputs, live))
 
     def bare(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the function and keep nothing: it runs again before its backward.
+        """Run the function without saving anything; it must run again before its backward.
 
-        What follows still asks for gradients.
+        Outputs still require gradients, so that later parts compute them.
         """
         with torch.no_grad():
             outputs = self._function(*inputs)
         return tuple(detached(y, isinstance(y, Tensor) and y.is_floating_point()) for y in outputs)
 
     def backward(self, *gradients: Tensor | None) -> Gradients:
-        """Run backward from the outputs' gradients, once; returns those of the inputs."""
+        """Return the inputs' gradients, given those of the outputs; can be called once."""
         given = zip(self._edges, (*gradients, *self.seeds), strict=True)
         pairs = [(edge, grad) for edge, grad in given if None not in (edge, grad)]
         self._edges = []
@@ -58,21 +58,21 @@ class Subgraph:
             edges, grads = zip(*pairs, strict=True)
             torch.autograd.backward(edges, grads)
         found = tuple(self._caught)
-        # Products of weights that wait hold rows, rows hold the graph, and that holds this list.
+        # Break a cycle: deferred products hold rows, rows the graph, and the graph this list.
         self._caught.clear()
         return found
 
 
 def detached(value: Any, live: bool = False) -> Any:
-    """Return a tensor without its history; a value of the host, which has none, as it is."""
+    """Return a tensor without its autograd history; other values unchanged."""
     return value.detach().requires_grad_(live) if isinstance(value, Tensor) else value
 
 
 class _Border(torch.autograd.Function):
-    """Hands tensors on and catches their gradients; keeps nothing of the tensors themselves.
+    """An identity that captures gradients without holding the tensors.
 
-    The anchor is what makes autograd follow it: detached inputs would not, and inputs that ask for
-    gradients would be kept alive, storage and all, until backward.
+    The anchor makes autograd record the function: detached inputs would not, and inputs that
+    require gradients would be kept alive, storage included, until backward.
     """
 
     @staticmethod
