@@ -150,9 +150,13 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]
         raise TypeError(f"overrides is {overrides!r}; pass a list, such as [{overrides!r}]")
     path = Path(source)
     if (path / "config.json").is_file():
-        folder.read_config(path)  # its error for an unknown family is clearer than validation's
-        raw, overrides = finetune.raw_run(path, overrides)
-        known = recipes() | finetune.recipes()
-        return load(Run, raw, overrides, known, f"fine-tuning of {path}")
+        try:
+            raw, overrides = finetune.raw_run(path, overrides)
+            known = recipes() | finetune.recipes()
+            return load(Run, raw, overrides, known, f"fine-tuning of {path}")
+        except ValueError:
+            # Its error is clearer than validation's for a family that no plug-in registered either.
+            folder.read_config(path)
+            raise
     finetune.refuse_alone(source)
     return load(Run, source, overrides, recipes())

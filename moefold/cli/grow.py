@@ -13,7 +13,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli._common import add_json, print_conversion
+from moefold.cli._common import add_json, add_plugins, print_conversion
+from moefold.config.plugins import import_plugins
 from moefold.data.tokenizer import from_path
 from moefold.files import read_json
 from moefold.model.families.dense import DENSE, read_dense
@@ -51,6 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     text = "type of weights on disk (default: bfloat16 where the first folder has any, or float32)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
+    add_plugins(parser)
     add_json(parser)
 
 
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from moefold.convert.exporter import demand_new, export_folder
 
     demand_new(args.folder)
+    import_plugins(args.uses)
     wanted = _wanted(args)
     with ExitStack() as opened:
         made, first = _made(args, wanted, opened)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.checkpoint.folder import newest
-from moefold.cli._common import add_json, on_stderr, print_conversion, progress_bars
+from moefold.cli._common import add_json, add_plugins, on_stderr, print_conversion, progress_bars
+from moefold.config.plugins import import_plugins
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.families.folder import read_config
 from moefold.model.families.peft import base_of
@@ -42,6 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for name, verb in (("end", "ends"), ("start", "begins")):
         text = f"token that {verb} a document (default: the folder's)"
         parser.add_argument(f"--{name}", metavar="TOKEN", help=text)
+    add_plugins(parser)
     add_json(parser)
 
 
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the folder's model as a checkpoint of step 0; say what was left out."""
     if newest(args.folder) is not None:
         raise ValueError(f"{args.folder} holds a checkpoint already; name a new folder")
+    import_plugins(args.uses)
     read_config(base_of(args.source))  # what is wrong with it is said before torch is loaded
 
     from moefold.checkpoint.save import save

@@ -20,6 +20,7 @@ from moefold.spec.decoder import model_weights
 from moefold.training.hooks.base import Hook
 from moefold.training.run_folder import History
 from tests.cpu.alive import bytes_alive, bytes_planned
+from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub, write_tokenizer
 from tests.cpu.runs import corpus
 from tests.examples import EXAMPLES, ROOT, blocks, written
 from tests.outside import forget
@@ -106,6 +107,42 @@ def test_the_family_has_what_it_adds(tmp_path: Path) -> None:
         assert ffn.shared.width == ffn.width == 32
         plain_ffn: Any = other.ffn  # whose recipe names balance terms of its own
         assert ffn.model_copy(update={"shared": None, "balance": plain_ffn.balance}) == plain_ffn
+
+
+FAMILY = """
+from typing import Literal
+from moefold.model.config import MODEL
+from moefold.model.families.qwen3_moe import Qwen3Moe
+
+@MODEL.register
+class Own(Qwen3Moe):
+    family: Literal["own_moe"] = "own_moe"
+    model_type = "own_moe"
+    architecture = "OwnMoeForCausalLM"
+"""
+
+
+def test_a_folder_of_an_own_family_is_trained_imported_and_grown(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """Its file is named as a run's is, or as a command's that has no run."""
+    decoder, hub, part = decoder_of("qwen3_moe"), tmp_path / "hub", tmp_path / "family.py"
+    fields = {"model_type": "own_moe", "architectures": ["OwnMoeForCausalLM"]}
+    write_hub(hub, decoder, on_disk(decoder, weights_of(decoder)), **fields)
+    write_tokenizer(hub, [f"word{number}" for number in range(30)])
+    part.write_text(FAMILY)
+    grown = ["grow", str(hub), str(tmp_path / "grown"), "--experts", "8"]
+    imported = ["import", str(hub), str(tmp_path / "imported")]
+    with pytest.raises(ValueError, match="model_type 'own_moe' is not known"):
+        moefold.load_run(hub)
+    assert main(imported) == main(grown) == 2
+    capsys.readouterr()
+    for words in (imported, grown):
+        assert main([*words, "--uses", str(part), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["family"] == "own_moe"
+        forget()
+    run = moefold.load_run(hub, [f"uses=[{part}]"])
+    assert run.decoder().blocks == decoder.blocks
 
 
 def test_the_attention_is_what_its_record_describes(tmp_path: Path) -> None:
