@@ -1,6 +1,6 @@
-"""The trainer: a run that is open, its optimizer steps, and the loop around them.
+"""The trainer: an open run, its optimizer steps, and the loop around them.
 
-What is not the step is a hook; the trainer knows none of them by name.
+Everything outside the step is a hook; the trainer knows no hook by name.
 """
 
 import logging
@@ -64,34 +64,33 @@ _log = logging.getLogger("moefold.training")
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; it saved before it did."""
+    """The run was asked to stop, and saved a checkpoint before it did."""
 
 
 class Trainer:
-    """A run that is open: its model, data and optimizer, and how far it is.
+    """An open run: its model, data, optimizer and progress.
 
     Args:
         run: the run.
-        folder: where everything it writes goes. A run found there is continued: at its newest
-            complete checkpoint, if it computes the same; what differs is refused and listed.
-        hooks: told of every event, in this order.
-        cache: where prepared data is kept (default: beside the folder).
-        world: the ranks that train; all of them open the run. Default: this process alone.
-        memory: copies of the state in memory, which the run goes on from if it holds any.
-        told: told of what preparing data is at.
-        scratch: a folder for a run that is only looked at: what of its data is not in ``cache``
-            lies there, nothing else is written, the run's folder is not locked, and tensors have
-            no values and no memory.
-        forks: another run's state is put in at once, so that no folder's weights are read.
+        folder: the output folder. A run in it is resumed from its newest complete checkpoint; a
+            run that computes something else is refused, with a list of the differences.
+        hooks: called at every event, in this order.
+        cache: folder for prepared data (default: next to ``folder``).
+        world: the ranks that train, all of which open the run. Default: this process alone.
+        memory: copies of the state in memory, from which the run resumes if there are any.
+        told: called with the progress of data preparation.
+        scratch: for a dry run, a folder for prepared data that is not in ``cache``. Nothing else is
+            written, the run's folder is not locked, and tensors have neither values nor memory.
+        forks: another run's state follows, so that no initial weights are read from a folder.
 
-    Every method is called on all ranks; hooks live on the first one, see ``RankZeroRunner``.
+    All ranks must call every method; hooks run on rank 0 only (``RankZeroRunner``).
 
     Attributes:
-        run, precision: the run, with the number format that it was settled to; that, and why.
-        model, optimizer, loader, tokenizer: its parts.
-        progress: step, tokens, and what was left out of the data.
+        run, precision: the run with its number format filled in; that format and its reason.
+        model, optimizer, loader, tokenizer: the run's parts on this rank.
+        progress: steps, tokens, and places of the data order that rewinds left out.
         last_step: the step at which :meth:`train` ends.
-        rank_zero: makes all ranks carry out what hooks ask for; see ``together``.
+        rank_zero: makes all ranks run the methods that hooks call on rank 0.
     """
 
     def __init__(
@@ -115,9 +114,9 @@ class Trainer:
         self.progress, self.place = Progress(), 0
         self._busy_s, self._running = 0.0, False
         self.resumed_from: Path | None = None
-        # The step whose checkpoint this process has read whole, or written.
+        # The step whose checkpoint this process has read completely, or written.
         self._saved: int | None = None
-        # What was asked of this rank, and what all ranks have been told.
+        # Reasons to stop: as asked of this rank, and as agreed by all ranks.
         self._asked: str | None = None
         self._stops: str | None = None
         self.rank_zero = RankZeroRunner(world, self)
@@ -133,7 +132,7 @@ class Trainer:
                 self.run = run = settle_recompute(self.precision.settle(run), world)
                 cache = cache or self.folder.parent / ".prepared"
                 prepared = lru_cache(partial(prepare, run.data, cache, told, scratch))
-                on_first(lambda: bool(prepared()), world.on_host)  # The others open what it made.
+                on_first(lambda: bool(prepared()), world.on_host)  # Others open the files later.
                 self.tokenizer = prepared().tokenizer
                 self.loader = _loader(run, prepared(), world)
                 check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)
@@ -164,11 +163,11 @@ class Trainer:
                 if scratch is None:
                     self.saver.prepare(partial(contents, self.data, self.optimizer))
         except BaseException:
-            self.lock.release()  # which the first rank alone holds
+            self.lock.release()  # held by rank 0 only
             raise
 
     def _recall(self) -> bool:
-        """Go on from copies in memory or on local disks, where some are whole and newest."""
+        """Resume from memory or local disk copies if complete and newest; return whether it did."""
         said = self.memory and self.memory.take(self._state(), self.world)
         if said is None and self.local is not None:
             newest = self._newest()
@@ -182,7 +181,7 @@ class Trainer:
         return True
 
     def _keep(self, anew: bool = False) -> None:
-        """Copy the state of the present step, where copies are kept; ``anew``: after a rewind."""
+        """Copy the state to memory or local disk, if configured; ``anew``: after a rewind."""
         for copies in filter(None, (self.memory, self.local)):
             copies.keep(asdict(self.progress), self._state, anew)
         self.data.settle()
@@ -191,7 +190,7 @@ class Trainer:
         return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]
 
     def _resume(self) -> Path | None:
-        """Go on from the newest checkpoint whose every byte is as written; return it."""
+        """Resume from the newest undamaged checkpoint; return its path, or None without one."""
         self.saver.poll(wait=True)
         path = self._newest()
         while path is not None:
@@ -216,14 +215,14 @@ class Trainer:
         return None
 
     def _newest(self, before: int | None = None) -> Path | None:
-        """Return the newest complete checkpoint as the first rank sees it."""
+        """Return the newest complete checkpoint (before a step), as rank 0 sees it."""
         first = partial(newest, self.folder, before=before)
         found = on_first(lambda: str(first() or ""), self.world.on_host)
         return Path(found) if found else None
 
     @property
     def recovered(self) -> dict[str, Any]:
-        """What the ranks lived through before this attempt; see ``MemoryCheckpoint``."""
+        """Facts about the loss of ranks before this attempt (``MemoryCheckpoint.recovered``)."""
         return {} if self.memory is None else self.memory.recovered
 
     @property
@@ -238,15 +237,15 @@ class Trainer:
 
     @cached_property
     def objective(self) -> Objective:
-        """What is minimised; all ranks ask for it first before a step or an evaluation."""
+        """The loss; first accessed by all ranks together, before a step or an evaluation."""
         return build(self.run.train.loss).opened(self)
 
     def train(self) -> dict[str, float | int]:
-        """Run to ``last_step``, save, and return the last step's figures.
+        """Train to ``last_step``, save, and return the last step's metrics.
 
         Raises:
             Interrupted: after a signal or a hook's request, once a checkpoint is saved.
-            NonFiniteStep: where a step's loss or gradient is not finite and the policy says so.
+            NonFiniteStep: if a step's loss or gradient is not finite and the policy is to stop.
         """
         metrics: Figures = {}
         error: BaseException | None = None
@@ -271,11 +270,11 @@ class Trainer:
         return metrics
 
     def step(self, batches: Sequence[MicroBatch] | None = None) -> Figures:
-        """Make one optimizer step and return its figures.
+        """Run one optimizer step and return its metrics.
 
         Args:
-            batches: micro-batches to train on, this data rank's, of which each has as many;
-                default those of the data's order.
+            batches: this data rank's micro-batches, as many as on every other; default: the next
+                ones of the data order.
         """
         self._start()
         self.saver.poll()
@@ -333,7 +332,7 @@ class Trainer:
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
 
     def _rewind(self, place: int) -> None:
-        """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""
+        """Return to the newest checkpoint, or the start; exclude ``place`` of the data order."""
         before = self.progress
         if self._resume() is None:
             fill_start_values(self.run, self.decoder, self.data, self._forks)
@@ -342,23 +341,23 @@ class Trainer:
         excluded = {*self.progress.excluded, *before.excluded, place}
         self.progress.excluded = tuple(sorted(excluded))
         self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
-        self._saved = None  # the checkpoint of this step, if one is there, says nothing of that
+        self._saved = None  # the stored checkpoint of this step lacks the exclusion
         self._tell("on_rewind")
         self._keep(anew=True)
 
     def _start(self) -> None:
-        """Tell the hooks once, before the first step of this process."""
+        """Call the hooks' ``on_start`` once, before the first step of this process."""
         if not self._running:
             self._running = True
             self._tell("on_start")
 
     def _tell(self, event: str, *given: Any) -> None:
-        """Tell the hooks of an event, on the first rank, and all ranks whether to stop."""
+        """Call the hooks for an event on rank 0, and agree on all ranks whether to stop."""
         told = partial(tell, self.hooks, event, self, *given)
         self._stops = self.rank_zero.lead(told, lambda: self._asked)
 
     def _stop(self, error: BaseException | None) -> None:
-        """Tell every hook that the run ends; one that fails keeps none of the others from it."""
+        """Call every hook's ``on_stop``, also after one of them fails."""
         if not self._running:
             return
         self._running = False
@@ -374,7 +373,7 @@ class Trainer:
         if error is None or isinstance(error, Interrupted):
             self.rank_zero.lead(tell, lambda: None)
         elif self.rank_zero.leader:
-            tell()  # Others may have failed too, or be gone: nobody is waited for.
+            tell()  # Without waiting: other ranks may have failed, or be gone.
         for caught in failed:
             if error is None:
                 raise caught
@@ -385,7 +384,7 @@ class Trainer:
         """Return loss and bits per byte on each held-out set.
 
         Args:
-            tokens: about how many tokens of each set at most; default as the run says, or all.
+            tokens: approximate limit of tokens per set; default: ``watch.evaluate``'s, or all.
         """
         record = self.run.watch.evaluate
         if tokens is None and record is not None:
@@ -398,10 +397,10 @@ class Trainer:
 
     @together
     def save(self) -> Path:
-        """Write a checkpoint of the present step, and return its folder.
+        """Write a checkpoint of the current step, and return its folder.
 
-        One that is there stays, where this process knows it to be whole: by its sizes alone, one
-        that is damaged looks so too.
+        An existing one is kept only if this process wrote it or read it completely: file sizes
+        alone do not show damage.
         """
         self.saver.poll(wait=True)
         present, step = self._newest(), self.progress.step
@@ -423,7 +422,7 @@ class Trainer:
 
     @together
     def health(self) -> list[dict[str, Any]]:
-        """Return the figures of each mixture's routing in the last step, by layer."""
+        """Return the last step's routing statistics of each mixture, ordered by layer."""
         layers = []
         for i, mixture in self.model.mixtures():
             figures = mixture.balance.health(mixture.router)
@@ -449,21 +448,21 @@ class Trainer:
 
     @together
     def pace(self) -> list[float]:
-        """Return the seconds each rank was busy in steps since the last call, waits left out."""
+        """Return each rank's busy seconds in steps since the last call, waits excluded."""
         busy, self._busy_s = self._busy_s, 0.0
         return gather_objects(busy, self.world.on_host)
 
     @together
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
-        """Return what the model writes after each prompt; see :func:`moefold.model.generate`."""
+        """Return the token ids generated after each prompt; options of ``model.generate``."""
         return generate(continuing(self.placed), prompts, **how)
 
     def request_stop(self, reason: str) -> None:
-        """Ask the trainer to save and end after the present step; the first rank is asked."""
+        """Ask the trainer to save and end after the current step, from any rank."""
         self._asked = reason
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tell the hooks that the run ends here or failed with ``error``; give the folder back."""
+        """End the run, failed if there is an ``error``: call the hooks, release the folder."""
         with ExitStack() as ends:
             ends.callback(self.lock.release)
             if self.local is not None:
@@ -481,7 +480,7 @@ class Trainer:
 
 
 def _loader(run: Run, prepared: Prepared, world: World) -> Loader:
-    """Return the run's micro-batches; rows are padded to what context and tensor ranks share."""
+    """Return the run's loader; it pads rows to a multiple that context and tensor ranks split."""
     train, sizes = run.train, world.folding.sizes
     pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
     spot, ranks = world.attention.dp, world.folding.dp

@@ -16,21 +16,21 @@ from moefold.training.run_folder import LOAD_FILE, METRICS_FILE, note, read_line
 ALARMS = "moe/alarms"
 """Key of the number of layers whose alarm was raised at this step."""
 OWN_PLACE = ("layer", "top_k", "load")
-"""What is no figure of ``moe/<layer>/``."""
+"""Keys of a layer's statistics that are not written as ``moe/<layer>/<key>``."""
 FEWEST = 8
-"""Steps that say which gradient norm is usual."""
+"""Minimum number of steps for a median of gradient norms."""
 
 
 class RoutingCollapse(ValueError):
-    """The run was told to stop when its routing collapses, and it did."""
+    """The run stopped because its routing collapsed and ``watch.health.action`` is ``stop``."""
 
 
 class HealthHook(StepLinesHook):
-    """Adds ``moe/<layer>/<quantity>`` to the figures and writes each expert's share of the load.
+    """Adds ``moe/<layer>/<quantity>`` to the metrics and writes each expert's share of the load.
 
-    A layer is in trouble when too many of its experts get no token, or the busiest one gets too
-    much; after ``patience`` checks in a row its alarm is raised, once until it recovers. How many
-    it has failed stands beside the loads, so that a run that goes on counts on.
+    A layer fails a check if too many of its experts get no token, or the busiest one gets too
+    many; ``patience`` consecutive failures raise its alarm, once until it recovers. The count of
+    failures is stored with the loads, so that a resumed run continues it.
     """
 
     def __init__(self, record: Health, console: Console) -> None:
@@ -38,7 +38,7 @@ class HealthHook(StepLinesHook):
         self._record, self._console = record, console
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Look at the layers where the step is due."""
+        """Check the layers if the step is due."""
         due = job.step_number % self._record.every == 0 or job.step_number == job.last_step
         layers = job.health() if due else []
         if not layers:
@@ -61,12 +61,12 @@ class HealthHook(StepLinesHook):
                 _warn(self._console, "[bold red]routing alarm[/]", f"{job.step_number}, {text}")
         metrics[ALARMS] = alarms
         if alarms and self._record.action == "stop":
-            failed = {}  # who goes on from there is told again
+            failed = {}  # a run that resumes there is alarmed again
         said = {"load": loads, "failed": failed} if failed else {"load": loads}
         self.lines.append(job.step_number, said)
 
     def trouble(self, figures: Mapping[str, Any]) -> str:
-        """Say what is wrong with one layer's figures; empty when nothing is."""
+        """Describe what is wrong with one layer's statistics; empty if nothing is."""
         experts = len(figures["load"])
         dead = figures["dead_experts"]
         ratio = figures["load_max_over_mean"]
@@ -81,13 +81,13 @@ class HealthHook(StepLinesHook):
 
 
 class AlarmHook(Hook):
-    """Stops the run on a routing alarm where it is to, after the step's figures are written."""
+    """Stops the run on a routing alarm if so configured, after the step's metrics are written."""
 
     def __init__(self, record: Health) -> None:
         self._action = record.action
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Save and stop, when a layer's alarm was raised at this step."""
+        """Save and stop if a layer's alarm was raised at this step."""
         alarms = metrics.get(ALARMS, 0)
         if alarms and self._action == "stop":
             raise RoutingCollapse(
@@ -98,9 +98,9 @@ class AlarmHook(Hook):
 
 
 class PaceHook(Hook):
-    """Names stragglers: ranks that are busy longer than the others, waits left out.
+    """Warns of stragglers: ranks that are busy longer than the others, waits excluded.
 
-    On CUDA these are the host's seconds, which a slow device shows in only where the host waits.
+    Seconds are the host's: a slow CUDA device shows in them only where the host waits for it.
     """
 
     def __init__(self, record: Pace, console: Console) -> None:
@@ -108,7 +108,7 @@ class PaceHook(Hook):
         self._slow: dict[int, int] = {}
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Look, every so many steps; warn of a rank that was slow several times in a row."""
+        """If the step is due, check; warn of a rank that was slow ``patience`` times in a row."""
         record = self._record
         if job.world.size == 1 or job.step_number % record.every:
             return
@@ -130,10 +130,10 @@ class PaceHook(Hook):
 
 
 class SpikesHook(Hook):
-    """Compares each step's gradient norm with the median of those before it.
+    """Compares each step's gradient norm with the median of the steps before.
 
-    A step is a function of its place in the data's order and of the weights before it, so
-    ``Trainer.step`` on the checkpoint before it, or a folder forked there, makes it again.
+    A step is a function of its place in the data order and of the weights before it, so that
+    ``Trainer.step`` from the checkpoint before it, or from a fork of that, reproduces it.
     """
 
     def __init__(self, record: Spikes, console: Console) -> None:
@@ -141,7 +141,7 @@ class SpikesHook(Hook):
         self._norms: deque[float] = deque(maxlen=record.of)
 
     def on_start(self, job: JobView) -> None:
-        """Take what is usual from the figures of the steps before."""
+        """Read the recent gradient norms from ``metrics.jsonl``."""
         self._norms.clear()
         for line in read_lines(job.folder / METRICS_FILE):
             if line["step"] <= job.step_number and line.get("grad_norm") is not None:
@@ -150,7 +150,7 @@ class SpikesHook(Hook):
     on_rewind = on_start
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Note a spike with its documents; it counts for nothing in what is usual."""
+        """Log a spike with its documents; its norm does not enter the median."""
         norm = metrics.get("grad_norm")
         usual = None if norm is None else self._usual(norm)
         if norm is None or usual is None:
@@ -166,11 +166,11 @@ class SpikesHook(Hook):
         _warn(self._console, "[bold yellow]spike[/]", text)
 
     def _usual(self, norm: float) -> float | None:
-        """Return what is usual where a norm is a spike; count one that is none among the usual."""
+        """Return the median if ``norm`` is a spike; else note ``norm`` and return None."""
         usual = median(self._norms) if len(self._norms) >= FEWEST else None
         if usual is not None and not norm <= self._record.ratio * usual:
             return usual
-        if math.isfinite(norm):  # Of NaN among others no median can be told.
+        if math.isfinite(norm):  # NaN would spoil the median.
             self._norms.append(norm)
         return None
 

@@ -1,14 +1,14 @@
-"""The hooks of a run, in the order in which they are told.
+"""The hooks of a run, in the order in which they are called.
 
-1. ``profile`` ends a trace, so that no other hook is in it
-2. baselines are measured; ``evaluate``, ``health`` and ``pace`` add to the step's figures;
-   ``sample`` writes
-3. hooks from outside, which may read what was added and add to it
-4. ``metrics.jsonl``, TensorBoard and W&B write the figures
-5. ``progress`` shows them; an evaluation before the first step is told to those of 4; ``plots``
-   and the page of experts draw from what was written
-6. the alarm, and checkpoints: everything of a step is written before its checkpoint, so a run
-   that resumes there has lost nothing
+1. ``profile`` ends a trace, so that it contains no other hook
+2. baselines are measured; ``evaluate``, ``health``, ``pace`` and ``spikes`` add to the step's
+   metrics or warn; ``sample`` writes text
+3. hooks from outside the package, which may read and extend the metrics so far
+4. ``metrics.jsonl``, TensorBoard and W&B write the metrics
+5. ``progress`` shows them; an evaluation before the first step is sent to the loggers of 4;
+   ``plots`` and the experts page draw from the files
+6. the alarm, and checkpoints: everything about a step is written before its checkpoint, so that
+   a run that resumes there has lost nothing
 7. ``profile`` starts the trace of the next step
 """
 
@@ -30,10 +30,10 @@ from moefold.training.hooks.profile import ProfileHook, ProfileStart
 def assemble(
     watch: Watch, console: Console | None = None, outside: Sequence[Hook] = ()
 ) -> tuple[Hook, ...]:
-    """Build the hooks that ``watch`` asks for, with those from ``outside`` among them.
+    """Build the hooks that ``watch`` configures, and insert the ones from ``outside``.
 
     Raises:
-        ValueError: for a logger whose package is missing; it says how to get it.
+        ValueError: if a logger's package is missing; says how to install it.
     """
     console = console or Console()
     profile = None if watch.profile is None else ProfileHook(watch.profile)

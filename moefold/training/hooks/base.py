@@ -1,4 +1,4 @@
-"""What a hook is: everything that is not the step, told of the run's events by the loop."""
+"""The base of hooks, which the trainer calls at a run's events, and what they may access."""
 
 import logging
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from moefold.checkpoint.disk import FULL
 
 Figures = dict[str, float | int]
-"""Of one step or one evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
+"""Metrics of one step or evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
 
 
 _log = logging.getLogger("moefold.training")
 
 
 class JobView(Protocol):
-    """What a hook may read of the running job and ask of it."""
+    """The part of the trainer that hooks may use."""
 
     run: Any
     """The run's record."""
@@ -23,22 +23,22 @@ class JobView(Protocol):
     last_step: int
     """The step at which this process ends."""
     world: Any
-    """The ranks that train; hooks are told on the first."""
+    """The ranks that train; hooks run on rank 0."""
     model: Any
     """This rank's part of the model."""
     loader: Any
     tokenizer: Any
     place: int
-    """Where the newest step stands in the data's order."""
+    """Place of the newest step in the data order."""
 
     @property
     def recovered(self) -> dict[str, Any]:
-        """What ranks were lost before this attempt, and why; see ``training/recover.py``."""
+        """Which ranks were lost before this attempt, and why (``MemoryCheckpoint.recovered``)."""
         ...
 
     @property
     def step_number(self) -> int:
-        """Optimizer steps done, counted from the start of the run and not of this process."""
+        """Optimizer steps done since the start of the run, not of this process."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class JobView(Protocol):
         ...
 
     def health(self) -> list[dict[str, Any]]:
-        """Figures of each MoE layer's routing since they were last asked for."""
+        """Return routing statistics of each MoE layer in the last step."""
         ...
 
     def weights(self, pattern: str) -> dict[str, Any]:
@@ -58,15 +58,15 @@ class JobView(Protocol):
         ...
 
     def pace(self) -> list[float]:
-        """Seconds in which each rank was busy since this was last asked for, waits left out."""
+        """Return each rank's busy seconds since the last call, waits excluded."""
         ...
 
     def evaluate(self) -> Figures:
-        """Evaluate on the held-out sets; every hook's ``on_evaluate`` sees the result."""
+        """Evaluate on the held-out sets, and pass the result to every hook's ``on_evaluate``."""
         ...
 
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
-        """Return what the model writes after each prompt; see ``model.generate`` for options."""
+        """Return the token ids generated after each prompt; options of ``model.generate``."""
         ...
 
     def save(self) -> Path:
@@ -74,40 +74,40 @@ class JobView(Protocol):
         ...
 
     def request_stop(self, reason: str) -> None:
-        """Ask the loop to save and end after this step."""
+        """Ask the trainer to save and end after this step."""
         ...
 
 
 class Hook:
-    """The base of every hook: does nothing at each event.
+    """Base of hooks: a method for each event, which does nothing.
 
-    Hooks are told in the order of their list, so one may read what an earlier one added to
-    ``metrics``. A hook that raises stops the run; it is then told so by ``on_stop`` like the rest.
-    Where the run is to go on without a checkpoint that failed, it does so too without what a hook
-    could not write of a step on a full disk.
+    Hooks are called in the order of their list, so each may read what earlier ones added to
+    ``metrics``. A hook that raises stops the run, after ``on_stop`` of every hook, its own too.
+    If ``watch.checkpoint.on_failure`` is ``continue``, an error of a full disk in ``on_step`` or
+    ``on_evaluate`` is logged instead.
     """
 
     refused = False
-    """Whether a full disk has refused what it wrote last."""
+    """Whether the last write failed because the disk was full."""
 
     def on_start(self, job: JobView) -> None:
-        """Before the first step of this process, after a checkpoint is loaded."""
+        """Called before the first step of this process, after a checkpoint is loaded."""
 
     def on_rewind(self, job: JobView) -> None:
-        """After the run went back to an earlier step; what was written about later ones is void."""
+        """Called after the run returned to an earlier step, which voids records of later steps."""
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """After each optimizer step; ``metrics`` may be added to."""
+        """Called after each optimizer step; may add to ``metrics``."""
 
     def on_evaluate(self, job: JobView, metrics: Figures) -> None:
-        """After each evaluation."""
+        """Called after each evaluation."""
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Once, when the run ends or fails with ``error``."""
+        """Called once, when the run ends or fails with ``error``."""
 
 
 def tell(hooks: Sequence[Hook], event: str, job: JobView, *given: Any) -> None:
-    """Tell hooks of an event, one after another; a hook that a full disk refuses says so once."""
+    """Call the hooks for an event, in order; log a full disk once per hook where it may go on."""
     spared = event in ("on_step", "on_evaluate")
     for hook in hooks:
         try:

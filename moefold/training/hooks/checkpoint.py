@@ -1,4 +1,4 @@
-"""Checkpoints, every so many steps."""
+"""Checkpoints at regular steps."""
 
 import time
 
@@ -13,13 +13,12 @@ from moefold.training.run_folder import note
 
 
 class CheckpointHook(Hook):
-    """Saves where the step is due, or, if so asked, a routing alarm was raised at it.
+    """Saves a checkpoint if the step is due or, with ``on_alarm``, raised a routing alarm.
 
-    The last step of a process is saved by the loop itself.
-
-    It stands last among the hooks, so that everything written about a step is written before the
-    checkpoint that a resumed run starts from. A save that the storage refuses ends the run as
-    the policy says, or is tried again after one step, two more, four more, and where one is due.
+    The trainer saves the last step of a process itself. This hook follows all that write, so that
+    everything about a step is on disk before the checkpoint from which a run resumes. A failed save
+    ends the run, or is repeated after one step, two more, four more, and at each step that is due
+    (``watch.checkpoint.on_failure``).
     """
 
     def __init__(self, policy: CheckpointPolicy, console: Console, on_alarm: bool = False) -> None:
@@ -28,7 +27,7 @@ class CheckpointHook(Hook):
         self._wait = 1
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Save where the step is due, or where an earlier save still is."""
+        """Save if the step is due, or if an earlier save that failed is to be repeated."""
         step, every = job.step_number, self._policy.every
         due = every is not None and step % every == 0
         due = due or (self._owed is not None and step >= self._owed)

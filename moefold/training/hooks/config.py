@@ -1,4 +1,4 @@
-"""Records of what is seen of a run: none of them changes what is computed."""
+"""Records of what is logged, evaluated and saved; none of them changes what is computed."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -19,12 +19,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ProgressDisplay(Record):
-    """What the console shows while the run goes on."""
+    """What the console shows during the run."""
 
     style: Literal["auto", "bar", "lines", "off"] = "auto"
     """``auto`` is a live bar on a terminal and plain lines elsewhere."""
     seconds: Positive = 5.0
-    """Plain lines come at most this often."""
+    """Minimum interval between plain lines."""
 
     owner = "moefold.training.hooks.progress:ProgressHook"
 
@@ -41,25 +41,25 @@ class Wandb(Record):
 
 
 class Metrics(Record):
-    """Where the figures of each step go; ``metrics.jsonl`` is always written."""
+    """Where the metrics of each step are written, besides ``metrics.jsonl``."""
 
     tensorboard: Literal["auto", "on", "off"] = "auto"
-    """``auto`` writes events where the package ``tensorboard`` is installed."""
+    """``auto`` writes events if the package ``tensorboard`` is installed."""
     wandb: Wandb | None = None
 
 
 class Evaluate(Record):
-    """Evaluation on the held-out sets, every so many steps and at the end."""
+    """Evaluation on the held-out sets, every ``every`` steps and at the end."""
 
     every: Size = 100
     tokens: Size | None = None
-    """Held-out tokens of each set that are read; None is all of them."""
+    """Number of tokens read of each held-out set; None reads all."""
     at_start: bool = False
-    """Whether to evaluate before the first step, as for a model that is fine-tuned."""
+    """Whether to evaluate before the first step, as is usual in fine-tuning."""
     at_end: Literal["same", "all"] = "same"
-    """Whether the evaluation after the run's last step reads ``tokens`` too, or all there are."""
+    """Whether the evaluation after the last step reads ``tokens`` as well, or all tokens."""
     baselines: tuple[Literal["bigram", "byte_bigram", "byte_trigram", "xz"], ...] = ()
-    """What the result is compared with: n-gram tables of tokens or bytes, and ``xz -9e``."""
+    """Baselines for the result: n-gram tables of tokens or bytes, and ``xz -9e``."""
 
     owner = "moefold.training.hooks.evaluate:EvaluateHook"
 
@@ -71,30 +71,30 @@ class Evaluate(Record):
 
 
 class Sample(Record):
-    """Text written by the model while it learns: ``samples.txt`` and the console."""
+    """Text generated during training, in ``samples.txt`` and on the console."""
 
     every: Size = 100
     prompts: Annotated[tuple[str, ...], Field(min_length=1)]
     tokens: Size = 64
     temperature: Annotated[float, Field(ge=0)] = 0.8
-    """0 takes the likeliest token each time."""
+    """0 is greedy decoding."""
     top_p: Share = 0.95
 
     owner = "moefold.training.hooks.sample:SampleHook"
 
 
 class Health(Record):
-    """How evenly each layer's experts are used, and what happens when that breaks down."""
+    """Checks of how evenly each layer's experts are used, and the action on collapse."""
 
     every: Size = 10
     dead_share: Share = 0.5
-    """Alarm when at least this share of a layer's experts gets no token."""
+    """A check fails if at least this share of a layer's experts gets no token."""
     load_ratio: Annotated[float, Field(gt=1)] | None = None
-    """Alarm at this load of the busiest expert over the mean; None is 3/4 of the worst, E / K."""
+    """A check fails at this ratio of the busiest expert's load to the mean; None: 3/4 of E / K."""
     patience: Size = 5
-    """Checks in a row that have to fail before the alarm is raised."""
+    """Number of consecutive failed checks that raise the alarm."""
     action: Literal["warn", "checkpoint", "stop"] = "warn"
-    """``checkpoint`` saves and goes on; ``stop`` saves and ends the run with status 3."""
+    """``checkpoint`` saves and continues; ``stop`` saves and ends the run with exit status 3."""
 
     owner = "moefold.training.hooks.alarms:HealthHook"
 
@@ -105,40 +105,40 @@ class Profile(Record):
     steps: Annotated[tuple[Size, ...], Field(min_length=1)]
 
     def rules(self) -> Iterator[Violation]:
-        """Steps rise and none is named twice."""
+        """Steps are strictly increasing."""
         kept = sorted(set(self.steps))
         if kept != list(self.steps):
             yield Violation(("steps",), list(self.steps), "must rise, each named once", kept)
 
 
 class Pace(Record):
-    """Warns of a rank that holds the others up."""
+    """Warns of stragglers: ranks that the others wait for."""
 
     every: Size = 20
     ratio: Annotated[float, Field(gt=1)] = 1.5
-    """A rank is slow if it is busy this many times as long as the median rank."""
+    """A rank is slow if its busy time exceeds the median rank's by this factor."""
     patience: Size = 3
-    """Checks in a row at which a rank has to be slow."""
+    """Number of consecutive checks at which a rank must be slow."""
 
     owner = "moefold.training.hooks.alarms:PaceHook"
 
 
 class Spikes(Record):
-    """Notes steps whose gradient is far larger than of late, with their data."""
+    """Logs steps whose gradient norm is far above the recent median, with their documents."""
 
     ratio: Annotated[float, Field(gt=1)] = 10.0
-    """A spike is a gradient norm this many times the median."""
+    """A spike is a gradient norm above the median by this factor."""
     of: Annotated[int, Field(ge=8)] = 50
-    """Steps that the median is taken over."""
+    """Number of steps of the median."""
 
     owner = "moefold.training.hooks.alarms:SpikesHook"
 
 
 class Plots(Record):
-    """Pictures of the run: ``loss.png`` and ``expert_load.png``."""
+    """Plots of the run: ``loss.png`` and ``expert_load.png``."""
 
     every: Size = 200
-    """Steps between drawings; the end is always drawn."""
+    """Steps between plots; the end of the run is always plotted."""
 
     owner = "moefold.training.hooks.plots:PlotsHook"
 
@@ -166,8 +166,8 @@ class Watch(Record):
     plots: Plots | None = Plots()
     experts_page: ExpertsPage | None = ExpertsPage()
     time_out_s: Positive = 300.0
-    """Longest wait of any group of ranks for its members."""
+    """Time-out of communication between ranks, in seconds."""
     survive: Survive | None = None
-    """Restarts all ranks of one launcher from memory when one is lost; None ends the run."""
+    """Restart of all ranks of one launcher from memory after a loss; None ends the run."""
     hooks: tuple[Annotated[Record, HOOKS], ...] = ()
-    """Hooks from outside the package; see ``uses``."""
+    """Hooks from outside the package, which files under ``uses`` register."""

@@ -1,4 +1,4 @@
-"""Evaluation on the held-out sets, and the baselines that its result is set beside."""
+"""Evaluation on the held-out sets, and the baselines for its result."""
 
 import json
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from moefold.training.run_folder import BASELINES_FILE, read_baselines
 
 
 class EvaluateHook(Hook):
-    """Adds ``val_loss`` and ``val/<set>/…`` to the step's figures, every so many steps."""
+    """Adds ``val_loss`` and ``val/<set>/…`` to the step's metrics, every ``every`` steps."""
 
     def __init__(self, record: Evaluate) -> None:
         self._every = record.every
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Evaluate where the step is due, and at the end."""
+        """Evaluate if the step is due, and at the end."""
         if job.step_number % self._every == 0 or job.step_number == job.last_step:
             metrics.update(job.evaluate())
 
 
 class StartEvaluationHook(Hook):
-    """Evaluates before the first step of a run, and has the result written as that of step 0."""
+    """Evaluates before the first step of a run, and logs the result as step 0."""
 
     def __init__(self, logs: Sequence[Hook]) -> None:
         self._logs = logs
 
     def on_start(self, job: JobView) -> None:
-        """Evaluate where nothing was trained yet."""
+        """Evaluate if no step was trained yet."""
         if job.step_number == 0:
             found = job.evaluate()
             for log in self._logs:
@@ -39,7 +39,7 @@ class StartEvaluationHook(Hook):
 
 
 class BaselinesHook(Hook):
-    """Measures the baselines once, before the first step; a continued run has them already."""
+    """Measures the baselines before the first step; a resumed run reads them from its folder."""
 
     def __init__(self, record: Evaluate, console: Console) -> None:
         self._wanted = record.baselines

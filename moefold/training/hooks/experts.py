@@ -1,6 +1,6 @@
-"""``experts.html``: held-out text, each token coloured by the expert that took it.
+"""``experts.html``: held-out text, each token coloured by the expert that computed it.
 
-Shape suffixes: T tokens, K experts per token, E experts.
+T tokens, K experts per token, E experts.
 """
 
 from collections import Counter
@@ -27,25 +27,25 @@ from moefold.training.report import encoded, render_page
 TEMPLATE = Path(__file__).with_suffix(".html")
 PAGE_FILE = "experts.html"
 MORE = 12
-"""Loads and preferences are counted on so many times the tokens that are shown."""
+"""Loads and preferred tokens are counted over this many times the tokens shown."""
 ROWS = 4096
-"""Tokens of one pass."""
+"""Maximum number of tokens of one forward pass."""
 PREFERRED = 8
-"""Tokens shown beside an expert."""
+"""Number of preferred tokens shown for an expert."""
 LIFT = 1.25
-"""How much more often than by chance an expert takes a token that is shown beside it."""
+"""Minimum ratio of a preferred token's count at an expert to the count expected by chance."""
 
 
 class ExpertsPageHook(Hook):
-    """Writes the page at the end; a model without experts, or a run without held-out text, none."""
+    """Writes the page at the end of a run on one rank that has experts and held-out text."""
 
     def __init__(self, record: ExpertsPage) -> None:
         self._tokens = record.tokens
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Write the page, unless the run failed or somebody waits for its end."""
+        """Write the page, unless the run failed with a ``ValueError`` or by Ctrl-C."""
         failed = isinstance(error, ValueError | KeyboardInterrupt)
-        # The page follows single tokens through a whole model, which no rank of several has.
+        # The page needs the whole model, which no rank of several has.
         if failed or job.world.size > 1 or not any(job.model.mixtures()):
             return
         held_out = job.loader.prepared.valid
@@ -53,7 +53,7 @@ class ExpertsPageHook(Hook):
             return
         part = held_out[0]
         number, documents = choose(part.corpus, self._tokens, MORE * self._tokens)
-        # Pieces no longer than in training: further positions would be new to the model.
+        # Pieces are no longer than in training: the model has not seen later positions.
         pieces = [
             ids_T[at : at + job.run.data.seq].tolist()
             for ids_T in documents
@@ -62,7 +62,7 @@ class ExpertsPageHook(Hook):
         layers = route(job.model, pieces)
         ids = [token for piece in pieces for token in piece]
         spelling = job.tokenizer.token_bytes
-        # Starts and ends of documents have no text; who takes them is nobody's concern.
+        # Special tokens for starts and ends of documents have no text to show.
         kept = [place for place, token in enumerate(ids) if spelling[token]]
         texts = [spelling[ids[place]].decode("utf-8", "backslashreplace") for place in kept]
         layers = [
@@ -78,27 +78,27 @@ class ExpertsPageHook(Hook):
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """Where one layer sent the tokens of a text, best expert first."""
+    """One layer's routing of the tokens of a text, best expert first."""
 
     name: str
     experts: int
     ids_TK: np.ndarray
-    """Expert of each choice; -1 where the choice was dropped."""
+    """Chosen experts; -1 where the choice was dropped."""
     weights_TK: np.ndarray
-    """Weights of the choices, not negative."""
+    """Routing weights of the choices, not negative."""
 
     @property
     def load_E(self) -> np.ndarray:
-        """Share of the choices that each expert got."""
+        """Share of the choices that fell on each expert."""
         kept = self.ids_TK[self.ids_TK >= 0]
         return np.bincount(kept, minlength=self.experts) / max(kept.size, 1)
 
 
 def preferred(routing: LayerRouting, texts: Sequence[str]) -> list[list[str]]:
-    """Return for each expert the tokens it takes more often than chance, most telling first.
+    """Return for each expert the tokens it computes more often than by chance, strongest first.
 
-    The measure is the G statistic of one cell, ``n * log(n / expected)``: it wants a token to be
-    both frequent here and rarer elsewhere.
+    They are ranked by the G statistic of one cell, ``n * log(n / expected)``, which favours tokens
+    that are frequent at the expert and rarer elsewhere.
     """
     load_E = routing.load_E
     everywhere: Counter[str] = Counter()
@@ -123,9 +123,9 @@ def preferred(routing: LayerRouting, texts: Sequence[str]) -> list[list[str]]:
 def render(
     title: str, subtitle: str, texts: Sequence[str], layers: Sequence[LayerRouting], shown: int
 ) -> str:
-    """Write the page: the first ``shown`` tokens, with loads and preferences of all of them.
+    """Return the page: the first ``shown`` tokens, with loads and preferences over all tokens.
 
-    ``texts`` are the tokens' own pieces of text; each layer routes all of them.
+    ``texts`` has the text of each token; each of ``layers`` routes all of them.
     """
     data = {
         "tokens": list(texts[:shown]),
@@ -137,8 +137,8 @@ def render(
 def _layer(routing: LayerRouting, texts: Sequence[str], shown: int) -> dict[str, Any]:
     wide, ids_TK = routing.experts > 255, routing.ids_TK[:shown]
     kept_TK = np.where(ids_TK < 0, -np.inf, routing.weights_TK[:shown])
-    order_TK = np.argsort(-kept_TK, axis=1, kind="stable")  # the heaviest first
-    # A dropped choice keeps its place with weight 0, so that every token has K of them.
+    order_TK = np.argsort(-kept_TK, axis=1, kind="stable")  # largest weight first
+    # A dropped choice stays, with weight 0, so that every token has K choices.
     ids_TK = np.take_along_axis(ids_TK.clip(0), order_TK, axis=1)
     weights_TK = np.take_along_axis(kept_TK.clip(0), order_TK, axis=1)
     share_TK = weights_TK / np.maximum(weights_TK.sum(axis=1, keepdims=True), 1e-12)
@@ -155,9 +155,9 @@ def _layer(routing: LayerRouting, texts: Sequence[str], shown: int) -> dict[str,
 
 
 def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarray]]:
-    """Return the number of the first document of ``tokens`` tokens, else of the longest one.
+    """Return the number of the first document of at least ``tokens`` tokens, else the longest one.
 
-    With it come that document's ids and those of others, about ``total`` tokens in all.
+    Also returns the ids of that document and of others, at most about ``total`` tokens in all.
     """
     longest = np.zeros(0, np.int64)
     number = 0
@@ -179,7 +179,7 @@ def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarra
 
 @torch.no_grad()
 def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRouting]:
-    """Return where each mixture sends the tokens of the pieces, each piece on its own."""
+    """Return each MoE layer's routing of the pieces' tokens; each piece is its own segment."""
     device = model.head_weight.device
     heard: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i, _ in model.mixtures()}
 
@@ -198,7 +198,7 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
             model(Flow(rows, model.recipe, training=False))
     layers = []
     for i, mixture in model.mixtures():
-        if not heard[i]:  # blocks of further tokens run in training alone
+        if not heard[i]:  # multi-token blocks run only in training
             continue
         ids_TK, weights_TK = (np.concatenate(arrays) for arrays in zip(*heard[i], strict=True))
         layers.append(LayerRouting(str(i), mixture.record.router.experts, ids_TK, weights_TK))

@@ -14,10 +14,10 @@ WANDB_FILE = "wandb.json"
 
 
 class EventsHook(Hook):
-    """Keeps the resolved run file, and a line for each start and each orderly end of a process."""
+    """Writes the resolved run file, and an event for each start and orderly end of a process."""
 
     def on_start(self, job: JobView) -> None:
-        """Write run file and tokenizer; note the start and the step it goes on from."""
+        """Write run file and tokenizer; log the start and the step from which it continues."""
         write_text(job.folder / RUN_FILE, dump_yaml(job.run))
         job.tokenizer.save(job.folder / TOKENIZER_FILE)
         facts: dict[str, Any] = {"loss": job.run.train.loss.kind}
@@ -27,19 +27,19 @@ class EventsHook(Hook):
         note(job.folder, "start", step=job.step_number, **facts)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Note the end, and what it was."""
+        """Log the end and its reason."""
         reason = "end" if error is None else f"{type(error).__name__}: {error}"
         note(job.folder, "stop", step=job.step_number, reason=reason)
 
 
 class StepLinesHook(Hook):
-    """Base of hooks that write one line per step, each step once, also after resuming."""
+    """Base of hooks that write one line per step, each step once, also after a resume."""
 
     def __init__(self, file: str) -> None:
         self.lines = StepLines(file)
 
     def on_start(self, job: JobView) -> None:
-        """Drop the lines of steps after the one that the run goes on from."""
+        """Drop the lines of steps after the one from which the run continues."""
         self.lines.open(job.folder, job.step_number)
 
     on_rewind = on_start
@@ -61,7 +61,7 @@ class MetricsHook(StepLinesHook):
 
 
 class TensorBoardHook(Hook):
-    """Writes each figure as a TensorBoard scalar under its own key, in ``tensorboard/``."""
+    """Writes each metric as a TensorBoard scalar under its key, in ``tensorboard/``."""
 
     def __init__(self) -> None:
         _demand("tensorboard", "on")
@@ -69,31 +69,31 @@ class TensorBoardHook(Hook):
 
     def on_start(self, job: JobView) -> None:
         """Open the event file; events after the checkpoint's step are hidden from the curves."""
-        # Imported here: it takes a second, and a run without it must not pay.
+        # Imported here: it takes a second, which runs without TensorBoard must not pay.
         from torch.utils.tensorboard import SummaryWriter
 
         purge = job.step_number + 1 if job.step_number else 0
         self._writer = SummaryWriter(str(job.folder / "tensorboard"), purge_step=purge)
 
     def on_rewind(self, job: JobView) -> None:
-        """Hide the events of the steps that are made again."""
+        """Hide the events of the steps that are repeated."""
         self.on_stop(job, None)
         self.on_start(job)
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Write one scalar per figure."""
+        """Write one scalar per metric."""
         for key, value in metrics.items():
             if key != "step":
                 self._writer.add_scalar(key, value, job.step_number)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Write out and close the event file."""
+        """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
 
 
 class WandbHook(Hook):
-    """Sends each step's figures to W&B; a continued run goes on under the same name and id."""
+    """Sends each step's metrics to W&B; a resumed run continues under the same name and id."""
 
     def __init__(self, record: Wandb) -> None:
         _demand("wandb", "set")
@@ -101,7 +101,7 @@ class WandbHook(Hook):
         self._run: Any = None
 
     def on_start(self, job: JobView) -> None:
-        """Open the run at the service, or continue the one this folder has begun."""
+        """Open a run at W&B, or continue the one whose id is in the folder."""
         # Imported here: it is optional, slow to import, and starts a process of its own.
         import wandb
 
@@ -124,11 +124,11 @@ class WandbHook(Hook):
         write_json(path, {"id": self._run.id})
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Send the figures of this step."""
+        """Send the metrics of this step."""
         self._run.log(dict(metrics), step=job.step_number)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Tell the service how the run ended."""
+        """Finish the run at W&B with exit code 0 or 1."""
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)
 

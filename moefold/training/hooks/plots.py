@@ -1,6 +1,6 @@
-"""Pictures of a run: ``loss.png``, ``expert_load.png`` and ``moved.png``.
+"""Plots of a run: ``loss.png``, ``expert_load.png`` and ``moved.png``.
 
-L layers, E experts of the widest one.
+L layers, E experts in the layer with the most.
 """
 
 from pathlib import Path
@@ -23,30 +23,30 @@ from moefold.training.words import count
 
 INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
 MOST_PANELS = 8
-"""Layers whose loads are drawn over time."""
+"""Maximum number of layers whose loads are plotted over time."""
 LAST = 20
-"""Newest checks whose mean is the picture of now."""
+"""Number of newest checks whose mean is plotted as the current load."""
 
 
 class PlotsHook(Hook):
-    """Draws from the files in the run's folder, so a resumed run shows its whole past."""
+    """Plots from the files in the run's folder, so that a resumed run shows its whole past."""
 
     def __init__(self, record: Plots) -> None:
         self._every = record.every
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Draw where the step is due."""
+        """Plot if the step is due."""
         if job.step_number % self._every == 0 and job.step_number < job.last_step:
             draw(job.folder, job.run.name)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Draw the end, whatever it was, unless somebody waits for it."""
+        """Plot the end of the run, however it ended, except after Ctrl-C."""
         if not isinstance(error, KeyboardInterrupt):
             draw(job.folder, job.run.name)
 
 
 def draw(folder: Path, title: str) -> list[Path]:
-    """Draw every picture that the folder's files have something for; return their paths."""
+    """Write every plot for which the folder's files have data; return the paths."""
     history = History.read(folder)
     drawn = []
     for name, figure in (
@@ -63,7 +63,7 @@ def draw(folder: Path, title: str) -> list[Path]:
 
 
 def loss_figure(history: History, title: str) -> Figure | None:
-    """Draw training and held-out loss, in bits per byte where bytes were measured."""
+    """Plot training and held-out loss, in bits per byte where bytes were measured."""
     chart = loss_chart(history)
     train, *others = chart["lines"]
     steps, smooth = train["x"], train.get("smooth", train["y"])
@@ -86,7 +86,7 @@ def loss_figure(history: History, title: str) -> Figure | None:
     for name, value in chart["marks"]:
         axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=1.1)
         ends.append((name, value, SOFT))
-    # The first steps would squeeze everything that matters into the bottom.
+    # The loss of the first steps would compress everything of interest at the bottom.
     top = max([smooth[len(smooth) // 25], *(1.12 * v for _, v, _ in ends), *begins])
     low = min([*smooth, *(v for _, v, _ in ends)])
     highest = max(*(v for line in chart["lines"] for v in line["y"]), *(v for _, v, _ in ends))
@@ -105,7 +105,7 @@ def loss_figure(history: History, title: str) -> Figure | None:
 
 
 def load_figure(history: History, title: str) -> Figure | None:
-    """Draw each expert's load: now, layer by layer, and over time for some layers."""
+    """Plot each expert's load: the current one of every layer, and that of some over time."""
     found = history.load()
     if found is None:
         return None
@@ -131,7 +131,7 @@ def load_figure(history: History, title: str) -> Figure | None:
             panel.set_visible(False)
             continue
         index = shown[place]
-        # Nearest, so that a check is never blended with its neighbours.
+        # Nearest, so that no check is blended with its neighbours.
         panel.imshow(
             load[:, index].T, aspect="auto", norm=norm, cmap="PuOr_r", interpolation="nearest",
             extent=(steps[0], max(steps[-1], steps[0] + 1), load.shape[2] - 0.5, -0.5),
@@ -148,8 +148,8 @@ def load_figure(history: History, title: str) -> Figure | None:
 def moved(tensors: ModelTensors) -> tuple[list[str], np.ndarray]:
     """Return layers [L], and ``|scale * B A| / |W|`` [L, E] over all matrices of each expert.
 
-    Norms are Frobenius's; that of a product follows from ``B^T B`` and ``A A^T``. Layers with fewer
-    experts than the widest one are padded with NaN.
+    Norms are Frobenius norms; that of the product is computed from ``B^T B`` and ``A A^T``. Layers
+    with fewer than E experts are padded with NaN.
     """
     squares: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, scale in tensors.scales.items():
@@ -173,7 +173,7 @@ def moved(tensors: ModelTensors) -> tuple[list[str], np.ndarray]:
 
 
 def _moved_figure(layers: list[str], shares: np.ndarray, title: str) -> Figure:
-    """Draw how far adapters moved each expert [layers, experts], in percent of its weights."""
+    """Plot how far adapters moved each expert [L, E], in percent of the norm of its weights."""
     figure = Figure(figsize=(9, 0.9 + max(1.2, 0.28 * len(layers))), layout="constrained")
     percent = np.ma.masked_invalid(100 * shares)
     low, high = float(percent.min()), float(percent.max())
@@ -188,7 +188,7 @@ def _moved_figure(layers: list[str], shares: np.ndarray, title: str) -> Figure:
 
 
 def draw_moved(checkpoint: Path, path: Path, title: str) -> bool:
-    """Draw a checkpoint's experts; return whether any has an adapter."""
+    """Plot how far adapters moved a checkpoint's experts; return whether any expert has one."""
     with Reader(checkpoint) as reader:
         layers, shares = moved(ModelTensors(reader, reader.manifest.meta.get("adapters", {})))
     if layers:

@@ -10,14 +10,14 @@ from moefold.training.hooks.config import Profile
 
 
 class ProfileHook(Hook):
-    """Ends the trace of a step and writes it; stands first, so no other hook is in the trace."""
+    """Ends the trace of a step and writes it; the first hook, so that no other is in the trace."""
 
     def __init__(self, record: Profile) -> None:
         self.steps = frozenset(record.steps)
         self.running: Any = None
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Write ``profile/step_<n>.json`` when this step was traced."""
+        """Write ``profile/step_<n>.json`` if this step was traced."""
         if self.running is None:
             return
         self.running.stop()
@@ -27,30 +27,30 @@ class ProfileHook(Hook):
         self.running = None
 
     def on_rewind(self, job: JobView) -> None:
-        """Drop the trace of a step that led to another one than it was begun for."""
+        """Discard the trace: the step that it was started for was rewound."""
         self.on_stop(job, None)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Leave no profiler running when the step failed."""
+        """Stop a profiler that is still running because the step failed."""
         if self.running is not None:
             self.running.stop()
             self.running = None
 
 
 class ProfileStart(Hook):
-    """Starts the trace of the next step; stands last."""
+    """Starts the trace of the next step; the last hook."""
 
     def __init__(self, profile: ProfileHook) -> None:
         self._profile = profile
 
     def on_start(self, job: JobView) -> None:
-        """The first step may be one of those."""
+        """Start a trace if the first step is to be traced."""
         self._start_before(job.step_number + 1)
 
     on_rewind = on_start
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """The next step may be one of those."""
+        """Start a trace if the next step is to be traced."""
         if job.step_number < job.last_step:
             self._start_before(job.step_number + 1)
 

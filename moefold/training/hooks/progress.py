@@ -16,15 +16,15 @@ from moefold.training.run_folder import sets
 from moefold.training.words import clock, count, plural, size
 
 SMOOTHING = 0.95
-"""Share of the past in the running mean of wall time per step."""
+"""Weight of the past in the running mean of wall time per step."""
 AFTER = 3
-"""Steps of this process before the forecast; the first one warms up and is left out."""
+"""Number of steps before the forecast, of which the first, the warm-up, is left out."""
 
 
 class ProgressHook(Hook):
     """Shows step, loss, tokens/s, MFU and time left; once, after a few steps, a forecast.
 
-    The time left comes of a running mean of wall time per step, all but the step included.
+    The time left follows from a running mean of wall time per step, time outside steps included.
     """
 
     def __init__(self, record: ProgressDisplay, console: Console) -> None:
@@ -50,7 +50,7 @@ class ProgressHook(Hook):
         self._first_s: list[float] = []
 
     def on_start(self, job: JobView) -> None:
-        """Show the bar at the step the run continues from."""
+        """Show the bar, at the step from which the run continues."""
         self._last = time.monotonic()
         if self._bar is not None:
             total, done = job.last_step, job.step_number
@@ -58,7 +58,7 @@ class ProgressHook(Hook):
             self._bar.start()
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Move the bar, or print a line where the last one is old enough."""
+        """Move the bar, or print a line if the last one is old enough."""
         now, steps = time.monotonic(), job.last_step - job.step_number
         self._sum = SMOOTHING * self._sum + (now - self._last)
         self._weight = SMOOTHING * self._weight + 1
@@ -76,7 +76,7 @@ class ProgressHook(Hook):
                 self._forecast(steps)
 
     def _forecast(self, steps: int) -> None:
-        """Say from the first steps when the run ends, and how much memory it takes."""
+        """Print when the run will end, from the first steps, and the peak memory so far."""
         step_s = sum(self._first_s[1:]) / (AFTER - 1)
         left = steps * step_s
         end = datetime.now() + timedelta(seconds=left)
@@ -97,7 +97,7 @@ class ProgressHook(Hook):
         self._print(f"[cyan]validation[/] step {job.step_number}  {'  '.join(parts)}")
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Leave the bar as it stands."""
+        """Stop the bar; it stays on the console."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -107,7 +107,7 @@ class ProgressHook(Hook):
 
 
 def describe(metrics: Figures) -> str:
-    """Say the step's figures in a few words: ``loss 3.214  12.3k tokens/s  MFU 34 %``."""
+    """Format a step's main metrics: ``loss 3.214  12.3k tokens/s  MFU 34 %``."""
     parts = []
     if "lm_loss" in metrics:
         parts.append(f"loss {metrics['lm_loss']:.3f}")

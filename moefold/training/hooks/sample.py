@@ -1,4 +1,4 @@
-"""Text written by the model while it learns: on the console and in ``samples.txt``."""
+"""Text generated during training: on the console and in ``samples.txt``."""
 
 import re
 from pathlib import Path
@@ -17,17 +17,17 @@ SHOWN_LINES = 8
 
 
 class SampleHook(Hook):
-    """Continues the prompts where the step is due, each time with the same draws."""
+    """Continues the prompts at steps that are due, each time with the same random seed."""
 
     def __init__(self, record: Sample, console: Console) -> None:
         self._record = record
         self._console = console
 
     def on_start(self, job: JobView) -> None:
-        """Drop the samples of steps that are made again: those after the present one.
+        """Encode the prompts; drop samples of steps after the current one, which are repeated.
 
         Raises:
-            ValueError: where there is nothing to go on from.
+            ValueError: if a prompt has no tokens.
         """
         self._ids = [job.tokenizer.prompt(text) for text in self._record.prompts]
         if not all(self._ids):
@@ -40,7 +40,7 @@ class SampleHook(Hook):
     on_rewind = on_start
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Write where the step is due, and at the end."""
+        """Generate if the step is due, and at the end."""
         record, step = self._record, job.step_number
         if step % record.every and step != job.last_step:
             return
