@@ -1,4 +1,4 @@
-"""Records of the training step: how long, how much at once, and what a non-finite one does."""
+"""Records of training steps: number, batch, precision, loss, adapters, non-finite steps."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -17,22 +17,22 @@ from moefold.training.losses.config import LOSS, CrossEntropy, LossRecord
 NONFINITE = Slot("policy on a non-finite step")
 ADAPTER = Slot("adapter")
 LAYER_TARGETS = ("attention", "ffn", "shared", "experts")
-"""Words for the weights of layers that ``all`` names too."""
+"""Names of groups of weights in ``adapter.targets`` that ``all`` includes."""
 MORE_TARGETS = ("router", "head")
 
 
 @NONFINITE.register
 class Stop(Record):
-    """Stops the run before the update, with a report."""
+    """Stops the run before the update, with a report of what is not finite."""
 
     kind: Literal["stop"] = "stop"
     replay: bool = False
-    """Computes the step once more, to tell a fault of the data from one of a machine."""
+    """Whether to compute the step again, to distinguish faults of data from faults of hardware."""
 
 
 @NONFINITE.register
 class Skip(Record):
-    """Leaves the update out and goes on; more than ``limit`` in a row stop the run."""
+    """Skips the update and continues; more than ``limit`` consecutive skips stop the run."""
 
     kind: Literal["skip"] = "skip"
     replay: bool = False
@@ -41,7 +41,7 @@ class Skip(Record):
 
 @NONFINITE.register
 class Rewind(Record):
-    """Goes back to the newest checkpoint and leaves the offending step's data out."""
+    """Returns to the newest checkpoint and excludes the offending step's data."""
 
     kind: Literal["rewind"] = "rewind"
     replay: bool = False
@@ -50,75 +50,75 @@ class Rewind(Record):
 
 @ADAPTER.register
 class Lora(Record):
-    """Low-rank adapters (arXiv 2106.09685), which alone are trained; all else is frozen."""
+    """Low-rank adapters (arXiv 2106.09685) as the only trained weights; all others are frozen."""
 
     kind: Literal["lora"] = "lora"
     rank: Size = 16
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Each adapter's output is scaled by ``alpha`` over its rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
-    """Words (``attention``, ``ffn`` for dense feed-forwards, ``shared``, ``experts``; ``all`` for
-    those four that are there; ``router``, ``head``) and patterns of weights' global names."""
+    """Groups of weights (``attention``, ``ffn`` for dense feed-forwards, ``shared``, ``experts``;
+    ``all`` for these four; ``router``, ``head``) and patterns of weights' global names."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's input features that a training step drops; the others are scaled up."""
     start: Annotated[str, OnDisk()] | None = Field(default=None, alias="from")
-    """Folder of an adapter in PEFT's format to start from; None starts at zero."""
+    """Folder of an adapter in PEFT's format to start from; None starts with zero output."""
     divided: bool = False
-    """Whether adapters of routed experts have rank / top_k, so that a token meets the same rank."""
+    """Whether adapters of routed experts have rank / top_k; a token's sum to ``rank`` then."""
 
     def rank_of(self, top_k: int | None) -> int:
-        """Return the rank of a weight's adapter; ``top_k`` of a routed expert's."""
+        """Return the rank of a weight's adapter; ``top_k`` is given for routed experts."""
         return max(1, self.rank // top_k) if self.divided and top_k else self.rank
 
 
 class Routing(Record):
-    """Recording or replay of routers' choices: a folder with those of each step, layer and token.
+    """Recording or replay of routers' choices in a folder, by step, layer and token.
 
     A replayed recording may come from a run in any layout that read the same data (in reinforcement
-    learning, from the sampler): experts are those recorded, scores and weights are computed from
+    learning, from the sampler): experts are taken from it, scores and weights are computed from
     the current weights, so that routers learn.
     """
 
     record: Annotated[str, Field(min_length=1, examples=["./routing"]), OnDisk()] | None = None
     """Folder to which choices are written."""
     replay: Annotated[str, Field(min_length=1, examples=["./routing"]), OnDisk()] | None = None
-    """Folder from which choices are read in place of choosing."""
+    """Folder from which choices are read; routers then make none."""
 
     def rules(self) -> Iterator[Violation]:
-        """One of both."""
+        """Exactly one of ``record`` and ``replay`` is set."""
         if (self.record is None) == (self.replay is None):
             rule = "must stand alone beside record" if self.record else "must be given, or record"
             yield Violation(("replay",), self.replay, rule, None if self.record else "./routing")
 
 
 class Train(Record):
-    """How long, how much per step, in which number format."""
+    """Number and size of steps, number formats, loss, and what is trained."""
 
     steps: Size
     batch: Size
     """Sequences per optimizer step, over all data-parallel ranks."""
     micro_batch: Size = 1
-    """Sequences per forward and backward."""
+    """Sequences per forward and backward, on each data-parallel rank."""
     precision: Asked = "auto"
-    """Format of products; ``auto`` is bf16 where that is faster than fp32, otherwise fp32."""
+    """Compute format of matrix products; ``auto`` is bf16 if faster than fp32 here, else fp32."""
     quantise: Annotated[Record, QUANTISE] | None = None
     """Weight products of blocks in FP8 or FP4: ``nvfp4``, ``mxfp8``, ``fp8_block``,
     ``fp8_tensor``; None: in ``precision``."""
     loss: Annotated[LossRecord, LOSS] = CrossEntropy()
-    """What a step minimises."""
+    """The loss that is minimised."""
     loss_chunk: Annotated[int, Field(ge=16)] = 1024
-    """Tokens whose logits exist at once."""
+    """Number of tokens whose logits exist at a time."""
     on_nonfinite: Annotated[Record, NONFINITE] = Stop()
-    """What happens to a step whose loss or gradient is not finite."""
+    """Policy for a step whose loss or gradient is not finite."""
     freeze: tuple[str, ...] = ()
     """Patterns of global names of parameters that are not trained, such as ``*.router.*``. They
-    have no gradient, master or optimizer state, and are stored in the type in which they are
+    have no gradient, master or optimizer state, and are stored in the dtype in which they are
     read."""
     routing: Routing | None = None
-    """Whether routers' choices are recorded or replayed; None: neither."""
+    """Recording or replay of routers' choices; None: neither."""
 
     def violations(self, run: Any) -> Iterator[Violation]:
-        """Yield where the loss, or what becomes of routers' choices, does not fit the run."""
+        """Yield violations of the loss and of recorded or replayed routing against the run."""
         yield from self.loss.violations(run)
         if self.routing is not None and run.layout.graphs != "none":
             rule = "must be none: the host sees no choice of a step that is a graph (train.routing)"
@@ -128,7 +128,7 @@ class Train(Record):
             yield Violation(("train", "routing"), self.routing, rule, None)
 
     def rules(self) -> Iterator[Violation]:
-        """Micro-batches make up the batch."""
+        """``micro_batch`` divides ``batch``."""
         if self.batch % self.micro_batch:
             nearest = max(
                 d for d in range(1, min(self.micro_batch, self.batch) + 1) if self.batch % d == 0

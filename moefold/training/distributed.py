@@ -1,4 +1,4 @@
-"""Ranks of a run: devices, groups, signals that stop it, and what rank 0's hooks start on all."""
+"""Ranks of a run: devices, groups, stop signals, and calls that rank 0's hooks make on all."""
 
 import signal
 import threading
@@ -23,7 +23,7 @@ from moefold.run import Run, demand_fit
 from moefold.training.hooks.base import JobView
 
 REPORTS = "hangs"
-"""Folder, in the run's, of what ranks write when they wait in vain for each other."""
+"""Subfolder of the run folder for the reports that ranks write when communication hangs."""
 WORDS = Words(
     "saving after this step; Ctrl-C again to stop now",
     "stopped; the steps since the last checkpoint are lost",
@@ -31,10 +31,10 @@ WORDS = Words(
 
 
 def device_kind(ranks_here: int = 1) -> str:
-    """Return ``cuda`` where there is one, else ``cpu``.
+    """Return ``cuda`` if a CUDA device is available, else ``cpu``.
 
     Raises:
-        ValueError: where ranks of this machine would have to share a device.
+        ValueError: if ranks of this machine would have to share a device.
     """
     if not torch.cuda.is_available():
         return "cpu"
@@ -48,10 +48,10 @@ def device_kind(ranks_here: int = 1) -> str:
 
 
 def world_of(run: Run, spot: Spot, folder: Path) -> World:
-    """Open the run's layout over all ranks; each of them has joined.
+    """Open the run's layout over all ranks, which have joined the rendezvous.
 
     Raises:
-        RunError: where the layout does not fit so many ranks, with the nearest that does.
+        RunError: if the layout does not fit so many ranks; names the nearest that does.
     """
     demand_fit(run, spot.world)
     folding = Folding(run.layout.split, spot.world, run.layout.order)
@@ -60,12 +60,12 @@ def world_of(run: Run, spot: Spot, folder: Path) -> World:
 
 
 class RankZeroRunner:
-    """Runs hooks on rank 0, and on all ranks what the hooks ask for.
+    """Runs hooks on rank 0, and on all ranks the methods that the hooks call.
 
-    While rank 0 tells its hooks of an event, the others wait for its word. A hook that asks the
-    trainer for something in which every rank takes part (an evaluation, a checkpoint) sends its
-    name round, and all do it; then the hooks go on. So a hook is written for one process and works
-    on thousands. Arguments of what ``job`` does on all ranks are small data that JSON can hold.
+    While rank 0 calls its hooks for an event, the others wait. If a hook calls a method of the
+    trainer that every rank must run (an evaluation, a checkpoint), rank 0 broadcasts its name and
+    arguments, small data that JSON can hold, and all ranks run it; then the hooks continue. A hook
+    is therefore written for one process and works on thousands.
     """
 
     def __init__(self, world: World, job: JobView) -> None:
@@ -74,11 +74,11 @@ class RankZeroRunner:
 
     @property
     def leader(self) -> bool:
-        """Whether this rank is the one that tells."""
+        """Whether this is rank 0, which runs the hooks."""
         return self._ranks.index == 0
 
     def call(self, method: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """Run a method on all ranks: by rank 0's word inside ``lead``, else all come here alike."""
+        """Run a method on all ranks: broadcast by rank 0 inside ``lead``; elsewhere all call it."""
         leads, self._leads = self._leads, False
         try:
             if leads:
@@ -88,11 +88,11 @@ class RankZeroRunner:
             self._leads = leads
 
     def lead(self, function: Callable[[], Any], answer: Callable[[], Any]) -> Any:
-        """Run ``function`` on rank 0 while the others follow; return its ``answer`` on all.
+        """Run ``function`` on rank 0 while others serve its calls; return rank 0's ``answer()``.
 
         Raises:
-            Exception: on rank 0 what the function raised.
-            FirstFailed: on the others.
+            Exception: on rank 0, what the function raised.
+            FirstFailed: on the other ranks if it raised.
         """
         while not self.leader:
             said = told_by_first(None, self._ranks)
@@ -100,7 +100,7 @@ class RankZeroRunner:
                 raise FirstFailed(f"the first rank failed: {said['error']}")
             if "answer" in said:
                 return said["answer"]
-            with suppress(SaveError):  # Rank 0 had it too, and says what comes of it.
+            with suppress(SaveError):  # It is raised on rank 0 too, which decides.
                 getattr(self._job, said["call"])(*said["args"], **said["how"])
         leads, self._leads = self._leads, True
         try:
@@ -118,9 +118,9 @@ R = TypeVar("R")
 
 
 def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Make a method one that all ranks carry out, also where a hook on rank 0 alone calls it.
+    """Decorate a method to run on all ranks, also if only a hook on rank 0 calls it.
 
-    It is one of an object with a ``rank_zero``, and given small data that JSON can hold.
+    Its object needs a ``RankZeroRunner`` as ``rank_zero``; arguments are small data for JSON.
     """
 
     @wraps(method)
@@ -132,10 +132,10 @@ def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
 
 @contextmanager
 def stopping_on_signals(job: JobView) -> Iterator[None]:
-    """Turn the first signal of a kind into a request to stop; a second ends the process at once.
+    """Turn the first signal of a kind into a request to stop; a second one ends the process.
 
-    The first rank answers Ctrl-C, where no launcher of ours does; the second one is a
-    ``KeyboardInterrupt``.
+    A second Ctrl-C raises ``KeyboardInterrupt``. Rank 0 confirms Ctrl-C to the user, unless
+    moefold's launcher does.
     """
     words = WORDS if job.world.rank == 0 and parent_process() is None else SILENT
     if threading.current_thread() is not threading.main_thread():
@@ -156,5 +156,5 @@ def stopping_on_signals(job: JobView) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # None stands for a handler that Python did not install and cannot put back.
+            # None: a handler that Python did not install and cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,4 +1,4 @@
-"""The loss of held-out micro-batches, forward alone, in any layout."""
+"""Evaluation: the loss of held-out micro-batches, forward only, in any layout."""
 
 import math
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ def evaluate_sets(
 ) -> dict[str, float | int]:
     """Return ``val_loss`` over all held-out sets, and loss and bits per byte of each.
 
-    About ``tokens`` of each set are read at most; None is all.
+    At most about ``tokens`` tokens of each set are read; None reads all.
     """
     metrics: dict[str, float | int] = {}
     nats = labels = 0.0
@@ -45,10 +45,10 @@ def evaluate(
     loss_chunk: int,
     objective: Objective = CROSS_ENTROPY,
 ) -> tuple[list[float], int, float]:
-    """Return summed loss and figures, number of units, and bytes of the labels' text.
+    """Return summed loss and figures, number of units, and bytes of the labels' text, of all ranks.
 
-    Micro-batches are taken one by one: a held-out set may be larger than memory. Every data rank
-    gives as many, its own; the figures are those of all.
+    ``batches`` are this data rank's, as many as on every other. They are consumed one by one: a
+    held-out set may be larger than memory.
     """
     said = 1 + len(objective.figures)
     figures = torch.zeros(said + 3, dtype=torch.float64, device=placed.world.device)

@@ -1,4 +1,4 @@
-"""What a step counts and tells: its units over all ranks, and the figures that are read once."""
+"""Counts and metrics of a step: summed over all ranks, and read from the device once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from moefold.training.losses.base import Objective
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one forward and backward of a whole batch gave, read from the device once."""
+    """Metrics of one forward and backward of a whole batch, read from the device once."""
 
     lm_loss: float
-    """Mean over the step's units: cross-entropy over labels, in nats."""
+    """Mean loss over the step's units; for cross-entropy, nats per label."""
     grad_norm: float
     """Global norm of the gradient, before clipping."""
     router_terms: dict[str, float]
@@ -33,24 +33,24 @@ class StepFigures:
     stop: bool = False
     """Whether some rank was asked to end the run."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Means of what the loss tells beside itself, and the loss of each further token."""
+    """Means of the loss's further figures, and the loss of each further token."""
     needed_rows: int = 0
-    """``max_rows`` that dispatch lacked, so that the step was made again by all-to-all; else 0."""
+    """Sufficient ``layout.dispatch.max_rows`` if the step was redone after an overflow; else 0."""
     needed_load: float = 0.0
-    """``load`` that pages for rows lacked, with the same effect; else 0."""
+    """Sufficient ``layout.offload.pages.load`` if it was redone as pages overflowed; else 0."""
 
     @property
     def finite(self) -> bool:
-        """Whether the update may be made."""
+        """Whether loss, gradient norm and router terms are all finite."""
         figures = (self.lm_loss, self.grad_norm, *self.router_terms.values())
         return all(abs(f) < float("inf") for f in figures)
 
 
 class Totals(NamedTuple):
-    """A step's counts over all data ranks. They stay on the device: none is waited for."""
+    """A step's counts over all data ranks, on the device, so that the host never waits."""
 
     counts: Tensor
-    """int64 units of the loss, such as labels, labels of each further token, and valid rows."""
+    """int64: units of the loss, such as labels; labels of each further token; valid rows."""
     factors: Factors
 
 
@@ -60,11 +60,11 @@ def totals_of(
     objective: Objective,
     multi_token: Sequence[MultiToken],
 ) -> Totals:
-    """Sum the data ranks' counts of their micro-batches."""
+    """Sum the counts of all data ranks' micro-batches."""
     losses = 1 + len(multi_token)
     labels = [sum(b.ahead(later).n_labels for b in batches) for later in range(1, losses)]
     here = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
-    pinned = world.device.type == "cuda"  # or the host would wait for the copy
+    pinned = world.device.type == "cuda"  # else the host would wait for the copy
     said = torch.tensor(here, pin_memory=pinned).to(world.device, non_blocking=True)
     rows = said[losses:]
     counts = sum_(torch.cat([said[:losses], rows.sum(0, keepdim=True)]), world.group("dp"))
@@ -84,15 +84,15 @@ def figures_of(
     missing: Tensor | None,
     more: Sequence[str],
 ) -> tuple[StepFigures, Tensor | None]:
-    """Add up every rank's share of the figures, and read them from the device once.
+    """Sum all ranks' parts of the metrics, and read them from the device once.
 
-    ``more`` names those beside the loss, that of each further token after others.
+    ``more`` names the further figures of the loss, then the loss of each further token.
     """
     means, sizes = 1 + len(more), len(totals.counts)
     mixtures, names = dict(placed.model.mixtures()), list(placed.term_layers)
     values = norm_squared.new_zeros(2 + means + len(names) + (missing is not None))
     values[0] = norm_squared
-    values[-1].fill_(stop)  # assigned, the number would be waited for
+    values[-1].fill_(stop)  # an assignment would wait for the device
     if missing is not None:
         values[-2] = (missing > 0).any()
     if ran.losses:

@@ -1,9 +1,9 @@
 """Policy for steps whose loss or gradient is not finite, decided before the update.
 
-Every rank decides alike, from figures that are the same on all; the report has what each holds.
-A replay tells data from machine: the same weights, rows and order of sums give the same bits
-(``deterministic: true`` makes kernels so on CUDA). Where all do, the data or the model made the
-fault; where a rank's gradients differ, that rank's machine did.
+All ranks decide alike, from metrics that are equal on all; the report lists what each rank holds.
+A replay distinguishes faults of data and of hardware: equal weights, rows and order of sums give
+equal bits (on CUDA with ``deterministic: true``). If the gradients of all ranks are reproduced, the
+data or the model is at fault; if those of a rank differ, its machine is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,15 +25,15 @@ from moefold.training.step import StepFigures
 
 SHOWN = 8
 ROLES = {"weight": "the weight", "rows": "rows at", "gradient": "the gradient of rows at"}
-"""What became codes, in words."""
+"""Words for the operands that were quantised, by role."""
 MACHINE = "Replay: a machine fault"
 DATA = "Replay: a fault of the data or the model"
 StepAction = Literal["update", "skip", "rewind"]
-"""What to do with a step."""
+"""What is done with a step."""
 
 
 class NonFiniteStep(ValueError):
-    """A step gave NaN or infinity; the weights are those before it."""
+    """A step produced NaN or infinity; the weights were not updated."""
 
 
 def decide(
@@ -44,16 +44,16 @@ def decide(
     data: ShardedState,
     again: Callable[[], Any],
 ) -> StepAction:
-    """Return what to do with a step that gave ``figures``, by ``train.on_nonfinite``.
+    """Return what to do with a step with metrics ``figures``, by ``train.on_nonfinite``.
 
-    Every rank asks. Strikes are counted in ``progress``, how far the run is before it. ``data`` has
-    its gradients; ``again`` computes them once more, from the same ``batches`` and weights.
+    All ranks call it. Strikes are counted in ``progress``, that before the step. ``data`` holds its
+    gradients; ``again`` recomputes them from the same ``batches`` and weights.
 
     Raises:
-        NonFiniteStep: with the report, where the policy stops.
+        NonFiniteStep: with the report, if the policy is to stop.
     """
     if figures.finite:
-        # Steps made again after a rewind prove nothing: only getting past the bad one does.
+        # Steps repeated after a rewind do not reset strikes: only passing the offending one does.
         if progress.step >= progress.struck_at:
             progress.strikes = 0
         return "update"
@@ -77,7 +77,7 @@ def decide(
 
 
 def _holders(batches: Sequence[MicroBatch], data: ShardedState) -> str:
-    """Name the gradients that are not finite, their ranks, and the documents of all data ranks."""
+    """List the gradients that are not finite, by rank, and the documents of all data ranks."""
     world = data.placed.world
     grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
     documents = [f"{o.name} {o.document}" for batch in batches for o in batch.sources]
@@ -94,9 +94,9 @@ def _holders(batches: Sequence[MicroBatch], data: ShardedState) -> str:
 
 
 def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
-    """Compute a step's gradients again; say what first became codes on each rank and is not finite.
+    """Recompute a step's gradients; name each rank's first non-finite operand that was quantised.
 
-    Every rank calls it. Nothing is said where no products read codes.
+    All ranks call it. Without quantised products the list is empty.
     """
     model, world = data.placed.model, data.placed.world
     names = {number: name for name, number in narrow_weights(model.record).items()}
@@ -117,9 +117,9 @@ def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
 
 
 def replay(data: ShardedState, again: Callable[[], Any]) -> str:
-    """Compute a step's gradients, which ``data`` holds, again; say what that tells.
+    """Recompute a step's gradients, which ``data`` holds; say whether their bits are the same.
 
-    Every rank calls it.
+    All ranks call it.
     """
     before = digest(held.tensor for held in data.gradients())
     again()

@@ -1,7 +1,7 @@
-"""Saving of a run's checkpoints, synchronous or asynchronous (behind the steps, from copies).
+"""Saving of a run's checkpoints, synchronous or asynchronous (from copies, during later steps).
 
-Behind the steps a thread of each rank writes what was copied. It speaks to no other rank: at the
-beginning of each step all ranks ask whether all are done, and go on to the save's next part.
+In an asynchronous save a thread of each rank writes the copies. It communicates with no other rank:
+at the beginning of each step the ranks check whether all threads are done, and start the next part.
 """
 
 import logging
@@ -26,15 +26,15 @@ from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 
 NICE = 10
-"""Weight 110 against 1024 of a thread that computes (Linux, ``sched_prio_to_weight``)."""
+"""Niceness of the writing thread: weight 110 against 1024 (Linux, ``sched_prio_to_weight``)."""
 Boxes = Mapping[str, Sequence[TensorSlice]]
 _log = logging.getLogger("moefold.training")
 
 
 class Saver:
-    """Writes checkpoints as a policy says; ``asynchronous`` ones behind the steps, one at a time.
+    """Writes checkpoints by a policy; at most one ``asynchronous`` save is in progress.
 
-    All ranks call its methods alike, but for ``drop``. The first one holds the folder's lock.
+    All ranks must call every method except ``drop``. Rank 0 holds the folder's lock.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class Saver:
     ) -> None:
         self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
         self._ranks = world.on_host
-        # The save under way, what this rank does for it in a thread, and whether that is the last.
+        # The save in progress, this rank's thread for it, and whether that is in the last part.
         self._saving: CheckpointWriter | None = None
         self._thread: threading.Thread | None = None
         self._publishes = False
         self._copies: dict[tuple[str, int], Tensor] = {}
 
     def prepare(self, tensors: Callable[[], Boxes]) -> None:
-        """Take the memory that copies of the state need, so that no step waits for it."""
+        """Allocate the memory for copies of the state, so that no step waits for it."""
         if self._policy.asynchronous:
             self._copied(tensors())
 
     def save(self, step: int, tensors: Boxes, meta: dict[str, Any]) -> Path:
-        """Write a checkpoint, or begin to; return its path.
+        """Write a checkpoint, or start an asynchronous save; return the checkpoint's path.
 
-        An asynchronous one counts when a later call of ``poll`` or ``wait`` has returned.
+        An asynchronous save is complete only after a later call of ``poll`` or ``wait``.
 
         Raises:
-            SaveError: on all ranks, where the storage refused this one, or the one before it.
+            SaveError: on all ranks, if writing this checkpoint or the one before failed.
         """
         self.wait()
         how: dict[str, Any] = {"lock": self._lock, "ranks": self._ranks}
@@ -72,12 +72,12 @@ class Saver:
         return saving.path
 
     def poll(self, wait: bool = False) -> None:
-        """Go on with the save under way where all ranks are ready; called as a step begins.
+        """Advance the save in progress if all ranks are ready; called at the start of a step.
 
-        With ``wait``: finish it.
+        With ``wait``, finish it.
 
         Raises:
-            SaveError: on all ranks, where it failed and the policy is to stop then.
+            SaveError: on all ranks, if it failed and the policy is to stop.
         """
         if self._saving is None:
             return
@@ -93,23 +93,23 @@ class Saver:
                 _log.warning("checkpoint failed: %s; training goes on", error)
 
     def wait(self) -> None:
-        """Finish the save under way, if one is.
+        """Finish the save in progress, if any.
 
         Raises:
-            SaveError: on all ranks, where it failed.
+            SaveError: on all ranks, if it failed.
         """
         while self._thread is not None and self._saving is not None:
             self._thread.join()
             self._go_on()
 
     def drop(self) -> None:
-        """Let the thread of this rank end and publish nothing; for a run that failed."""
+        """Wait for this rank's thread and abandon the save; for a run that failed."""
         if self._thread is not None:
             self._thread.join()
         self._saving, self._publishes = None, False
 
     def _go_on(self) -> None:
-        """Begin the next part of a save whose present one is done on all ranks."""
+        """Start the next part of a save, once the current one is done on all ranks."""
         saving = self._saving
         assert saving is not None
         if self._publishes:
@@ -120,7 +120,7 @@ class Saver:
             self._publishes, self._thread = True, behind(saving.publish)
 
     def _copied(self, tensors: Boxes) -> dict[str, list[TensorSlice]]:
-        """Copy the state to the host, into the memory of the copies before."""
+        """Copy the state to the host, into the buffers of the previous copies."""
         copied = {
             name: [
                 replace(part, tensor=self._copy(name, number, part.tensor))
@@ -142,13 +142,13 @@ class Saver:
 
 
 def behind(function: Callable[..., None], *args: Any) -> threading.Thread:
-    """Start a function in a thread of low priority, which leaves cores to the steps.
+    """Run a function in a thread of low priority, to leave the cores to the steps.
 
-    With all cores busy it gets about a tenth of one, with one idle that whole one.
+    With all cores busy it gets about a tenth of one; an idle core it has to itself.
     """
 
     def yielding() -> None:
-        if sys.platform == "linux":  # Elsewhere threads have no priorities of their own.
+        if sys.platform == "linux":  # Elsewhere threads have no separate priority.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         function(*args)

@@ -1,7 +1,7 @@
-"""What a run is between two steps, and its form in a checkpoint.
+"""The state of a run between two steps, and its form in a checkpoint.
 
-Nothing random is stored: initial values are a function of (seed, name), the data of (seed, step),
-and no step draws anything else. Counters start anew with each step.
+No state of random generators is stored: initial values are a function of (seed, name), data and
+draws of (seed, step). Statistics such as expert counts are reset at each step.
 """
 
 import json
@@ -22,41 +22,41 @@ from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.training.model_checkpoint import MODEL
 
 SHARE_BYTES = 16 * 2**20
-"""Bytes from which on a box that several ranks hold is written by more than one of them."""
+"""Minimum bytes that each rank writes if several ranks split a box of which they hold copies."""
 
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
     """Valid tokens trained on."""
     excluded: tuple[int, ...] = ()
-    """Places in the data's order that a rewind left out, ascending."""
+    """Places of the data order that rewinds excluded, ascending."""
     strikes: int = 0
-    """Steps that were not finite in a row, or rewinds since the run last got past one."""
+    """Consecutive non-finite steps, or rewinds since the run last passed the offending step."""
     struck_at: int = 0
-    """Steps done before the newest of them."""
+    """Number of steps done before the newest non-finite step."""
     sequence_offset: int = 0
-    """Sequences that were read beyond the place times the batch: a fork's source had another."""
+    """Sequences read beyond place times batch, if a fork changed the batch size."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "Progress":
-        """Read it from JSON data of any version: with fewer fields, or more."""
+        """Read from a checkpoint's JSON data, of versions with fewer or more fields too."""
         known = {each.name: said[each.name] for each in fields(cls) if each.name in said}
         return cls(**{**known, "excluded": tuple(said["excluded"])})
 
     def place(self) -> int:
-        """Return the place in the data's order of the next step."""
+        """Return the next step's place in the data order."""
         place = self.step
         for excluded in self.excluded:
             place += excluded <= place
         return place
 
     def rebatched(self, batch: int, new: int) -> "Progress":
-        """Return the progress of a run that reads on, ``new`` sequences a step for ``batch``."""
+        """Return the progress to continue with ``new`` sequences per step instead of ``batch``."""
         if batch == new:
             return self
         offset = self.sequence_offset + self.place() * batch - self.step * new
@@ -64,9 +64,9 @@ class Progress:
 
 
 def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[str, LocalSlice]]:
-    """Yield every box of the state that is here, live, with its tensor's name in a checkpoint.
+    """Yield every box of the state on this rank, not copied, with its tensor's checkpoint name.
 
-    Without an optimizer: the model's alone.
+    Without an optimizer, yield the model's boxes only.
     """
     yield from ((MODEL + held.name, held) for held in data.weights())
     if optimizer is None:
@@ -75,7 +75,7 @@ def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[s
 
 
 def form(data: ShardedState, optimizer: Optimizer) -> str:
-    """Return a digest of the names, places and types of what is here of the state, in its order."""
+    """Return a digest of name, box, shape and dtype of this rank's state, in order."""
     facts = [
         [name, held.box, held.shape, str(held.tensor.dtype)]
         for name, held in held_by(data, optimizer)
@@ -84,7 +84,7 @@ def form(data: ShardedState, optimizer: Optimizer) -> str:
 
 
 def contents(data: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
-    """Return what this rank writes of the state: each element stands on one rank alone."""
+    """Return the slices of the state that this rank writes; each element is written by one rank."""
     found: dict[str, list[TensorSlice]] = {}
     for name, held in held_by(data, optimizer):
         written = list(written_here(name, held))
@@ -96,10 +96,10 @@ def contents(data: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorS
 def written_here(
     name: str, held: LocalSlice, share_bytes: int = SHARE_BYTES
 ) -> Iterator[TensorSlice]:
-    """Yield what this rank writes of a box that it holds.
+    """Yield the slices that this rank writes of a box that it holds.
 
-    Boxes of which there are copies are dealt out by a hash over the ranks that hold them; a large
-    one is cut along its first dim, a share of at least ``share_bytes`` for each of some ranks.
+    If several ranks hold copies of a box, a hash of its name selects the writer; a large box is
+    split along its first dim among some of them, at least ``share_bytes`` each.
     """
     at, tensor = tuple(start for start, _ in held.box), held.tensor.detach()
     size = tensor.numel() * tensor.element_size()
@@ -117,14 +117,14 @@ def written_here(
 
 
 def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Progress:
-    """Fill what is here of the state from a checkpoint of any layout; return how far it is.
+    """Fill this rank's state from a checkpoint of any layout; return the run's progress.
 
-    Without an optimizer the model alone is filled, and the run is at its beginning.
-    Once all ranks have succeeded, ``data.renew()`` brings the weights up to date.
+    Without an optimizer only the model is filled, and the progress is that of a new run.
+    Once all ranks have succeeded, call ``data.renew()`` to refresh the compute weights.
 
     Raises:
-        DamagedError: where a byte is not as written; the state then holds a mixture.
-        MismatchError: where the tensors are not these; nothing is changed then.
+        DamagedError: if data are damaged; the state is then partly overwritten.
+        MismatchError: if names, shapes or dtypes differ; the state is then unchanged.
     """
     with Reader(path) as reader, torch.no_grad():
         wanted = list(held_by(data, optimizer))
@@ -132,10 +132,10 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         if optimizer is None:
             stored = {name: held for name, held in stored.items() if name.startswith(MODEL)}
         names = dict(wanted)
-        # A frozen parameter has the format that it is read in, whatever that of what is taken.
+        # Frozen parameters have their compute dtype here, whatever the stored dtype.
         frozen = {MODEL + name for name, held in data.params.items() if not held.requires_grad}
         missing = [name for name in names if name not in stored]
-        whole = data.placed.world.size == 1  # else others hold what is not here
+        whole = data.placed.world.size == 1  # else the rest is on other ranks
         unexpected = [name for name in stored if name not in names] if whole else []
         mismatched = {}
         for name, held in names.items():

@@ -1,6 +1,6 @@
-"""What a step minimises. Cross-entropy is the base: another loss replaces what it does otherwise.
+"""The loss of a step. Cross-entropy is the base class; other losses override its methods.
 
-T rows here, P rows of the tensor group, D hidden, F figures beside the loss.
+T rows of this rank, P rows of the tensor group, D hidden, F figures reported besides the loss.
 """
 
 from collections.abc import Iterator
@@ -19,35 +19,35 @@ from moefold.parallel.apply import ModelParts
 
 
 class Objective:
-    """Mean cross-entropy over labels.
+    """Mean cross-entropy over labels; the base of losses.
 
     A step's loss is a sum over units, here labels, divided by their number in the whole batch. It
-    ends the last stage's forward, where all ranks of a stage call it for one micro-batch.
+    ends the last stage's forward, where all ranks of the stage call it for each micro-batch.
 
     Args:
-        record: of the slot LOSS, which names this class as its owner.
+        record: a record of the slot LOSS, whose owner is this class.
     """
 
     figures: tuple[str, ...] = ()
-    """What is told beside the loss, each a mean over units too."""
+    """Names of figures reported besides the loss, each a mean over units."""
 
     def __init__(self, record: Record | None = None) -> None:
         self.record: Any = record
 
     def opened(self, job: Any) -> Self:
-        """Bring what the loss needs beside a trainer's model, on all ranks; return itself."""
+        """Load what the loss needs besides a trainer's model, on all ranks; return the loss."""
         return self
 
     def trial(self, placed: ModelParts, subject: Any) -> "Objective":
-        """Return the loss as a proof runs it, beside whose model nothing is to be found."""
+        """Return the loss for a layout proof, which has a small model and no files."""
         return self
 
     def units(self, batch: MicroBatch) -> int:
-        """Return how many units a micro-batch has, which is whole and on the host."""
+        """Return the number of units in a whole micro-batch on the host."""
         return batch.n_labels
 
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        """Return what the loss has to know of a pass beside its rows, for ``Flow.known``.
+        """Return further inputs of the loss for a micro-batch, which become ``Flow.known``.
 
         All ranks call it before a step's first forward, so that it may run other models.
         """
@@ -56,22 +56,22 @@ class Objective:
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the sum, and ``scale`` times its gradient by ``x_TD``.
+        """Return this rank's part of the unscaled sum, and its gradient by ``x_TD``, scaled.
 
-        The head's gradient is added to the master's. The share is [1 + F], the figures' after the
-        loss's, and unscaled; a number alone where there are none.
+        The sum is [1 + F], loss first, or a scalar if F is 0. The head's gradient is added to the
+        master's.
 
         Args:
             x_TD: normed rows of this rank.
-            head: the head's matrix [V, D], this rank's share of its rows.
-            flow: the pass.
-            scale: one over the units of the whole batch.
-            chunk: rows whose logits exist at once.
+            head: the head's matrix [V, D], of which this rank holds a part of the rows.
+            flow: the forward pass.
+            scale: 1 over the number of units in the whole batch.
+            chunk: number of rows whose logits exist at a time.
         """
         return loss_and_gradients(x_TD, head, flow, scale=scale, chunk=chunk)
 
     def score(self, x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
-        """Return the share alone, for held-out data."""
+        """Return this rank's part of the sum without gradients, for held-out data."""
         return summed_loss(x_TD, head, flow, chunk=chunk)
 
 
@@ -79,7 +79,7 @@ CROSS_ENTROPY = Objective()
 
 
 def segments(batch: MicroBatch) -> Iterator[tuple[str, slice]]:
-    """Yield what each segment of a whole micro-batch is known by, its tokens and labels, and its
+    """Yield for each segment of a whole micro-batch a digest of its tokens and labels, and its
     rows."""
     rows_2T, start = torch.stack([batch.ids_T, batch.labels_T]).numpy(), 0
     for length in batch.lengths:

@@ -1,4 +1,4 @@
-"""Records of what a step minimises, without torch."""
+"""Records of losses; imports no torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +23,10 @@ class LossRecord(Record):
     """Base of the records in the loss slot."""
 
     pairs: ClassVar[bool] = False
-    """Whether it compares pairs of answers."""
+    """Whether the loss compares pairs of answers."""
 
     def violations(self, run: Any) -> Iterator[Violation]:
-        """Yield what of a run does not fit its loss, by paths from the run on."""
+        """Yield violations between a run and its loss; paths start at the run."""
         if run.layout.graphs == "step" and not isinstance(self, CrossEntropy):
             rule = "train.loss runs more than the step's own forward, which no graph repeats"
             yield Violation(("layout", "graphs"), "step", rule, "partial")
@@ -57,9 +57,9 @@ class CrossEntropy(LossRecord):
 
 @LOSS.register
 class Distill(LossRecord):
-    """Forward divergence from a teacher's distribution of each label (arXiv 1503.02531).
+    """Forward KL divergence from a teacher's distribution at each label (arXiv 1503.02531).
 
-    The teacher computes the same rows in the run's layout, whole in memory below zero 3.
+    The teacher runs on each rank's rows in the run's layout; below ZeRO 3 its weights are whole.
     """
 
     kind: Literal["distill"] = "distill"
@@ -68,28 +68,28 @@ class Distill(LossRecord):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divisor of both models' logits; the loss is multiplied by its square."""
     stored: Annotated[str, OnDisk()] | None = None
-    """Folder with the teacher's ``top_k`` largest probabilities of each label, written before the
+    """Folder with the teacher's ``top_k`` largest probabilities at each label, written before the
     first step unless it exists; None: the teacher runs in each step."""
     top_k: Size = 64
-    """Probabilities of each label in ``stored``."""
+    """Number of probabilities stored for each label."""
 
     owner = "moefold.training.losses.distill:distillation"
 
     def reading(self) -> Reading:
-        """Return what the teacher's folder says, of which the next token alone is asked.
+        """Return the teacher's description, without multi-token prediction.
 
         Raises:
-            ValueError: where the folder cannot be read.
+            ValueError: if the folder cannot be read.
         """
         return read_config(Path(self.teacher), multi_token=False)
 
     def layout(self, layout: Any) -> Any:
-        """Return the layout of a run as its teacher lies in it: stages are balanced anew."""
+        """Return the teacher's layout: the run's, with stages balanced for it and no offloading."""
         kept = {"stages": None, "recompute": None, "offload": None}
         return layout.model_copy(update={**kept, "state": type(layout.state)()})
 
     def violations(self, run: Any) -> Iterator[Violation]:
-        """Yield a teacher that cannot be read, has other tokens, or does not fit the layout."""
+        """Yield violations of an unreadable teacher, another vocabulary, or an unfit layout."""
         yield from super().violations(run)
         path = ("train", "loss", "teacher")
         try:
@@ -126,14 +126,14 @@ class Dpo(LossRecord):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Factor on the changes of log-probabilities."""
     reference: Literal["adapters_off", "stored"] = "adapters_off"
-    """What answers are compared with: the model without its adapters, which runs in each step, or
-    the model as the run begins, whose scores of all answers are stored in the run's folder."""
+    """The reference model: the model without its adapters, which runs in each step, or the model
+    at the start of the run, whose scores of all answers are stored in the run's folder."""
 
     owner = "moefold.training.losses.dpo:preference"
     pairs: ClassVar[bool] = True
 
     def violations(self, run: Any) -> Iterator[Violation]:
-        """Yield sources without pairs, and a reference that there is none of."""
+        """Yield sources without pairs, and a reference without adapters in a run without them."""
         yield from super().violations(run)
         if self.reference == "adapters_off" and run.adapter is None:
             rule = "is the model as it is trained where a run has no adapter"

@@ -1,12 +1,12 @@
-"""Distillation: a model learns the distribution that another one has of each label.
+"""Distillation: a model learns a teacher's distribution at each label.
 
-T rows here, P rows of the tensor group, D hidden of the teacher, W = 2 K + 1 numbers a row, as
-:func:`moefold.layers.divergence.top_probabilities` gives them.
+T rows of this rank, P rows of the tensor group, D hidden of the teacher, W = 2 K + 1 numbers a row,
+as :func:`moefold.layers.divergence.top_probabilities` returns them.
 
-The teacher is a model in the run's layout whose forward runs before the step's; what is kept of it
-until the loss are its last normed rows. Or its K largest probabilities of each label are stored:
-rows of labels stand in files of fp32 numbers, one file a data rank, segment after segment;
-``index.json`` says what was scored, and in which file and at which row a segment begins.
+The teacher is a model in the run's layout whose forward runs before the step's; only its last
+normed rows are saved until the loss. Alternatively its K largest probabilities at each label are
+stored: a file of fp32 rows for each data rank, with the labels of one segment after another;
+``index.json`` records what was scored, and the file and first row of each segment.
 """
 
 from contextlib import ExitStack
@@ -42,12 +42,12 @@ INDEX = "index.json"
 
 
 def distillation(record: Distill) -> "Distillation":
-    """Return the loss of a record."""
+    """Return the loss that a record describes."""
     return (Distillation if record.stored is None else TopKDistillation)(record)
 
 
 class Distillation(Objective):
-    """Mean divergence over labels; held-out data has cross-entropy."""
+    """Mean KL divergence over labels in training; cross-entropy on held-out data."""
 
     record: Distill
     teacher: ModelParts
@@ -57,7 +57,7 @@ class Distillation(Objective):
         """Load the teacher.
 
         Raises:
-            DataError: where its tokens are others.
+            DataError: if its tokenizer differs from the run's.
         """
         record = self.record
         demand_same_tokens(Path(record.teacher), job.tokenizer)
@@ -70,7 +70,7 @@ class Distillation(Objective):
         return self
 
     def trial(self, placed: ModelParts, subject: Any) -> Objective:
-        """Return the loss with a teacher that is the model itself with other values."""
+        """Return the loss with a copy of the model with other initial values as teacher."""
         decoder = _frozen(subject.decoder)
         parts = build(decoder, placed.model.recipe.precision, placed.layout, placed.world)
         initialise(parts.model, decoder, subject.seed + 1, parts.shards)
@@ -78,16 +78,16 @@ class Distillation(Objective):
         return self
 
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        """Return what the teacher says, where the last stage is; held-out data needs nothing."""
+        """Return the teacher's output on the last stage; None elsewhere, and for held-out data."""
         return self.told(placed, batch, flow, chunk) if flow.training else None
 
     @torch.no_grad()
     def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
-        """Return the teacher's normed rows [T, D]."""
+        """Return the teacher's last normed rows [T, D]."""
         return forward(self.teacher, self.asked(batch))
 
     def asked(self, batch: MicroBatch) -> Flow:
-        """Return the teacher's pass of a micro-batch."""
+        """Return the teacher's forward pass for a micro-batch."""
         return flow_of(self.teacher, batch, training=False, exact=True)
 
     def __call__(
@@ -102,16 +102,16 @@ class Distillation(Objective):
 
 
 class TopKDistillation(Distillation):
-    """The teacher is there until its scores are; then these are read."""
+    """Divergence over the teacher's stored top K probabilities; it is loaded to write them only."""
 
     _folder: Path | None = None
-    """Where they are; none: the teacher is asked in each step."""
+    """Folder with the probabilities; None: the teacher runs in each step."""
 
     def opened(self, job: Any) -> Self:
-        """Read what is stored, or let the teacher score each label of the training data.
+        """Open the stored probabilities; if missing, let the teacher score all training data.
 
         Raises:
-            DataError: where what is there was scored otherwise than the run asks for.
+            DataError: if they were scored with other settings than the run's.
         """
         folder, ranks = Path(self.record.stored or ""), job.world.on_host
         asked = on_first(partial(_asked, self.record, job), ranks)
@@ -133,7 +133,7 @@ class TopKDistillation(Distillation):
         return self
 
     def trial(self, placed: ModelParts, subject: Any) -> Objective:
-        """Return the loss with a teacher that is asked in each step, of a small vocabulary."""
+        """Return the loss with a teacher that runs in each step, and K for a small vocabulary."""
         self.record = self.record.model_copy(update={"top_k": max(2, subject.decoder.vocab // 8)})
         return super().trial(placed, subject)
 
@@ -145,7 +145,7 @@ class TopKDistillation(Distillation):
         return divergence_and_gradients(x_TD, head, flow, compare=top(flow.known), **how)
 
     def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
-        """Return the scores [P, W]."""
+        """Return the teacher's top probabilities [P, W]."""
         if self._folder is None:
             return self._said(self.asked(batch), chunk)
         if not any(one.scores for one in placed.chunks):
@@ -154,12 +154,12 @@ class TopKDistillation(Distillation):
         return told_TW[flow.whole.rows.place_T]
 
     def _said(self, flow: Flow, chunk: int) -> Tensor | None:
-        """Let the teacher score a micro-batch."""
+        """Return the top probabilities of a micro-batch, computed by the teacher."""
         how = {"k": self.record.top_k, "temperature": self.record.temperature}
         return score(self.teacher, flow, partial(top_probabilities, **how), chunk)
 
     def _scored(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
-        """Write a file a data rank; return in which file and at which row each segment begins."""
+        """Write one file per data rank; return the file and the first row of each segment."""
         found: dict[str, tuple[int, int]] = {}
         spot, count = job.world.attention, 0
         with ExitStack() as stack:
@@ -185,10 +185,10 @@ class TopKDistillation(Distillation):
         return {key: begin for part in parts for key, begin in part.items()}
 
     def _read(self, batch: MicroBatch) -> np.ndarray:
-        """Return what is stored of a micro-batch's rows [T, W]; nothing of those without a label.
+        """Return the stored probabilities of a micro-batch's rows [T, W]; 0 for rows without label.
 
         Raises:
-            DataError: where a segment was not scored.
+            DataError: if a segment was not scored.
         """
         assert self._folder is not None
         told_TW = np.zeros((batch.rows, 2 * self.record.top_k + 1), np.float32)
@@ -212,7 +212,7 @@ def _frozen(decoder: Decoder) -> Decoder:
 
 
 def demand_same_tokens(folder: Path, own: Tokenizer) -> None:
-    """Refuse a teacher whose tokenizer, where the folder has one, numbers tokens otherwise."""
+    """Raise ``DataError`` if a teacher's folder has a tokenizer with other token ids."""
     if not (folder / "tokenizer.json").is_file():
         return
     if (found := own.first_difference(from_path(str(folder)))) is not None:
@@ -228,7 +228,7 @@ def _file(folder: Path, dp: int) -> Path:
 
 
 def _asked(record: Distill, job: Any) -> dict[str, Any]:
-    """Return what tells scores from others."""
+    """Return the settings that identify stored probabilities."""
     with import_folder(record.teacher, reading=record.reading()) as found:
         teacher = found.tensors.identity()
     return {

@@ -1,14 +1,13 @@
-"""Direct preference optimisation: answers that were chosen against answers that were rejected.
+"""Direct preference optimisation on pairs of a chosen and a rejected answer.
 
-T rows here, P rows of the tensor group, N segments of a micro-batch: chosen and rejected in turn.
-
-With log-probabilities of whole answers, each a sum over its labels, and those of a reference,
+T rows of this rank, P rows of the tensor group, N segments of a micro-batch: chosen and rejected in
+turn. With log-probabilities of whole answers, sums over labels, of model p and reference r,
 
     h = (log p(chosen) - log p(rejected)) - (log r(chosen) - log r(rejected))
 
-the loss of a pair is ``-log sigmoid(beta h)`` (arXiv 2305.18290, eq. 7) or, as IPO has it,
-``(h - 1 / (2 beta))^2`` (arXiv 2310.12036, eq. 17). An answer lies on all context ranks, so that
-its rows' sums are added up there before the loss is computed, by each of them alike.
+the loss of a pair is ``-log sigmoid(beta h)`` (arXiv 2305.18290, eq. 7) or, for IPO,
+``(h - 1 / (2 beta))^2`` (arXiv 2310.12036, eq. 17). The rows of an answer are spread over context
+ranks, which sum their log-probabilities and then all compute the same loss.
 """
 
 from collections import defaultdict
@@ -37,12 +36,12 @@ STORED = "reference.json"
 
 
 def preference(record: Dpo) -> "Preference":
-    """Return the loss of a record."""
+    """Return the loss that a record describes."""
     return (StoredPreference if record.reference == "stored" else Preference)(record)
 
 
 class Preference(Objective):
-    """Mean loss over pairs; the reference is the model without its adapters."""
+    """Mean loss over pairs, with the model without its adapters as reference."""
 
     record: Dpo
     figures = ("preference/margin", "preference/accuracy")
@@ -52,7 +51,7 @@ class Preference(Objective):
         return len(batch.lengths) // 2
 
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        """Return the reference's log-probability of each segment [N], where the last stage is."""
+        """Return the reference's log-probability of each segment [N]; on the last stage only."""
         with placed.model.recipe.without_adapters():
             asked = flow_of(placed, batch, training=False, exact=True)
             return score(placed, asked, log_probabilities, chunk)
@@ -60,9 +59,9 @@ class Preference(Objective):
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the pairs' losses, margins and whether they are ordered right, summed.
+        """Return sums over pairs [3] of loss, margin and correct order, and the scaled gradient.
 
-        Two products with the head more than cross-entropy's: the loss is known after all logits.
+        As the loss is known only after all logits, the products with the head are computed twice.
         """
         share, slope_N = self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)
         # A row's cross-entropy is minus its log-probability.
@@ -73,11 +72,11 @@ class Preference(Objective):
         return share, dx_TD
 
     def score(self, x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
-        """Return the pairs' sums."""
+        """Return sums over pairs [3] of loss, margin and correct order."""
         return self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)[0]
 
     def _pairs(self, log_N: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-        """Return the sums over pairs [3], and the loss's slope by each segment's log [N]."""
+        """Return sums over pairs [3], and the loss's derivative by each log-probability [N]."""
         gain_N = log_N - flow.known
         h = gain_N[0::2] - gain_N[1::2]
         beta = self.record.beta
@@ -87,21 +86,21 @@ class Preference(Objective):
         else:
             losses, slope = -F.logsigmoid(beta * h), -beta * torch.sigmoid(-beta * h)
         said = torch.stack([losses.sum(), beta * h.sum(), (h > 0).sum().to(h.dtype)])
-        # All ranks that share the rows computed the same: one of them states it.
+        # All ranks that share the rows have the same sums: only the first one returns them.
         first = flow.world.group("tp_cp").index == 0
         return said if first else torch.zeros_like(said), torch.stack([slope, -slope], 1).flatten()
 
 
 class StoredPreference(Preference):
-    """The reference is the model as the run begins: each answer's score is in the run's folder."""
+    """Loss whose reference is the model at the start of the run; its scores are in the folder."""
 
     _stored: dict[str, float]
 
     def opened(self, job: Any) -> Self:
-        """Read the scores, or make those of all answers before the first step.
+        """Read the reference's scores; before the first step, compute them for all answers.
 
         Raises:
-            CheckpointError: where the run goes on after its first steps and their file is gone.
+            CheckpointError: if the run has trained already and the file of scores is missing.
         """
         path = job.folder / STORED
         if not on_first(path.exists, job.world.on_host):
@@ -115,12 +114,12 @@ class StoredPreference(Preference):
         return self
 
     def trial(self, placed: ModelParts, subject: Any) -> Objective:
-        """Return the loss with a reference to which all answers are certain."""
+        """Return the loss with a reference whose log-probabilities are all 0."""
         self._stored = defaultdict(float)
         return self
 
     def _scores(self, job: Any) -> dict[str, float]:
-        """Return the log-probability of every answer by its key, on each rank."""
+        """Return the log-probability of every answer by its digest, on all ranks."""
         found: dict[str, float] = {}
         for batch in job.loader.everything():
             flow = flow_of(job.placed, batch, training=False, exact=True)
@@ -138,11 +137,11 @@ class StoredPreference(Preference):
 
 @torch.no_grad()
 def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
-    """Return the log-probability [N] of each whole segment's labels, in the widest dtype."""
+    """Return the summed log-probability [N] of each whole segment's labels, in the widest dtype."""
     rows, losses_P = flow.whole.rows, label_losses(x_TD, head, flow, chunk=chunk)
     wide = widest(losses_P.device)
     number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
     mine_NP = rows.segment_T == number_N1
-    # One sum a segment: scattered additions would come in any order.
+    # One sum per segment: scatter-add would not fix the order of additions.
     said_N = -torch.where(mine_NP, losses_P[: rows.n_valid].to(wide), 0).sum(1)
     return sum_(said_N, flow.world.group("cp"))
