@@ -1,17 +1,17 @@
-"""Load balancing of one layer: loss terms, the loss-free bias, counters and health.
+"""Load balancing of one MoE layer: loss terms, bias updates, counters and health figures.
 
 T token rows, E experts, K experts per token, N populations (the segments, or all rows as one).
 
-Every term is the value over one micro-batch, without its coefficient. The training loss is
+The value of a term is over one micro-batch, without its coefficient. The training loss is
 
     CE_sum / labels of the step
     + sum over micro-batches j of (valid_j / valid of the step) * sum over layers of c * value_j
 
-so neither the number of micro-batches nor that of ranks changes a coefficient's meaning. Where
-ranks share a micro-batch, each computes its own tokens' share of a value; the shares add up to it.
+so that a coefficient's meaning depends neither on the number of micro-batches nor of ranks. Ranks
+that share a micro-batch each compute a partial value of their own tokens; the value is their sum.
 
-Counters see each decision once, in training, whatever is run again in backward. They are int64
-sums, exact in any order, so that ranks' counters add up to what one rank would count.
+Counters count each decision once, in training, even if layers are recomputed. They are int64 sums,
+exact in any order, so that the counters of ranks add up to those of a single rank.
 """
 
 from abc import ABC, abstractmethod
@@ -40,87 +40,87 @@ from moefold.moe.topk import count, select
 
 Population = Literal["micro_batch", "sequence", "global_batch"]
 UNIT = 2.0**-32
-"""Of scores that counters add up."""
+"""Unit of the fixed-point numbers in which counters add up scores."""
 
 
 class Observed:
-    """What a loss term sees of one layer in one micro-batch: the rows of this rank.
+    """Input of a loss term: the routing of one layer for this rank's rows of a micro-batch.
 
-    Other ranks may hold more of its rows. What is divided by the number of rows here is another
-    value in every layout: divide by ``population``, or take ``mean``.
+    Other ranks may hold further rows of it. A value divided by the number of local rows would
+    depend on the layout: divide by ``population``, or use :meth:`mean`.
     """
 
     def __init__(self, routed: Routed, rows: MicroBatch, record: Moe) -> None:
         self.logits_TE = routed.logits_TE
-        """Rows that are not valid are finite, and count nowhere."""
+        """Router logits; rows that are not valid are finite and must not be counted."""
         self.decision = routed.decision
         self.population = max(rows.population, 1)
-        """Valid tokens of the whole micro-batch, on whatever ranks; at least 1."""
+        """Number of valid tokens of the whole micro-batch on all ranks; at least 1."""
         self.rows = rows
-        """Those of this rank."""
+        """Rows of this rank."""
         self._scores_TE = routed.scores_TE
         self._record = record.router
 
     @cached_property
     def probability_TE(self) -> Tensor:
-        """Each row's distribution over the experts, differentiable."""
+        """Probability distribution of each row over the experts, differentiable."""
         return probabilities(self.logits_TE, self._scores_TE, self._record)
 
     def valid(self, values_TX: Tensor) -> Tensor:
-        """Return the rows that are not padding, which comes last: the shorter run's very bits."""
+        """Return the rows without padding, which comes last: sums are bitwise those without it."""
         return values_TX if self.rows.n_valid == self.rows.rows else values_TX[: self.rows.n_valid]
 
     @cached_property
     def shares_PE(self) -> Tensor | None:
-        """Shares of the sum of valid rows' distributions, fp32; None where no own kernel runs."""
+        """fp32 partial sums of valid rows' distributions; None where no own kernel runs."""
         valid_TE = self.valid(self.probability_TE).detach()
         own = fused(valid_TE) and valid_TE.dtype == torch.float32
         return kernels.row_sums(valid_TE) if own else None
 
     def mean(self, values_T: Tensor) -> Tensor:
-        """Return the rows' share of the mean [0-d] over the micro-batch's valid tokens."""
+        """Return the 0-d part of these rows in the mean over the micro-batch's valid tokens."""
         return (sum_by(self.valid(values_T), None, 1).sum() / self.population).to(values_T.dtype)
 
     @property
     def segment_T(self) -> Tensor | None:
-        """int64 segment of each valid row; None where there is only one."""
+        """int64 segment of each valid row; None if there is only one."""
         return self.rows.segment_T if len(self.rows.lengths) > 1 else None
 
 
 class Term(ABC):
-    """A loss term: called once per micro-batch and layer."""
+    """A loss term of the router, computed once per micro-batch and layer."""
 
     name: str
     coefficient: float
     over: Population | None = None
-    """The population whose plain choices it reads in ``decision.counts``."""
+    """Population whose plain choices the term reads from ``decision.counts``; None if none."""
 
     @abstractmethod
     def __call__(self, observed: Observed) -> Tensor:
-        """Return the 0-d share of this rank's rows in the micro-batch's value, no coefficient."""
+        """Return the 0-d part of this rank's rows in the value, without the coefficient."""
 
 
 class Update(ABC):
-    """A change of the router outside the loss, made once per step."""
+    """An update of the router outside the loss, made once per step."""
 
     averages = False
-    """Whether it reads ``counters.wanted_X``."""
+    """Whether the update reads ``counters.wanted_X``."""
 
     def wanted(self, routed: Routed, record: RouterRecord, flow: Flow) -> Tensor:
-        """Return [E] what a micro-batch with valid tokens asks for, the same on all its ranks."""
+        """Return the target [E] of a micro-batch with valid tokens, equal on all its ranks."""
         raise NotImplementedError
 
     @abstractmethod
     def __call__(self, router: Router, counters: "Counters") -> None:
-        """Change the router in place, from the whole global batch's counters."""
+        """Update the router in place from the counters of the global batch."""
 
 
 class AuxLoss(Term):
-    """``E / K * sum_i f_i P_i`` of each population, weighed by its share of the valid tokens.
+    """``E / K * sum_i f_i P_i`` per population, weighted by the population's share of valid tokens.
 
-    f_i is the share of tokens whose plain top-k holds expert i and carries no gradient; P_i is the
-    mean probability of i. Over ``global_batch`` f_i is that of the step's micro-batches up to this
-    one, P_i that of this micro-batch. Without valid tokens the value is 0, its gradient too.
+    f_i is the fraction of tokens whose plain top-k contains expert i, without gradient; P_i is the
+    mean probability of i. Over ``global_batch`` f_i is of the step's micro-batches up to this one,
+    and P_i of this micro-batch. Without valid tokens the value and its gradient are 0.
     """
 
     def __init__(self, record: Aux) -> None:
@@ -129,7 +129,7 @@ class AuxLoss(Term):
         self.over: Population = record.over
 
     def __call__(self, observed: Observed) -> Tensor:
-        """Return the rows' share of the value, in the logits' dtype."""
+        """Return the part of these rows in the value, in the logits' dtype."""
         decision = observed.decision
         assert decision.counts is not None and decision.plain_TK is not None
         probability_TE = observed.valid(observed.probability_TE)
@@ -139,10 +139,10 @@ class AuxLoss(Term):
             given = (probability_TE, observed.shares_PE, counts_NE.view(-1))
             return kernels.load_balance(*given, top_k, observed.population)
         probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])
-        # Each token makes top_k choices, so the counts say how many tokens they are of.
+        # Each token makes top_k choices, so that the counts determine the number of tokens.
         tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)
         share_NE = counts_NE.to(probability_NE.dtype) / tokens_N1
-        # In this order uniform routing gives exactly one where 1 / E is a binary fraction.
+        # In this order uniform routing yields exactly 1 if E is a power of two.
         total = (share_NE * probability_NE).sum() / observed.population
         value = total * probability_TE.shape[1] / top_k
         return value.to(observed.logits_TE.dtype)
@@ -156,7 +156,7 @@ class ZLoss(Term):
         self.coefficient = record.coefficient
 
     def __call__(self, observed: Observed) -> Tensor:
-        """Return the rows' share of the value, in the logits' dtype."""
+        """Return the part of these rows in the value, in the logits' dtype."""
         logits_TE = observed.logits_TE
         if fused(logits_TE) and logits_TE.dtype == torch.float32:
             return kernels.square_log_sum_exp(observed.valid(logits_TE), observed.population)
@@ -166,7 +166,7 @@ class ZLoss(Term):
 class BiasUpdate(Update):
     """``b_i += rate * sign(mean(n) - n_i)``, exact in integers (arXiv 2408.15664).
 
-    n_i counts the choices actually made, bias included, by valid tokens, before capacity drops.
+    n_i is the number of valid tokens that chose expert i, bias included, before capacity drops.
     """
 
     def __init__(self, record: Bias) -> None:
@@ -174,16 +174,16 @@ class BiasUpdate(Update):
 
     @torch.no_grad()
     def __call__(self, router: Router, counters: "Counters") -> None:
-        """Move the router's selection bias."""
+        """Update the router's selection bias."""
         assert router.selection_bias is not None
         load_E = counters.load_E
-        # sign(sum / E - n) without the division that would round the mean.
+        # sign(sum / E - n), without the division, which would round the mean.
         direction_E = (load_E.sum() - load_E * load_E.shape[0]).sign()
         router.selection_bias.add_(direction_E, alpha=self.rate)
 
 
 class QuantileUpdate(Update):
-    """Takes in by how much scores have to move for each expert to have its share of tokens."""
+    """Moves the bias towards quantiles of scores at which every expert has equal load."""
 
     averages = True
 
@@ -191,7 +191,7 @@ class QuantileUpdate(Update):
         self.rate = record.rate
 
     def wanted(self, routed: Routed, record: RouterRecord, flow: Flow) -> Tensor:
-        """Return the bias with which each expert would have had its share."""
+        """Return the bias [E] with which each expert would have had equal load."""
         scores_TE, bias_E, rows = routed.scores_TE, routed.bias_E, flow.rows
         assert bias_E is not None
         best_TK = select(scores_TE, record.top_k + 1, bias_E=bias_E, groups=record.groups)
@@ -203,7 +203,7 @@ class QuantileUpdate(Update):
 
     @torch.no_grad()
     def __call__(self, router: Router, counters: "Counters") -> None:
-        """Move the router's selection bias."""
+        """Update the router's selection bias."""
         assert router.selection_bias is not None
         total_E, seen = counters.wanted_X[:-1], counters.wanted_X[-1]
         mean_E = total_E.float() * UNIT / seen.clamp(min=1)
@@ -211,26 +211,26 @@ class QuantileUpdate(Update):
 
 
 class Counters(ExactBuffers):
-    """Sums over the micro-batches of a step; not saved, since a step starts from zero.
+    """Sums over the micro-batches of a step; not checkpointed, since each step starts from zero.
 
-    They count the rows of this rank until :func:`sum_counters` makes them the whole step's.
+    They are of this rank's rows until :func:`sum_counters` sums them over ranks.
     """
 
     load_E: Tensor
-    """int64 choices of each expert by valid tokens, before capacity drops."""
+    """int64 number of valid tokens that chose each expert, before capacity drops."""
     sent_E: Tensor
-    """int64 of those, the ones that capacity let through."""
+    """int64 number of choices of each expert that capacity did not drop."""
     plain_E: Tensor
-    """int64 choices by the scores alone in the rounds of micro-batches so far, on all data ranks;
-    kept only where a term reads it."""
+    """int64 choices by scores alone in the step's micro-batches so far, summed over data ranks;
+    counted only if a term reads it."""
     tokens: Tensor
-    """int64 valid tokens, 0-d."""
+    """int64 number of valid tokens, 0-d."""
     probability_E: Tensor
     """float32 sum of valid tokens' distributions over the experts."""
 
     wanted_X: Tensor
-    """int64 sums [E] of what micro-batches asked for, in units of ``UNIT``, so that any order gives
-    the same; then their number. Empty where no update asks."""
+    """int64 sums [E] of micro-batches' targets in units of ``UNIT``, exact in any order; then the
+    number of micro-batches. Empty if no update reads it."""
 
     def __init__(self, experts: int, averages: bool = False) -> None:
         super().__init__()
@@ -251,11 +251,11 @@ class Counters(ExactBuffers):
         by_rank_DE: Tensor | None,
         rank: int,
     ) -> Tensor | None:
-        """Count a micro-batch, given the choices of each expert, and the plain ones by data ranks.
+        """Count a micro-batch, given its choices by expert, and plain choices by data rank.
 
         Returns:
-            int64 [E] plain choices counted before, and on data ranks up to this one; None where no
-            term reads them.
+            int64 [E] plain choices of earlier micro-batches, and of this one on data ranks up to
+            this; None if no term reads them.
         """
         rows, shares_PE = observed.rows, observed.shares_PE
         if shares_PE is not None:
@@ -275,22 +275,22 @@ class Counters(ExactBuffers):
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Start a step."""
+        """Reset all counters for a new step."""
         for buffer in self.buffers():
             buffer.zero_()
 
 
 class Balance(nn.Module):
-    """The balancing of one MoE layer: its terms, its updates, and the counters they read."""
+    """Balancing of one MoE layer: its loss terms, its updates, and the counters that they read."""
 
     weight = 1.0
-    """Factor on coefficients; a block of further tokens sets it."""
+    """Factor on all coefficients; a multi-token prediction block sets it."""
 
     def __init__(self, record: Moe) -> None:
         super().__init__()
         self.record = record
         parts = [build(part) for part in record.balance]
-        # A coefficient of zero is a term that is not there.
+        # Terms with coefficient 0 are not computed.
         self.terms = tuple(p for p in parts if isinstance(p, Term) and p.coefficient > 0)
         self.updates = tuple(p for p in parts if isinstance(p, Update))
         self._averaged = [part for part in self.updates if part.averages]
@@ -302,40 +302,40 @@ class Balance(nn.Module):
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Coefficient of each term by its name, in order."""
+        """Coefficient of each term by name, in order."""
         return {term.name: term.coefficient * self.weight for term in self.terms}
 
     def forward(self, routed: Routed, flow: Flow) -> tuple[Decision, dict[str, Tensor]]:
-        """Count the decision where that was not done yet, and return it with each term's value.
+        """Count the decision unless it is counted, and return it with its counts and the terms.
 
-        The decision returned is the one to keep: with it a second run counts nothing and finds the
-        same counts. Outside training nothing is counted and there are no terms.
+        The returned decision is to be stored: a recomputed layer replays it and counts nothing.
+        Outside training nothing is counted and there are no terms.
         """
         if not flow.training:
             return routed.decision, {}
         observed = Observed(routed, flow.rows, self.record)
         if self._populations:
-            # Made once, with its graph, and before any term: a second run saves in the same order.
+            # Computed before any term, so that recomputation saves tensors in the same order.
             _ = observed.probability_TE
         if observed.decision.counts is None:
             observed.decision = self._count(routed, observed, flow)
         return observed.decision, {term.name: term(observed) for term in self.terms}
 
     def start_step(self) -> None:
-        """Forget the last step's counts."""
+        """Reset the counters."""
         self.counters.clear()
 
     def finish_step(self, router: Router) -> None:
-        """Make the updates, once, after the last micro-batch of a step that is not skipped.
+        """Apply the updates, once, after the last micro-batch of a step that is not skipped.
 
-        A router whose weight is frozen keeps its bias too.
+        If the router's weight is frozen, so is its selection bias.
         """
         if router.weight.requires_grad:
             for update in self.updates:
                 update(router, self.counters)
 
     def _count(self, routed: Routed, observed: Observed, flow: Flow) -> Decision:
-        # Where no term reads it: a second run, which counts nothing, would save less.
+        # If no term reads ``observed``, use another: recomputation would not save these tensors.
         seen = observed if self._populations else Observed(routed, flow.rows, self.record)
         counters, decision = self.counters, routed.decision
         experts, ranks = counters.load_E.shape[0], flow.world.group("dp")
@@ -348,7 +348,7 @@ class Balance(nn.Module):
                 decision = replace(decision, plain_TK=plain_TK)
             counts, by_rank_DE = self._counts(decision, load_E, seen, flow), None
             if "global_batch" in self._populations:
-                # Data ranks run micro-batches of one round: those of lower ranks come before this.
+                # Of the micro-batches that data ranks run at once, lower ranks' count as earlier.
                 by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
             so_far_E = counters.add(seen, routed, load_E, by_rank_DE, ranks.index)
             for update in self._averaged if flow.rows.population else ():
@@ -362,7 +362,7 @@ class Balance(nn.Module):
     def _counts(
         self, decision: Decision, load_E: Tensor, seen: Observed, flow: Flow
     ) -> dict[str, Tensor]:
-        """Return the plain choices of each population of a micro-batch that a term reads."""
+        """Return plain choices [N, E] of the micro-batch, by kind of population that terms read."""
         if not self._populations:
             return {}
         assert decision.plain_TK is not None
@@ -377,18 +377,18 @@ class Balance(nn.Module):
             counts_NE = count_by(plain_TK, segment_T, populations, experts)
         if ranks.size > 1:
             counts_NE = sum_(counts_NE.clone(), ranks)
-        # A segment's counts add up to the micro-batch's.
+        # The counts of segments add up to those of the micro-batch.
         whole_1E = counts_NE if len(counts_NE) == 1 else counts_NE.sum(0, keepdim=True)
         return {kind: counts_NE, "micro_batch": whole_1E}
 
     @torch.no_grad()
     def health(self, router: Router) -> dict[str, Tensor]:
-        """Return the step's figures, on the router's device.
+        """Return the step's health figures, on the router's device.
 
-        ``load`` [E] is each expert's share of the choices; ``load_max_over_mean``,
-        ``dead_experts``, ``drop_rate`` and ``bias_range`` say what they are. The entropies, of the
-        load and of the mean probability, are shares of the even distribution's: 1 is even, 0 is
-        one expert.
+        ``load`` [E] is the share of each expert in the choices. ``load_entropy`` and
+        ``probability_entropy`` (of the mean probability) are relative to the uniform
+        distribution's entropy: 1 is uniform, 0 is one expert. The other figures are
+        ``load_max_over_mean``, ``dead_experts``, ``drop_rate`` and ``bias_range``.
         """
         counters = self.counters
         load_E, total = counters.load_E, counters.load_E.sum().clamp(min=1)
@@ -410,7 +410,7 @@ class Balance(nn.Module):
 
 @torch.no_grad()
 def sum_counters(balances: Sequence[Balance], ranks: Group) -> None:
-    """Make each layer's counters the whole step's: the sum over all ranks that share it."""
+    """Sum each layer's counters over all ranks that share the step."""
     if ranks.size == 1:
         return
     for name in dict.fromkeys(name for balance in balances for name in balance.counters.summed):
@@ -422,11 +422,11 @@ def sum_counters(balances: Sequence[Balance], ranks: Group) -> None:
 
 
 def sum_by(values_TX: Tensor, population_T: Tensor | None, populations: int) -> Tensor:
-    """Return the sum [N, ...] of each population's rows, in float64 where the device has it.
+    """Return the sum [N, ...] of each population's rows, in float64 if the device supports it.
 
-    Without ``population_T`` all rows are one. With it, a CUDA device adds in any order unless torch
-    runs deterministically; that moves the last bits of values only, as no term's gradient depends
-    on such a sum.
+    Without ``population_T`` all rows are one population. With it, CUDA adds in arbitrary order
+    unless torch runs deterministically; that affects the last bits of values only, as no term's
+    gradient depends on such a sum.
     """
     dtype = values_TX.dtype if values_TX.device.type == "mps" else torch.float64
     if population_T is None:
@@ -439,7 +439,7 @@ def sum_by(values_TX: Tensor, population_T: Tensor | None, populations: int) -> 
 def count_by(
     experts_TK: Tensor, population_T: Tensor | None, populations: int, experts: int
 ) -> Tensor:
-    """Return int64 [N, E]: the choices of each expert in each population; all rows are valid."""
+    """Return int64 [N, E] choices by population and expert; all rows must be valid."""
     if population_T is None:
         return count(experts_TK, experts)[None]
     cell_TK = population_T[:, None] * experts + experts_TK

@@ -18,66 +18,66 @@ BALANCE = Slot("balance term")
 
 
 class Groups(Record):
-    """Group-limited routing: only the experts of the best ``keep`` groups can be chosen.
+    """Group-limited routing: only experts of the ``keep`` best groups can be chosen.
 
-    How a group is scored is explicit because models differ: DeepSeek-V2 takes the maximum,
-    DeepSeek-V3 the sum of the best two.
+    The score of a group differs by model: the maximum of its experts' scores in DeepSeek-V2, the
+    sum of the best two in DeepSeek-V3.
     """
 
     count: Size
     keep: Size
     score: Literal["max", "sum_best"] = "sum_best"
     best: Size = 2
-    """How many of a group's scores ``sum_best`` adds."""
+    """Number of scores of a group that ``sum_best`` adds."""
 
     @property
     def summed(self) -> int:
-        """How many of a group's best scores are added up to rank it."""
+        """Number of best scores whose sum ranks a group."""
         return self.best if self.score == "sum_best" else 1
 
     def rules(self) -> Iterator[Violation]:
-        """No more groups are kept than there are."""
+        """Keep at most as many groups as there are."""
         if self.keep > self.count:
             yield Violation(("keep",), self.keep, f"at most count ({self.count})", self.count)
 
 
 class Idle(Record):
-    """Choices beside the experts that compute nothing: rows for them are not sent.
+    """Zero-computation experts: choices besides the experts, for which no row is dispatched.
 
-    Zero-computation experts of LongCat-Flash (arXiv 2509.01322: identities) and MoE++ (arXiv
-    2410.07348, whose constants are weighed as identities besides).
+    Used by LongCat-Flash (arXiv 2509.01322: identities) and MoE++ (arXiv 2410.07348, whose
+    constants also mix in the token by a learned weight, unlike here).
     """
 
     identity: Annotated[int, Field(ge=0)] = 0
-    """Choices that return what an expert would read."""
+    """Number of choices that return their input."""
     constant: Annotated[int, Field(ge=0)] = 0
-    """Choices that return a learned row each."""
+    """Number of choices that each return a learned row."""
     zero: Annotated[int, Field(ge=0)] = 0
-    """Choices that return zeros."""
+    """Number of choices that return zeros."""
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Total number of zero-computation experts."""
         return self.identity + self.constant + self.zero
 
     def rules(self) -> Iterator[Violation]:
-        """There is one."""
+        """Require at least one choice."""
         if not self.count:
             yield Violation(("identity",), 0, "idle names at least one choice", 1)
 
 
 @ROUTER.register
 class Router(Record):
-    """How a token chooses its experts and with which weights; base of every router's record."""
+    """Top-k choice of experts and their weights; base of every router's record."""
 
     kind: Literal["topk"] = "topk"
     experts: Annotated[int, Field(ge=0)] = 0
-    """Experts of a layer; 0 under a family, whose shape states them."""
+    """Experts of a layer; 0 under a family, whose shape states their number."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Experts of a token; 0 under a family, whose shape states them."""
+    """Experts per token; 0 under a family, whose shape states their number."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["score_first", "topk_first"] = "score_first"
-    """Whether scores are taken over all experts or only over the chosen ones."""
+    """Whether scores are computed over all experts or, after the choice, over the chosen ones."""
     renormalise: bool = True
     """Whether the chosen scores are divided by their sum."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
@@ -88,47 +88,47 @@ class Router(Record):
     """Factor on the routing weights, applied last."""
     groups: Groups | None = None
     selection_bias: bool = False
-    """A buffer added to the scores for the choice alone, never for the weights."""
+    """Whether a bias (a buffer) is added to the scores for the choice, but not for the weights."""
     bias: bool = False
-    """Whether logits have a learned bias of each expert."""
+    """Whether the logits have a learned bias per expert."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Half-width of the random factors around 1 on the router's input in training (Switch)."""
+    """Half-width around 1 of random factors on the router's input in training (Switch)."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Type of the scores where the model's own is not wider."""
+    """Dtype of the scores, unless that of the rows is wider."""
 
     owner = "moefold.moe.router:Router"
     partial: ClassVar[bool] = False
-    """Whether decisions in training leave places of a token empty."""
+    """Whether decisions in training may leave places of a token empty."""
 
     @property
     def unsent(self) -> Idle | None:
-        """Choices that compute nothing, numbered behind the experts."""
+        """Zero-computation experts, numbered after the experts; None if there are none."""
         return None
 
     @property
     def choices(self) -> int:
-        """What is chosen among: experts, and those that compute nothing."""
+        """Number of choices: experts and zero-computation experts."""
         return self.experts + (self.unsent.count if self.unsent else 0)
 
     @property
     def eligible(self) -> int:
-        """What can be chosen by one token: the choices of the groups that are kept."""
+        """Number of choices that one token can reach: those in the groups that are kept."""
         if self.groups is None:
             return self.choices
         return self.experts // self.groups.count * self.groups.keep
 
     @property
     def places(self) -> int:
-        """Places for experts in a row of a decision in training."""
+        """Columns of ``experts_TK`` in a decision in training."""
         return self.top_k
 
     @property
     def words(self) -> str:
-        """How experts are chosen, as a line of the banner says it."""
+        """Description of the choice for the banner."""
         return f"top {self.top_k}"
 
     def rules(self) -> Iterator[Violation]:
-        """Top-k fits the experts, and the groups that are kept."""
+        """Check top-k against experts and groups, and that the router can learn."""
         if not self.experts:
             return
         if self.top_k > self.choices:
@@ -163,23 +163,23 @@ class Router(Record):
 
 @ROUTER.register
 class IdleRouter(Router):
-    """The best of experts and of choices that compute nothing."""
+    """Top-k choice among experts and zero-computation experts."""
 
     kind: Literal["idle"] = "idle"  # type: ignore[assignment]
     idle: Idle = Idle(identity=1)
 
     @property
     def unsent(self) -> Idle:
-        """Choices that compute nothing, numbered behind the experts."""
+        """Zero-computation experts, numbered after the experts."""
         return self.idle
 
     @property
     def words(self) -> str:
-        """How experts are chosen, as a line of the banner says it."""
+        """Description of the choice for the banner."""
         return f"top {self.top_k} of these and {self.idle.count} idle"
 
     def rules(self) -> Iterator[Violation]:
-        """As for top-k, without groups, which hold experts alone."""
+        """Apply the rules of top-k; refuse groups, which contain experts only."""
         yield from super().rules()
         if self.groups is not None:
             rule = "experts that compute nothing are in no group"
@@ -187,10 +187,10 @@ class IdleRouter(Router):
 
 
 class _OwnChoice(Router):
-    """A router that chooses by more than the scores: no bias and no groups move its choice."""
+    """Base of routers with a rule of choice of their own, without selection bias or groups."""
 
     def rules(self) -> Iterator[Violation]:
-        """As for top-k, and nothing else that chooses."""
+        """Apply the rules of top-k; refuse groups and a selection bias."""
         yield from super().rules()
         for name, without in (("groups", None), ("selection_bias", False)):
             if (value := getattr(self, name)) != without:
@@ -199,24 +199,24 @@ class _OwnChoice(Router):
 
 @ROUTER.register
 class Sinkhorn(_OwnChoice):
-    """In training, chooses by scores scaled so that all experts are wanted alike.
+    """In training, top-k of scores that Sinkhorn iterations scale to equal demand for all experts.
 
-    The micro-batch decides together (BASE layers, arXiv 2103.16716; scaling as in arXiv
-    2202.01169); elsewhere each token chooses by its own scores.
+    The scaling is over the micro-batch (BASE layers, arXiv 2103.16716; scaling as in arXiv
+    2202.01169). Outside training each token chooses by its own scores.
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"  # type: ignore[assignment]
     rounds: Annotated[int, Field(ge=1)] = 8
-    """How often experts and tokens are scaled in turn."""
+    """Iterations, each of which scales experts and then tokens."""
 
     owner = "moefold.moe.routers:SinkhornRouter"
 
 
 @ROUTER.register
 class Hash(_OwnChoice):
-    """Chooses by the token's id, another choice in each layer (hash layers, arXiv 2106.04426).
+    """Chooses by a hash of token id and layer number (hash layers, arXiv 2106.04426).
 
-    Scores are weights alone.
+    Scores only determine the weights.
     """
 
     kind: Literal["hash"] = "hash"  # type: ignore[assignment]
@@ -226,49 +226,49 @@ class Hash(_OwnChoice):
 
 @ROUTER.register
 class RoundRobin(_OwnChoice):
-    """Gives all experts as many tokens, in turns, whatever they are: to measure balanced load.
+    """Assigns experts to tokens in turn, for benchmarks of balanced load.
 
-    With ``skew`` it measures unbalanced load: tokens choose by chance.
+    With ``skew`` tokens choose at random by unequal odds, for benchmarks of unbalanced load.
     """
 
     kind: Literal["round_robin"] = "round_robin"  # type: ignore[assignment]
     skew: Annotated[float, Field(ge=0)] = 0.0
-    """Spread (standard deviation) of the logarithms of experts' odds in a layer; 0 is turns."""
+    """Standard deviation of the logarithms of experts' odds in a layer; 0 is balanced."""
 
     owner = "moefold.moe.routers:RoundRobinRouter"
 
 
 @ROUTER.register
 class ExpertChoice(_OwnChoice):
-    """In training, each expert chooses its tokens: those of the micro-batch that score it highest,
-    ``top_k / experts`` of them (arXiv 2202.09368).
+    """In training, each expert chooses the fraction ``top_k / experts`` of the micro-batch's tokens
+    that score highest for it (arXiv 2202.09368).
 
-    All experts have as many tokens, and a token any number of experts. A token's experts then
-    depend on tokens after it, which a causal model does not have when it writes: elsewhere each
-    token chooses ``top_k`` by its own scores.
+    All experts get equally many tokens, and a token any number of experts. The choice depends on
+    later tokens, which do not exist in generation: outside training each token chooses ``top_k``
+    experts by its own scores.
     """
 
     kind: Literal["expert_choice"] = "expert_choice"  # type: ignore[assignment]
     renormalise: bool = False
     most: Annotated[int, Field(ge=0)] = 0
-    """Experts that a token keeps of those that chose it, the best ones; 0 is all. On one rank rows
-    to experts take room for as many."""
+    """Most experts per token: of those that chose it, it keeps the best; 0 is no bound. On one rank
+    the dispatched rows have space for so many copies of each token."""
 
     owner = "moefold.moe.routers:ExpertChoiceRouter"
     partial = True
 
     @property
     def places(self) -> int:
-        """Experts that can have one token."""
+        """Most experts per token."""
         return self.most or self.experts
 
     @property
     def words(self) -> str:
-        """Who chooses, and what it reads."""
+        """Description of the choice for the banner."""
         return f"experts choose, {self.top_k} of a token on average, by later tokens too"
 
     def rules(self) -> Iterator[Violation]:
-        """Scores are weights as they are, and no token keeps more experts than there are."""
+        """Apply the rules of top-k; weights are scores over all experts, not renormalised."""
         yield from super().rules()
         if self.renormalise:
             rule = "must be off: a token of few experts would weigh as much as one of many"
@@ -286,13 +286,13 @@ class Capacity(Record):
 
     factor: Annotated[float, Field(gt=0)]
     drop: Literal["probs", "position", "random"] = "probs"
-    """Which choices an overfull expert drops: the least probable, the latest, or any (random token
-    selection, arXiv 2109.10465)."""
+    """Which choices an overfull expert drops: the least probable, the latest, or random ones
+    (random token selection, arXiv 2109.10465)."""
 
     def copies(self, tokens: int, top_k: int, experts: int) -> int:
-        """Return how many copies one expert takes at most of ``tokens`` valid tokens.
+        """Return the most copies that one expert takes of ``tokens`` valid tokens.
 
-        The factor is taken as it is written: 1.1 of 50 is 55, which binary floats make 56.
+        The factor is read as a decimal fraction: 1.1 * 50 is 55, where binary floats lead to 56.
         """
         return ceil(Fraction(str(self.factor)) * tokens * top_k / experts)
 
@@ -302,13 +302,13 @@ class Shared(Record):
 
     width: Size
     gate: bool = False
-    """Whether its output is scaled by a sigmoid of the token."""
+    """Whether the output is scaled by a learned sigmoid gate of the token."""
     two_way: bool = False
-    """Whether the routed experts have what the gate leaves: a softmax of two (PR-MoE's residual
-    experts, arXiv 2201.05596)."""
+    """Whether routed experts are scaled by one minus the gate, a softmax over the two parts (the
+    residual experts of PR-MoE, arXiv 2201.05596)."""
 
     def rules(self) -> Iterator[Violation]:
-        """There is a gate where it weighs both."""
+        """Require ``gate`` for ``two_way``."""
         if self.two_way and not self.gate:
             yield Violation(("gate",), False, "must be on: two_way shares out by it", True)
 
@@ -317,9 +317,9 @@ class Shared(Record):
 class Aux(Record):
     """Auxiliary load-balancing loss: ``E / K * sum_i f_i P_i`` over a population of tokens.
 
-    f_i is the share of tokens whose plain top-k (no bias, no groups, before drops) holds expert i,
-    P_i the mean probability of i. Uniform routing gives 1. Each layer has its own term; the
-    populations of a step weigh in by their share of its valid tokens.
+    f_i is the fraction of tokens whose plain top-k (no bias, no groups, before drops) contains
+    expert i, P_i the mean probability of i. The value is 1 for uniform routing. Each layer has its
+    own term; populations are weighted by their share of the step's valid tokens.
     """
 
     kind: Literal["aux"] = "aux"
@@ -341,23 +341,23 @@ class Z(Record):
 
 @BALANCE.register
 class Quantile(Record):
-    """Moves the selection bias to where each expert would have had its share, once per step.
+    """Moves the selection bias, once per step, towards the one that would have balanced the load.
 
-    Of a micro-batch of m tokens: with a_t the (K+1)-th largest of token t's biased scores, an
-    expert's bias would be minus the (m K / E + 1)-th largest of its scores less a_t. The mean of
-    that over micro-batches is taken in by an exponential average (Megatron-Core's rule).
+    For a micro-batch of m tokens, with a_t the (K+1)-th largest biased score of token t, an
+    expert's balancing bias is minus the (m K / E + 1)-th largest of its scores minus a_t. The mean
+    over micro-batches enters an exponential moving average (Megatron-Core's rule).
     """
 
     kind: Literal["quantile"] = "quantile"
     rate: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of the new value in the average."""
+    """Weight of the new value in the moving average."""
 
     owner = "moefold.moe.balance:QuantileUpdate"
 
 
 @BALANCE.register
 class Bias(Record):
-    """Loss-free balancing (arXiv 2408.15664): moves the selection bias once per global batch."""
+    """Loss-free balancing (arXiv 2408.15664): updates the selection bias once per global batch."""
 
     kind: Literal["bias"] = "bias"
     rate: Annotated[float, Field(ge=0)] = 1e-3
@@ -366,38 +366,38 @@ class Bias(Record):
 
 
 FREE = {"coefficient": 0.0, "rate": 0.0}
-"""What two entries of one term may differ in and be one term all the same."""
+"""Fields to ignore when two entries are compared: they do not make two terms of one."""
 
 
 @FFN.register
 class Moe(MoeSpec):
-    """A mixture-of-experts feed-forward: routed SwiGLU experts of ``width``, and a shared one."""
+    """MoE feed-forward: routed SwiGLU experts of ``width``, and an optional shared one."""
 
     kind: Literal["moe"] = "moe"
     width: Size
     router: Annotated[Router, ROUTER]
     shared: Shared | None = None
     capacity: Capacity | None = None
-    """Bound on the tokens of an expert; None is dropless."""
+    """Bound on the tokens per expert; None is dropless."""
     balance: tuple[Annotated[Record, BALANCE], ...] = ()
     scale: Annotated[float, Field(gt=0)] = 1.0
-    """Factor on the output of all experts together, the shared one included."""
+    """Factor on the sum of all experts' outputs, including the shared one."""
     activation: Activation | None = None
     """Activation of the routed experts; None is SwiGLU."""
     expert_bias: bool = False
-    """Whether both products of a routed expert have biases."""
+    """Whether both matrix products of a routed expert have biases."""
     weigh: Literal["output", "input"] = "output"
-    """Whether a token's routing weights multiply its experts' outputs or their inputs."""
+    """Whether routing weights multiply the experts' outputs or their inputs."""
     latent: Size | None = None
-    """Width that rows have between a projection before they are sent and one after their results
-    are added up; router, shared and idle experts read whole rows (LatentMoE, arXiv 2601.18089)."""
+    """Width to which rows are projected before dispatch, and from which their sums are projected
+    back; router, shared and idle experts read full rows (LatentMoE, arXiv 2601.18089)."""
 
     owner = "moefold.moe.layer:MoeFfn"
     caches = True
 
     @property
     def words(self) -> str:
-        """Experts, the shared one, and whether any token is dropped."""
+        """Description of experts, shared expert and capacity for the banner."""
         shared = f", shared {self.shared.width}" if self.shared else ""
         drop = "dropless" if self.capacity is None else f"capacity {self.capacity.factor}"
         router = self.router
@@ -407,49 +407,49 @@ class Moe(MoeSpec):
 
     @property
     def drops(self) -> bool:
-        """Whether a row may go to fewer experts than a decision has places for."""
+        """Whether a row may be sent to fewer experts than a decision has places."""
         router = self.router
         return self.capacity is not None or router.partial or router.unsent is not None
 
     @property
     def draws(self) -> bool:
-        """Whether a router's jitter or drops are drawn."""
+        """Whether routing depends on random numbers: jitter or random drops."""
         by_chance = self.capacity is not None and self.capacity.drop == "random"
         return bool(self.router.jitter) or by_chance
 
     @property
     def compares_rows(self) -> bool:
-        """Whether experts choose their tokens, or the bound of a full one does by scores."""
+        """Whether tokens compete by score: under expert choice, or for capacity by ``probs``."""
         by_scores = self.capacity is not None and self.capacity.drop == "probs"
         return by_scores or isinstance(self.router, ExpertChoice)
 
     @property
     def formed(self) -> bool:
-        """Whether routed experts compute more than SwiGLU, weighed as it is given."""
+        """Whether routed experts are more than SwiGLU with weighted outputs."""
         return self.expert_bias or self.activation is not None or self.weigh == "input"
 
     @property
     def populations(self) -> frozenset[str]:
-        """The populations of tokens whose choices of each expert a term of the loss reads."""
+        """Populations of tokens over which auxiliary losses count choices."""
         return frozenset(term.over for term in self.balance if isinstance(term, Aux))
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether a term of the loss reads the router's logits."""
+        """Whether a loss term reads the router's logits."""
         return any(isinstance(term, Z) for term in self.balance)
 
     def without_gradient(self) -> Iterator[tuple[str, str]]:
-        """A router's weight, where a softmax weighs its one expert.
+        """Yield the router's weight if there is a single expert with softmax scores.
 
-        Neither that weight nor what the auxiliary loss reads moves with a logit. Any other term
-        may reach it.
+        Neither the routing weight nor the auxiliary loss then depends on the logits; other terms
+        may.
         """
         alone = self.router.choices == 1 and self.router.score == "softmax"
         if alone and all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):
             yield "router.weight", "a softmax over one expert is always 1"
 
     def rules(self) -> Iterator[Violation]:
-        """Experts are counted; a bias update needs a bias; each term stands once."""
+        """Require experts, a selection bias for its updates, and no term twice."""
         for name in ("experts", "top_k"):
             if not getattr(self.router, name):
                 yield Violation(("router", name), 0, "must be at least 1", 1)

@@ -1,4 +1,4 @@
-"""Experts that compute nothing: their rows stay where they are.
+"""Zero-computation experts, whose rows are not dispatched.
 
 T token rows, D hidden, K experts per token, E experts, C constants.
 """
@@ -17,9 +17,9 @@ from moefold.moe.rows import MoeInput
 
 
 class IdleExperts(Adaptable):
-    """What choices beyond the E experts give: first identities, then constants, then nothing.
+    """Output of choices beyond the E experts: identities first, then constants, then zeros.
 
-    ``constant_bias`` [D, C] holds a row of each constant; None without them.
+    ``constant_bias`` [D, C] has a column for each constant; None without constants.
     """
 
     def __init__(self, record: Router, hidden: int) -> None:
@@ -32,7 +32,7 @@ class IdleExperts(Adaptable):
     def forward(
         self, rows: MoeInput, routed: Routed, flow: Flow, factor: float
     ) -> tuple[MoeInput, Routed]:
-        """Return rows with what idle experts add, times a factor, and what is left to send."""
+        """Return rows with the idle experts' output added, and the routing without idle choices."""
         sent_TK, weights_TK = routed.sent_TK, routed.weights_TK
         ids_TK, record = sent_TK - self.experts, self.record
         residual_TD, x_TD = rows

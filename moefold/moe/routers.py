@@ -1,4 +1,4 @@
-"""Routers that choose by more than a row's own scores.
+"""Routers that choose by other criteria than a row's own scores.
 
 T token rows, E experts, K experts per token.
 """
@@ -14,12 +14,12 @@ from moefold.moe.topk import select
 
 
 class SinkhornRouter(Router):
-    """Divides scores by how much each expert is wanted, until all are wanted alike."""
+    """Top-k of scores that are rescaled in training until demand for all experts is equal."""
 
     record: Sinkhorn
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """Choose by scaled scores in training, where other tokens may be looked at."""
+        """Choose by rescaled scores in training, else by plain scores."""
         if not context.training:
             return super().choose(scores_TE, context)
         if self.record.order == "topk_first":
@@ -33,12 +33,12 @@ class SinkhornRouter(Router):
 
 
 class ExpertChoiceRouter(Router):
-    """Gives each expert the tokens of the micro-batch that score it highest, in training."""
+    """In training, each expert takes the tokens of the micro-batch with its highest scores."""
 
     record: ExpertChoice
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """Choose as the experts do in training, where other tokens may be looked at."""
+        """Let experts choose in training, else tokens."""
         if not context.training:
             return super().choose(scores_TE, context)
         record, rows = self.record, context.rows
@@ -46,7 +46,7 @@ class ExpertChoiceRouter(Router):
         real_T1 = rows.valid_T[:, None]
         masked_TE = torch.where(real_T1, scores_TE, -torch.inf)
         all_TE, token_T = (context.gather(part) for part in (masked_TE, rows.token_T))
-        # Ties go to the earliest token, whatever rank it is on.
+        # Ties go to the earliest token over all ranks.
         row_T = token_T.argsort(stable=True)
         order_TE = all_TE[row_T].sort(dim=0, descending=True, stable=True).indices
         chosen_TE = torch.zeros_like(all_TE, dtype=torch.bool)
@@ -58,22 +58,22 @@ class ExpertChoiceRouter(Router):
 
 
 class HashRouter(Router):
-    """Chooses the experts whose numbers, drawn by token id and layer, are the largest."""
+    """Chooses the experts with the largest random numbers, which token id and layer determine."""
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """Choose without looking at the scores."""
+        """Choose independently of the scores."""
         experts, key = self.record.experts, (HASH, context.layer)
         drawn_TE = chance(context.rows.ids_T, range(experts), key).to(scores_TE.dtype)
         return select(drawn_TE, self.record.top_k, valid_T=context.valid_T)
 
 
 class RoundRobinRouter(Router):
-    """Chooses the next K experts for each token of the step, or any by odds that differ."""
+    """Chooses the next K experts for each token of the step or, with skew, random ones."""
 
     record: RoundRobin
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """Choose without looking at the scores."""
+        """Choose independently of the scores."""
         top_k, experts, skew = self.record.top_k, self.record.experts, self.record.skew
         if skew:
             token_T, key = context.rows.token_T, (SKEW, context.layer)
@@ -81,7 +81,7 @@ class RoundRobinRouter(Router):
                 chance(of, range(experts), key, word).to(scores_TE.dtype).clamp_min_(2.0**-17)
                 for word, of in enumerate((torch.zeros_like(token_T[:1]), token_T))
             )
-            # The largest of Gumbel numbers beside logarithms is a draw by odds.
+            # Gumbel-max trick: the top of log-odds plus Gumbel noise is a draw by the odds.
             drawn_TE = torch.special.ndtri(odds_1E) * skew - drawn_TE.log().neg_().log_()
             return select(drawn_TE, top_k, valid_T=context.valid_T)
         turn_K = torch.arange(top_k, device=scores_TE.device)

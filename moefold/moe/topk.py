@@ -1,7 +1,7 @@
 """Top-k selection of experts, capacity drops, and counts: integer functions without gradients.
 
 T token rows, E experts, K experts per token, G groups of e = E / G experts each, C = T * K copies
-(a token beside one of its experts). Ties go to the lowest id on every device.
+(pairs of a token and one of its experts). Ties go to the lowest id on every device.
 """
 
 import torch
@@ -12,7 +12,7 @@ from moefold.kernels.routing import fused as kernels
 from moefold.moe.config import Groups
 
 FEW = 1024
-"""Values that a CPU sorts before it has made k calls for each maximum."""
+"""Most values for which one sort on a CPU is faster than k calls for maxima."""
 
 
 @torch.no_grad()
@@ -24,10 +24,10 @@ def select(
     groups: Groups | None = None,
     valid_T: Tensor | None = None,
 ) -> Tensor:
-    """Return the ids [T, K] of the best experts, best first, by score plus bias within groups.
+    """Return int64 ids [T, K] of the best experts by score plus bias, best first.
 
-    Equal experts, and equal groups, are taken by lowest id. NaN counts as the largest. Rows that
-    are not valid hold E.
+    With ``groups`` only experts of the best groups qualify. Ties of experts and groups go to the
+    lowest id; NaN is the largest value. Rows that are not valid hold E.
     """
     if fused(scores_TE) and scores_TE.dtype == torch.float32:
         limits = (1, 1, 1) if groups is None else (groups.count, groups.keep, groups.summed)
@@ -56,13 +56,13 @@ def _within_groups(choice_TE: Tensor, groups: Groups) -> Tensor:
 def best(values_TE: Tensor, k: int) -> Tensor:
     """Return the ids [T, k] of the k largest of each row, largest first, ties by lowest id.
 
-    ``torch.topk`` leaves ties open. On a CPU k maxima (whose first index torch promises) take as
-    long as one ``topk`` and a third of a stable sort; on a device, and of few values, one sort is
-    fewer calls.
+    ``torch.topk`` does not define ties. On a CPU k maxima (torch guarantees their first index) take
+    as long as one ``topk`` and a third of a stable sort; on a device, and for few values, one sort
+    is fewer calls.
     """
     if values_TE.device.type != "cpu" or values_TE.numel() <= FEW:
         return values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
-    # What was taken becomes -inf, below all that is left.
+    # Selected values become -inf, below all remaining ones.
     left_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
     picks = []
     for _ in range(k):
@@ -76,10 +76,10 @@ def best(values_TE: Tensor, k: int) -> Tensor:
 def drop(
     experts_TK: Tensor, weights_TK: Tensor | None, token_T: Tensor, limit: int, experts: int
 ) -> Tensor:
-    """Return which copies [T, K] stay when no expert takes more than ``limit`` of all rows'.
+    """Return bool [T, K]: the copies that are kept if no expert takes more than ``limit`` of them.
 
-    The largest weights stay, ties by lowest global token id; without weights the lowest ids. Copies
-    of the sentinel ``experts`` never stay.
+    The largest weights are kept, ties by lowest global token id; without weights the lowest token
+    ids. Copies for the sentinel ``experts`` are never kept.
     """
     top_k = experts_TK.shape[1]
     # Stable sorts from the least significant key to the most: token, weight, expert.
@@ -101,9 +101,9 @@ def drop(
 
 @torch.no_grad()
 def count(experts_TK: Tensor, experts: int) -> Tensor:
-    """Return int64 [E]: how many copies name each expert, those of the sentinel E left out.
+    """Return int64 [E]: the number of copies for each expert, without those of the sentinel E.
 
-    Integer sums are exact in any order, so atomics on a device change nothing.
+    Integer sums are exact in any order, so that atomics on a device are deterministic.
     """
     if fused(experts_TK) and experts <= kernels.MOST_BUCKETS:
         return kernels.count(experts_TK, experts)
