@@ -106,7 +106,8 @@ def _memory(args: argparse.Namespace) -> int:
     for one in found:
         cells = (f"{one.planned[p] / 1e6:.2f} {one.executed[p] / 1e6:.2f}" for p in PARTS)
         table.add_row(str(one.rank), one.action, *cells)
-    console = Console()
+    # Figures that do not fit a narrow terminal are better on two lines than cut off.
+    console = Console(width=max(Console().width, Console(width=1000).measure(table).maximum))
     console.print(f"{run.name}: MB after each action, planned and executed", style="bold")
     console.print(table)
     return 0

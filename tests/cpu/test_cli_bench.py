@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
 from moefold.planner.time import estimate
 from moefold.run import load_run
-from moefold.training import calibrate
+from moefold.training import calibrate, memory_bench
 from moefold.training.calibrate import (
     SMALL_MODELS,
     adjusted,
@@ -113,3 +114,16 @@ def test_memory_is_shown_planned_beside_executed(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "tiny", "train.batch=2", "model.shape.hidden=200000", "--memory"]) == 2
     assert "this machine has" in capsys.readouterr().err
+
+
+def test_figures_of_memory_are_whole_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are not cut off, as a table that is wider than its terminal is."""
+    monkeypatch.setenv("COLUMNS", "60")
+    bytes_of = dict.fromkeys(memory_bench.PARTS, 123_456_789)
+    held = SimpleNamespace(rank=0, action="F0", planned=bytes_of, executed=bytes_of)
+    monkeypatch.setattr(memory_bench, "compare", lambda run, world: [held])
+    assert main(["bench", "tiny", "--memory"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("123.46 123.46") == len(memory_bench.PARTS) and "…" not in said
