@@ -10,8 +10,9 @@ from moefold.moe.config import BALANCE, ROUTER
 from moefold.moe.dispatch.config import DISPATCH
 from moefold.optim.config import OPTIMIZER
 from moefold.training.hooks.config import HOOKS
+from moefold.training.losses.config import LOSS
 
-SLOTS = (ATTENTION, BALANCE, DISPATCH, HOOKS, MODEL, OPTIMIZER, ROUTER, SOURCE)
+SLOTS = (ATTENTION, BALANCE, DISPATCH, HOOKS, LOSS, MODEL, OPTIMIZER, ROUTER, SOURCE)
 
 
 def forget() -> None:

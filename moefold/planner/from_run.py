@@ -1,4 +1,4 @@
-"""What is to be planned: a run or a published model on a cluster, and one way to lay it out.
+"""Inputs of a plan: the task of a run or of a published model on a cluster, and a layout for it.
 
 task, given = of_run(load_run("run.yaml"), cluster("h100x256"))
 case = given.case(task)
@@ -46,13 +46,13 @@ from moefold.spec.layer import RING, LayerSpec
 from moefold.training.losses.config import Distill, Dpo
 
 LOAD = 1.2
-"""Rows of the fullest expert rank over the mean where none is stated: between forced balance, 1,
-and young routers, which published pairs of runs put near 1.6."""
+"""Default of the rows of the fullest expert rank over the mean: between forced balance, 1, and
+routers early in training, near 1.6 by published pairs of runs."""
 SEQ = 4096
 RESERVE = 0.05
-"""Share of the memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
+"""Share of memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
 OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
-"""Dispatchers that need another package and have not been run with it."""
+"""Dispatchers that need another package and have never been run with it."""
 UNMEASURED = (
     "the time model is not fitted to moefold on a GPU: times and their ± are of its work at the rates "
     "of other software, and a trace of its step has more kernels than are counted (docs/plan.md)"
@@ -64,7 +64,7 @@ NCCL_EP = "no rate of NCCL EP is published: its exchanges are planned at HybridE
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What is trained on what: everything but the layout."""
+    """Inputs of a plan except the layout: model, batch, cluster, number formats, software."""
 
     name: str
     decoder: Decoder
@@ -75,23 +75,23 @@ class TrainingTask:
     load: float = LOAD
     software: Software = field(default_factory=Software)
     notes: tuple[str, ...] = ()
-    """What was assumed, and what of the run has no effect."""
+    """Assumptions, and settings of the run without effect."""
     tokens: float | None = None
-    """Tokens of the whole run, where it states its steps."""
+    """Tokens of the whole run; None for a published model."""
 
     @property
     def multi_token(self) -> int:
-        """Number of layers of multi-token prediction."""
+        """Number of multi-token prediction layers."""
         return main_layers(self.decoder)[1]
 
     @property
     def foreign(self) -> tuple[str, ...]:
-        """Kinds of layers of the model that only other stacks execute, in words."""
+        """Names of the model's kinds of layers that only other stacks execute."""
         return foreign(self.decoder)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What a reader has to know of the figures: what was assumed, and what was not measured."""
+        """Assumptions behind the figures, and what was not measured."""
         device = self.cluster.device
         unmeasured = self.software.stack == "moefold" and not device.cpu
         return (*self.notes, UNMEASURED) if unmeasured else self.notes
@@ -99,7 +99,7 @@ class TrainingTask:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to lay a task out."""
+    """One layout of a task."""
 
     sizes: Sizes = field(default_factory=Sizes)
     schedule: Schedule = field(default_factory=OneFOneB)
@@ -108,19 +108,19 @@ class Choice:
     recipe: Recipe = "bf16"
     keeping: Keeping = field(default_factory=Keeping)
     stages: Stages | None = None
-    """None is balanced."""
+    """None is balanced stages."""
     context: Context = RING
     order: Order = ORDERS[0]
     max_rows: int | None = None
-    """Room that the run file gives a dispatch of fixed shapes."""
+    """Room of a dispatcher with fixed shapes, as in a run file."""
     clones: int = 0
-    """Slots of each rank for clones of experts."""
+    """Slots per rank for clones of experts."""
     graphs: Literal["none", "partial", "step"] = "none"
-    """CUDA graphs, as a run file has them."""
+    """CUDA graphs, as in a run file."""
 
     @property
     def folding(self) -> tuple[int, ...]:
-        """The sizes without virtual stages: what tells one layout from another in a list."""
+        """Sizes without virtual stages; lists contain one layout per folding."""
         sizes = self.sizes
         return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
 
@@ -128,7 +128,7 @@ class Choice:
         """Return the step of a task in this layout.
 
         Raises:
-            ValueError: where the task cannot be laid out so, in words.
+            ValueError: the layout is not legal for the task.
         """
         wide = self.recipe == "fp32"
         numbers = replace(
@@ -160,7 +160,7 @@ class Choice:
         )
 
     def _cuda_graphs(self, task: TrainingTask) -> Graphs:
-        """Return what graphs hold: experts where as many rows come in each pass. CPUs have none."""
+        """Return the CUDA graphs; they include experts if every pass has the same number of rows."""
         if self.graphs == "none" or task.cluster.device.cpu:
             return task.software.cuda_graphs
         fixed = issubclass(DISPATCH.kinds[self.dispatch], FixedRoom)
@@ -169,7 +169,7 @@ class Choice:
 
     @property
     def not_yet(self) -> tuple[str, ...]:
-        """Policies of this layout that training cannot execute yet, or not by itself."""
+        """Policies of this layout that training cannot execute yet, or only with other packages."""
         found = []
         if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in OTHERS:
             found.append(f"dispatch {self.dispatch}")
@@ -183,7 +183,7 @@ class Choice:
 
 
 def foreign(decoder: Decoder) -> tuple[str, ...]:
-    """Return the kinds of layers of a model that only other stacks execute, in words."""
+    """Return the names of a model's kinds of layers that only other stacks execute."""
     records = (r for block in kinds(decoder)[0] for r in (block.attention, block.ffn))
     named = (record.untrained for record in records if isinstance(record, LayerSpec))
     return tuple(dict.fromkeys(name for name in named if name))
@@ -196,10 +196,10 @@ balanced = lru_cache(maxsize=4096)(Stages.balanced)
 def of_run(
     run: Run, cluster: Cluster, batch: int | None = None, load: float = LOAD
 ) -> tuple[TrainingTask, Choice]:
-    """Return a run's task on a cluster, and the layout that the run states.
+    """Return a run's task on a cluster, and the run's own layout with ``auto`` recompute decided.
 
     Raises:
-        ValueError: where the planner does not know a record of the run, or nothing fits its limit.
+        ValueError: the planner does not know a record of the run, or nothing fits its memory limit.
     """
     task, choice = _stated(run, cluster, batch, load)
     asked = _open(run, task, choice)
@@ -209,7 +209,7 @@ def of_run(
 def _stated(
     run: Run, cluster: Cluster, batch: int | None = None, load: float = LOAD
 ) -> tuple[TrainingTask, Choice]:
-    """Return the same with nothing made again where the plan is to say what."""
+    """Return a run's task and layout, leaving ``auto`` recompute undecided."""
     asked = run.train.precision
     if asked == "fp64":
         raise ValueError("precision fp64 is for proofs and is not planned: bf16 or fp32")
@@ -243,7 +243,7 @@ def _stated(
 
 
 def _open(run: Run, task: TrainingTask, choice: Choice) -> tuple[Case, float, Place] | None:
-    """Return what ``auto`` leaves open: the case without it, its limit, and a place for kinds."""
+    """Return the inputs of ``auto`` recompute: case without recompute, limit, and offload place."""
     record = run.layout.recompute
     if not isinstance(record, Auto):
         return None
@@ -253,19 +253,19 @@ def _open(run: Run, task: TrainingTask, choice: Choice) -> tuple[Case, float, Pl
 
 
 def keeping_within(run: Run, cluster: Cluster) -> Keeping:
-    """Return what a step of the run keeps, which ``auto`` leaves to the plan.
+    """Return what a run shards, recomputes and offloads, with ``auto`` recompute decided.
 
     Raises:
-        ValueError: where nothing fits the limit, with what it would take.
+        ValueError: nothing fits the memory limit; the message states the least that is needed.
     """
     return of_run(run, cluster, load=_load(run))[1].keeping
 
 
 def demand_limit(run: Run, cluster: Cluster) -> None:
-    """Hold that anything that ``auto`` could choose fits its limit.
+    """Check that some choice of ``auto`` recompute fits its memory limit.
 
     Raises:
-        ValueError: where nothing does, with what it would take.
+        ValueError: none fits; the message states the least that is needed.
     """
     asked = _open(run, *_stated(run, cluster, load=_load(run)))
     if asked is not None:
@@ -277,7 +277,7 @@ def _load(run: Run) -> float:
 
 
 def settled(run: Run, keeping: Keeping) -> Run:
-    """Return a run that makes again, and sends away, what a plan keeps in place of ``auto``."""
+    """Return a run in which a plan's recompute and offload records replace ``auto``."""
     auto, again, layout = run.layout.recompute, keeping.recompute, run.layout
     if not isinstance(auto, Auto):
         return run
@@ -296,10 +296,10 @@ def settled(run: Run, keeping: Keeping) -> Run:
 
 
 def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
-    """Return a run file's layout as the planner takes it.
+    """Convert a run file's layout to the planner's form.
 
     Raises:
-        ValueError: where the planner does not know a record of it.
+        ValueError: the planner does not know one of its records.
     """
     sizes = layout.split
     context = layout.context
@@ -332,14 +332,17 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
 def _known(dispatch: Record) -> Dispatcher:
     kind = type(dispatch).model_fields["kind"].default
     if kind not in get_args(Dispatcher):
-        raise ValueError(f"dispatch {kind} is not planned: {', '.join(get_args(Dispatcher))}")
+        raise ValueError(
+            f"dispatch {kind} is not planned, as nothing says what it sends; plan the run with "
+            f"another layout.dispatch: {', '.join(get_args(Dispatcher))}"
+        )
     return kind
 
 
 def of_model(
     model: PublishedModel, cluster: Cluster, batch: int, seq: int = SEQ, load: float = LOAD
 ) -> TrainingTask:
-    """Return the pre-training of a published model; layers of others are planned as Megatron."""
+    """Return the pre-training task of a published model; with foreign layers it is Megatron's."""
     notes = (f"assumed: {model.assumed}",) if model.assumed else ()
     further = (MultiToken(),) * model.multi_token
     task = TrainingTask(
@@ -355,7 +358,7 @@ def of_model(
 
 @dataclass(frozen=True)
 class Published:
-    """A layout that a source prints, with what it reached."""
+    """A published layout with its measured throughput."""
 
     id: str
     source: str

@@ -53,7 +53,7 @@ def test_the_page_has_a_part_of_each_sort() -> None:
     """No section loses its example."""
     used = " ".join(code for code, _ in EXAMPLES.values())
     assert all(f"@{slot}.register" in used for slot in (
-        "BALANCE", "HOOKS", "OPTIMIZER", "SOURCE", "DISPATCH", "ROUTER", "MODEL",
+        "BALANCE", "HOOKS", "OPTIMIZER", "LOSS", "SOURCE", "DISPATCH", "ROUTER", "MODEL",
         "ATTENTION"))  # fmt: skip
 
 
