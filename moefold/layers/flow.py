@@ -1,9 +1,9 @@
-"""What one forward pass carries besides its tensors. Passed from layer to layer, never ambient.
+"""The state of one forward pass besides its tensors, passed explicitly from layer to layer.
 
-Where the rows are: at a block's boundary each row lives on one rank. Context ranks hold pieces of
-the micro-batch, and the tensor ranks of one such piece each hold a band of it. A layer whose
-weights are cut over tp sees all rows of the piece: it gathers them, computes its share of heads,
-width or vocabulary, and gives back the sum of the shares, each rank its band.
+Placement of rows: at a block's boundary each row lives on one rank. Context ranks hold pieces of
+the micro-batch, and the tensor ranks of a piece each hold a band of it (sequence parallelism). A
+layer whose weights tp cuts gathers the rows of the piece, computes its heads, columns or part of
+the vocabulary, and reduce-scatters the partial results, so that each rank has its band again.
 
 T rows, D hidden.
 """
@@ -34,7 +34,7 @@ from moefold.layers.rope import Angles
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 
 SINGLE_RANK = World.single()
-"""Made once: a pass a token would make one a token."""
+"""Default world, made once: generation makes a pass for every token."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class Flow:
     """One pass of one micro-batch through the model.
 
     Args:
-        rows: the rows of the micro-batch that are here.
-        recipe: number formats; makes operands of weights.
-        sink: where weight gradients go.
-        keeper: what is kept for backward, and where.
-        decisions: routing decisions of this micro-batch; a second run of a layer replays them.
-        training: whether counters count.
+        rows: this rank's rows of the micro-batch.
+        recipe: number formats; turns weights into operands.
+        sink: receives weight gradients.
+        keeper: what is saved for backward, and where.
+        decisions: routing decisions of this micro-batch; a recomputed layer replays them.
+        training: whether balance counters, dropout and random routing are active.
         world: the groups of ranks that share the micro-batch, the experts and the global batch.
-        context: how attention sees rows of other context ranks; a record of the slot CONTEXT.
+        context: kind of context parallelism; a record of the slot CONTEXT.
         overflow: int64 rows beyond the room of each dispatch that has one; checked by the step.
-        exact: whether rows go to experts without a bound on room, whatever the layout says.
-        piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
-        unshard: hooks that gather weights which are shared out over data ranks.
-        cache: keys and values of texts that are being written.
-        dropless: whether experts take all rows: texts that are written do not compete.
-        known: what the loss knows of the micro-batch beside its rows.
-        ahead: rows and piece with ids and labels of one token later, of two, and so on.
+        exact: whether dispatch has no bound on room, even if the layout's dispatcher has.
+        piece: rows of this rank's tensor group; None if these are ``rows``.
+        unshard: hooks that gather weights sharded over data ranks (ZeRO).
+        cache: key-value cache of generation.
+        dropless: whether capacity is ignored, as in generation, where texts must not compete.
+        known: data of the loss about the micro-batch, besides its rows.
+        ahead: (rows, piece) with ids and labels shifted by one token, by two, and so on.
     """
 
     rows: MicroBatch
@@ -79,22 +79,22 @@ class Flow:
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
     def begun(self, sink: GradientSink, unshard: UnshardHooks, ends: bool) -> "Flow":
-        """Return the pass through one chunk, which may end in the loss.
+        """Return the pass through one pipeline chunk; ``ends``: the chunk computes the loss.
 
-        Its decisions and angles are let go with it.
+        It owns its decisions and rotary angles, which are freed with it.
         """
         keeper, decisions = self.keeper.begun(ends), self.decisions.begun()
         mine = {"keeper": keeper, "decisions": decisions, "_angles": {}}
         return replace(self, sink=sink, unshard=unshard, **mine)
 
     def end_backward(self) -> None:
-        """Let go of decisions and angles: products of weights that still wait read neither."""
+        """Free decisions and angles, which deferred weight gradients do not read."""
         self.decisions.clear()
         self._angles.clear()
 
     @property
     def shared(self) -> list[Tensor]:
-        """What all layers of the pass read: rotary angles, and rows' numbers where any asked."""
+        """Tensors that all layers of the pass share: rotary angles, and row numbers if computed."""
         found = [one for angles in self._angles.values() for one in angles]
         found += [self.number_T] if "number_T" in vars(self) else []
         held = [vars(one) for one in (self, vars(self).get("_whole", self))]
@@ -103,18 +103,18 @@ class Flow:
 
     @property
     def n_valid(self) -> int | None:
-        """How many rows count, all of them first; None where all do."""
+        """Number of valid rows, which come first; None if all are valid."""
         return None if self.rows.n_valid == self.rows.rows else self.rows.n_valid
 
     @property
     def valid_T(self) -> Tensor | None:
-        """bool mask of rows that count, None where all do (known on the host)."""
+        """bool mask of valid rows; None if all are valid, which the host knows."""
         return None if self.n_valid is None else self.rows.valid_T
 
     @property
     def whole(self) -> "Flow":
         """Return the pass for a layer that sees all rows of the tensor group."""
-        # Kept apart: a pass that held itself would wait for the garbage collector, rows and all.
+        # Not cached if it is self: a reference cycle would keep the rows until garbage collection.
         return self if self.piece is None else self._whole
 
     @cached_property
@@ -123,14 +123,14 @@ class Flow:
         return replace(self, rows=self.piece, piece=None)
 
     def at(self, later: int) -> "Flow":
-        """Return the pass with ids and labels of so many tokens later."""
+        """Return the pass with ids and labels shifted by ``later`` tokens."""
         if not later:
             return self
         rows, piece = self.ahead[later - 1]
         return replace(self, rows=rows, piece=piece)
 
     def with_rows(self, change: Callable[[MicroBatch], MicroBatch]) -> "Flow":
-        """Return the pass with all its rows changed, those of later tokens too."""
+        """Return the pass with ``change`` applied to all its rows, shifted ones included."""
         (rows, piece), *ahead = (
             (change(rows), piece and change(piece))
             for rows, piece in ((self.rows, self.piece), *self.ahead)
@@ -138,18 +138,18 @@ class Flow:
         return replace(self, rows=rows, piece=piece, ahead=tuple(ahead))
 
     def chunked(self, length: int) -> "Flow":
-        """Return the pass of attention in which segments end at every ``length`` rows too."""
+        """Return the pass with segments cut into chunks of ``length`` rows, for attention."""
         cut = (
             min(length, rows - at) for rows in self.rows.lengths for at in range(0, rows, length)
         )
         return replace(self, rows=replace(self.rows, lengths=tuple(cut)))
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """Return the rows of the whole tensor group; backward returns each rank its own, summed."""
+        """All-gather rows over the tensor group; backward is a reduce-scatter."""
         return self._gathered(x_TD) if self.piece is not None else x_TD
 
     def gather_all(self, *parts_TX: Tensor) -> tuple[Tensor, ...]:
-        """Gather several tensors of the same rows in one exchange."""
+        """All-gather several tensors of the same rows in one collective."""
         if self.piece is None:
             return parts_TX
         return self._gathered(*parts_TX).split([part.shape[1] for part in parts_TX], 1)
@@ -162,17 +162,17 @@ class Flow:
         return self.keeper.run("gather", gather, *parts_TX)
 
     def scatter(self, y_TD: Tensor) -> Tensor:
-        """Sum the tensor group's shares of all its rows, and return this rank's rows of them."""
+        """Reduce-scatter partial sums over the tensor group; return this rank's rows."""
         return reduce_scatter(y_TD, self.world.group("tp"))
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
-        """Return a parameter as products take it, or in ``dtype``: no layer opens one itself."""
+        """Return a parameter, which may be a sharded handle, as operand in the compute dtype."""
         operand = self.recipe.operand(weight, dtype)
         self.keeper.stays(*operand.tensors)
         return operand
 
     def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> NarrowOperand:
-        """Return a parameter as products on codes take it; see :class:`PrecisionPolicy`."""
+        """Return a parameter as the operand of a quantised product."""
         world, label = self.world, self.world.recorder.label
         own = self.piece is not None
 
@@ -188,16 +188,16 @@ class Flow:
 
     @cached_property
     def run(self) -> RowRuns:
-        """The rows that count, as products on codes take them."""
+        """The valid rows, described as quantised products need them."""
         return RowRuns.dense(self.rows.n_valid, self.rows.place_T + self.rows.first)
 
     @cached_property
     def number_T(self) -> Tensor:
-        """int64 number of each row in the step, by which dropout draws."""
+        """int64 number of each row in the step, from which random numbers are drawn."""
         return sent_numbers(self.rows.first, self.rows.place_T).to(torch.int64)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
-        """Return the rows' rotary angles, computed once per pass and kind."""
+        """Return the rows' rotary angles, computed once per pass for each ``rope`` and ``dim``."""
         key = (rope, dim)
         if key not in self._angles:
             self._angles[key] = Angles.of(self.rows.positions_T, rope, dim, self.recipe.dtype)
@@ -207,12 +207,12 @@ class Flow:
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """Return rows times a factor, themselves where that is 1."""
+    """Return ``x * factor``; ``x`` itself if the factor is 1."""
     return x if factor == 1.0 else x * factor
 
 
 def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]:
-    """Return this rank's rows of a micro-batch and, under tp, those of its tensor group."""
+    """Return this rank's rows of a micro-batch and, if tp > 1, those of its tensor group."""
     spot, sizes = world.attention, world.folding.sizes
     piece = batch
     if sizes.cp > 1:
@@ -223,14 +223,14 @@ def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]
 
 
 def in_order(x_RX: Tensor, ranks: int) -> Tensor:
-    """Return pieces in the micro-batch's order, of rows that lie one context rank after another."""
+    """Return rows that are concatenated by context rank in the order of the micro-batch."""
     pieces = x_RX.unflatten(0, (ranks, 2, -1))
-    # A rank has piece r, and piece 2 n - 1 - r.
+    # Zigzag: rank r of n has piece r and piece 2 n - 1 - r.
     return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)])
 
 
 class BlockOutput(NamedTuple):
-    """What a decoder layer returns."""
+    """Output of a decoder layer."""
 
     x_TD: Tensor
     """The residual rows."""
@@ -239,15 +239,15 @@ class BlockOutput(NamedTuple):
 
 
 Segment = Callable[[Any, Flow], Any]
-"""A piece of a block: ``segment(state, flow) -> state``, where a state is a tensor or a NamedTuple
-of tensors, such tuples and values of the host. Running a block's segments one after another is its
-forward; a schedule may run other work between them."""
+"""A step of a block: ``segment(state, flow) -> state``, where a state is a tensor or a NamedTuple
+of tensors, such tuples and host values. A block's segments run in order are its forward; a schedule
+may run other work between them."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A segment that mostly waits for other ranks, so that a schedule may run it beside the
-    computing of another micro-batch. It has no weights and reaches ranks through ``flow.world``."""
+    """A segment that mostly communicates, so that a schedule may overlap it with the compute of
+    another micro-batch. It has no weights, and uses the groups of ``flow.world``."""
 
     run: Segment
 

@@ -1,21 +1,21 @@
-"""What a forward keeps for backward, by kind of module: here, made again, or elsewhere.
+"""Activation policies by kind of module: saved on the device, recomputed, or offloaded.
 
-Values never change. Three ways:
+Values never change. There are three policies:
 
-* *checkpoint* keeps a callable's inputs and runs it again: whole blocks, the attention core, FFNs.
-* *discard* drops a callable's outputs from what its consumers keep, and makes them again from its
-  inputs when a consumer's backward asks: norms, MLA's up-projections, rows gathered from tensor
-  ranks and experts' copies of rows, which are large and cheap; and the weights of experts' clones.
-* *offload* sends what is kept to the host or to disk (:mod:`moefold.layers.offload`).
+* *checkpoint* saves a callable's inputs and reruns it in backward: blocks, attention core, FFNs.
+* *discard* drops a callable's outputs from what their consumers save, and recomputes them from the
+  inputs when a consumer's backward needs them: norms, MLA's up-projections, rows gathered over tp
+  and experts' copies of rows, which are large and cheap; and the weights of experts' clones.
+* *offload* moves saved tensors to the host or to disk (:mod:`moefold.layers.offload`).
 
-All that is kept passes ``keep`` and ``take``, as autograd's saved-tensor hooks or called by name:
-no consumer knows of it. What is made again is made from inputs that pass there too: one that is
-itself discarded is made again first, and one that is away pins nothing on the device.
+All saved tensors pass through ``keep`` and ``take``, as autograd's saved-tensor hooks or by direct
+call, so that no consumer knows of the policy. So do the inputs of recomputation: one that is itself
+discarded is recomputed first, and an offloaded one takes no memory on the device.
 
 The experts' pre-activation is dropped by their own function (``kernels/swiglu/ffn.py``).
 
-A routing decision is never recomputed: the pass stores it (:class:`Decisions`) and any second run
-of the same pass finds it there.
+A routing decision is never recomputed: the pass stores it (:class:`Decisions`), and a rerun of the
+pass reads it there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,16 +39,16 @@ from moefold.layers.stash import PagedRows
 
 DISCARDED = frozenset({"norms", "mla_up", "gather", "permute", "clones"})
 OWNED = frozenset({"norms", "attention", "ffn", "shared", "experts", "moe"})
-"""Kinds that what is first kept within belongs to; what is within others is of those around."""
+"""Kinds that own what is first saved in their scope; other scopes leave it to those around."""
 TAKING = frozenset({"attention", "experts"})
-"""Kinds that their inputs belong to, where nothing else kept them before."""
+"""Kinds that also own their inputs, unless these were saved before."""
 Value = TypeVar("Value")
 
 
 class Decisions(dict[str, Any]):
     """The routing decisions of one micro-batch by layer name: made once, then replayed.
 
-    ``read`` gives those that were made elsewhere; ``tell`` hears of each that is made here.
+    ``read`` returns a decision of another run, or None; ``tell`` is called with each new one.
     """
 
     def __init__(
@@ -61,55 +61,55 @@ class Decisions(dict[str, Any]):
         self._read, self._tell = read, tell
 
     def begun(self) -> "Decisions":
-        """Return the decisions of a pass through one chunk: at first those that were given."""
+        """Return a copy for a pass through one chunk, which adds its own decisions."""
         return Decisions(self, self._read, self._tell)
 
     def made(self, key: str) -> Any:
-        """Return what a layer decided, None where it did not yet."""
+        """Return the decision of a layer; None if there is none yet."""
         if self._read is not None and key not in self:
             self[key] = self._read(key)
         return self.get(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Keep what a layer decided."""
+        """Store the decision of a layer, and report it if it is new."""
         if self._tell is not None and key not in self:
             self._tell(key, value)
         super().__setitem__(key, value)
 
 
 class _ByStorage(Generic[Value]):
-    """Values by the memory of a tensor, as long as that is there, whatever shows it."""
+    """Values by a tensor's storage, valid while that is alive, for all views of it."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the address from being given to another storage.
+        # A weak reference prevents reuse of the address by another storage.
         self._known: dict[int, tuple[StorageWeakRef, Value]] = {}
 
     def put(self, tensor: Tensor, value: Value) -> None:
-        """Note a value."""
+        """Store the value of a tensor's storage."""
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = StorageWeakRef(storage), value
 
     def of(self, tensor: Tensor) -> Value | None:
-        """Return the value; None where there is none."""
+        """Return the value of a tensor's storage; None if there is none."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
     def forget(self) -> None:
-        """Let go of values whose memory is gone."""
+        """Remove values whose storage was freed."""
         self._known = {key: one for key, one in self._known.items() if not one[0].expired()}
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Remove all values."""
         self._known.clear()
 
 
 class Keeper:
-    """Applies policies to what one micro-batch keeps in one chunk.
+    """Applies activation policies to one micro-batch in one pipeline chunk.
 
     Args:
-        record: what is made again.
-        offload: what goes where.
-        ends: whether the chunk ends in the loss.
+        record: recompute policy.
+        offload: which kinds are offloaded, and where to.
+        ends: whether the chunk computes the loss.
         clones: whether experts have clones on other ranks.
     """
 
@@ -121,39 +121,39 @@ class Keeper:
         clones: bool = False,
     ) -> None:
         self.block = isinstance(record, Full)
-        # Not settled, all that could be chosen.
+        # An auto policy that is not resolved yet may choose any kind.
         chosen = get_args(Kind) if isinstance(record, Auto) else ()
         chosen = record.modules if isinstance(record, Selective) else chosen
-        # Weights of clones are never kept, whatever is.
+        # Weights of clones are never saved, under any policy.
         self.kinds = frozenset[str]((*chosen, "clones") if clones else chosen)
         self._record, self._offload, self._ends = record, offload, ends
         self._made = _ByStorage[_DiscardedOutput]()
-        """Outputs whose memory the pass still holds."""
+        """Discarded outputs that are still in memory."""
         self._kept = _ByStorage[Callable[[], Away | PagedRows | None]]()
-        """What was kept already, and where it went."""
+        """Destinations of storages that were saved already."""
         self._owners = _ByStorage[str]()
-        """Kinds of module that outputs belong to, whoever keeps them first."""
+        """Kinds of module that own outputs, whichever module saves them first."""
         self._scopes: list[_Scope] = []
         self._once: dict[tuple[int, object], tuple[Tensor, Any]] | None = None
-        """What was made of tensors while the outermost scope is open; None where none is."""
+        """Results of :meth:`once` in the outermost open scope; None if no scope is open."""
         self._layer: tuple[int, int] | None = None
-        """Number of the layer that runs forward, and of how many; None where nothing leaves."""
+        """(index, number of layers) of the running layer; None if nothing is offloaded."""
         self.again = False
-        """Whether what runs forward runs again, in backward, and leaves nothing for later."""
+        """Whether the running forward is a recomputation in backward, which offloads nothing."""
         in_flight = 0 if offload is None else offload.record.in_flight
         self.departed, self._spilled = Departed(in_flight), Departed(in_flight)
 
     def begun(self, ends: bool) -> "Keeper":
-        """Return the keeper of a pass through one chunk, which may end in the loss."""
+        """Return the keeper of a pass through one chunk; ``ends``: the chunk computes the loss."""
         return Keeper(self._record, self._offload, ends, "clones" in self.kinds)
 
     @property
     def bounded(self) -> bool:
-        """Whether there is memory for experts' rows of as many as a stash has pages for."""
+        """Whether experts' rows are saved in pages, whose number is bounded."""
         return self._offload is not None and self._offload.record.pages is not None
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""
+        """Return ``function(*tensors)``, run under the policy for ``kind``."""
         if not torch.is_grad_enabled():
             return function(*tensors)
         with self.scope(kind, *tensors):
@@ -168,15 +168,15 @@ class Keeper:
         return result
 
     def wants(self, kind: str) -> bool:
-        """Return whether what a kind of module makes is to be made again in backward."""
+        """Return whether a kind of module is to be recomputed in backward."""
         wanted = self.block if kind == "block" else kind in self.kinds
         return wanted and torch.is_grad_enabled()
 
     @contextmanager
     def scope(self, kind: str, *inputs: Tensor, ends: Tensor | None = None) -> Iterator[None]:
-        """While open, what is kept and was not there before belongs to a kind of module.
+        """While open, tensors that are first saved belong to ``kind``, except its ``inputs``.
 
-        Of its rows those count that are before the last of ``ends``; all where there is none.
+        ``ends``: row offsets of experts, the last of which is the number of valid rows.
         """
         outermost, owned = self._once is None, self._offload is not None and kind in OWNED
         if outermost:
@@ -194,7 +194,7 @@ class Keeper:
                 self._once = None
 
     def once(self, tensor: Tensor, key: object, make: Callable[[], Value]) -> Value:
-        """Return what ``make`` makes of a tensor, once for all who ask while a scope is open."""
+        """Return ``make()`` for a tensor and key, computed once per outermost scope."""
         if self._once is None:
             return make()
         known = self._once.get((id(tensor), key))
@@ -203,13 +203,13 @@ class Keeper:
         return known[1]
 
     def owns(self, kind: str, *outputs: Tensor) -> None:
-        """Say which kind of module tensors belong to, whoever keeps them."""
+        """Declare which kind of module owns tensors, whichever module saves them."""
         if self._offload is not None:
             for output in outputs:
                 self._owners.put(output, kind)
 
     def stays(self, *tensors: Tensor) -> None:
-        """Say that others hold tensors anyway, such as weights."""
+        """Declare tensors, such as weights, that stay in memory anyway and are not offloaded."""
         if self._offload is not None:
             for tensor in tensors:
                 self._kept.put(tensor, _nowhere)
@@ -217,7 +217,7 @@ class Keeper:
     def discard(
         self, kind: str, outputs: Sequence[Tensor], function: Callable[..., Any], *inputs: Tensor
     ) -> None:
-        """Make what ``function(*inputs)`` has returned again, where the policy wants that."""
+        """Drop ``outputs`` of ``function(*inputs)`` and recompute them, if the policy says so."""
         if kind not in DISCARDED or not self.wants(kind):
             return
         made = _Recomputation(function, tuple(self.keep(t.detach()) for t in inputs))
@@ -228,7 +228,7 @@ class Keeper:
 
     @contextmanager
     def keeping(self, at: int = 0, of: int = 1) -> Iterator[None]:
-        """While open, what is kept of layer ``at`` of a chunk's ``of`` goes by these policies."""
+        """While open, apply the policies to layer ``at`` of the ``of`` layers of a chunk."""
         leaves = self._offload is not None and not self.again and torch.is_grad_enabled()
         if leaves:
             self._layer = at, of
@@ -242,17 +242,17 @@ class Keeper:
         self._layer = None
 
     def fetch(self) -> None:
-        """Begin to bring back what backward takes first, if it has left already."""
+        """Begin to prefetch the offloaded tensors that backward reads first."""
         self.departed.fetch()
         self._spilled.fetch()
 
     def end_forward(self) -> None:
-        """Let go of outputs that no layer reads any more, such as the last norm's."""
+        """Forget outputs that no further layer reads, such as that of the last norm."""
         for known in (self._made, self._kept, self._owners):
             known.clear()
 
     def keep(self, tensor: Tensor) -> Any:
-        """Return what stands for a tensor until :func:`take` gives it back."""
+        """Return what autograd saves for a tensor; :func:`take` turns it back into the tensor."""
         output = self._made.of(tensor)
         if output is not None and output.shows(place := _place(tensor)):
             output.made.waiting += 1
@@ -268,7 +268,7 @@ class Keeper:
         return _Saved(source, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _away(self, tensor: Tensor) -> Away | PagedRows | None:
-        """Return where a tensor's memory goes, if it leaves; it goes once."""
+        """Return where a tensor's storage is offloaded to, if it is; it is copied only once."""
         numbers = tensor.is_floating_point() or tensor.dtype == torch.uint8  # two codes each
         if self._layer is None or self._offload is None or not numbers:
             return None
@@ -290,7 +290,7 @@ class Keeper:
         return away
 
     def _paged(self, owner: str, tensor: Tensor) -> PagedRows | None:
-        """Return what stands for rows that lie in pages: experts' own, one matrix in its memory."""
+        """Stash experts' rows in pages, if ``tensor`` is contiguous and fills its storage."""
         stash = None if self._offload is None else self._offload.stash
         ends_E = self._scopes[-1].ends if self._scopes else None
         if stash is None or ends_E is None or owner not in stash.record.modules:
@@ -306,37 +306,37 @@ class Keeper:
         return rows
 
     def _owner(self, tensor: Tensor) -> str:
-        """Return the kind of module that a tensor belongs to; residual rows are of the block."""
+        """Return the kind of module that owns a tensor; residual rows belong to ``block``."""
         owner, key = self._owners.of(tensor), tensor.untyped_storage()._cdata
         around = (one.kind for one in reversed(self._scopes) if key not in one.there)
         return owner or next(around, "block")
 
 
 def take(kept: Any) -> Tensor:
-    """Return the tensor that was kept."""
+    """Return the tensor for what :meth:`Keeper.keep` returned."""
     return kept.take() if isinstance(kept, _Saved) else kept
 
 
 def _nowhere() -> None:
-    """Where a tensor went that stays."""
+    """Destination of a tensor that is not offloaded."""
 
 
 class _Scope(NamedTuple):
     kind: str
     there: frozenset[int]
-    """Memory that was there before."""
+    """Storages of the scope's inputs, which it does not own."""
     ends: Tensor | None
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd holds in place of a tensor that is not there, or of a view of one."""
+    """What autograd saves in place of a discarded or offloaded tensor, or of a view of one."""
 
     whole: Callable[[], Tensor]
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """Elements between the first of the whole and this one's."""
+    """Offset, in elements, from the start of the whole tensor."""
 
     def take(self) -> Tensor:
         whole = self.whole()
@@ -344,7 +344,7 @@ class _Saved:
 
 
 class _Place(NamedTuple):
-    """Where in its storage a tensor lies, and how often that was changed in place."""
+    """A tensor's place in its storage, and its version counter."""
 
     first: int
     elements: int
@@ -365,7 +365,7 @@ class _Recomputation:
         self.waiting = 0
 
     def take(self, index: int) -> Tensor:
-        """Return output ``index``, computed again for the first taker."""
+        """Return output ``index``; the first call recomputes all outputs."""
         if self._again is None:
             with torch.no_grad():
                 result = self._function(*map(take, self._inputs))
@@ -378,16 +378,16 @@ class _Recomputation:
 
 
 class _DiscardedOutput(NamedTuple):
-    """A discarded output, known by its memory: its tensor ends where a segment of a block does."""
+    """A discarded output, identified by its storage, since segments detach its tensor."""
 
     whole: bool
-    """Whether its storage holds nothing else, so that any view of that is one of the output."""
+    """Whether the output fills its storage, so that any view of that is a view of the output."""
     place: _Place
     made: _Recomputation
     index: int
 
     def shows(self, place: _Place) -> bool:
-        """Whether a tensor at a place of the same storage is the output as it was made, or part."""
+        """Whether a tensor at ``place`` of the same storage is the unmodified output, or a part."""
         if place[2:] != self.place[2:]:
             return False
         return self.whole or place == self.place

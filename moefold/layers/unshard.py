@@ -1,9 +1,8 @@
 """Hooks that gather a unit's weights before it runs and reduce its gradients after its backward.
 
-A unit is a block, the token table, the last norm or the head. Its gradients are complete when the
-gradient of its inputs is: all between has run. So the places where a unit begins and ends are
-identities whose backward calls the hooks of backward. A schedule that runs a unit in pieces calls
-them itself.
+A unit is a block, the embedding, the last norm or the head. Its weight gradients are complete once
+the gradient of its inputs is. Its beginning and its end are therefore identity functions whose
+backward calls the backward hooks. A schedule that runs a unit in segments calls the hooks itself.
 """
 
 from collections.abc import Callable
@@ -16,50 +15,50 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 EMBEDDING = "embed"
-"""The unit that holds the token table."""
+"""Name of the unit that holds the embedding."""
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a parameter is of: ``embed``, ``layers.3``, ``norm``, ``head``."""
+    """Return the unit of a parameter by its name: ``embed``, ``layers.3``, ``norm``, ``head``."""
     words = name.split(".")
     return ".".join(words[: 2 if words[0] == "layers" else 1])
 
 
 class UnshardHooks:
-    """Called as one micro-batch runs through a model chunk; as it stands, all weights stay here.
+    """Hooks of one micro-batch's pass through a model chunk; this base class does nothing.
 
-    ``parallel/data/fsdp_hooks.py`` is the form that gathers and reduces.
+    ``parallel/data/fsdp_hooks.py`` has the subclass that gathers and reduces.
     """
 
     def pre_forward(self, unit: str) -> None:
-        """The unit is about to run."""
+        """Called before the unit's forward."""
 
     def post_forward(self, unit: str) -> None:
-        """The unit has run."""
+        """Called after the unit's forward."""
 
     def pre_backward(self, unit: str) -> None:
-        """The unit's backward is about to run."""
+        """Called before the unit's backward."""
 
     def post_backward(self, unit: str) -> None:
-        """The unit's backward has run."""
+        """Called after the unit's backward."""
 
     def unsharded(self, unit: str) -> AbstractContextManager[None]:
-        """While open, the unit runs and its gradients are added at once: the head and the loss."""
+        """Context for a unit whose forward and backward run together: the head and the loss."""
         return nullcontext()
 
     def pre_weight_gradients(self) -> None:
-        """Products of weights that were deferred are about to run."""
+        """Called before deferred weight gradients are computed."""
 
     def post_weight_gradients(self) -> None:
-        """All gradients of the chunk's weights are added."""
+        """Called once all weight gradients of the chunk are accumulated."""
 
 
 RESIDENT = UnshardHooks()
-"""All weights are here all the time."""
+"""Hooks of weights that are always whole on this rank."""
 
 
 def begin_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Begin a unit; returns its inputs."""
+    """Mark the beginning of a unit; returns its inputs."""
     if hooks is RESIDENT:
         return tensors
     if not tensors:
@@ -69,7 +68,7 @@ def begin_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor
 
 
 def end_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """End a unit; returns its outputs."""
+    """Mark the end of a unit; returns its outputs."""
     if hooks is RESIDENT:
         return tensors
     return _border(hooks.post_forward, hooks.pre_backward, unit, tensors)
@@ -79,12 +78,12 @@ def _border(
     now: Callable[[str], None], back: Callable[[str], None], unit: str, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     calls = partial(now, unit), partial(back, unit)
-    # torch's stubs have it return a tensor or None; it returns what forward does.
+    # torch's stubs state Tensor | None; the result is that of forward.
     return _Border.apply(*calls, *tensors)  # type: ignore[return-value]
 
 
 class _Border(Function):
-    """An identity that calls one function now, and the other when gradients come back."""
+    """An identity that calls one function in forward, and another one in backward."""
 
     @staticmethod
     def forward(

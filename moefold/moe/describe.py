@@ -1,4 +1,4 @@
-"""What a mixture-of-experts feed-forward is, without torch: the description behind its record.
+"""Description of an MoE feed-forward, without torch: weights, operations and saved tensors.
 
 T rows, D hidden features, E experts of width F, K experts per row.
 """
@@ -29,13 +29,13 @@ from moefold.spec.layer import (
 from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
 ROUTER_PASSES = 25
-"""Readings and writings of a row of scores: scores, top-k, map, counts, balance."""
+"""Reads and writes of a row of scores: scores, top-k, map, counts, balance."""
 EXPERTS, TOP_K, GROUPS = 8, 4, 4
-"""Experts, experts per token and groups of experts of small models."""
+"""Experts, experts per token and groups of experts in the small models of ``verify``."""
 
 
 class MoeSpec(LayerSpec):
-    """Routed experts and a shared one; what is named first is the record's own."""
+    """Base of :class:`moefold.moe.config.Moe`, whose fields it declares for type checking."""
 
     if TYPE_CHECKING:
         width: Any
@@ -48,12 +48,12 @@ class MoeSpec(LayerSpec):
         keeps_logits: ClassVar[Any]
 
     gates: ClassVar[int] = 2
-    """Matrices into the experts' width: gate and up, or one alone."""
+    """Matrices into the experts' width: two (gate and up), or one."""
     prefix = "moe"
 
     @property
     def routing(self) -> RoutingSpec:
-        """What its router does."""
+        """The router as planner and dispatchers read it."""
         router, groups = self.router, self.router.groups
         kept = (groups.count, groups.keep) if groups else (1, None)
         return RoutingSpec(router.experts, router.top_k, self.latent, *kept, router.places)
@@ -68,7 +68,7 @@ class MoeSpec(LayerSpec):
         return Units("tp", self.shared.width, "the shared expert's width")
 
     def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield the router, the experts', and the shared expert's weights."""
+        """Yield the weights of router, experts, latent projections, shared and idle experts."""
         number, width = self.router.experts, self.width
         experts, columns = self._experts()
         inner, gates = self.latent or hidden, (self.gates,) if self.gates > 1 else ()
@@ -107,9 +107,9 @@ class MoeSpec(LayerSpec):
             yield Weight("idle.constant_bias", shape, (), "router", product=False, start="zeros")
 
     def operations(self, hidden: int) -> Iterator[Operation]:
-        """Yield the router, the experts' products, their activation, and the shared expert."""
+        """Yield the router, the experts' products and activation, and optional parts."""
         router, columns = self.router, self._experts()[1]
-        # Scores are fp32: each pass moves twice the bytes of a feature.
+        # Scores are fp32: each pass moves twice the bytes of a bf16 feature.
         passes = 2 * ROUTER_PASSES
         scores = Traffic(router.choices, passes, passes, "own")
         matmul = (Matmul(("router.weight",), "own"),)
@@ -136,17 +136,14 @@ class MoeSpec(LayerSpec):
                 yield Operation("gate", gate, launches=0, wide=True)
 
     def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
-        """Return what kernels beside the activation read and write of the experts' rows.
-
-        Biases and another activation than SwiGLU take kernels of torch, one after another.
-        """
+        """Return the traffic of separate torch kernels for biases and activations but SwiGLU."""
         if not self.formed:
             return ()
         columns = self._experts()[1]
         return (Traffic(self.width, 24, 40, "routed", columns), Traffic(hidden, 5, 5, "routed"))
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield normed rows, the routing, the experts' rows and pre-activations."""
+        """Yield residual and normed rows, routing, experts' inputs and pre-activations."""
         received = shape.received(self.routing)
         yield Saved("residual", shape.row)
         read = ["router.weight", *(["down.weight"] if self.latent is not None else [])]
@@ -157,7 +154,7 @@ class MoeSpec(LayerSpec):
         yield from self._saved_routing(shape)
         inner = self.latent or shape.hidden
         rows_in = received * inner * shape.width
-        # Elsewhere copies are made from rows that have come, which nothing else keeps.
+        # With ep or etp the copies are made from received rows, which nothing else saves.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
         room = 0 if shape.room is None else received
         part = Saved("experts.input", rows_in, dropped, module="experts", rows=room)
@@ -176,16 +173,16 @@ class MoeSpec(LayerSpec):
                 dropped = frozenset(("shared",))
                 size = shape.rows * (shape.hidden + 1) * shape.width
                 yield Saved("shared.gated", size, dropped, module="shared")
-        # Apart, the way back runs once even where the block runs again, and keeps where rows go.
+        # Run as a segment of its own, combine is not recomputed, and saves the rows' destinations.
         places, back = shape.rows * self.router.places + shape.places, received
         if shape.room is None and shape.ep * shape.etp > 1:
-            # Copies are put in order twice: as they go, and as they have come.
+            # Copies are sorted twice: before they are sent, and after they are received.
             places, back = places + received, back + shape.rows * self.router.top_k
         yield Saved("combine.tokens", back * INDEX, saved=not shape.apart, module="moe")
         yield Saved("dispatch.rows", places * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
-        """Yield scores, weights and choices of the router, and what its loss terms read."""
+        """Yield scores, weights and choices of the router, and the inputs of its loss terms."""
         router = self.router
         chosen, scores = shape.rows * router.places, shape.rows * router.choices * STATISTIC
         yield Saved("router.scores", scores, module="moe")
@@ -207,7 +204,7 @@ class MoeSpec(LayerSpec):
             yield from self._saved_idle(shape, chosen)
         if shape.clones:
             seats = chosen + shape.ep * shape.clones
-            # And what stands for the master of each weight.
+            # Plus a stand-in for the master of each weight.
             size = seats * INDEX + (4 if self.expert_bias else 2) * STATISTIC
             yield Saved("clones", size, saved=False, module="moe")
         seats = router.experts // shape.ep + shape.clones
@@ -219,7 +216,7 @@ class MoeSpec(LayerSpec):
             yield Saved("balance.logits", scores + shape.rows * STATISTIC, module="moe")
 
     def _saved_idle(self, shape: Shape, chosen: int) -> Iterator[Saved]:
-        """Yield masks of choices, and the weights of choices that compute nothing."""
+        """Yield masks and weights of the zero-computation experts."""
         idle = self.router.unsent
         yield Saved("idle.sent", chosen, module="moe")
         if idle.identity:
@@ -231,7 +228,7 @@ class MoeSpec(LayerSpec):
             yield Saved("idle.shares", share, module="moe", operand=by)
 
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
-        """Yield what terms read of tokens' plain choices, each population one sequence."""
+        """Yield what auxiliary losses save, with one sequence in each population."""
         router, populations = self.router, self.populations
         if router.selection_bias or router.groups or router.kind not in ("topk", "idle"):
             plain = shape.rows * router.top_k * INDEX
@@ -246,7 +243,7 @@ class MoeSpec(LayerSpec):
             yield Saved("balance.probability", scores, module="moe")
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return few experts of a small width, in as few groups, and a small shared one."""
+        """Return a record with few experts, few groups and small widths."""
         changed: dict[str, Any] = {"width": rounded_up(SMALL_WIDTH, by.etp)}
         changed["router"] = _small_router(self.router, by.ep)
         if self.latent is not None:
@@ -257,13 +254,13 @@ class MoeSpec(LayerSpec):
         return self.model_copy(update=changed)
 
     def steady(self) -> Self:
-        """Return a mixture that sends every token to all its experts."""
+        """Return a record in which every token goes to all experts."""
         router = self.router.model_copy(update={"top_k": self.router.choices, "groups": None})
         return self.model_copy(update={"router": router, "capacity": None})
 
 
 def _small_router(router: Any, ep: int) -> Any:
-    """Return a small router: of as many experts as ranks ask, half of them chosen at most."""
+    """Return a router with few experts, whose number ``ep`` divides, and few choices."""
     top_k = min(router.top_k, TOP_K)
     count = min(router.groups.count, GROUPS) if router.groups else 1
     if router.groups and router.experts % count:

@@ -129,10 +129,7 @@ class Experts(Adaptable):
     def _with_clones(
         self, expert_Ps: Tensor, biases: Sequence[Operand], flow: Flow
     ) -> list[Operand]:
-        """Return operands of both weights, then of biases, with the clones' appended.
-
-        The clones' weights are fetched again in backward, not saved.
-        """
+        """Return weights and biases with the clones' appended; backward fetches these again."""
         ranks = flow.world.group("ep")
         label = ranks.recorder.label
 
