@@ -1,7 +1,7 @@
-"""Ranks that must not disagree: one decides and tells, or all show what they hold.
+"""Agreement between ranks: broadcast from the first rank, gather to it, or compare values.
 
-Small data that JSON can hold; numbers come through exactly. It crosses in host memory, over a
-world's ``on_host``: the first rank may take long, and no device waits for it.
+For small data that JSON can represent; numbers stay exact. It is sent in host memory over a world's
+``on_host``, so that the first rank may take long and no device waits for it.
 """
 
 import json
@@ -23,15 +23,15 @@ from moefold.comm.group import Group
 
 
 class Disagreement(ValueError):
-    """Ranks hold different values of what must be one; the text names them."""
+    """Ranks hold different values of something that must be equal; the text names them."""
 
 
 class FirstFailed(ValueError):
-    """What the first rank did for all failed; the text is its error, which it shows itself."""
+    """An operation of the first rank failed; the text is its error, which it also raises itself."""
 
 
 def told_by_first(value: Any, ranks: Group) -> Any:
-    """Return the first rank's ``value``; what the others give is not looked at."""
+    """Broadcast the first rank's ``value``; the other ranks' argument is ignored."""
     if ranks.size == 1:
         return value
     data = to_bytes(value if ranks.index == 0 else None)
@@ -41,9 +41,9 @@ def told_by_first(value: Any, ranks: Group) -> Any:
 
 
 def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
-    """Return every rank's ``value`` on the first rank, in their order, and nothing on the others.
+    """Yield every rank's ``value`` on the first rank, in rank order, and nothing on the others.
 
-    The first rank holds one of them at a time.
+    The first rank holds one value at a time.
     """
     if ranks.size == 1:
         return iter([value])
@@ -64,11 +64,11 @@ def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
 
 
 def on_first(function: Callable[[], Any], ranks: Group) -> Any:
-    """Call ``function`` on the first rank, the others waiting; return on all what it returned.
+    """Call ``function`` on the first rank, and return its result on all ranks.
 
     Raises:
-        Exception: on the first rank what the function raised.
-        FirstFailed: on the others.
+        Exception: on the first rank, whatever the function raised.
+        FirstFailed: on the other ranks, if it raised.
     """
     error: Exception | None = None
     answer: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def demand_same(facts: Mapping[str, Any], ranks: Group) -> None:
     """Check that all ranks hold the same facts.
 
     Raises:
-        Disagreement: on every rank, naming each key that differs, its values, and who holds them.
+        Disagreement: on every rank, with each key that differs, its values and their ranks.
     """
     shown = gather_objects(dict(facts), ranks)
     lines = []

@@ -1,5 +1,4 @@
-"""One rank of a layout in one process: groups over which nothing comes, for passes
-without values."""
+"""One rank of a layout in one process, with fake process groups, for passes without values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from moefold.mesh.folding import Folding
 
 @contextmanager
 def lone_rank(folding: Folding, rank: int) -> Iterator[World]:
-    """Open a rank's groups; operations over them end at once, and what they bring is anything."""
+    """Open a rank's groups on a fake backend: collectives return at once with arbitrary values."""
     if folding.world == 1:
         yield World.single()
         return

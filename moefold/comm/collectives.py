@@ -1,9 +1,9 @@
-"""Collectives, each over an explicit group: in place, into a buffer, or with a gradient.
+"""Collectives over explicit groups: in place, into a buffer, or differentiable.
 
-The only file that calls them. Over a group of one rank each is the identity and nothing is
-recorded. Bytes are what this rank sends in the cheapest form of the operation: a ring for sums and
-gathers, rows for other ranks in an exchange. ``label`` names, in a backward pass, the module of the
-forward call, under which the operation is recorded.
+The only file that calls those of torch. Over a group of one rank each is the identity and is not
+recorded. Recorded bytes are what this rank sends in the cheapest form of the operation: a ring for
+sums and gathers, rows for other ranks in an exchange. ``label`` is for operations of a backward
+pass, which are recorded under the module of the forward call.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from moefold.comm.group import Group
 from moefold.comm.recorder import BACKWARD, CallRecord, Site
 
-# torch 2.13 renames two functions; the old names warn there and are the only ones before.
+# torch 2.13 renamed two functions; the old names warn there.
 _gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -39,9 +39,9 @@ def _begin(
 
 
 def _end(record: CallRecord, group: Group, out: Tensor, alone: Tensor | None) -> None:
-    """Close a record; where a proof asks for it, replace what is in ``out``.
+    """Close a record; if a proof injects a fault, alter ``out``.
 
-    ``alone`` is what the result were had no other rank taken part, None for zeros.
+    ``alone`` is the result without any contribution of other ranks, None for zeros.
     """
     group.recorder.end(record)
     if group.recorder.alter is not None:
@@ -50,7 +50,7 @@ def _end(record: CallRecord, group: Group, out: Tensor, alone: Tensor | None) ->
 
 
 class Pending:
-    """An operation under way. What it fills must not be touched before ``wait`` has returned."""
+    """An operation in flight. Its output must not be accessed before ``wait`` has returned."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Pending:
         begun: tuple[CallRecord, Group, Tensor, Tensor | None] | None = None,
         held: Tensor | None = None,
     ) -> None:
-        """Hold the backend's works, what ``_end`` takes, and a tensor that is being read."""
+        """Hold the backend's works, the arguments of ``_end``, and a tensor that is being read."""
         self._works, self._begun, self._held = works, begun, held
 
     def wait(self) -> None:
-        """Return when the result may be read; a second call does nothing.
+        """Wait until the result may be read; a second call does nothing.
 
         Raises:
-            RuntimeError: where the group's time-out passed or another rank is gone.
+            RuntimeError: after the group's time-out, or if another rank is gone.
         """
         works, begun = self._works, self._begun
         self._works, self._begun = (), None
@@ -73,13 +73,13 @@ class Pending:
             record, group, *_ = begun
             group.recorder.wait(record)
             for work in works:
-                work.wait()  # on a device only its stream does, and it has to be this thread's
+                work.wait()  # on CUDA only this thread's current stream waits
             _end(*begun)
         self._held = None
 
 
 def _in_place(run: Callable[[Tensor], Any], x: Tensor, group: Group, record: CallRecord) -> Tensor:
-    """Run an operation that fills a contiguous tensor on one with any strides."""
+    """Run an in-place operation, which needs a contiguous tensor, on one of any strides."""
     before = x.clone() if group.recorder.alter is not None else x
     if x.numel():
         whole = x.contiguous()
@@ -93,7 +93,7 @@ def _in_place(run: Callable[[Tensor], Any], x: Tensor, group: Group, record: Cal
 def reduce_(
     x: Tensor, group: Group, label: str | None = None, op: Any = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce over the ranks, in place; every rank gets the same bits."""
+    """All-reduce in place; every rank gets the same bits."""
     if group.size == 1:
         return x
     name = "all_reduce" if op == dist.ReduceOp.SUM else "all_reduce_max"
@@ -102,17 +102,17 @@ def reduce_(
 
 
 def sum_(tensor: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, in place; every rank gets the same bits. Of booleans: any."""
+    """Sum over the ranks in place; every rank gets the same bits. For booleans: any."""
     return reduce_(tensor, group)
 
 
 def max_(tensor: Tensor, group: Group, label: str | None = None) -> Tensor:
-    """Take the largest over the ranks, in place."""
+    """Take the maximum over the ranks in place."""
     return reduce_(tensor, group, label, dist.ReduceOp.MAX)
 
 
 def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
-    """Give every rank what the one at place ``index`` of the group holds, in place."""
+    """Broadcast in place from the rank at ``index`` of the group."""
     if group.size == 1:
         return tensor
     sent = (group.size - 1) * tensor.nbytes if group.index == index else 0
@@ -125,7 +125,7 @@ def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
 def _into(
     op: str, out: Tensor, x: Tensor, group: Group, asynchronous: bool, label: str | None
 ) -> Pending:
-    """Fill ``out`` by a gather of all ranks' ``x``, or by this rank's part of their sum."""
+    """Fill ``out`` by an all-gather, or a reduce-scatter where ``op`` is that."""
     if group.size == 1:
         out.copy_(x.reshape(out.shape))
         return Pending()
@@ -146,7 +146,7 @@ def _into(
 def all_gather_into(
     out: Tensor, x: Tensor, group: Group, asynchronous: bool = False, label: str | None = None
 ) -> Pending:
-    """Fill contiguous ``out`` with every rank's ``x``, one after the other along dim 0."""
+    """Fill contiguous ``out`` with all ranks' ``x``, concatenated along dim 0."""
     return _into("all_gather", out, x, group, asynchronous, label)
 
 
@@ -170,7 +170,7 @@ def _all_to_all(
     out, alone = x_R.new_empty((sum(receive), *x_R.shape[1:])), None
     dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)
     if group.recorder.alter is not None:
-        alone = torch.zeros_like(out)  # but where a rank's own rows arrive
+        alone = torch.zeros_like(out)  # except for this rank's rows to itself
         alone.split(list(receive))[group.index].copy_(x_R.split(list(send))[group.index])
     _end(record, group, out, alone)
     return out
@@ -184,7 +184,7 @@ def exchange(
     label: str | None = None,
     op: str = "all_to_all",
 ) -> Tensor:
-    """Send ``send[i]`` rows to each rank in turn; return the rows received, by sending rank."""
+    """Send ``send[i]`` rows to rank i of the group; return the rows received, in rank order."""
     assert len(send) == len(receive) == group.size, "one count for each rank of the group"
     assert sum(send) == x_R.shape[0], f"{sum(send)} rows are sent of {x_R.shape[0]}"
     if group.size == 1:
@@ -197,7 +197,7 @@ def exchange(
 def gather_uneven(
     x: Tensor, group: Group, counts: Sequence[int], label: str | None = None
 ) -> Tensor:
-    """Return every rank's rows, one rank after the other; rank i has ``counts[i]``."""
+    """Return all ranks' rows, in rank order; rank i has ``counts[i]``."""
     assert counts[group.index] == x.shape[0], f"{x.shape[0]} rows, {counts[group.index]} stated"
     if group.size == 1:
         return x
@@ -213,7 +213,7 @@ def gather_uneven(
 def scatter_uneven(
     x: Tensor, group: Group, counts: Sequence[int], label: str | None = None
 ) -> Tensor:
-    """Sum ``x`` over the ranks and return rank i's ``counts[i]`` rows, added in rank order."""
+    """Sum ``x`` over ranks in rank order; return this rank's rows, ``counts[i]`` on rank i."""
     if group.size == 1:
         return x
     own = counts[group.index]
@@ -222,7 +222,7 @@ def scatter_uneven(
 
 
 def _message(op: str, x: Tensor, source: int, to: int, group: Group) -> Pending:
-    """Start to send or to receive a contiguous tensor between two ranks of the world."""
+    """Start to send or receive a contiguous tensor between two global ranks."""
     assert source != to, "a rank does not send to itself"
     site, sent = Site(group.recorder.label, op, group.name), x.nbytes if op == "send" else 0
     channel = f"{group.kind}:{source}>{to}"
@@ -239,12 +239,12 @@ def _message(op: str, x: Tensor, source: int, to: int, group: Group) -> Pending:
 
 
 def send(tensor: Tensor, peer_rank: int, group: Group) -> Pending:
-    """Start to send a tensor to a rank of the group, named by its place in the world."""
+    """Start to send a tensor to a rank of the group, given by its global rank."""
     return _message("send", tensor.contiguous(), group.ranks[group.index], peer_rank, group)
 
 
 def receive(buffer: Tensor, peer_rank: int, group: Group) -> Pending:
-    """Start to receive into a contiguous buffer from a rank, named by its place in the world."""
+    """Start to receive into a contiguous buffer from a rank, given by its global rank."""
     assert buffer.is_contiguous(), "received rows need a contiguous buffer"
     return _message("receive", buffer, peer_rank, group.ranks[group.index], group)
 
@@ -252,8 +252,8 @@ def receive(buffer: Tensor, peer_rank: int, group: Group) -> Pending:
 def shift(given: Tensor, into: Tensor, by: int, group: Group, label: str | None = None) -> Pending:
     """Start to send ``given`` to the rank ``by`` places on, and to fill ``into`` from ``by`` back.
 
-    All ranks of the group call it together; places are counted round the group, and ``by`` may be
-    negative. A pair with no values to pass on passes nothing: both ends know how many there are.
+    A collective call. Indices wrap around, and ``by`` may be negative. Empty tensors are not sent:
+    both ends know the size.
     """
     assert by % group.size, "a rank does not send to itself"
     assert given.is_contiguous() and into.is_contiguous(), "shifted rows lie side by side"
@@ -261,24 +261,24 @@ def shift(given: Tensor, into: Tensor, by: int, group: Group, label: str | None 
     there = group.ranks[(group.index + by) % group.size]
     back = group.ranks[(group.index - by) % group.size]
     sides = [(dist.isend, given, there), (dist.irecv, into, back)]
-    # As one batch: NCCL would let each send wait for a receive that is queued behind a send.
+    # As one batch, else NCCL deadlocks: each send would wait for a receive queued behind a send.
     ops = [dist.P2POp(op, x, peer, group.handle) for op, x, peer in sides if x.numel()]
     works = dist.batch_isend_irecv(ops) if ops else []
     return Pending(works, (record, group, into, None), given)
 
 
 def to_bytes(value: Any) -> Tensor:
-    """Return small data that JSON can hold as a tensor of its bytes; numbers stay exact."""
+    """Return small data, encoded as JSON, as a tensor of bytes; numbers stay exact."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def from_bytes(data: Tensor) -> Any:
-    """Return the data whose bytes a tensor holds."""
+    """Decode the data of :func:`to_bytes`."""
     return json.loads(data.numpy().tobytes())
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Return every rank's value, small data that JSON can hold, over a group in host memory."""
+    """Return every rank's value, small data for JSON, over a group in host memory."""
     if group.size == 1:
         return [value]
     mine = to_bytes(value)
@@ -289,11 +289,11 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 # Operations with gradients. In a backward pass they are recorded under the forward call's label.
 
 Operation = Callable[..., Tensor]
-"""``operation(x, group, label=…)``: the label is the forward call's, left out in that itself."""
+"""``operation(x, group, label=…)``; ``label`` is passed in backward: that of the forward call."""
 
 
 class _Differentiable(Function):
-    """An operation, and the one that its gradient needs."""
+    """Runs one operation in forward and another in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Operation, back: Operation) -> Tensor:
@@ -333,19 +333,19 @@ def _summed(x: Tensor, group: Group, label: str | None = None) -> Tensor:
 
 
 class Codes(Protocol):
-    """What rows travel as."""
+    """The low-precision format in which rows are sent."""
 
     def pack(self, rows: Tensor, /) -> Tensor:
-        """Return what is sent, a row for each."""
+        """Encode rows, each as one row of the result."""
         ...
 
     def unpack(self, sent: Tensor, like: Tensor, /) -> Tensor:
-        """Return the rows that came, in the form of those that went."""
+        """Decode received rows, to the dtype and width of ``like``."""
         ...
 
 
 def _coded(run: Operation, codes: Codes | None) -> Operation:
-    """Return an operation on rows that moves their codes; without any, itself."""
+    """Return the operation with rows encoded before and decoded after it, if ``codes`` is given."""
     if codes is None:
         return run
 
@@ -356,22 +356,22 @@ def _coded(run: Operation, codes: Codes | None) -> Operation:
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, codes: Codes | None = None) -> Tensor:
-    """Join every rank's ``x``, of one shape, along ``dim``. Backward sums and scatters.
+    """Concatenate all ranks' ``x``, of one shape, along ``dim``. Backward: reduce-scatter.
 
-    ``codes``: what ``x`` travels as, where that is rows; sums travel as they are, here and below.
+    ``codes``: format in which rows ``x`` are sent. Here and below, sums are never encoded.
     """
     there, back = partial(_gathered, dim=dim), partial(_scattered, dim=dim)
     return _differentiable(x, group, _coded(there, codes), back)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, codes: Codes | None = None) -> Tensor:
-    """Sum ``x`` over the ranks and return this rank's part along ``dim``. Backward gathers."""
+    """Sum ``x`` over the ranks; return this rank's part along ``dim``. Backward: all-gather."""
     there, back = partial(_scattered, dim=dim), partial(_gathered, dim=dim)
     return _differentiable(x, group, there, _coded(back, codes))
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, and gradients too: each rank's part of the loss depends on the sum."""
+    """Sum over the ranks. Backward sums too: each rank's part of the loss depends on the sum."""
     return _differentiable(x, group, _summed, _summed)
 
 
@@ -388,13 +388,13 @@ def all_to_all(
     Args:
         x_R: rows.
         group: the ranks.
-        send: rows for each.
-        receive: rows from each.
-        codes: what rows travel as; of those on their way ``home``, gradients.
-        home: whether rows are results.
+        send: number of rows for each rank.
+        receive: number of rows from each rank.
+        codes: format in which rows are sent in forward; with ``home``, in backward.
+        home: whether rows return from experts.
 
     Returns:
-        The rows received, ``receive[i]`` from each rank i in order. Backward sends them back.
+        The rows received, ``receive[i]`` from each rank i in order. Backward sends gradients back.
     """
     there = _coded(partial(exchange, send=send, receive=receive), None if home else codes)
     back = _coded(partial(exchange, send=receive, receive=send), codes if home else None)
@@ -404,7 +404,7 @@ def all_to_all(
 def gather_rows(
     x: Tensor, group: Group, counts: Sequence[int], codes: Codes | None = None
 ) -> Tensor:
-    """Join the ranks' rows along dim 0, ``counts[i]`` from rank i. Backward: ``scatter_rows``."""
+    """Concatenate ranks' rows, ``counts[i]`` from rank i. Backward: ``scatter_rows``."""
     there, back = partial(gather_uneven, counts=counts), partial(scatter_uneven, counts=counts)
     return _differentiable(x, group, _coded(there, codes), back)
 
@@ -412,9 +412,9 @@ def gather_rows(
 def scatter_rows(
     x: Tensor, group: Group, counts: Sequence[int], codes: Codes | None = None
 ) -> Tensor:
-    """Sum ``x`` over the ranks and return ``counts[i]`` rows of it to each rank i in order.
+    """Sum ``x`` over the ranks; rank i gets ``counts[i]`` rows of the sum, in order.
 
-    Sums run in rank order with one rounding. Backward: ``gather_rows``.
+    Summed in rank order with one rounding. Backward: ``gather_rows``.
     """
     there, back = partial(scatter_uneven, counts=counts), partial(gather_uneven, counts=counts)
     return _differentiable(x, group, there, _coded(back, codes))

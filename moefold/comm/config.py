@@ -1,4 +1,4 @@
-"""Record of what happens when a rank dies."""
+"""Record of restarts after a lost rank."""
 
 from typing import Annotated
 
@@ -11,18 +11,18 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Survive(Record):
-    """In-memory checkpoints, from which ``--nproc`` starts all ranks anew when one was lost.
+    """In-memory checkpoints, from which ``--nproc`` restarts all ranks when one is lost.
 
-    The launcher holds two copies of each rank's state in host memory. Ranks that torchrun starts
-    are restarted by it, and go on from checkpoints.
+    The launcher holds two copies of each rank's state in host memory. Ranks under torchrun are
+    restarted by torchrun, from checkpoints on disk.
     """
 
     every: Count = 1
-    """Steps between copies, and so the most that are lost."""
+    """Steps between copies, hence the most steps that a loss repeats."""
     limit: Count = 100
     """More losses than this within ``window_s`` end the run."""
     window_s: Positive = 3600.0
     same_step: Count = 5
-    """This many losses in a row at one step end the run, since a restart would only repeat them."""
+    """This many consecutive losses at one step end the run: a restart would only repeat them."""
     stopped_s: Positive = 5.0
-    """A rank without a sign of life for so long is sent SIGCONT, as it may only be stopped."""
+    """A rank without heartbeat for this long is sent SIGCONT, in case it is only stopped."""

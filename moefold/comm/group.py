@@ -1,4 +1,4 @@
-"""Ranks that talk to each other, seen from one of them."""
+"""A group of ranks, as one of its members sees it."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,22 @@ from moefold.comm.recorder import Recorder
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other.
+    """A process group with this rank's index in it.
 
     A group of one rank needs no process group: every collective over it is the identity and is
     not recorded.
     """
 
     name: str
-    """What it is for: its kinds, joined with ``+`` where several have the same ranks."""
+    """Its kinds, joined with ``+`` where several have the same ranks."""
     ranks: tuple[int, ...]
     index: int
-    """The place of this rank among them."""
+    """Index of this rank in ``ranks``."""
     handle: ProcessGroup | None
     recorder: Recorder
     back: ProcessGroup | None = None
-    """Carries messages to earlier ranks, so that the two directions never wait for each other;
-    None where the backend lets them pass anyway."""
+    """Process group for messages to earlier ranks, so that the two directions never wait for each
+    other; None where the backend does not serialise them."""
 
     @property
     def size(self) -> int:
@@ -33,14 +33,14 @@ class Group:
 
     @property
     def channel(self) -> str:
-        """A name that no other ranks share: groups of one kind differ in their first rank."""
+        """A name unique to these ranks: groups of one kind differ in their first rank."""
         return f"{self.kind}@{self.ranks[0]}"
 
     @property
     def kind(self) -> str:
-        """The first of its kinds, which no other group of its ranks is called by."""
+        """The first of its kinds; no other group of this rank has it."""
         return self.name.partition("+")[0]
 
 
 ALONE = Group("alone", (0,), 0, None, Recorder())
-"""One rank and nobody to talk to."""
+"""A group of one rank."""

@@ -1,4 +1,4 @@
-"""What a rank said to others: its last operations in order, and exact bytes by call-site."""
+"""Recorder of a rank's communication: its last operations, and exact bytes by call site."""
 
 import threading
 import time
@@ -14,10 +14,10 @@ KEPT = 256
 
 
 class Site(NamedTuple):
-    """A call-site: what a proof can break and a count is kept for."""
+    """A call site, by which operations are counted and proofs inject faults."""
 
     label: str
-    """The module that the call is made for; in backward, that of the forward call."""
+    """The module that makes the call; in backward, that of the forward call."""
     op: str
     group: str
     direction: str = FORWARD
@@ -27,19 +27,19 @@ class CallRecord(NamedTuple):
     """One operation of this rank."""
 
     channel: str
-    """Names the ranks that take part, alike on all of them and on no others."""
+    """Name of the set of ranks that take part, equal on all of them."""
     number: int
-    """Its place among this channel's operations, from 1: the same on all ranks of the channel."""
+    """Position among the channel's operations, from 1; equal on all its ranks."""
     site: Site
     shape: tuple[int, ...]
-    """What this rank puts in; for a receive, what it expects."""
+    """Shape of this rank's input; for a receive, of the expected tensor."""
     dtype: str
     bytes: int
-    """What this rank sends to others, as the cheapest form of the operation would."""
+    """Bytes that this rank sends to others in the cheapest form of the operation."""
 
     @property
     def words(self) -> str:
-        """The operation for a reader."""
+        """The operation in words."""
         label = self.site.label or "no module"
         back = ", backward" if self.site.direction == BACKWARD else ""
         shape = f"{self.dtype}{list(self.shape)}"
@@ -47,20 +47,20 @@ class CallRecord(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Calls of one call-site so far, and the bytes this rank sent in them."""
+    """Calls of one call site so far, and the bytes that this rank sent in them."""
 
     calls: int
     bytes: int
 
 
 class Open(NamedTuple):
-    """An operation that has begun and not ended: since when, and who takes part."""
+    """An operation that has begun and not ended."""
 
     record: CallRecord
     ranks: tuple[int, ...]
     since: float
     waited_for: bool
-    """Whether the rank can do nothing else until it ends."""
+    """Whether the rank is blocked until the operation ends."""
 
 
 Alter = Callable[[CallRecord, Tensor, Tensor], Tensor]
@@ -70,18 +70,18 @@ Mark = Callable[[], Callable[[], bool]]
 class Recorder:
     """The operations of one rank, for proofs, counts and reports of hangs.
 
-    ``alter`` breaks an operation on purpose, which shows that a proof notices: it is called with
-    the record, the result, and what the result would be had no other rank taken part (own rows
-    repeated, a sum of one); what it returns is used instead, in the same shape.
+    ``alter`` injects a fault, to show that a proof detects it: it is called with the record, the
+    result, and the result without contributions of other ranks (own rows repeated, a sum of one);
+    its return value, of the same shape, replaces the result.
 
-    ``waited_s`` adds up the seconds in which this rank could do nothing but wait for others.
+    ``waited_s`` is the total of seconds in which this rank was blocked waiting for others.
     """
 
     def __init__(self, mark: Mark | None = None) -> None:
-        """Keep the last ``KEPT`` operations; totals are kept for all.
+        """Keep the last ``KEPT`` operations, and totals of all.
 
-        ``mark`` is for a device that executes operations after the call has returned: it marks the
-        end of what is queued, and what it returns says whether the device is past it.
+        ``mark`` is for a device that executes operations asynchronously: it marks the end of the
+        queued work and returns a function that says whether the device has reached it.
         """
         self._labels = threading.local()
         self.alter: Alter | None = None
@@ -96,12 +96,12 @@ class Recorder:
 
     @property
     def label(self) -> str:
-        """The module that this thread works for."""
+        """The module under which this thread's operations are recorded."""
         return getattr(self._labels, "now", "")
 
     @contextmanager
     def module(self, label: str) -> Iterator[None]:
-        """Label the operations made inside, and their backward whenever it runs."""
+        """Label operations called inside the context, and their backward whenever it runs."""
         before = self.label
         self._labels.now = label
         try:
@@ -118,7 +118,7 @@ class Recorder:
         bytes_sent: int,
         waits: bool,
     ) -> CallRecord:
-        """Note that an operation starts, and whether the rank waits until its ``end``."""
+        """Record the start of an operation, and whether the rank is blocked until its ``end``."""
         with self._lock:
             number = self._begun.get(channel, 0) + 1
             self._begun[channel] = number
@@ -131,7 +131,7 @@ class Recorder:
         return record
 
     def wait(self, record: CallRecord) -> None:
-        """Note that the rank does nothing else until an operation ends."""
+        """Record that the rank is blocked from now on until an operation ends."""
         place = (record.channel, record.number)
         with self._lock:
             if place in self._open:
@@ -139,7 +139,7 @@ class Recorder:
                 self._open[place] = waited
 
     def end(self, record: CallRecord) -> None:
-        """Note that an operation is over for this rank."""
+        """Record the end of an operation on this rank."""
         with self._lock:
             held = self._open.pop((record.channel, record.number), None)
             if held is not None and held.waited_for:
@@ -148,29 +148,29 @@ class Recorder:
                 self._behind[record.channel] = held, self._mark()
 
     def last(self, count: int = KEPT) -> list[CallRecord]:
-        """Return the last operations, the oldest first."""
+        """Return the last operations, oldest first."""
         with self._lock:
             return list(self._last)[-count:]
 
     def begun(self) -> dict[str, int]:
-        """Return how many operations of each channel have begun."""
+        """Return the number of operations begun on each channel."""
         with self._lock:
             return dict(self._begun)
 
     @property
     def in_operation(self) -> bool:
-        """Whether an operation has begun that this rank waits for, or waited for when it failed."""
+        """Whether this rank is blocked in an operation, or was when the operation failed."""
         with self._lock:
             return any(held.waited_for for held in self._open.values())
 
     def waiting(self) -> list[Open]:
-        """Return the operations that this rank or its device waits for, the oldest first."""
+        """Return the operations that this rank or its device waits for, oldest first."""
         with self._lock:
             waiting = [held for held in self._open.values() if held.waited_for]
             waiting += [held for held, is_past in self._behind.values() if not is_past()]
             return sorted(waiting, key=lambda held: held.since)
 
     def clear(self) -> None:
-        """Forget totals; the numbers of operations go on."""
+        """Reset totals; operation numbers continue."""
         with self._lock:
             self.totals = {}

@@ -1,4 +1,4 @@
-"""The groups of a folding, bound to this process."""
+"""The process groups of a folding, created for this rank."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from datetime import timedelta
@@ -18,22 +18,22 @@ from moefold.mesh.folding import EMBEDDING, AttentionSpot, ExpertSpot, Folding, 
 
 T = TypeVar("T")
 IN_OPERATION = "an operation with other ranks was under way"
-"""Noted on an error that ends a world, where the rank waited for others when it was raised."""
+"""Note added to an error that ends a world while the rank was waiting for others."""
 EXCHANGED = ("ep", "etp", "tp_ep")
-"""Kinds of group that rows go to experts over."""
+"""Kinds of group over which rows are sent to experts."""
 SPOKEN = ("tp", "cp", "dp", "pp", "tp_cp", "dp_cp", "edp", "stage", "world", *EXCHANGED)
-"""Kinds of group that anything is said over. On NCCL each costs memory on every rank's device."""
+"""Kinds of group that are created. On NCCL each takes memory on every rank's device."""
 BULK = ("dp_cp", "edp")
-"""Kinds of group that weights and gradients travel over, beside what a pass waits for. On NCCL,
-where operations of one communicator run one after the other, these have communicators apart."""
+"""Kinds of group for weights and gradients, which overlap with what a pass waits for. On NCCL,
+where operations of one communicator run one after another, they have separate communicators."""
 BULK_CTAS = 16
-"""Blocks at most that NCCL runs for a bulk operation, beside which a device computes. A guess."""
+"""Most thread blocks that NCCL uses for a bulk operation, which overlaps with compute. A guess."""
 PATIENCE_S = 4 * 3600.0
-"""So long ranks wait for the first one's word: it may prepare data, or publish a checkpoint."""
+"""Time-out of the host group: the first rank may prepare data or publish a checkpoint."""
 
 
 class World:
-    """Every group that this rank is in, made once for distinct ranks, and its coordinates."""
+    """This rank's coordinates and all its groups, one for each distinct set of ranks."""
 
     def __init__(
         self, folding: Folding, rank: int, device: torch.device, time_out_s: float
@@ -46,14 +46,14 @@ class World:
         self.experts: ExpertSpot = folding.expert_spot(rank)
         self._by_kind: dict[str, Group] = {}
         self._by_ranks: dict[tuple[bool, Ranks], Group] = {}
-        """Whether a group is for bulk, where that is apart, and its ranks."""
+        """Keys: whether the group has a separate bulk communicator, and its ranks."""
         self._by_stages: dict[tuple[int, ...], Group] = {}
         self._host: Group | None = None
         self._beside: World | None = None
         self._watch: HangWatch | None = None
         self._prefix = ""
         self._kept: dict[Hashable, tuple[Any, Callable[[], object] | None]] = {}
-        """What others hold for these ranks, and what ends it."""
+        """Objects of other packages for these ranks, each with a function that closes it."""
 
     @property
     def size(self) -> int:
@@ -62,7 +62,7 @@ class World:
 
     @staticmethod
     def single(device: torch.device | str | None = None) -> "World":
-        """Return a world of one rank; no process group is needed."""
+        """Return a world of one rank, which needs no process group."""
         world = World(Folding(Sizes(), 1), 0, torch.device(device or "cpu"), 0.0)
         world._make_all()
         return world
@@ -75,14 +75,14 @@ class World:
         time_out_s: float,
         reports: Path | None = None,
     ) -> "World":
-        """Make all groups on all ranks and let each group talk once, before memory is tight.
+        """Create all groups on all ranks and warm each one up, before memory is tight.
 
-        Ranks wait ``time_out_s`` for each other in any operation of any group, and write into
-        ``reports`` when they wait in vain.
+        ``time_out_s`` is the time-out of every operation; ranks that hang write reports into the
+        folder ``reports``.
 
         Raises:
-            ValueError: where the folding is laid over another number of ranks, or where no process
-                group is there: ``comm.rendezvous.join`` makes it.
+            ValueError: if the folding has another number of ranks, or there is no default process
+                group (``comm.rendezvous.join`` creates it).
         """
         if folding.world == 1:
             return cls.single(device)
@@ -104,10 +104,10 @@ class World:
         return world
 
     def group(self, kind: str) -> Group:
-        """Return this rank's group of a kind; kinds of the same ranks share one, or two on NCCL.
+        """Return this rank's group of a kind; kinds with the same ranks share one, or two on NCCL.
 
         Raises:
-            ValueError: for a kind that is none of ``SPOKEN`` and has none of their ranks.
+            ValueError: for a kind that has the ranks of none in ``SPOKEN``.
         """
         found = self._by_kind.get(kind)
         if found is not None:
@@ -115,10 +115,9 @@ class World:
         raise ValueError(f"ranks speak over no kind of group {kind!r}, but {', '.join(SPOKEN)}")
 
     def stage_group(self, stages: Iterable[int]) -> Group:
-        """Return the ranks of this pipeline on some stages, where weights held there are summed.
+        """Return the group of this pipeline's ranks on some stages, to sum weights they all hold.
 
-        Every rank calls it, in the same order: those on other stages too, which get a group that
-        they have no use for.
+        A collective call of all ranks; those on other stages get a group that is not used.
         """
         wanted = tuple(sorted(set(stages)))
         if len(wanted) == 1:
@@ -130,21 +129,21 @@ class World:
             inside = self.attention.pp in wanted
             mine = wanted if inside else others
             ranks = tuple(sorted(self.folding.on_stage(self.rank, stage) for stage in mine))
-            # torch names a group that only its own ranks make by these ranks and by how many groups
-            # the process has made, so all ranks have to make as many: two of each pipeline.
+            # torch names a group that only its members create by its ranks and by the number of
+            # groups the process has created, so all ranks must create one: two in each pipeline.
             self._by_stages[wanted] = (
                 self._made(name, ranks) if inside else self._new(f"beside {name}", ranks)
             )
         return self._by_stages[wanted]
 
     def split(self, kind: str, inner: int) -> tuple[Group, Group]:
-        """Cut this rank's group of a kind in two levels: (inner, outer).
+        """Split this rank's group of a kind into two levels: (inner, outer).
 
-        ``inner`` neighbours are an inner group; the ranks at one place of every inner group are an
-        outer one. All ranks call it, in the same order; a second call finds the same groups.
+        ``inner`` neighbours form an inner group, the ranks at one index of every inner group an
+        outer one. A collective call of all ranks; repeated calls return the same groups.
 
         Raises:
-            ValueError: where ``inner`` does not divide the group.
+            ValueError: if ``inner`` does not divide the group's size.
         """
         whole = self.group(kind)
         if whole.size % inner:
@@ -157,10 +156,10 @@ class World:
 
     @property
     def beside(self) -> "World":
-        """This world with groups of their own to experts, for a second thread of every rank.
+        """This world with separate ``EXCHANGED`` groups, for use by a second thread on every rank.
 
-        Operations of one group must be issued in one order on all its ranks, and those of two
-        threads are in none. Every rank asks for it at the same place; the groups are made once.
+        All ranks must issue a group's operations in one order, and two threads have none. The first
+        access is a collective call; the groups are created once.
         """
         if self.size == 1 or self._beside is not None:
             return self._beside or self
@@ -172,19 +171,19 @@ class World:
 
     @property
     def on_host(self) -> Group:
-        """All ranks, for tensors in host memory and for words of the first rank.
+        """All ranks, for tensors in host memory and messages from the first rank.
 
-        They wait for each other longer than in other groups, ``PATIENCE_S``: the first rank does
-        for all what one rank can do. Nothing of that occupies a device.
+        Its time-out, ``PATIENCE_S``, is longer than that of other groups, since the first rank does
+        some work for all. It occupies no device.
         """
         return self._host or self.group("world")
 
     def kept(
         self, key: Hashable, make: Callable[[], T], end: Callable[[], object] | None = None
     ) -> T:
-        """Return what another package holds for these ranks: made once, also for ``beside``.
+        """Return another package's object for these ranks, created once and shared with ``beside``.
 
-        ``end`` is called before the groups end, over which it was made.
+        ``end`` closes it, and is called before the groups are destroyed.
         """
         if key not in self._kept:
             self._kept[key] = make(), end
@@ -197,7 +196,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Close; after a failed operation, note it on the error and find out who is absent."""
+        """Close; after a failed operation, annotate the error and report which ranks are absent."""
         if error is None:
             self.close()
         elif isinstance(error, RuntimeError) and self._watch is not None:
@@ -206,13 +205,13 @@ class World:
             self._watch.explain()
 
     def close(self) -> None:
-        """End all groups; nothing can be sent afterwards."""
+        """Destroy all groups; nothing can be sent afterwards."""
         self.forget_groups()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def forget_groups(self) -> None:
-        """End what others keep for groups, and forget the groups; the ranks stay joined."""
+        """Close objects of :meth:`kept` and drop all groups; the ranks stay joined."""
         for _, end in self._kept.values():
             if end is not None:
                 end()
@@ -222,7 +221,7 @@ class World:
             self._watch.stop()
 
     def _make_all(self, spoken: Collection[str] = SPOKEN) -> None:
-        """Make the groups of some kinds; the names of all kinds say what ranks they have."""
+        """Create the groups of some kinds, each named after all kinds with the same ranks."""
         named: dict[tuple[str, bool], list[str]] = {}
         for kind, first in self.folding.same().items():
             named.setdefault((first, kind in BULK and _ordered()), []).append(kind)
@@ -233,7 +232,7 @@ class World:
                 self._by_kind.update(dict.fromkeys(kinds, group))
 
     def _made(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
-        """Make a group, or find the one of the same ranks."""
+        """Create a group, or return the one with the same ranks."""
         key = bulk and _ordered(), ranks
         if key not in self._by_ranks:
             alone = Group(name, ranks, 0, None, self.recorder)
@@ -243,7 +242,7 @@ class World:
     def _new(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
         name = self._prefix + name
         handle = self._process_group(ranks, name, bulk)
-        # NCCL runs what two ranks say to each other one after the other.
+        # NCCL serialises the messages between two ranks of a communicator, whatever the direction.
         back = self._process_group(ranks, name, bulk) if _ordered() else None
         group = Group(name, ranks, ranks.index(self.rank), handle, self.recorder, back)
         self._warm_up(group)
@@ -262,10 +261,10 @@ class World:
         return handle
 
     def _warm_up(self, group: Group) -> None:
-        """Let a group talk once; neighbours in a pipeline and all pairs of a sequence too.
+        """Run one all-reduce, and messages between pipeline neighbours and all pairs of cp ranks.
 
-        The first message between two ranks blocks both on NCCL until they have made a communicator
-        of their own. So pairs come in one order, and only their two ranks take part in each.
+        On NCCL the first message between two ranks blocks both until they have created their
+        communicator. So pairs come in one order, and only their two ranks take part in each.
         """
         if group.size == 1:
             return
@@ -285,9 +284,9 @@ class World:
 
 
 def neighbours(ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return who sends to whom between neighbours in a ring, both ways, in an order for all.
+    """Return (source, destination) of all neighbours in a ring, both ways, in one order for all.
 
-    Pairs that share no rank stand together, so that they need not wait for each other.
+    Pairs that share no rank are consecutive, so that they need not wait for each other.
     """
     places = sorted(range(ranks), key=lambda place: place % 2)
     both = [(place, (place + 1) % ranks) for place in places]
@@ -295,26 +294,26 @@ def neighbours(ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 def _ordered() -> bool:
-    """Return whether operations of one group run one after the other, whoever waits for them."""
+    """Return whether the backend runs a group's operations strictly in order, as NCCL does."""
     return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def _options(bulk: bool, limit: timedelta) -> Any:
-    """Return what NCCL is told of a group: what a pass waits for goes first, bulk takes less."""
+    """Return NCCL's options of a group: high priority, or few thread blocks for bulk."""
     backend = getattr(dist, "ProcessGroupNCCL", None)
     if backend is None or not _ordered():
         return None
     options = backend.Options(is_high_priority_stream=not bulk)
-    options._timeout = limit  # torch warns of any other than the one that it is given beside
+    options._timeout = limit  # torch warns if it differs from the ``timeout`` argument
     if bulk:
         options.config.max_ctas = BULK_CTAS
     return options
 
 
 def _queued() -> Callable[[], bool]:
-    """Return what says whether the device has done all that this thread has queued so far."""
+    """Return a function that says whether the device has done this thread's work queued so far."""
     if torch.cuda.is_current_stream_capturing():
-        return lambda: True  # nothing is queued, and asking later would be an error of CUDA's
+        return lambda: True  # nothing is queued, and a later query would raise a CUDA error
     event = torch.cuda.Event()
     event.record()
     return event.query
