@@ -1,4 +1,4 @@
-"""A new run that starts from a checkpoint: another run's state, or a model's weights alone."""
+"""Forks: new runs that start from a checkpoint, with another run's state or only its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,25 @@ FORK_FILE = "fork.json"
 
 
 class TokenizerMismatch(CheckpointError):
-    """A fork's token ids stand for other tokens than those that its weights were trained on."""
+    """A fork's tokenizer differs from that with which its weights were trained."""
 
 
 def fork(
     job: Trainer, source: Path, weights_only: bool = False, new_tokenizer: bool = False
 ) -> dict[str, Any]:
-    """Fill a run that has not begun, save it, and write down in ``fork.json`` what was taken.
+    """Fill a new run from a checkpoint and save it; write what was taken to ``fork.json``.
 
-    An imported model has nothing but weights to take. Returns what is written.
+    From an imported model only weights are taken. Returns the content of ``fork.json``.
 
     Args:
         job: the new run.
-        source: a run's folder, of which the newest checkpoint is taken, or a checkpoint.
-        weights_only: leave optimizer state and progress: the run begins at step 0.
-        new_tokenizer: allow that token ids stand for other tokens.
+        source: a checkpoint, or a run folder, of which the newest checkpoint is taken.
+        weights_only: take neither optimizer state nor progress: the run begins at step 0.
+        new_tokenizer: allow a tokenizer with other token ids.
 
     Raises:
-        TokenizerMismatch: where the tokenizers differ and none is asked for anew.
-        CheckpointError: where there is nothing to take, or it does not fit.
+        TokenizerMismatch: if the tokenizers differ, unless ``new_tokenizer``.
+        CheckpointError: if there is no checkpoint, or it does not fit.
     """
     if job.resumed_from is not None:
         raise ValueError(
@@ -86,7 +86,7 @@ def fork(
 
 
 def _mismatch(path: Path, stored: Tokenizer, number: int, now: str | None, then: str | None) -> str:
-    """Say that a token is another one in a checkpoint, and what to do."""
+    """Return the error text for token ids that differ from a checkpoint's, with the remedy."""
     folder, first = path.parent, ""
     if not (folder / TOKENIZER_FILE).is_file():
         first, folder = f"moefold export {path} HF_FOLDER, and then ", Path("HF_FOLDER")

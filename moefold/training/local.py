@@ -1,11 +1,11 @@
-"""Copies of the state on the machines' own disks, from which a restart goes on faster.
+"""Copies of the state on node-local disks, for faster restarts in the same layout.
 
-Each rank writes its packed share of the state on its machine, and that of the rank half the world
-away, so that a machine may be lost. A step is whole where every rank's share is found somewhere,
-undamaged and of one session. Else the run goes on from its checkpoints, which hang on no layout.
+Each rank writes its packed part of the state on its machine, and that of the rank half the world
+away, so that a machine may be lost. A step is complete if every rank's part is found somewhere,
+undamaged and of one session. Otherwise the run resumes from its checkpoints, in any layout.
 
-A file ``step-…/RANK.by-WRITER`` is a line with the SHA-256 of all that follows, a line of JSON and
-the packed bytes. The folder above is named after the run.
+A file ``step-…/RANK.by-WRITER`` is a line with the SHA-256 of the rest, a line of JSON and the
+packed bytes. The parent folder has the name in the run folder's ``local.json``.
 """
 
 import json
@@ -34,34 +34,34 @@ from moefold.training.recover import pack, packed, unpack
 from moefold.training.saving import behind
 
 NAME_FILE = "local.json"
-"""In the run's own folder: the name of its copies. Without it they belong to no run."""
+"""File in the run folder with the name of its copies, which are of no use without it."""
 HEAD_BYTES = 65536
 TYPES = [int, str, int, str, str]
 _log = logging.getLogger("moefold.training")
 
 
 class RankCopy(NamedTuple):
-    """One rank's share of a step, as a file's head tells of it."""
+    """One rank's part of the state at a step, as described in the head of a file."""
 
     step: int
     session: str
-    """Which process wrote it: shares of two pasts are never mixed."""
+    """Digits that change at each start and rewind: parts of two sessions are never mixed."""
     rank: int
     form: str
-    """Digest of what it consists of, in its order."""
+    """Digest of names, boxes and dtypes in the packed bytes (``training.state.form``)."""
     progress: str
-    """JSON of how far the run was."""
+    """Progress of the run, as JSON."""
 
 
 Shares = Sequence[tuple[int, str, Tensor]]
-"""Ranks, and the forms and packed bytes of what they have."""
+"""Rank, form and packed bytes of each part."""
 
 
 class LocalCopies:
-    """A run's copies on this machine. All ranks call its methods alike.
+    """A run's copies on this machine. All ranks must call every method.
 
-    ``identity`` is a digest of what is computed in which layout, ``form`` of what this rank's share
-    consists of.
+    ``identity`` is a digest of the run and its layout, ``form`` that of names, boxes and dtypes of
+    this rank's state.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class LocalCopies:
         self._root, self._every, self._identity = Path(root), record.every, identity
         self._folder, self._form, self._world = folder, form, world
         self._session, self._here = "", Path()
-        # How many places on the rank stands that keeps this one's copy.
+        # Distance to the rank that also writes this rank's part.
         self._apart = world.on_host.size // 2
         self._thread: threading.Thread | None = None
         self._written = -1
-        """The newest step of this process that this rank has on its disk."""
+        """Newest step of this session on this rank's disk."""
 
     def keep(
         self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], anew: bool = False
     ) -> None:
-        """Copy the state where the ``step`` is due, and write it behind the steps that follow.
+        """Copy the state if the ``step`` is due, and write it in a thread during later steps.
 
-        ``anew``: after the run went back, so that copies of later steps are void.
+        ``anew``: the run was rewound, so that copies of later steps are void.
         """
         step = progress["step"]
         if anew:
@@ -110,10 +110,10 @@ class LocalCopies:
         self._thread = behind(self._write, step, json.dumps(progress), shares, whole)
 
     def take(self, tensors: Sequence[Tensor], since: int) -> tuple[dict[str, Any], Path] | None:
-        """Fill the state from the newest whole step, if it is ``since`` or a later one.
+        """Fill the state from the newest complete step that is not before ``since``.
 
         Returns:
-            Its ``progress``, and its folder on this machine; None where no step is whole.
+            Its ``progress``, and its folder on this machine; None if no step is complete.
         """
         ranks = self._world.on_host
         name = on_first(self._name, ranks)
@@ -138,15 +138,15 @@ class LocalCopies:
         return json.loads(own.progress), here / step_name(own.step)
 
     def wait(self) -> None:
-        """Wait until what is under way is written."""
+        """Wait until the copy in progress is written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _begin(self, step: int) -> None:
-        """Before the first step of a session: name the run and the session, drop what is newer.
+        """Start a session before its first step: name it, and drop copies of later steps.
 
-        Copies of later steps belong to a past that the run does not go on from.
+        Those belong to a history that the run does not continue.
         """
         if self._session:
             return
@@ -165,14 +165,14 @@ class LocalCopies:
                 shutil.rmtree(candidate.path, ignore_errors=True)
 
     def _name(self) -> str | None:
-        with suppress(FileNotFoundError, ValueError):  # a loss of power can leave it empty
+        with suppress(FileNotFoundError, ValueError):  # it can be empty after a power loss
             return json.loads((self._folder / NAME_FILE).read_text())
         return None
 
     def _write(self, step: int, progress: str, shares: Shares, whole: int) -> None:
-        """Drop the steps before ``whole``, which all ranks have, and write shares.
+        """Drop the steps before ``whole``, which is complete on all ranks, and write ``shares``.
 
-        A disk that refuses costs this step's copies alone.
+        A write error is logged, and costs only this step's copies.
         """
         for candidate in candidates(self._here):
             if candidate.step < whole:
@@ -195,7 +195,7 @@ class LocalCopies:
             _log.warning("no local copy of step %d: %s", step, error)
 
     def _found(self, here: Path, since: int) -> dict[RankCopy, list[Path]]:
-        """Return the shares on this machine that fit the run and its layout, by their heads."""
+        """Return the files of each part on this machine that fits the run and its layout."""
         found: dict[RankCopy, list[Path]] = {}
         for candidate in candidates(here):
             if candidate.step >= since:
@@ -208,7 +208,7 @@ class LocalCopies:
     def _exchanged(
         self, values: Mapping[int, Tensor], sources: Sequence[tuple[RankCopy, int]], size: int
     ) -> Tensor:
-        """Send the shares that others lack; return this rank's own."""
+        """Send the parts that other ranks lack; return this rank's part."""
         ranks = self._world.on_host
         sent = [
             send(held, ranks.ranks[at], ranks) for at, held in values.items() if at != ranks.index
@@ -227,10 +227,10 @@ class LocalCopies:
 def newest_whole(
     said: Sequence[tuple[Sequence[RankCopy], str]], by: int
 ) -> list[tuple[RankCopy, int]] | None:
-    """Return, of the newest whole step, each rank's share and who reads it; None without one.
+    """Return each rank's part of the newest complete step, and who reads it; None without one.
 
-    A rank reads its own share if it can, else its keeper, ``by`` ranks away, else the first rank
-    that can. ``said`` has of each rank the shares that it can read, and the form of its own.
+    The rank itself reads its part if it can, else the rank ``by`` away, else the first one that
+    can. ``said`` has for each rank the parts that it can read, and the form of its state.
     """
     size = len(said)
     holders: dict[tuple[int, str, str], dict[int, dict[int, RankCopy]]] = {}
@@ -251,7 +251,7 @@ def newest_whole(
 
 
 def _head(path: Path, identity: str) -> RankCopy | None:
-    """Return what a file's head says, unless it is none of these or hangs on something else."""
+    """Return the head of a copy's file; None if it is not such a file, or of another identity."""
     try:
         with path.open("rb") as file:
             file.readline(HEAD_BYTES)
@@ -264,7 +264,7 @@ def _head(path: Path, identity: str) -> RankCopy | None:
 
 
 def _read(paths: Sequence[Path]) -> Tensor | None:
-    """Return the bytes of a share from the first of its files that is as it was written."""
+    """Return the bytes of a part from the first of its files that is undamaged, else None."""
     for path in paths:
         try:
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A model in a checkpoint: its description, weights and tokenizer; start values of a new run.
+"""A model in a checkpoint: its description, weights and tokenizer; initial values of a new run.
 
 ``moefold import`` writes the same form, without optimizer state and progress.
 """
@@ -39,13 +39,13 @@ from moefold.spec.tuning import adapter_scales, trainable
 from moefold.training.config import Lora
 
 MODEL = "model."
-"""Before the names of the model's tensors."""
+"""Prefix of the model's tensors in a checkpoint."""
 TOKENIZER = ("text", "end", "start", "vocab", "files")
-"""What is stored of a tokenizer."""
+"""Attributes of a tokenizer that are stored."""
 
 
 def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the part of a checkpoint's meta that says what its model is, trained or not."""
+    """Return the part of a checkpoint's meta that describes its model, tokenizer and adapters."""
     said: dict[str, Any] | None = None
     if tokenizer is not None:
         said = {name: getattr(tokenizer, name) for name in TOKENIZER}
@@ -56,7 +56,7 @@ def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def precision_of(meta: Mapping[str, Any]) -> Precision | None:
-    """Return the format that a checkpoint's run computed in, by the checkpoint's meta."""
+    """Return the compute format of a checkpoint's run, from its meta; None if not stored."""
     return (meta.get("run") or {}).get("train", {}).get("precision")
 
 
@@ -69,7 +69,7 @@ class StoredModel:
     decoder: Decoder
     tokenizer: Tokenizer | None
     tensors: "ModelTensors"
-    """By their global names, each read when asked for."""
+    """Tensors by global name, each read on access."""
 
     @classmethod
     @contextmanager
@@ -78,11 +78,11 @@ class StoredModel:
 
         Args:
             source: the folder.
-            uses: Python files that bring the parts from outside which the model is made of. They
-                are named here and never taken from the checkpoint, which must not run code.
+            uses: Python files that register parts of the model from outside the package. They
+                are never taken from the checkpoint, which must not run code.
 
         Raises:
-            CheckpointError: where there is none, or it holds no model.
+            CheckpointError: if there is no checkpoint, or it holds no model.
         """
         import_plugins(uses)
         path = checkpoint_in(Path(source))
@@ -108,12 +108,10 @@ class StoredModel:
             )
 
     def write_adapter(self, folder: Path, dtype: Dtype = "float32") -> list[str]:
-        """Write the adapters alone, see :func:`moefold.convert.adapter.write_adapter`.
-
-        Returns notes.
+        """Write the adapters only, by :func:`moefold.convert.adapter.write_adapter`; return notes.
 
         Raises:
-            ConvertError: where their base is no folder, or another one by now.
+            ConvertError: if their base is not a Hugging Face folder, or has changed.
         """
         said = (self.meta.get("run") or {}).get("model", {})
         base, remedy = said.get("from"), "; --merged writes the base with the adapters in it"
@@ -141,7 +139,7 @@ class StoredModel:
     def model(
         self, precision: Precision | None = None, device: torch.device | str | None = None
     ) -> DecoderModel:
-        """Build the model with its values; left out, ``precision`` is its run's, else fp32."""
+        """Build the model with its weights; default ``precision``: its run's, else fp32."""
         precision = precision or precision_of(self.meta) or "fp32"
         model = DecoderModel(self.decoder, precision, device=device)
         fill(model, self.tensors)
@@ -149,9 +147,9 @@ class StoredModel:
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """The model's part of a checkpoint, read tensor by tensor; adapters are in their weights.
+    """The model's tensors in a checkpoint, read on access, with adapters merged into weights.
 
-    ``scales`` says of each weight that has an adapter what ``B A`` is multiplied by.
+    ``scales`` has for each weight with an adapter the factor of ``B A``.
     """
 
     def __init__(self, reader: Reader, scales: Mapping[str, float]) -> None:
@@ -161,7 +159,7 @@ class ModelTensors(Mapping[str, Tensor]):
         self._names = [name for name in names if not name.endswith((LORA_A, LORA_B))]
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a weight with its adapter in it; or A or B, which are not counted among weights."""
+        """Read a weight with its adapter merged; or A or B, which are not among the keys."""
         weight, scale = self.stored(name), self.scales.get(name)
         if scale is None:
             return weight
@@ -169,7 +167,7 @@ class ModelTensors(Mapping[str, Tensor]):
         return merged(weight, a, b, scale)
 
     def stored(self, name: str) -> Tensor:
-        """Read a tensor as it stands there: a weight without its adapter, or A or B."""
+        """Read a tensor as stored: a weight without its adapter, or A or B."""
         return self._reader.read(MODEL + name)
 
     def part(self, name: str, box: Box) -> Tensor:
@@ -195,10 +193,10 @@ class ModelTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy every tensor of a model from ``tensors``, all of them or none.
+    """Copy all tensors of a model from ``tensors``; names are checked first.
 
     Raises:
-        CheckpointError: listing what is missing and what is not the model's.
+        CheckpointError: if names differ; lists missing and unexpected tensors.
     """
     check_names(model, tensors)
     for name, target in model.state_dict().items():
@@ -206,12 +204,12 @@ def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool = True) -> None:
-    """Refuse tensors that are not the model's by their names.
+    """Check that ``tensors`` has the names of a model's parameters.
 
-    ``whole``: the model is all of what the tensors are of, so that none may be left over.
+    ``whole``: ``model`` is the whole model, not one rank's parts, so that no name may be left over.
 
     Raises:
-        CheckpointError: listing what is missing and what is not the model's.
+        CheckpointError: if names differ; lists missing and unexpected tensors.
     """
     own = {n for n in model.state_dict() if not n.endswith((LORA_A, LORA_B))}
     problems = [f"missing: {name}" for name in own if name not in tensors]
@@ -222,11 +220,11 @@ def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool 
 
 
 def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer that a checkpoint's meta describes, None where it has none."""
+    """Return the tokenizer in a checkpoint's meta, or None if there is none."""
     said = meta.get("tokenizer")
     if said is None:
         return None
-    # Checkpoints of earlier versions have no files beside it.
+    # Checkpoints of earlier versions do not store the tokenizer's files.
     known = {key: said[key] for key in TOKENIZER if key in said}
     return Tokenizer(**known, source="the checkpoint's tokenizer")
 
@@ -234,9 +232,9 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
 def fill_start_values(
     run: Run, decoder: Decoder, data: ShardedState, replaced: bool
 ) -> tuple[str, ...]:
-    """Fill a run's weights before step one; return what of its folder is left out, a line each.
+    """Fill a new run's weights; return a line for each tensor of its folder that is left out.
 
-    ``replaced``: others are put in their place at once, so that no folder is read.
+    ``replaced``: the values will be overwritten, so that no folder is read.
     """
     source, begin = run.model, start_values(decoder, run.seed)
     if replaced or not isinstance(source, Folder):
@@ -256,12 +254,12 @@ def fill_start_values(
 def fill_from(
     imported: Imported, data: ShardedState, adapters: Callable[[Shard], Tensor] | None = None
 ) -> None:
-    """Fill weights from an open Hugging Face folder, and by ``adapters`` what it does not have."""
+    """Fill weights from an open Hugging Face folder, and A and B of adapters from ``adapters``."""
     tensors = imported.tensors
     check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
 
     def value(piece: Shard) -> Tensor:
-        """Return what there is of a piece."""
+        """Return the values of a shard."""
         if adapters is not None and piece.name.endswith((LORA_A, LORA_B)):
             return adapters(piece)
         return tensors.part(piece.name, piece.box)

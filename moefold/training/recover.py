@@ -1,8 +1,8 @@
-"""In-memory checkpoints: the state that ranks go on from when some of them were lost.
+"""In-memory checkpoints, from which ranks resume when some of them were lost.
 
-After a step each rank copies its share of the state into memory that the launcher holds, over the
-older one of two copies. Whoever makes one more copy has seen a sum over all ranks since the copy
-before, so all ranks have finished that one: the newest copy that all have is never overwritten.
+After a step each rank copies its part of the state into memory that the launcher holds, over the
+older of two copies. Between two copies every rank takes part in a sum over all ranks, so that all
+have finished the earlier one: the newest copy that all ranks have is never overwritten.
 """
 
 import json
@@ -23,22 +23,22 @@ from moefold.comm.world import World
 KEPT = 2
 ALIGNED = 16
 HEAD = 16 * PAGESIZE
-"""Bytes before a copy's tensors: whether it is whole, and what is known of it."""
+"""Bytes before a copy's tensors: whether it is complete, and its head."""
 
 
 class Copy:
-    """One copy of a rank's state in the launcher's memory, whole or being written.
+    """One copy of a rank's state in the launcher's memory, complete or being written.
 
-    Layout: a byte that is 1 where the copy is whole; at 8 the length of ``head`` as JSON; the JSON;
+    Layout: a byte that is 1 if the copy is complete; at 8 the length of ``head`` as JSON; the JSON;
     from ``HEAD`` on the bytes of the tensors.
 
     Attributes:
-        head: what is known of it; empty where it is not whole.
+        head: turn, progress, format, size and time of the copy; empty if it is not complete.
         values: the bytes of the tensors.
     """
 
     def __init__(self, memory: mmap, start: int, size: int) -> None:
-        """Read what an earlier process wrote from ``start`` on, ``size`` bytes with the head."""
+        """Open the copy in ``size`` bytes from ``start`` on, with what an earlier process wrote."""
         self._memory, self._start = memory, start
         self.head: dict[str, Any] = {}
         self.values = torch.frombuffer(
@@ -49,11 +49,11 @@ class Copy:
             self.head = json.loads(memory[start + 16 : start + 16 + length])
 
     def drop(self) -> None:
-        """Say that it is not whole."""
+        """Mark the copy as not complete."""
         self._memory[self._start], self.head = 0, {}
 
     def write(self, tensors: Sequence[Tensor], head: dict[str, Any]) -> None:
-        """Fill it; a process that is killed meanwhile leaves one that is not whole."""
+        """Write the copy; if the process is killed meanwhile, it is not complete."""
         self.drop()
         pack(tensors, self.values)
         text, start = json.dumps(head).encode(), self._start
@@ -67,15 +67,15 @@ class MemoryCheckpoint:
     """The copies of this rank's state in the launcher's memory.
 
     Attributes:
-        recovered: after a loss: which ranks were ``lost`` and ``why``, when that was ``noticed``
-            and all had ``met`` again, the last step ``reached``, and how long the one that was
-            lost had been ``under_way_s``. Empty in the first attempt.
-        format: the number format that the copies are computed in, and the rates it was chosen by;
-            empty where no copy is whole.
+        recovered: after a loss: which ranks were ``lost`` and ``why``; when it was ``noticed`` and
+            when all had ``met`` again; the last step ``reached``, and the seconds from its copy to
+            the notice, ``under_way_s``. Empty in the first attempt.
+        format: the run's compute format, and the rates by which it was chosen; empty if no copy is
+            complete.
     """
 
     def __init__(self, attempt: Attempt, record: Survive) -> None:
-        """Read what is whole of what an earlier process of this rank has written."""
+        """Open the copies that an earlier process of this rank has written, if any."""
         self._attempt, self._every, self._turn = attempt, record.every, 0
         there = attempt.memory.size
         self._copies = _copies(attempt.memory, there // KEPT) if there else []
@@ -86,10 +86,10 @@ class MemoryCheckpoint:
     def keep(
         self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], anew: bool = False
     ) -> None:
-        """Copy the state after a step, where it is due; every rank calls it.
+        """Copy the state after a step if it is due; all ranks call it.
 
-        ``progress`` is what a run needs besides tensors to go on, alike on all ranks: its ``step``,
-        and other small data. ``anew``: it went back, so that a copy is due.
+        ``progress`` is what a run needs besides tensors to resume, equal on all ranks: its ``step``
+        and other small data. ``anew``: the run was rewound, so that a copy is due.
         """
         if self._turn and not anew and progress["step"] % self._every:
             return
@@ -110,10 +110,10 @@ class MemoryCheckpoint:
         self._attempt.in_step(progress["step"])
 
     def take(self, tensors: Sequence[Tensor], world: World) -> dict[str, Any] | None:
-        """Fill the state from the newest copy that all ranks have; every rank calls it.
+        """Fill the state from the newest copy that all ranks have; all ranks call it.
 
         Returns:
-            Its ``progress``; None where no copy is whole on all ranks, and all are dropped.
+            The copy's ``progress``; None if no copy is complete on all ranks.
         """
         said = gather_objects([copy.head for copy in self._copies if copy.head], world.on_host)
         heads = {tuple(head["turn"]): head for each in said for head in each}
@@ -133,7 +133,7 @@ class MemoryCheckpoint:
         turn = last_whole([[tuple(head["turn"]) for head in each] for each in said])
         taken = None
         for copy in self._copies:
-            # What is newer belongs to a past that the run does not go on from.
+            # Newer copies belong to a history that the run does not continue.
             if not copy.head or tuple(copy.head["turn"]) != turn:
                 copy.drop()
             elif copy.head["bytes"] == packed(tensors):
@@ -144,19 +144,19 @@ class MemoryCheckpoint:
 
 
 def _copies(memory: RankMemory, size: int) -> list[Copy]:
-    """Return the copies that lie in a rank's memory, ``size`` bytes each."""
+    """Return the copies in a rank's memory, ``size`` bytes each."""
     mapped = memory.map(KEPT * size)
     return [Copy(mapped, number * size, size) for number in range(KEPT)]
 
 
 def last_whole(said: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
-    """Return the newest turn that every rank has: its attempt, and its number in that."""
+    """Return the newest turn (attempt, number in the attempt) that every rank has."""
     common = set(said[0]).intersection(*said[1:])
     return max(common, default=None)
 
 
 def packed(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of some tensors' values, one behind the other."""
+    """Return the number of bytes of the packed tensors, alignment included."""
     return sum(_rooms(tensors))
 
 
@@ -171,13 +171,13 @@ def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
 
 @torch.no_grad()
 def unpack(packed_bytes: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy back what ``pack`` copied."""
+    """Copy bytes from ``pack`` back into tensors."""
     for part, tensor in zip(_parts(tensors, packed_bytes), tensors, strict=True):
         tensor.copy_(part)
 
 
 def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
-    """Return the place of each tensor's values in ``whole``, in its type and shape."""
+    """Return views of ``whole`` for each tensor's values, in its dtype and shape."""
     rooms = whole[: packed(tensors)].split(_rooms(tensors))
     return [
         room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

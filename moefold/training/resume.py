@@ -1,4 +1,4 @@
-"""Checks before a run resumes: it computes what its checkpoint did, and all ranks hold the same."""
+"""Checks before a run resumes: it computes what its checkpoint did, and all ranks agree."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[1]
 
 @cache
 def code_version() -> str:
-    """Return the start of a SHA-256 over every Python file of the package, names included."""
+    """Return the first 16 digits of a SHA-256 of every Python file of the package and its name."""
     digest = sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode())
@@ -35,13 +35,13 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-# Now, and so in the server that ranks fork from: files may change while a run lasts, and a rank
-# that is started anew runs what the server has loaded.
+# Computed at import, thus in the server that ranks fork from: files may change during a run, but a
+# restarted rank runs the code that the server has loaded.
 code_version()
 
 
 def parts_from_outside(run: Run) -> dict[str, str]:
-    """Import the files of ``uses``; return their SHA-256 by name, wherever they lie."""
+    """Import the files of ``uses``; return their SHA-256 by file name, without the folder."""
     found: dict[str, list[str]] = {}
     for path, digest in import_plugins(run.uses).items():
         found.setdefault(Path(path).name, []).append(digest)
@@ -51,13 +51,13 @@ def parts_from_outside(run: Run) -> dict[str, str]:
 def check_same_run(
     path: Path, meta: Mapping[str, Any], run: Run, parts: Mapping[str, str], data: str
 ) -> None:
-    """Refuse a checkpoint of a run that computes something else, and say what.
+    """Check that ``run`` computes what the run of a checkpoint with this ``meta`` computed.
 
-    ``run`` would go on from it, with digests of its ``parts`` from outside and of its ``data``.
+    ``parts`` has the digests of the run's plug-in files, ``data`` is that of its data.
 
     Raises:
-        ValueError: with each difference.
-        CheckpointError: where it is no run's, but a model that was imported.
+        ValueError: if it does not; lists every difference.
+        CheckpointError: if the checkpoint is an imported model without a run.
     """
     if "run" not in meta:
         raise CheckpointError(
@@ -80,10 +80,10 @@ def check_same_run(
 
 
 def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: World) -> None:
-    """Refuse ranks that were started with different things.
+    """Check that all ranks have the same torch, package, data, run file and plug-ins.
 
     Raises:
-        Disagreement: naming what differs, its values, and the ranks that hold them.
+        Disagreement: if they do not; names what differs, its values, and their ranks.
     """
     facts = {
         "torch": torch.__version__,
@@ -96,7 +96,7 @@ def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: Worl
 
 
 def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
-    """Return a digest of what a run computes, and of the layout that it is computed in."""
+    """Return a digest of what a run computes and of its layout, data, plug-ins and ranks."""
     said = unplaced(run)
     computed = {key: said[key] for key in (*IDENTITY, "layout")}
     for key, inner in FREE_IN_IDENTITY:
@@ -106,10 +106,10 @@ def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
 
 
 def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
-    """Return a stored run with the fields that were added since, at their defaults.
+    """Return a checkpoint's run with fields that were added since then at their defaults.
 
-    A path that ends as ``run``'s does is taken for the same, moved. A run that today's records no
-    longer accept comes back otherwise as it is, and differs where it differs.
+    A file path with the same last part as ``run``'s counts as the same file, moved. A run that
+    today's records no longer accept is returned without defaults.
     """
     spec = FieldSpec(Run)
     present = {path: text for path, text, _ in paths_in(spec, to_dict(run))}
@@ -123,7 +123,7 @@ def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
 def differences(
     stored: Mapping[str, Any], present: Mapping[str, Any], keys: Sequence[str] = IDENTITY
 ) -> list[str]:
-    """Return, as ``path: stored -> present``, where two runs do not compute the same."""
+    """Return where two runs differ in ``keys``, as lines ``path: stored -> present``."""
     lines: list[str] = []
 
     def compare(path: FieldPath, stored: Any, present: Any) -> None:

@@ -1,10 +1,10 @@
-"""Routers' choices of a run on disk: recorded as they are made, and read again in their place.
+"""Recording of routers' choices to disk, and their replay in another run.
 
-A choice is known by step, layer and the token's number in the step, which no layout changes: what
-ranks of one layout write, those of any other read. Each rank writes a file a step,
-``STEP/RANK-of-RANKS.safetensors``, of its rows that are tokens: ``token`` and ``id`` (numbers and
-ids of tokens), and ``layers.N`` [tokens, places] for each layer here: the experts, best first, or
-``-1 - expert`` where capacity dropped it. A second form of a step replaces the first.
+A choice is identified by step, layer and the token's number in the step, which no layout changes:
+any layout can replay what another one recorded. Each rank writes one file per step,
+``STEP/RANK-of-RANKS.safetensors``, for its valid rows: ``token`` and ``id`` (numbers and ids of
+tokens), and ``layers.N`` [tokens, places] for each of its layers: the experts, best first, or
+``-1 - expert`` where capacity dropped it. A repeated step replaces its files.
 
 T token rows, K places for experts in a row, N tokens of this rank in a step, M of a file.
 """
@@ -36,11 +36,11 @@ from moefold.training.routing_trace import RoutingError, recording, step_files
 
 FILE = "{}-of-{}.safetensors"
 ABSENT = -(1 << 31)
-"""What stands where nothing was read."""
+"""Marks a place for which no choice was read."""
 
 
 def _tokens(flows: Sequence[Flow]) -> tuple[Tensor, Tensor]:
-    """Return int64 numbers and ids of the tokens of micro-batches, on the host."""
+    """Return numbers and ids (int64) of the valid tokens of micro-batches, on the host."""
     rows = [flow.rows for flow in flows]
     parts = zip(*((r.token_T[: r.n_valid], r.ids_T[: r.n_valid]) for r in rows), strict=True)
     numbers, ids = (torch.cat(part).cpu() for part in parts)
@@ -48,7 +48,7 @@ def _tokens(flows: Sequence[Flow]) -> tuple[Tensor, Tensor]:
 
 
 class ChoiceWriter:
-    """Writes what this rank's routers choose in a step."""
+    """Writes the choices of this rank's routers, step by step."""
 
     def __init__(self, folder: Path, placed: ModelParts) -> None:
         self._folder, self._placed = folder, placed
@@ -56,7 +56,7 @@ class ChoiceWriter:
         self._tokens: tuple[Tensor, ...] = ()
 
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
-        """Return the passes of a step, which tell their decisions."""
+        """Return the passes of a step, which report their decisions to this writer."""
         self._chosen, self._tokens = {}, _tokens(flows)
         return [
             replace(flow, decisions=Decisions(tell=partial(self._tell, number, flow.rows)))
@@ -73,7 +73,7 @@ class ChoiceWriter:
         self._chosen.setdefault(key, {})[number] = narrow_NK.to("cpu", non_blocking=True)
 
     def end(self) -> None:
-        """Write the step."""
+        """Write the step's file."""
         world, model = self._placed.world, self._placed.model
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
@@ -81,7 +81,7 @@ class ChoiceWriter:
         make_folder(folder)
         for path in folder.glob(FILE.format("*", "*")):
             if not path.match(FILE.format("*", world.size)):
-                path.unlink(missing_ok=True)  # of another layout, before the run went on from it
+                path.unlink(missing_ok=True)  # of another layout, before the run was resumed
         held = dict[str, Tensor](zip(("token", "id"), self._tokens, strict=True))
         for key, parts in self._chosen.items():
             held[key] = torch.cat([parts[number] for number in sorted(parts)])
@@ -92,7 +92,7 @@ class ChoiceWriter:
 
 
 class ChoiceReader:
-    """Reads what routers chose in a step of a run that was recorded, in whatever layout."""
+    """Reads the choices of a recorded run in any layout, step by step."""
 
     def __init__(self, folder: Path, placed: ModelParts) -> None:
         self._folder, self._recipe = folder, placed.model.recipe
@@ -100,10 +100,10 @@ class ChoiceReader:
         self._chosen = dict[str, Tensor]()
 
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
-        """Return the passes of a step, with decisions that were made elsewhere.
+        """Return the passes of a step, with the recorded decisions.
 
         Raises:
-            RoutingError: where not all of them are there, or they are of other tokens or layers.
+            RoutingError: if decisions are missing, or are of other tokens or layers.
         """
         folder, (token_N, id_N) = self._folder / step_name(self._recipe.step), _tokens(flows)
         places = {key: record.router.places for key, record in self._layers.items()}
@@ -125,7 +125,7 @@ class ChoiceReader:
         return found
 
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
-        """Take from a file the choices for tokens that are here."""
+        """Read from a file the choices for this rank's tokens."""
         with recording(path, "pt") as (file, said):
             token_M, id_M = file.get_tensor("token"), file.get_tensor("id")
             sorted_N, order_N = token_N.sort()
@@ -152,7 +152,7 @@ class ChoiceReader:
                 wanted_NK[to_M] = chosen_MK[here_M]
 
     def _decision(self, rows: MicroBatch, part: slice, key: str) -> Decision:
-        """Return the decision of a layer for one micro-batch."""
+        """Return the recorded decision of a layer for one micro-batch."""
         chosen_NK, record = self._chosen[key][part].to(torch.int64), self._layers[key]
         kept_NK = chosen_NK >= 0
         experts_NK = torch.where(kept_NK, chosen_NK, -1 - chosen_NK)
@@ -161,12 +161,12 @@ class ChoiceReader:
         return Decision(experts_TK, pad(kept_NK, more).to(device) if record.capacity else None)
 
     def end(self) -> None:
-        """Let go of the step."""
+        """Free the step's choices."""
         self._chosen = {}
 
 
 def executor_of(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
-    """Return what runs each step, by ``layout.graphs`` and ``train.routing``."""
+    """Return the executor of steps for ``layout.graphs`` and ``train.routing``."""
     inner = graphs.executor_of(data)
     if record is None:
         return inner

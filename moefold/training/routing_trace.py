@@ -1,6 +1,6 @@
-"""What a recording of routers' choices shows, a line of JSON for each step and layer. Torch-free.
+"""Analysis of recorded routers' choices: a line of JSON per step and layer. Imports no torch.
 
-N tokens of a step, K places for experts in a row, E experts, U different token ids.
+N tokens of a step, K places for experts in a row, E experts, U and V distinct token ids of a step.
 """
 
 import json
@@ -14,19 +14,19 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 BUSY = 0.1
-"""Share of the experts, the busiest, whose part of all choices is told."""
+"""Share of experts, the busiest ones, whose part of all choices is reported."""
 
 
 class RoutingError(ValueError):
-    """A recording of routers' choices that is not whole, or of other tokens or layers."""
+    """A recording of routers' choices is incomplete, or of other tokens or layers."""
 
 
 @contextmanager
 def recording(path: Path, library: str) -> Iterator[tuple[Any, dict[str, int]]]:
-    """Open a file of choices, with the number of choices of each of its layers.
+    """Open a file of choices; also yield the number of experts to choose from, by layer.
 
     Raises:
-        RoutingError: where it is no such file, or a damaged one.
+        RoutingError: if it is not such a file, or is damaged.
     """
     try:
         with safe_open(path, library) as file:
@@ -36,7 +36,7 @@ def recording(path: Path, library: str) -> Iterator[tuple[Any, dict[str, int]]]:
 
 
 class LayerChoices(NamedTuple):
-    """A layer's choices in a step, in the order of the tokens."""
+    """A layer's choices in a step, ordered by token number."""
 
     experts: int
     id_N: np.ndarray
@@ -44,11 +44,11 @@ class LayerChoices(NamedTuple):
 
     @property
     def expert_NK(self) -> np.ndarray:
-        """Experts, dropped ones among them; E where a place is empty."""
+        """Chosen experts, dropped ones included; E where a place is empty."""
         return np.where(self.chosen_NK < 0, -1 - self.chosen_NK, self.chosen_NK)
 
     def by_id(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the different ids [U], and how often each chose each expert [U, E]."""
+        """Return the distinct ids [U], and how often each chose each expert [U, E]."""
         known_U, at_N = np.unique(self.id_N, return_inverse=True)
         size = self.experts + 1
         cell_NK = at_N.reshape(-1, 1) * size + self.expert_NK
@@ -57,7 +57,7 @@ class LayerChoices(NamedTuple):
 
 
 def read_step(files: list[Path]) -> dict[str, LayerChoices]:
-    """Return the choices of a step by layer, from the files of all ranks."""
+    """Return a step's choices by layer, from the files of all ranks."""
     parts = dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]()
     experts = dict[str, int]()
     for path in files:
@@ -75,7 +75,7 @@ def read_step(files: list[Path]) -> dict[str, LayerChoices]:
 
 
 def concentration(layer: LayerChoices) -> dict[str, Any]:
-    """Return how evenly experts are chosen: shares, entropy (1 is even), and the busiest's part."""
+    """Return how evenly experts are chosen: shares, entropy (1 is even), part of the busiest."""
     load_E = np.bincount(layer.expert_NK.ravel(), minlength=layer.experts + 1)[: layer.experts]
     share_E = load_E / max(load_E.sum(), 1)
     filled = share_E[share_E > 0]
@@ -92,11 +92,11 @@ def concentration(layer: LayerChoices) -> dict[str, Any]:
 
 
 def stability(before: LayerChoices, now: LayerChoices) -> dict[str, float]:
-    """Return what of an earlier step's choices is found again.
+    """Return how much the choices of two steps have in common, as shares.
 
-    ``load_kept`` is what both loads have in common. ``choices_kept`` is that of the choices of each
-    token id that stands in both steps, averaged over its tokens now; ``ids_kept`` is how many
-    tokens have such an id. All are shares.
+    ``load_kept`` is the overlap of the loads of both steps. ``choices_kept`` is the overlap of the
+    choices of each token id that is in both steps, averaged over its tokens in ``now``;
+    ``ids_kept`` is the share of tokens in ``now`` with such an id.
     """
     (ids_U, counts_UE), (ids_V, counts_VE) = before.by_id(), now.by_id()
     _, at_U, at_V = np.intersect1d(ids_U, ids_V, assume_unique=True, return_indices=True)
@@ -115,10 +115,10 @@ def stability(before: LayerChoices, now: LayerChoices) -> dict[str, float]:
 
 
 def lines(folder: Path, tokens: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each step and layer, with each token's experts where asked.
+    """Yield the figures of each step and layer; with ``tokens`` also each token's experts.
 
     Raises:
-        RoutingError: where the folder holds no recording, or not all files of a step.
+        RoutingError: if the folder holds no recording, or files of a step are missing.
     """
     before = dict[str, LayerChoices]()
     steps = sorted(at for at in folder.glob("step-*") if at.name[5:].isdecimal())
@@ -137,10 +137,10 @@ def lines(folder: Path, tokens: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def step_files(folder: Path) -> list[Path]:
-    """Return the files of a step, of all ranks that made it.
+    """Return the files of a step, one from each rank that recorded it.
 
     Raises:
-        RoutingError: where some are missing.
+        RoutingError: if some are missing.
     """
     found = sorted(folder.glob("*-of-*.safetensors"))
     ranks = {int(path.stem.rpartition("-")[2]) for path in found}

@@ -1,4 +1,4 @@
-"""Files of a run's folder: figures by step, expert loads, events, baselines; writing and reading.
+"""Files of a run folder, written and read: metrics by step, expert loads, events, baselines.
 
 Imports no torch, so that ``moefold report`` starts at once.
 """
@@ -25,31 +25,31 @@ LOAD_FILE = "expert_load.jsonl"
 BASELINES_FILE = "baselines.json"
 EVENTS_FILE = "events.jsonl"
 CROSS_ENTROPY = "cross_entropy"
-"""Kind of the loss that bits per byte are of."""
+"""Kind of the only loss that converts to bits per byte."""
 
 
 class StepLines:
-    """Appends one JSON object per step; each step stands in the file once, steps rise.
+    """Appends one JSON object per step to a file, in which steps are strictly increasing.
 
-    A line is written at once, so a killed process leaves at most one unfinished line, and
-    that one belongs to no checkpoint. ``rewind`` cuts what lies beyond a step.
+    Lines are not buffered, so that a killed process leaves at most one incomplete line, which
+    belongs to no checkpoint. ``rewind`` drops the lines after a step.
     """
 
     def __init__(self, name: str) -> None:
         self.path = Path(name)
         self.newest: dict[str, Any] = {"step": -1}
-        """The newest line, written or refused; of step -1 when there is none."""
+        """The newest line, also if writing it failed; step -1 if there is none."""
         self._file: Any = None
 
     def open(self, folder: Path, step: int) -> None:
-        """Open the file in a run's folder, and drop what lies after the step it goes on from."""
+        """Open the file in a run folder, and drop the lines after ``step``."""
         self.close()
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / self.path.name
         self.rewind(step)
 
     def rewind(self, step: int) -> None:
-        """Drop every line after ``step``, in one system call."""
+        """Drop all lines after ``step``, in one system call."""
         self.close()
         end, self.newest = 0, {"step": -1}
         if self.path.exists():
@@ -68,7 +68,7 @@ class StepLines:
             os.fsync(self._file.fileno())
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the line of ``step``; a step that was written before takes all after it away."""
+        """Append the line of ``step``; drop older lines of this step and of later ones first."""
         if step <= self.newest["step"]:
             self.rewind(step - 1)
         assert self._file is not None, "open() comes first"
@@ -76,7 +76,7 @@ class StepLines:
         append(self._file, json.dumps(self.newest, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
-        """Make what was written durable and close the file."""
+        """Sync the file to disk and close it."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -84,10 +84,10 @@ class StepLines:
 
 
 def append(file: Any, data: bytes) -> None:
-    """Write at the end of a file without a buffer; a disk that refuses keeps no part of it."""
+    """Append to an unbuffered file; if the write fails, remove the part that was written."""
     end = file.seek(0, os.SEEK_END)
     try:
-        while data:  # a disk that is nearly full takes a part, without an error
+        while data:  # on a nearly full disk a write can be partial without an error
             data = data[file.write(data) :]
     except OSError:
         file.truncate(end)
@@ -95,7 +95,7 @@ def append(file: Any, data: bytes) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read every complete line of such a file; an absent file has none."""
+    """Read every complete line of a file of ``StepLines``; a missing file has none."""
     if not path.exists():
         return []
     return [line for line, _, _ in _spans(path)]
@@ -122,7 +122,7 @@ def _spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of one figure at the steps where it was written."""
+    """Values of one metric at the steps for which it was written."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -131,7 +131,7 @@ class Curve:
         return len(self.steps)
 
     def smooth(self, span: float) -> np.ndarray:
-        """Exponential mean over about ``span`` values, over fewer where the curve starts."""
+        """Return the exponential mean over about ``span`` values, over fewer at the start."""
         out, mean = np.empty_like(self.values), np.nan
         for i, value in enumerate(self.values):
             if np.isfinite(value):
@@ -143,7 +143,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class History:
-    """Everything the sinks wrote in a run's folder."""
+    """Contents of a run folder's log files."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     """``metrics.jsonl``, one dictionary per step."""
@@ -156,16 +156,16 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> "History":
-        """Read a run's folder; files that are not there leave their part empty."""
+        """Read a run folder; the part of a missing file is empty."""
         path, events = folder / EVENTS_FILE, []
         for text in path.read_bytes().splitlines() if path.exists() else []:
-            # A line that a kill left unfinished is passed over.
+            # An incomplete line of a killed process is skipped.
             with suppress(ValueError, RecursionError):
                 if isinstance(event := json.loads(text), dict):
                     events.append(event)
         return cls(
             [
-                # Without a utilisation above one, which a slow moment's rate gave older runs.
+                # Older runs could write a utilisation above 1, against a rate measured too low.
                 {k: v for k, v in line.items() if k != "mfu" or v is None or float(v) <= 1}
                 for line in read_lines(folder / METRICS_FILE)
             ],
@@ -175,7 +175,7 @@ class History:
         )
 
     def curve(self, key: str) -> Curve:
-        """Return one figure over the steps; values that were not finite are NaN."""
+        """Return one metric over the steps; values that were not finite are NaN."""
         pairs = [(line["step"], line[key]) for line in self.lines if key in line]
         steps = np.array([step for step, _ in pairs], dtype=np.int64)
         values = [np.nan if value is None else float(value) for _, value in pairs]
@@ -183,7 +183,7 @@ class History:
 
     @property
     def loss(self) -> str:
-        """Kind of the loss that is trained; older runs do not say it."""
+        """Kind of the training loss; cross-entropy for older runs, which do not record it."""
         starts = [event for event in self.events if event.get("event") == "start"]
         return starts[-1].get("loss", CROSS_ENTROPY) if starts else CROSS_ENTROPY
 
@@ -192,10 +192,10 @@ class History:
         return list(dict.fromkeys(key for line in self.lines for key in line))
 
     def bits_per_byte_per_nat(self) -> float | None:
-        """Factor from a loss per token (nats) to bits per byte, taken from the newest evaluation.
+        """Return the factor from nats per token to bits per byte, from the newest evaluation.
 
-        It is the mean of the held-out sets' own factors, so that no set's loss or size is in it.
-        None where no held-out set was measured in bytes, or the loss is no cross-entropy.
+        It is the mean of the held-out sets' factors, independent of their losses and sizes.
+        None if no held-out set was measured in bytes, or the loss is not cross-entropy.
         """
         if self.loss != CROSS_ENTROPY:
             return None
@@ -209,10 +209,10 @@ class History:
         return None
 
     def load(self) -> tuple[np.ndarray, list[str], np.ndarray] | None:
-        """Return (steps [N], layers, load [N, layers, experts]); None where nothing was written.
+        """Return (steps [N], layers, load [N, layers, experts]); None if nothing was written.
 
-        A load of 1 is an expert's fair share. Layers with fewer experts than the widest one are
-        padded with NaN.
+        A load of 1 is an expert's fair share. Layers with fewer experts than others are padded
+        with NaN.
         """
         if not self.loads:
             return None
@@ -228,17 +228,17 @@ class History:
 
 
 def sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, key) of the bits per byte of each held-out set."""
+    """Yield the name of each held-out set, and the key of its bits per byte."""
     for key in keys:
         if key.startswith("val/") and key.endswith("/bits_per_byte"):
             yield key.removeprefix("val/").removesuffix("/bits_per_byte"), key
 
 
 def read_baselines(path: Path) -> dict[str, float]:
-    """Read ``baselines.json``; an absent file has none.
+    """Read ``baselines.json``; a missing file has none.
 
     Raises:
-        ValueError: where it holds anything but figures by name.
+        ValueError: if it is not an object of numbers by name.
     """
     try:
         with named(path):
@@ -249,13 +249,13 @@ def read_baselines(path: Path) -> dict[str, float]:
 
 
 def note(folder: Path, event: str, **values: Any) -> None:
-    """Add an event to a run's, with the time and the process."""
+    """Append an event with time and process id to ``events.jsonl``."""
     path = folder / EVENTS_FILE
     now = time.time()
     stamp = {"time": now, "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")}
     said = plain({"event": event, **values, **stamp, "process": os.getpid()})
     line = json.dumps(said, allow_nan=False) + "\n"
     with open(path, "a+b", buffering=0) as file:
-        # A kill can leave the line before unfinished.
+        # The previous line can be incomplete after a kill.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
         append(file, b"\n" * torn + line.encode())

@@ -1,4 +1,4 @@
-"""Numbers and text as people read them."""
+"""Formatting of numbers and text for people."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ _PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 def clock(seconds: float) -> str:
-    """Write a duration: ``42 s``, ``4:05`` (minutes), ``3:07:00`` (hours), ``2 d 04:10``."""
+    """Format a duration: ``42 s``, ``4:05`` (minutes), ``3:07:00`` (hours), ``2 d 04:10``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -22,7 +22,7 @@ def clock(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Write the time of a step: ``0.56 ms``, ``2.6 ms``, ``240 ms``; from a minute as a clock."""
+    """Format a step's time: ``0.56 ms``, ``2.6 ms``, ``240 ms``; as ``clock`` from a minute on."""
     if seconds >= 60:
         return clock(seconds)
     number = 1000 * seconds
@@ -41,28 +41,28 @@ def _scaled(number: float, scales: Mapping[str, float]) -> tuple[str, str]:
 
 
 def count(number: float) -> str:
-    """Write a count in three digits and a suffix: ``950``, ``12.3k``, ``4.56M``, ``1.23B``."""
+    """Format a count in three digits and a suffix: ``950``, ``12.3k``, ``4.56M``, ``1.23B``."""
     return "".join(_scaled(number, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}))
 
 
 def si(number: float) -> str:
-    """Write a number before its unit: ``10.6 M``, ``434 G``, ``1.20 T``."""
+    """Format a number before its unit: ``10.6 M``, ``434 G``, ``1.20 T``."""
     text = count(number).replace("B", "G")
     return f"{text[:-1]} {text[-1]}" if text[-1].isalpha() else f"{text} "
 
 
 def harmless(text: str) -> str:
-    """Return text with control characters as pictures, so that no terminal obeys a model."""
+    """Replace control characters by symbols, so that generated text cannot control a terminal."""
     return text.translate(_PICTURES)
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:
-    """Write a number of things: ``1 step``, ``1,200 steps``."""
+    """Format a number with its noun: ``1 step``, ``1,200 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def size(number: float) -> str:
-    """Write a number of bytes: ``512 B``, ``1.50 KiB``, ``12.3 MiB``, ``4.00 GiB``."""
+    """Format a number of bytes: ``512 B``, ``1.50 KiB``, ``12.3 MiB``, ``4.00 GiB``."""
     scales = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
     text, suffix = _scaled(number, scales)
     return f"{text} {suffix or 'B'}"
