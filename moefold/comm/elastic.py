@@ -1,8 +1,8 @@
-"""Ranks of this machine that are started anew, all of them, when one is lost.
+"""Elastic launch: restarts all ranks of this machine when one is lost.
 
-A rank is lost when its process dies, or when an operation between ranks fails and none of them is
-to blame. The launcher then ends all ranks and starts them again. What they go on from they have
-written into memory that the launcher holds. A rank that was only stopped is woken.
+A rank is lost when its process dies, or when an operation between ranks fails without an error of
+any rank's own. The launcher then kills and restarts all ranks, which resume from state that they
+wrote into memory held by the launcher. A rank that was only stopped is woken.
 """
 
 import time
@@ -29,13 +29,13 @@ def launch_elastic(
 ) -> Any:
     """Call ``function(spot, attempt, *args)`` on ranks of this machine; return rank 0's result.
 
-    When ranks are lost all are ended and started anew, and the function is called again. It is
-    then to go on from what it wrote into ``attempt.memory``. Otherwise as ``launch``.
+    When ranks are lost, all are restarted and the function is called again; it must resume from
+    what it wrote into ``attempt.memory``. Otherwise like :func:`moefold.comm.launch.launch`.
 
     Raises:
-        ValueError, OSError: what a rank raised that failed by itself, where it is one of these.
-        RankError: with its error where it is another, or once too many were lost.
-        KeyboardInterrupt: where the ranks ended after an interrupt.
+        ValueError, OSError: a rank's own error, if it is one of these.
+        RankError: for a rank's other errors, or after too many losses.
+        KeyboardInterrupt: if the ranks ended after an interrupt.
     """
     memories = [RankMemory.create() for _ in range(nproc)]
     limit, loss = RestartLimit(record, memories), None
@@ -64,11 +64,11 @@ def launch_elastic(
                 return answers[0]
             except RankLost as lost:
                 done = [answer for answer in lost.answers if answer and answer.ok]
-                if done:  # The work is done: who died since has nothing left to do.
+                if done:  # The work is done; a rank that died since had nothing left to do.
                     return done[0].value
                 loss = Loss(lost.ranks, lost.why, time.time())
                 if len(set(received)) < len(received) or (received and not limit.in_step):
-                    raise  # It was asked to end at once, or before there was anything to save.
+                    raise  # Interrupted twice, or before there was any state to save.
                 limit.add(lost.why)
             finally:
                 workers.end()
@@ -76,11 +76,11 @@ def launch_elastic(
 
 
 class RestartLimit:
-    """Sees the ranks' counters and how often ranks were lost, and gives up when that is too often.
+    """Counts losses of ranks, and gives up after too many.
 
     Args:
-        record: when it is.
-        memories: of each rank.
+        record: the limits.
+        memories: each rank's memory, read for its counters.
     """
 
     def __init__(self, record: Survive, memories: Sequence[RankMemory]) -> None:
@@ -90,13 +90,13 @@ class RestartLimit:
 
     @property
     def in_step(self) -> bool:
-        """Whether any rank was in step in any attempt."""
+        """Whether any rank has stored state in any attempt."""
         return any(memory.counters[ATTEMPTS] for memory in self._memories)
 
     def silence(self) -> Callable[[], list[int]]:
-        """Return what says, asked again and again, which ranks of a new attempt are silent.
+        """Return a function to poll for the ranks of a new attempt without heartbeat.
 
-        One that stays silent is told of once in ``stopped_s``.
+        It returns a rank again after each further ``stopped_s`` of silence.
         """
         beats = [memory.counters[BEATS] for memory in self._memories]
         heard = [time.monotonic()] * len(beats)
@@ -117,7 +117,7 @@ class RestartLimit:
         """Count a loss.
 
         Raises:
-            RankError: where losses come too often, or again and again at one step.
+            RankError: if losses are too frequent, or recur at one step.
         """
         now, record = time.monotonic(), self._record
         self._times.append(now)

@@ -1,4 +1,4 @@
-"""Where this process stands among others, as torchrun or Slurm say in the environment."""
+"""This process's rank and rendezvous address, from the environment of torchrun or Slurm."""
 
 import os
 import re
@@ -14,27 +14,27 @@ HOSTS = rf"(?=[^,])[^,\[\]]*(?:\[{NUMBERS}(?:,{NUMBERS})*\][^,\[\]]*)*"
 
 
 class Spot(NamedTuple):
-    """A rank's place, and where the store is that all ranks meet at."""
+    """A rank's number, and the address of the store at which all ranks meet."""
 
     rank: int
     world: int
     local_rank: int
-    """Its place among the ranks of its machine."""
+    """Number among the ranks of its machine."""
     address: str
     port: int
     served: bool = False
-    """Whether the store runs already, outside the ranks."""
+    """Whether the store already runs outside the ranks."""
     attempt: int = 0
-    """How often the ranks were started again; what earlier ones wrote is not looked at."""
+    """Number of earlier starts, whose entries in the store are ignored."""
     binds: bool = False
-    """Whether what started the ranks may show each the one device that is its own."""
+    """Whether the launcher may make only one device visible to each rank."""
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
-    """Return this process's place by torchrun's variables, else by Slurm's; None for one alone.
+    """Return the spot from torchrun's variables, else Slurm's; None for a single process.
 
     Raises:
-        ValueError: where some of the variables are there and others missing or malformed.
+        ValueError: if some of the variables are missing or malformed.
     """
     given = os.environ if variables is None else variables
     spot = None
@@ -52,7 +52,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
             served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
         )
-    # A batch script outside of any step has a SLURM_PROCID too, and is no rank.
+    # A batch script outside any step also has a SLURM_PROCID, but is no rank.
     elif "SLURM_PROCID" in given and ("SLURM_STEP_ID" in given or "SLURM_STEPID" in given):
         spot = _slurm(given)
     if spot is not None and spot.rank >= spot.world:
@@ -89,10 +89,10 @@ def _number(given: Mapping[str, str], name: str, otherwise: str | None = None) -
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a Slurm node list: of ``gpu[01-03,7],login`` that is gpu01.
+    """Return the first host of a Slurm node list: gpu01 for ``gpu[01-03,7],login``.
 
     Raises:
-        ValueError: for text that is no node list.
+        ValueError: if the text is not a node list.
     """
     if not re.fullmatch(rf"{HOSTS}(,{HOSTS})*", text):
         raise ValueError(f"{text!r} is no list of nodes such as gpu[01-03,7],login")

@@ -1,7 +1,7 @@
-"""Ctrl-C where a terminal sends it to several processes: one of them answers, at once.
+"""Ctrl-C with several processes: only the launcher handles it, at once.
 
 The terminal interrupts every process of its group: the launcher, the server that ranks fork from,
-and a rank that has no group of its own yet. Only the launcher is to hear it from there.
+and a rank that has no process group of its own yet. All but the launcher block the signal.
 """
 
 import os
@@ -13,11 +13,11 @@ from typing import NamedTuple
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to stop."""
 ERRORS = 2
-"""File descriptor that people read along with."""
+"""File descriptor of standard error."""
 
 
 class Words(NamedTuple):
-    """What Ctrl-C is answered with; nothing where it is empty."""
+    """Messages shown on the first and second Ctrl-C; none where empty."""
 
     first: str = ""
     second: str = ""
@@ -27,9 +27,9 @@ SILENT = Words()
 
 
 def say(text: str) -> None:
-    """Write a line at once, from inside a signal handler too, below what stands on a terminal.
+    """Write a line to standard error at once, also from a signal handler.
 
-    A live bar that stands there is drawn again below.
+    On a terminal it goes below a live progress bar, which is then drawn again.
     """
     start = "\n" if os.isatty(ERRORS) else ""
     os.write(ERRORS, f"{start}{text}\n".encode())
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Let processes that this thread starts hear no signals to stop until they call ``listen``."""
+    """Block stop signals in processes started inside the context, until they call ``listen``."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield
@@ -46,5 +46,5 @@ def deaf_children() -> Iterator[None]:
 
 
 def listen() -> None:
-    """Hear signals to stop from now on, and those that came until now, each once."""
+    """Unblock stop signals; those pending are delivered, each once."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

@@ -1,7 +1,7 @@
-"""Starts ranks on this machine: each its own process, the store they meet at in this one.
+"""Launches ranks as processes on this machine; this process serves their rendezvous store.
 
-Ranks fork from a server that has torch and the ranks' own module loaded already, so eight start in
-about half a second.
+Ranks fork from a server that has already imported torch and the function's module, so that eight
+start in about half a second.
 """
 
 import math
@@ -24,18 +24,18 @@ from moefold.config.slot import owner_modules
 
 TIME_OUT_S = 300.0
 SETTLE_S, DEATH_SETTLE_S = 0.5, 0.1
-"""How long ranks have to say their own error after the first one's; after a death."""
+"""Seconds that other ranks have to report their errors after the first error; after a death."""
 CAUSE_S = 30.0
-"""How long ranks that only repeat the first one's error wait for its own word."""
+"""Seconds to wait for the original error where ranks have only reported that another failed."""
 DEAD = "died"
-"""What became of a rank that says nothing any more; in place of its answer's value."""
+"""Value of the answer recorded for a rank whose process died."""
 Answers = Sequence[Answer | None]
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer in time; the text holds what is known.
+    """A rank raised, died or did not answer in time; the text has all that is known.
 
-    ``error`` is what the rank raised, where that is for people: of the same type and text.
+    ``error`` is the rank's own error, of the same type and text, if it is one meant for users.
     """
 
     def __init__(self, text: str, error: Exception | None = None) -> None:
@@ -44,12 +44,12 @@ class RankError(RuntimeError):
 
 
 class RankLost(RankError):
-    """No rank failed by itself: some died, or an operation between ranks failed.
+    """Ranks died, or an operation between ranks failed, and no rank raised an error of its own.
 
     Attributes:
-        why: what is known, in one line.
-        ranks: those that died.
-        answers: what each rank had said by then, None for those that had not.
+        why: the cause as far as known, in one line.
+        ranks: the ranks that died.
+        answers: each rank's answer by then, or None.
     """
 
     def __init__(self, text: str, why: str, ranks: tuple[int, ...], answers: Answers) -> None:
@@ -68,15 +68,15 @@ def launch(
     """Call ``function(spot, *args)`` on ``nproc`` ranks of this machine; return rank 0's result.
 
     The function, its arguments and its result must be picklable, and the result small. SIGTERM,
-    SIGUSR1 and a first SIGINT reach the ranks, a second SIGINT ends them. A rank computes on one
-    thread unless OMP_NUM_THREADS is set.
+    SIGUSR1 and a first SIGINT are forwarded to the ranks; a second SIGINT kills them. A rank
+    computes on one thread unless OMP_NUM_THREADS is set.
 
-    Ranks wait ``time_out_s`` for each other in an operation; ``words`` answer Ctrl-C.
+    ``time_out_s`` is the time-out of operations between ranks; ``words`` are shown on Ctrl-C.
 
     Raises:
-        ValueError, OSError: what the first rank that failed raised, where it is one of these.
-        RankError: with the first rank that failed, and the report where ranks waited in vain.
-        KeyboardInterrupt: where ranks ended after an interrupt, and at the second one.
+        ValueError, OSError: the error of the first rank that failed, if it is one of these.
+        RankError: otherwise, with the first rank that failed, and the report if ranks hung.
+        KeyboardInterrupt: if ranks ended after an interrupt, or on the second one.
     """
     with as_one_process():
         return all_answers(function, nproc, args, time_out_s, device, words=words)[0]
@@ -84,7 +84,7 @@ def launch(
 
 @contextmanager
 def as_one_process() -> Iterator[None]:
-    """Raise a rank's error for people as it would be without other ranks."""
+    """Raise a rank's own error in place of the :class:`RankError` that carries it."""
     try:
         yield
     except RankError as failed:
@@ -102,7 +102,7 @@ def all_answers(
     limit_s: float | None = None,
     words: Words = SILENT,
 ) -> list[Any]:
-    """Do as ``launch``, and return every rank's result; with ``limit_s``, within that time."""
+    """Launch like :func:`launch`, within ``limit_s`` if given, and return all ranks' results."""
     workers = Workers(function, [tuple(args)] * nproc, time_out_s, device)
     try:
         with forwarding(workers.hand_on, words):
@@ -115,10 +115,10 @@ def all_answers(
 
 
 class Workers:
-    """The ranks of one attempt, seen from the launcher: their processes and the store they meet at.
+    """The launcher's view of one attempt: the ranks' processes and their rendezvous store.
 
-    ``args`` are of each rank, ``attempts`` what each is told where ranks are started anew. The
-    function's module is loaded in the server that ranks fork from, and what builds their parts.
+    ``args`` has each rank's arguments, ``attempts`` each one's attempt where ranks are restarted.
+    The server that ranks fork from imports the function's module and those that build parts.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Workers:
         device: str = "cpu",
         attempts: Sequence[Attempt] = (),
     ) -> None:
-        """Serve the store; no rank is started yet."""
+        """Serve the store, without starting ranks."""
         self._context = fork_server(function.__module__, *owner_modules())
         self._function, self._args, self._attempts = function, args, attempts
         self._time_out_s, self._device = time_out_s, device
@@ -139,7 +139,7 @@ class Workers:
     def start(self) -> None:
         """Start every rank."""
         count, asked = len(self._args), os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        threads = max(1, int(asked)) if asked.isdecimal() else 1  # OpenMP ignores other words
+        threads = max(1, int(asked)) if asked.isdecimal() else 1  # OpenMP ignores other values
         for rank, args in enumerate(self._args):
             task = RankTask(
                 Spot(rank, count, rank, "127.0.0.1", self._store.port, served=True),
@@ -153,14 +153,14 @@ class Workers:
             self._ranks.append(Rank(self._context, task))
 
     def hand_on(self, number: int) -> None:
-        """Hand a signal on to the ranks; Ctrl-C while they start for the first time ends that."""
+        """Forward a signal to the ranks; Ctrl-C while they first start aborts the start."""
         again = any(attempt.number for attempt in self._attempts)
         if number == signal.SIGINT and len(self._ranks) < len(self._args) and not again:
-            raise KeyboardInterrupt  # nothing has begun that could be ended in good order
+            raise KeyboardInterrupt  # no work has begun that would need an orderly end
         self.signal(number)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the ranks that were started."""
+        """Send a signal to the ranks started so far."""
         for rank in self._ranks:
             rank.signal(number)
 
@@ -169,12 +169,12 @@ class Workers:
     ) -> list[Any]:
         """Wait until all ranks have answered, ``limit_s`` at most; return their results in order.
 
-        ``silent`` returns the ranks that give no sign of life. Each is told to go on, which says
-        nothing to one that only wants for a core and wakes one that was stopped.
+        ``silent`` returns the ranks without heartbeat. They are sent SIGCONT, which wakes a stopped
+        process and has no effect on one that only waits for a core.
 
         Raises:
-            RankLost: where no rank failed by itself.
-            RankError: where one did, or ranks did not answer in time.
+            RankLost: if no rank raised an error of its own.
+            RankError: if one did, or ranks did not answer in time.
         """
         answers = _collect(self._ranks, limit_s, silent)
         if all(answer and answer.ok for answer in answers):
@@ -182,21 +182,21 @@ class Workers:
         raise self._failure(answers, limit_s)
 
     def leave(self) -> None:
-        """Let ranks that have answered end by themselves, and wait a moment for them."""
+        """Let ranks that have answered exit by themselves, and wait briefly for them."""
         for rank in self._ranks:
             rank.leave()
 
     def end(self) -> None:
-        """End every rank, whatever it does: it may be stopped, or wait for one that is gone."""
+        """Kill every rank: it may be stopped, or wait for one that is gone."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
             rank.end()
-        # An error that is raised holds this object, and would hold the store's thread and port.
+        # A raised error references this object, and would keep the store's thread and port.
         del self._store
 
     def _failure(self, answers: Answers, limit_s: float | None) -> RankError:
-        """Word the cause: ranks that died, else the rank that failed first by itself."""
+        """Return an error that states the cause: ranks that died, else the first to fail."""
         report = report_in(self._store, self._time_out_s)
         failed = [(at, answer) for at, answer in enumerate(answers) if answer and not answer.ok]
         if not failed:
@@ -220,7 +220,7 @@ class Workers:
 def _collect(
     ranks: Sequence[Rank], limit_s: float | None, silent: Callable[[], list[int]] | None
 ) -> list[Answer | None]:
-    """Wait until all ranks answered, or one failed and the others had a moment to say why."""
+    """Wait until all ranks answered, or one failed and the others had time to report a cause."""
     answers: list[Answer | None] = [None] * len(ranks)
     until = math.inf if limit_s is None else time.monotonic() + limit_s
     shortest = math.inf
@@ -251,13 +251,13 @@ def _collect(
 
 @contextmanager
 def forwarding(send: Callable[[int], None], words: Words = SILENT) -> Iterator[list[int]]:
-    """Hand signals on to the ranks, which are in process groups of their own; list them.
+    """Forward signals to the ranks, which have separate process groups; yield those received.
 
-    The first Ctrl-C is answered here, where nothing computes; the second one ends the context, as
-    does the end of the ranks after the first.
+    The first Ctrl-C is answered by this process at once. The second one leaves the context, and so
+    does a failure of the ranks after the first.
 
     Raises:
-        KeyboardInterrupt: where Ctrl-C ended it.
+        KeyboardInterrupt: if Ctrl-C ended the context.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""Where ranks meet: the store, which lives outside of them, and how each joins the others at it."""
+"""Rendezvous: a store that runs outside the ranks, and how each rank joins the others there."""
 
 import atexit
 import os
@@ -15,32 +15,32 @@ import torch.distributed as dist
 from moefold.comm.environment import Spot
 
 MEET_S = 120.0
-"""Ranks start at different moments: so long they wait for each other to be there at all."""
+"""Seconds that ranks, which start at different times, wait at least for all to join."""
 LINGER_S = 5.0
 READY, DONE = "ready", "done"
 
-# torch offers these without listing them.
+# torch has these without exporting them in its type stubs.
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 
 def serve(port: int, time_out_s: float) -> TCPStore:
-    """Serve a store from this process, for as long as the result lives; port 0 takes a free one."""
+    """Serve a store from this process while the result is referenced; port 0 picks a free one."""
     limit = timedelta(seconds=time_out_s)
     return TCPStore("localhost", port, is_master=True, timeout=limit, wait_for_workers=False)
 
 
 def connect(address: str, port: int, time_out_s: float) -> TCPStore:
-    """Return a connection to the store at an address, waiting until it answers."""
+    """Connect to the store at an address, waiting until it answers."""
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=time_out_s))
 
 
 def serve_beside(port: int, time_out_s: float) -> None:
-    """Serve a store from a process of its own: it answers while this rank is stopped.
+    """Serve a store from a separate process, so that it answers even while this rank is stopped.
 
     Raises:
-        ValueError: where it cannot, as the port is taken.
+        ValueError: if it fails, for example as the port is in use.
     """
     command = [sys.executable, "-m", "moefold.comm.rendezvous", str(port), str(time_out_s)]
     pipe = subprocess.PIPE
@@ -56,16 +56,16 @@ def serve_beside(port: int, time_out_s: float) -> None:
 
 
 MEETING: dict[str, Any] = {}
-"""Where this process has met the other ranks: address and port of their store, once it has."""
+"""Address and port of the store at which this process joined other ranks; empty before."""
 
 
 def own_connection(time_out_s: float) -> TCPStore:
-    """Return a further connection to the store that this process joined the others at.
+    """Open a further connection to the store at which this process joined the others.
 
-    A blocked operation of the group does not block it.
+    Blocked operations of process groups do not block it.
 
     Raises:
-        ValueError: where it joined nobody.
+        ValueError: if this process has not joined other ranks.
     """
     if not MEETING:
         raise ValueError("this process has not joined other ranks: comm.rendezvous.join does that")
@@ -73,12 +73,12 @@ def own_connection(time_out_s: float) -> TCPStore:
 
 
 def cuda_device(spot: Spot) -> torch.device:
-    """Return the CUDA device of a rank: the one of its place on its machine, or all that it sees.
+    """Return the CUDA device of a rank: that of its local rank, or the only one visible.
 
-    With ``--gpus-per-task=1`` Slurm shows each rank its own device alone, which is number 0 there.
+    With ``--gpus-per-task=1`` Slurm makes only its own device visible to each rank, as number 0.
 
     Raises:
-        ValueError: for more ranks on a machine than it has devices: NCCL takes one rank for each.
+        ValueError: if a machine has more ranks than devices; NCCL takes one rank per device.
     """
     devices = torch.cuda.device_count()
     number = 0 if spot.binds and devices == 1 else spot.local_rank
@@ -91,20 +91,20 @@ def cuda_device(spot: Spot) -> torch.device:
 
 
 def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
-    """Make the process group of all ranks: gloo on a CPU, NCCL on CUDA.
+    """Create the process group of all ranks: gloo on CPU, NCCL on CUDA.
 
     Args:
-        spot: this rank's place.
-        time_out_s: how long ranks wait for each other, in every operation.
+        spot: this rank's number, and the store's address.
+        time_out_s: time-out of every operation.
         device: ``cpu`` or ``cuda``; of several CUDA devices, that of :func:`cuda_device`.
 
     Returns:
         The device of this rank.
 
     Raises:
-        ValueError: for a kind of device that no backend is known for, or more ranks on a machine
-            than it has devices: NCCL takes one rank for each; or where the ranks' port is taken.
-        RuntimeError: where the ranks do not all arrive in time.
+        ValueError: for another kind of device, more ranks on a machine than it has devices, or a
+            store that cannot be served at the port.
+        RuntimeError: if not all ranks join in time.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"ranks run on cpu or cuda, not on {device!r}")
@@ -141,12 +141,12 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve a store at a port until the process at the other end of standard input is gone.
+    """Serve a store at a port until the parent process closes standard input.
 
-    Unless that ended well, the store stays a little longer: others still learn what happened.
+    Unless the parent ended well, the store stays a little longer for other ranks to read reports.
     """
     store = serve(int(arguments[0]), float(arguments[1]))
-    with open(os.devnull, "w") as nowhere:  # nobody reads on: a log would fill the pipe and stop us
+    with open(os.devnull, "w") as nowhere:  # nobody reads stderr: logs would fill the pipe, block
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
     print(READY, flush=True)
     if sys.stdin.read() != DONE:

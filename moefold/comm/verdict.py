@@ -1,4 +1,4 @@
-"""What several ranks' last words say together: who is absent, and where they first part."""
+"""Diagnosis of a hang from all ranks' heartbeats: which are absent, and where they diverge."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -15,31 +15,31 @@ class Waiting(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """What a rank tells of itself every moment."""
+    """A rank's periodic heartbeat."""
 
     turn: int
-    """Rises while the rank lives; a rank whose turns stand still is stopped or gone."""
+    """Counter that increases while the rank runs; otherwise it is stopped or gone."""
     begun: dict[str, int]
-    """Operations begun, by channel."""
+    """Number of operations begun, by channel."""
     waiting: tuple[Waiting, ...]
     last: str
     """Its last operation."""
 
 
 Ring = Mapping[tuple[str, int], tuple[str, str]]
-"""A rank's last operations: channel and number to the operation's name and its words."""
+"""A rank's last operations: (channel, number) to (operation's name, its description)."""
 
 
 def judge(beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int, Ring]) -> str:
-    """Say why ranks wait, in a text for people.
+    """Return a report, for users, of why ranks wait.
 
-    A rank is absent if it is silent, or if others wait in an operation that it has not begun
-    while it waits for nothing itself. Whoever waits for a waiting rank is not to blame, however
-    many stages lie between.
+    A rank is absent if it is silent, or if others wait in an operation that it has not begun while
+    it is not waiting itself. A rank that waits for a waiting rank is not to blame, however long the
+    chain.
 
     Args:
-        beats: each rank's last word.
-        silent: ranks that say nothing new.
+        beats: each rank's last heartbeat.
+        silent: ranks whose heartbeat has stopped.
         rings: last operations of the ranks that could still write them.
     """
     waits = [(rank, wait) for rank, beat in sorted(beats.items()) for wait in beat.waiting]
@@ -78,7 +78,7 @@ def _divergence(
     beats: Mapping[int, Beat],
     rings: Mapping[int, Ring],
 ) -> list[str]:
-    """Word the first operation that ranks of one channel do not share."""
+    """Describe the first operation in which ranks of one channel differ."""
     done: dict[tuple[str, int], list[tuple[int, str, str]]] = {}
     for rank, ring in sorted(rings.items()):
         for place, (op, words) in ring.items():

@@ -1,8 +1,8 @@
-"""Watches over a rank from a thread of its own, and tells who is to blame when ranks wait in vain.
+"""Hang detection: a thread on each rank that reports which ranks are to blame for a hang.
 
-Every rank's thread writes its beat to the store, which lives outside of all ranks. A rank that
-has waited half of the time-out raises an alarm; then each rank writes its last operations and its
-stacks, one of them reads all beats and gives the verdict, and all add it to what they wrote.
+Each rank's thread writes heartbeats to the store, which runs outside all ranks. A rank that has
+waited half of the time-out raises an alarm; then each rank writes its last operations and stacks,
+one of them reads all heartbeats and publishes the verdict, and all append it to their files.
 """
 
 import atexit
@@ -21,14 +21,14 @@ from moefold.comm.verdict import Beat, Waiting, judge
 
 PREFIX = "moefold watch"
 HOST = "host"
-"""Name of the group in which ranks wait for the first one as long as it lives."""
+"""Name of the group in which waiting is no hang while the first rank's heartbeat continues."""
 BEATS_PER_TIME_OUT = 40
 SLOWEST_BEAT_S = 1.0
 SILENCE_S = 5.0
 
 
 class HangWatch:
-    """One rank's watch. ``stop`` ends it."""
+    """One rank's hang detection; ``stop`` ends it."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class HangWatch:
         time_out_s: float,
         folder: Path | None = None,
     ) -> None:
-        """Begin to watch this rank, whose operations ``recorder`` has.
+        """Start to watch this rank, whose operations are in ``recorder``.
 
-        ``store`` is a connection of its own to the store of all ranks; reports are written into
+        ``store`` is a separate connection to the store of all ranks; reports are written into
         ``folder``, if any.
         """
         self.recorder, self.rank, self.world, self.folder = recorder, rank, world, folder
@@ -49,7 +49,7 @@ class HangWatch:
         self.beat_s = min(SLOWEST_BEAT_S, time_out_s / BEATS_PER_TIME_OUT)
         self.silence_s = min(SILENCE_S, time_out_s / 4)
         self._store = PrefixStore(PREFIX, store)
-        # Ranks that were started again find the alarms of those before.
+        # Restarted ranks find the alarms of earlier attempts.
         self._seen = self._store.add("alarm", 0)
         self._turns, self._answered_at = 0, float("-inf")
         self._without_verdict: int | None = None
@@ -58,7 +58,7 @@ class HangWatch:
         self._beat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
-        # A thread inside of the store's code when the interpreter ends would abort the process.
+        # A thread inside the store's code at interpreter exit would abort the process.
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -68,7 +68,7 @@ class HangWatch:
         self._thread.join(self.time_out_s)
 
     def explain(self) -> None:
-        """Wait for a verdict on an operation that has failed here, unless there is one."""
+        """Wait for a verdict on an operation that failed on this rank; raise an alarm if needed."""
         if not self.recorder.waiting():
             return
         if time.monotonic() - self._answered_at > self.time_out_s:
@@ -89,7 +89,7 @@ class HangWatch:
         now = time.monotonic()
         alarm = self._store.add("alarm", 0)
         if alarm == self._seen and (self._alarm.is_set() or self._waits_in_vain(now)):
-            # Of ranks that raise it at the same time, one does.
+            # If several ranks raise it at once, only one increments the counter.
             alarm = int(self._store.compare_set("alarm", str(alarm), str(alarm + 1)))
         self._alarm.clear()
         if alarm > self._seen:
@@ -103,14 +103,14 @@ class HangWatch:
             self._take_verdict(self._without_verdict, now)
 
     def _waits_in_vain(self, now: float) -> bool:
-        """Say whether an operation lasts half the time-out, and no alarm was answered lately."""
-        # An operation in vain is over before it could raise a second alarm.
+        """Return whether an operation has taken half the time-out, without a recent alarm."""
+        # A hung operation times out before it could raise a second alarm.
         if now - self._answered_at <= 0.75 * self.time_out_s:
             return False
         long = [held for held in self.recorder.waiting() if now - held.since > self.time_out_s / 2]
         if not long or any(held.record.site.group != HOST for held in long):
             return bool(long)
-        # The first rank may take long, unless it has told nothing new for a while.
+        # The first rank may take long, unless its heartbeat has stopped.
         beat = self._store.get("beat/0")
         if beat != self._first[0]:
             self._first = beat, now
@@ -128,7 +128,7 @@ class HangWatch:
         self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _write_down(self, alarm: int) -> None:
-        """Write this rank's last operations and stacks: for the verdict, and for people."""
+        """Write this rank's last operations to the store; to its file also its stacks."""
         records = self.recorder.last()
         ring = [(r.channel, r.number, r.site.op, r.words) for r in records]
         self._store.set(f"ring/{alarm}/{self.rank}", json.dumps(ring))
@@ -148,7 +148,7 @@ class HangWatch:
         return self.folder / f"rank-{self.rank:05d}.txt"
 
     def _take_verdict(self, alarm: int, now: float) -> None:
-        """Add the verdict to this rank's file; if nobody gives one in time, give it here."""
+        """Append the verdict to this rank's file; if no rank publishes one in time, do it here."""
         key = f"verdict/{alarm}"
         if not self._store.check([key]):
             if now - self._answered_at < 2 * self.silence_s:
@@ -162,7 +162,7 @@ class HangWatch:
         self._told.set()
 
     def _judge(self, alarm: int) -> str:
-        """Read what all ranks say, and publish why they wait."""
+        """Read all ranks' heartbeats; publish and return the verdict."""
         before = self._beats()
         until = time.monotonic() + self.silence_s
         while True:
@@ -195,14 +195,14 @@ class HangWatch:
         }
 
     def _told_by_ranks(self, key: str) -> dict[int, Any]:
-        """Return what ranks have written under a key."""
+        """Return the values that ranks have written under a key, by rank."""
         keys = {rank: f"{key}/{rank}" for rank in range(self.world)}
         there = {rank: name for rank, name in keys.items() if self._store.check([name])}
         return {rank: json.loads(self._store.get(name)) for rank, name in there.items()}
 
 
 def report_in(store: Store, within_s: float) -> str:
-    """Return the last verdict in a store if it is recent, to add to an error; else nothing."""
+    """Return the last verdict in a store if it is recent, to append to an error; else empty."""
     watch = PrefixStore(PREFIX, store)
     if not watch.check(["report"]):
         return ""

@@ -1,4 +1,4 @@
-"""A rank's process, from both ends: what it does, and what the launcher holds of it."""
+"""A rank's process: its main function, and the launcher's handle on it."""
 
 import gc
 import mmap
@@ -30,25 +30,25 @@ from moefold.config.plugins import PluginImports
 
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
 POLL_S = 0.1
-"""Seconds between two signs of life, and between the launcher's looks at them."""
+"""Seconds between heartbeats, and between the launcher's polls of them."""
 GRACE_S = 3.0
 SOCKET_PATH_BYTES = 107
 ORPHAN_S = 1.0
 BEATS, ATTEMPTS, STEPS = range(3)
-"""Places of the counters: beats of the process, attempts that were in step, steps kept; from 0."""
+"""Indices of the counters: heartbeats, attempts that have stored state, steps stored."""
 
 
 class Raised(NamedTuple):
-    """An error for people, in a form that travels between processes."""
+    """An error meant for users, in a picklable form."""
 
     kind: type[Exception]
     args: tuple[Any, ...]
 
     @classmethod
     def of(cls, error: BaseException) -> "Raised | None":
-        """Take down an error; None for one that is not for people."""
+        """Convert an error; None for one that is not meant for users."""
         if isinstance(error, OSError):
-            files = error.filename, None, error.filename2  # between them Windows' own number
+            files = error.filename, None, error.filename2  # None: Windows' error number
             system = (error.errno, error.strerror, *files)
             return cls(OSError, (str(error),) if error.errno is None else system)
         if isinstance(error, ValueError):
@@ -57,33 +57,33 @@ class Raised(NamedTuple):
         return None
 
     def again(self) -> Exception:
-        """Return the error; its type's own ``__init__`` may want more than the text."""
+        """Rebuild the error, without its type's ``__init__``, which may have other parameters."""
         return self.kind.__new__(self.kind, *self.args)
 
 
 class Answer(NamedTuple):
-    """What a rank had to say at its end."""
+    """A rank's final message to the launcher."""
 
     ok: bool
     value: Any
-    """What the function returned, or the traceback; ``DEAD`` instead of one."""
+    """The function's result, or the traceback; ``DEAD`` if the process died."""
     at: float
-    """When, on the clock that all processes of a machine share."""
+    """Time on the monotonic clock, which all processes of a machine share."""
     raised: Raised | None = None
     blames_others: bool = False
-    """Whether others may have caused a failure: it was in an operation with them."""
+    """Whether other ranks may have caused the failure, as in an operation with them."""
 
     @property
     def repeats(self) -> bool:
-        """Whether it only says that another rank has failed."""
+        """Whether it only reports that another rank failed."""
         return self.raised is not None and self.raised.kind is FirstFailed
 
 
 class RankMemory:
-    """Memory that one rank writes and the launcher holds, so that it outlives the rank's process.
+    """Shared memory that a rank writes and the launcher holds, so that it outlives the rank.
 
-    The first page holds counters that the launcher reads; what lies behind it is the rank's. It is
-    a file without a name, which the system frees with the last process that has it open.
+    The first page has counters for the launcher, the rest is the rank's. It is an unnamed file,
+    which the system frees with the last process that has it open.
     """
 
     def __init__(self, file: int) -> None:
@@ -95,31 +95,31 @@ class RankMemory:
 
     @classmethod
     def create(cls) -> "RankMemory":
-        """Return memory in which nothing is written yet."""
+        """Create empty memory."""
         if sys.platform == "linux":
             return cls(os.memfd_create("moefold rank"))
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Hand the open file on to a process that is being started."""
+        """Pass the open file to a process that is being started."""
         return _opened, (DupFd(self.file),)
 
     def close(self) -> None:
-        """Give the memory back, once no other process has it open."""
+        """Close this process's reference; the memory is freed with the last one."""
         self.counters.release()
         os.close(self.file)
 
     @property
     def size(self) -> int:
-        """Bytes behind the counters."""
+        """Bytes after the counters."""
         return os.fstat(self.file).st_size - mmap.PAGESIZE
 
     def map(self, size: int) -> mmap.mmap:
-        """Return ``size`` bytes of memory behind the counters; what is written there stays.
+        """Map ``size`` bytes of memory after the counters, growing it if needed.
 
         Raises:
-            OSError: where the system refuses so much memory.
+            OSError: if the system refuses so much memory.
         """
         if size > self.size:
             os.ftruncate(self.file, mmap.PAGESIZE + size)
@@ -134,25 +134,25 @@ class Loss(NamedTuple):
     """Why an attempt ended."""
 
     ranks: tuple[int, ...]
-    """Those that died."""
+    """Ranks that died."""
     why: str
     noticed: float
-    """When the launcher saw it, in seconds since the epoch."""
+    """When the launcher noticed, in seconds since the epoch."""
 
 
 class Attempt(NamedTuple):
-    """What a rank of ``launch_elastic`` is told about the attempt that it is part of."""
+    """An attempt of ``launch_elastic``, as one rank receives it."""
 
     memory: RankMemory
     number: int
-    """How often the ranks were started before."""
+    """Number of earlier attempts."""
     loss: Loss | None
-    """Why they are started again; None at the first time."""
+    """Why the previous attempt ended; None in the first."""
 
     def in_step(self, step: int) -> None:
-        """Tell the launcher that the state after ``step`` is kept; hear signals from now on.
+        """Report to the launcher that the state after ``step`` is stored; unblock stop signals.
 
-        Those that came while lost ranks were started anew have waited until now.
+        Signals during a restart stay pending until then.
         """
         counters = self.memory.counters
         counters[STEPS] = step + 1
@@ -162,7 +162,7 @@ class Attempt(NamedTuple):
 
 
 class RankTask(NamedTuple):
-    """What a rank's process is to do."""
+    """What a rank's process runs."""
 
     spot: Spot
     time_out_s: float
@@ -171,14 +171,14 @@ class RankTask(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     attempt: "Attempt | None"
-    """Of ranks that are started anew when some are lost; else None."""
+    """For an elastic launch; otherwise None."""
 
 
 class Rank:
-    """One rank, seen from the launcher.
+    """The launcher's handle on a rank's process.
 
-    Its process has its ends of two pipes: it answers by one and hears by the other that the
-    launcher lets it go, or is gone.
+    Two pipes connect them: by one the rank sends its answer, the other one's end tells it that the
+    launcher releases it or is gone.
     """
 
     def __init__(self, context: Any, task: RankTask) -> None:
@@ -192,13 +192,13 @@ class Rank:
         its_life.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless the rank is over."""
+        """Send a signal, unless the process has ended."""
         if self.process.pid is not None and self.process.is_alive():
-            with suppress(ProcessLookupError):  # It ended since, and the server has not said so.
+            with suppress(ProcessLookupError):  # It ended, and the server has not reported it yet.
                 os.kill(self.process.pid, number)
 
     def cause(self) -> str:
-        """Say what a process died of, as the end of a sentence."""
+        """Return how the process died, as the end of a sentence."""
         self.process.join(GRACE_S)
         code = self.process.exitcode
         if code is not None and code < 0:
@@ -206,12 +206,12 @@ class Rank:
         return f"died without a word, exit status {code}"
 
     def leave(self) -> None:
-        """Let a rank that has answered go, and wait a moment for it."""
+        """Release a rank that has answered, and wait briefly for its exit."""
         self._life.close()
         self.process.join(GRACE_S)
 
     def end(self) -> None:
-        """End a rank, and wait until it is gone."""
+        """Kill the process and wait until it is gone."""
         self.process.kill()
         self.process.join()
         self._life.close()
@@ -219,12 +219,12 @@ class Rank:
 
 
 def _run_rank(brought: object, task: RankTask, answer: Connection, life: Connection) -> None:
-    """Be a rank: join the others, call the function, answer, and stay until the launcher ends.
+    """Run a rank: join the others, call the function, answer, and wait for the launcher.
 
-    ``brought`` is loaded first, so that what is made of parts from outside can be.
+    ``brought`` is unpickled first: it imports plug-ins, of whose classes ``task`` may have objects.
     """
     os.setpgrp()
-    # What the server has loaded stays for good; looking through it takes longer than all else.
+    # The server's imports are never freed; collecting them takes longer than everything else.
     gc.freeze()
     torch.set_num_threads(task.threads)
     over, joined = threading.Event(), False
@@ -246,12 +246,12 @@ def _run_rank(brought: object, task: RankTask, answer: Connection, life: Connect
     over.wait()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Nothing is torn down: a group that failed would be waited for.
+    # No teardown: it would wait for a group that has failed.
     os._exit(0)
 
 
 def _live(life: Connection, over: threading.Event, attempt: Attempt | None) -> None:
-    """Wait for the launcher to close its end, or to be gone; nobody outlives it."""
+    """Send heartbeats until the launcher closes its end or is gone; then end the process."""
     try:
         while not life.poll(None if attempt is None else POLL_S):
             if attempt is not None:
@@ -264,10 +264,10 @@ def _live(life: Connection, over: threading.Event, attempt: Attempt | None) -> N
 
 
 def fork_server(*preload: str) -> Any:
-    """Return the context that ranks fork in; its server has torch and ``preload`` loaded."""
+    """Return the context in which ranks fork; its server has imported torch and ``preload``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    resource_tracker.ensure_running()  # starting it would give the server its ears back
+    resource_tracker.ensure_running()  # if the server started it, that would unblock its signals
     keep_socket_paths_short()
     with deaf_children():
         forkserver.ensure_running()
@@ -275,16 +275,16 @@ def fork_server(*preload: str) -> Any:
 
 
 def keep_socket_paths_short() -> None:
-    """Have ``multiprocessing`` place its sockets where their paths are short enough.
+    """Make ``multiprocessing`` create its sockets in a folder with a short enough path.
 
-    They lie in the system's temporary folder, and a path of a socket holds 107 bytes on Linux;
-    below a longer ``TMPDIR`` they lie in ``/tmp``.
+    They are in the system's temporary folder, and a socket's path has at most 107 bytes on Linux;
+    with a longer ``TMPDIR`` they are in ``/tmp``.
     """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
         return
     set_before, tempfile.tempdir = tempfile.tempdir, "/tmp"
     try:
-        get_temp_dir()  # made once, and kept by ``multiprocessing``
+        get_temp_dir()  # created once, then cached by ``multiprocessing``
     finally:
         tempfile.tempdir = set_before
