@@ -36,7 +36,10 @@ def baselines(prepared: Prepared) -> dict[str, float]:
     and 16 MB to be charged for.
     """
     if not prepared.valid:
-        raise DataError("no held-out set to measure on")
+        raise DataError(
+            "watch.evaluate.baselines are measured on held-out text, of which there is none: give "
+            "a source a holdout, name data.valid, or leave them out (baselines: [])"
+        )
     if any(isinstance(p.corpus, Conversations) for p in (*prepared.train, prepared.valid[0])):
         raise DataError(
             "watch.evaluate.baselines are of text, of which every byte is predicted; of "

@@ -362,8 +362,9 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
         files = [Path(n) for n in names if Path(n).is_file()]
         if not files:
             folder = any(Path(n).is_dir() for n in names)
-            where = "it is a folder; add a pattern such as /**/*.txt" if folder else Path.cwd()
-            raise DataError(f"{pattern}: no file matches ({where})")
+            said = "no file matches; name files that are there, as files: [...] at the source"
+            said = "is a folder; add a pattern such as /**/*.txt" if folder else said
+            raise DataError(f"{pattern}: {said}")
         found.update(dict.fromkeys(files))
     return list(found)
 

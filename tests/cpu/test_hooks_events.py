@@ -183,6 +183,9 @@ def test_an_evaluation_is_told_in_bits_per_byte(tmp_path: Path) -> None:
     hooks = [EvaluateHook(Evaluate(every=3)), ProgressHook(ProgressDisplay(seconds=60.0), out)]
     FakeJob(tmp_path, hooks, last_step=3).go()
     assert "validation step 3  loss 2.000  code 1.500 bits per byte" in said(out)
+    out = console()
+    ProgressHook(ProgressDisplay(), out).on_evaluate(FakeJob(tmp_path, []), {})
+    assert said(out) == "", "of no held-out set there is nothing to say"
 
 
 def test_starts_and_ends_are_noted(tmp_path: Path) -> None:

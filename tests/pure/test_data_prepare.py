@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,13 @@ def test_a_tokenizer_that_rewrites_text_is_weighed_by_the_text(tmp_path: Path) -
     part = prepared.train[0]
     spelt = prepared.tokenizer.n_bytes_V[part.corpus.indexed.read(0, part.corpus.tokens)].sum()
     assert part.byte_ratio > 1 and spelt * part.byte_ratio == pytest.approx(part.n_bytes)
+
+
+def test_baselines_without_held_out_text_say_what_to_do(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    prepared = replace(prepare(described(tmp_path), tmp_path / "out"), valid=())
+    with pytest.raises(DataError, match="give a source a holdout"):
+        baselines(prepared)
 
 
 @pytest.mark.parametrize("plain", [True, False])

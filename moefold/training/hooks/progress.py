@@ -94,7 +94,8 @@ class ProgressHook(Hook):
         """Print the held-out result: ``loss 2.91  stdlib 2.044 bits per byte``."""
         parts = [f"loss {metrics['val_loss']:.3f}"] if "val_loss" in metrics else []
         parts += [f"{name} {metrics[key]:.3f} bits per byte" for name, key in sets(metrics)]
-        self._print(f"[cyan]validation[/] step {job.step_number}  {'  '.join(parts)}")
+        if parts:  # else nothing is held out
+            self._print(f"[cyan]validation[/] step {job.step_number}  {'  '.join(parts)}")
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Stop the bar; it stays on the console."""
