@@ -11,7 +11,7 @@ from moefold.planner.memory_kept import CODES, experts_here, kept, operands
 from moefold.planner.memory_pages import here
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.remember import remembered
-from moefold.planner.time_data import WeightCopies, copies_of
+from moefold.planner.time_data import copies_of
 from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
 
 
@@ -68,8 +68,7 @@ class ChunkSizes:
         self.blocks, _ = kinds(decoder)
         self.loss_rows, self.logit = min(rows, shape.piece), logit
         self.stack, self.recipe = split.stack, split.numbers.recipe
-        self.zero, self.copies = split.zero, copies_of(decoder, split)
-        self.states = states_of(decoder, split)
+        self.split, self.states = split, states_of(decoder, split)
         self._known: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
 
     def of(self, held: Held, order: tuple[int, ...] = ()) -> ChunkBytes:
@@ -110,8 +109,7 @@ class ChunkSizes:
             total += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
             forward = max(forward, self.loss_rows * columns * self.logit)
-        shares = self.stack == "moefold" and self.zero > 1
-        weights, gradients = shared_units(self.copies, held) if shares else ([], [])
+        weights, gradients = whole_units(self.decoder, self.split, held)
         gathered = two(weights)
         forward, backward = forward + gathered, backward + gathered + two(gradients)
         away, ahead, moving = self._leaving(held, order)
@@ -167,18 +165,20 @@ class ChunkSizes:
         return found + self.states.inner(held).gradients
 
 
-def shared_units(copies: WeightCopies, held: Held) -> tuple[list[float], list[float]]:
+def whole_units(decoder: Decoder, split: Split, held: Held) -> tuple[list[float], list[float]]:
     """Return the bytes that passes have whole of what data ranks share, unit by unit: weights
-    under ZeRO 3, and gradients from ZeRO 2 on.
+    under ZeRO 3, and gradients from ZeRO 2 on; of other stacks none are planned.
     """
     weights, gradients = list[float](), list[float]()
-    for part, _, times in copies.uses(held):
+    if split.stack != "moefold" or split.zero < 2:
+        return weights, gradients
+    for part, _, times in copies_of(decoder, split).uses(held):
         once = [one for one in part.buckets if one.beside != "backward"]
         gathered, summed = (
             sum(one.bytes for one in once if one.op == op)
             for op in ("all_gather", "reduce_scatter")
         )
-        weights += [gathered] * (times if copies.split.zero == 3 else 0)
+        weights += [gathered] * (times if split.zero == 3 else 0)
         gradients += [summed] * times
     return weights, gradients
 

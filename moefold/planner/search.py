@@ -21,6 +21,7 @@ from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
 from moefold.planner.from_run import RESERVE, Choice, TrainingTask, balanced
 from moefold.planner.memory import peak_within, software_of
+from moefold.planner.memory_chunk import two, whole_units
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.search_space import SCHEDULES, VIRTUAL, Foldings, Space, apart
@@ -36,7 +37,6 @@ from moefold.planner.time import (
 from moefold.planner.time_data import DataWork, data_work, least
 from moefold.planner.time_layer import (
     SM_COST,
-    LayerPolicy,
     Setting,
     Time,
     dispatch_seconds,
@@ -44,8 +44,9 @@ from moefold.planner.time_layer import (
     layer_time,
     rows_sent,
     setting_of,
+    tensor_seconds,
 )
-from moefold.planner.time_work import PERMUTING, RankShare
+from moefold.planner.time_work import PERMUTING, LayerPolicy, RankShare
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, Vee, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
 from moefold.spec.layer import Modules, described
@@ -121,6 +122,7 @@ class Search:
             (one.ffn, one.ffn.model_copy(update={"shared": None}), number) for one, number in routed
         ]
         self.dense = [(block(one.attention, Nothing()), number) for one, number in routed]
+        self.routed = [(one, *bare) for (one, _), bare in zip(routed, self.dense, strict=True)]
         self.dense += [(one, number) for one, number in self.blocks if not has_routing(one.ffn)]
         self.parameters = sum(weight.elements for weight in model_weights(task.decoder))
         self._known: dict[Any, Any] = {}
@@ -284,6 +286,9 @@ class Search:
         for mixture, bare, number in self.mixtures:
             shared = half_seconds(mixture, *how[:2]) - half_seconds(bare, *how[:2])
             total += number * shared
+        for whole, bare, number in self.routed if grids.tp > 1 else ():
+            gathered = (sum(tensor_seconds(one, *how[:2], NOTHING[0])) for one in (whole, bare))
+            total += number * (next(gathered) - next(gathered))
         return total
 
     def _experts(self, space: Space, attention: Grids) -> dict[tuple[int, int], float]:
@@ -384,10 +389,13 @@ class Search:
         key = "lasting", grids._replace(micro_batch=1, cp=1), pp, zero, on_host
         if key not in self._known:
             case = self._sample(grids, Keeping(zero, optimizer_offload=on_host), pp)
-            self._known[key] = states_of(case.decoder, Split.of(case)).held(self.whole)
-        state = self._known[key]
+            split = Split.of(case)
+            state = states_of(case.decoder, split).held(self.whole)
+            self._known[key] = state, sum(map(two, whole_units(case.decoder, split, self.whole)))
+        state, passing = self._known[key]
         later = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
-        return state.total - (state.gradients if later else 0.0)
+        # What a pass has whole is in use while activations are most; a pipeline's rank has a part.
+        return state.total - (state.gradients if later else 0.0) + (passing if pp == 1 else 0.0)
 
     def _options(self, space: Space, grids: Grids) -> list[tuple[Kept, float]]:
         """Return what can be kept, work rising and bytes falling, with bytes of all layers."""

@@ -28,14 +28,13 @@ from moefold.planner.time_layer import (
     DISK_BANDWIDTH,
     PARTS,
     SM_COST,
-    LayerPolicy,
     Setting,
     Time,
     end_time,
     layer_time,
     setting_of,
 )
-from moefold.planner.time_work import RankShare
+from moefold.planner.time_work import LayerPolicy, RankShare
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,

@@ -7,12 +7,11 @@ that decides them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from moefold.config.base import Record
 from moefold.layers.config import Context
 from moefold.model.config import Block
-from moefold.planner.case import Case, Software
+from moefold.planner.case import Software
 from moefold.planner.curves import (
     Constants,
     Rates,
@@ -26,6 +25,7 @@ from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_work import (
     BF16,
+    LayerPolicy,
     RankShare,
     Work,
     half,
@@ -35,7 +35,7 @@ from moefold.planner.time_work import (
     offload_bytes,
 )
 from moefold.spec.decoder import halves, norms_of
-from moefold.spec.layer import GATHER, RING, STATISTIC, Attention, RoutingSpec, Shape, described
+from moefold.spec.layer import GATHER, STATISTIC, Attention, RoutingSpec, Shape, described
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -120,36 +120,6 @@ def setting_of(
     )  # fmt: skip
 
 
-class LayerPolicy(NamedTuple):
-    """What of a layer is sent how, made again or sent away."""
-
-    dispatch: str
-    recompute: frozenset[str] = frozenset()
-    offload: frozenset[str] = frozenset()
-    offload_share: float = 1.0
-    disk: frozenset[str] = frozenset()
-    disk_share: float = 1.0
-    context: Context = RING
-    clones: int = 0
-    """Slots of a rank for clones of experts."""
-    pages: bool = False
-    """Whether experts' rows lie in pages between forward and backward."""
-    spill: float = 0.0
-    """Share of the layers whose pages go on to the host."""
-    hops: tuple[int, ...] = ()
-    """Rows that a rank sends hop by hop, where stated room says how many; filled or not."""
-
-    @classmethod
-    def of(cls, case: Case) -> "LayerPolicy":
-        """Return a case's."""
-        kept = case.keeping
-        host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
-        pages = kept.page > 0 and "block" not in kept.recompute
-        hops = case.room.hops(case.sizes.ep) if case.room else ()
-        more = case.context, case.clones, pages, kept.spill * pages, hops
-        return cls(case.dispatch, kept.recompute, *host, *disk, *more)
-
-
 @dataclass
 class Time:
     """Seconds by part, forward and backward, and what runs beside them."""
@@ -192,7 +162,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
     idle = {"permute"} if share.ep * share.etp > 1 else set[str]()
     made = _repeated(plain, parts, policy.recompute - idle)
     if share.tp > 1:
-        made.put("tp", *_tensor_seconds(block, share, setting, policy.recompute))
+        made.put("tp", *tensor_seconds(block, share, setting, policy.recompute))
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
         sent = _rows_of_heads(block.attention, share)
@@ -370,7 +340,7 @@ def dispatch_seconds(
     return seconds
 
 
-def _tensor_seconds(
+def tensor_seconds(
     block: Block, share: RankShare, setting: Setting, recompute: frozenset[str]
 ) -> tuple[float, float]:
     """Return what gathering and scattering rows over tp takes, forward and backward.

@@ -12,11 +12,13 @@ from math import ceil
 from typing import NamedTuple
 
 from moefold.config.base import Record
+from moefold.layers.config import Context
 from moefold.planner.case import Case, Dispatcher
 from moefold.planner.curves import Product
 from moefold.planner.remember import remembered
 from moefold.spec.decoder import has_routing
 from moefold.spec.layer import (
+    RING,
     Attention,
     Axis,
     LayerSpec,
@@ -126,6 +128,36 @@ class RankShare(NamedTuple):
     def r(self) -> float:
         """Rows between sub-layers."""
         return self.t / self.tp
+
+
+class LayerPolicy(NamedTuple):
+    """What of a layer is sent how, made again or sent away."""
+
+    dispatch: str
+    recompute: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+    offload_share: float = 1.0
+    disk: frozenset[str] = frozenset()
+    disk_share: float = 1.0
+    context: Context = RING
+    clones: int = 0
+    """Slots of a rank for clones of experts."""
+    pages: bool = False
+    """Whether experts' rows lie in pages between forward and backward."""
+    spill: float = 0.0
+    """Share of the layers whose pages go on to the host."""
+    hops: tuple[int, ...] = ()
+    """Rows that a rank sends hop by hop, where stated room says how many; filled or not."""
+
+    @classmethod
+    def of(cls, case: Case) -> "LayerPolicy":
+        """Return a case's."""
+        kept = case.keeping
+        host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
+        pages = kept.page > 0 and "block" not in kept.recompute
+        hops = case.room.hops(case.sizes.ep) if case.room else ()
+        more = case.context, case.clones, pages, kept.spill * pages, hops
+        return cls(case.dispatch, kept.recompute, *host, *disk, *more)
 
 
 Parts = dict[str, Work]

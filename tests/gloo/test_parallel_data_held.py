@@ -13,9 +13,8 @@ from moefold.parallel.data.bucket import Bucket
 from moefold.planner.case import Held, Numbers, Recipe, kinds
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory_chunk import shared_units, two
+from moefold.planner.memory_chunk import two, whole_units
 from moefold.planner.memory_state import Split
-from moefold.planner.time_data import copies_of
 from moefold.spec.decoder import model_weights
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
@@ -151,7 +150,7 @@ def test_what_passes_have_whole_is_what_the_planner_says(zero: int) -> None:
     task = TrainingTask("held", record, 24, 4 * RANKS, where, numbers)
     split = Split.of(choice_of(case.layout, 1, "fp32").case(task))
     held = Held(tuple((kind, 1) for kind in kinds(record)[1]), 0, True, True)
-    weights, gradients = map(two, shared_units(copies_of(record, split), held))
+    weights, gradients = map(two, whole_units(record, split, held))
     for rank in seen():
         looked = rank["fp32", zero]
         small = 4 * sum(length * RANKS for unit, length, *_ in looked["buckets"] if unit == "norm")

@@ -31,8 +31,8 @@ from moefold.planner.network import (
 )
 from moefold.planner.search_space import SCHEDULES
 from moefold.planner.time import PassTime, estimate, flops, idle, pipeline_seconds
-from moefold.planner.time_layer import LayerPolicy, layer_time, setting_of
-from moefold.planner.time_work import RankShare, half
+from moefold.planner.time_layer import layer_time, setting_of
+from moefold.planner.time_work import LayerPolicy, RankShare, half
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
