@@ -1,4 +1,4 @@
-"""A plan: a run's own layout, the best ones, what binds and what to change, on any cluster.
+"""A plan for any cluster: a run's own layout, the best layouts, bottlenecks and changes to make.
 
 plan = moefold.plan("run.yaml", cluster="h100x256")
 plan.given.fits, plan.best.layout, plan.best.step_time_s, plan.best.memory_gb, plan.best.binds
@@ -44,33 +44,33 @@ from moefold.spec.quantised import rows_within
 GB = 1e9
 APART = "multi-token layers apart from the loss"
 MEMORY_ERROR = 0.1
-"""Relative error that planned memory is held to on measured runs; see docs/plan.md."""
+"""Largest relative error of planned memory in measured runs; see docs/plan.md."""
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """One layout with what it is planned to need and to reach."""
+    """One layout with its planned memory, step time and throughput."""
 
     choice: Choice
     case: Case = field(repr=False)
     source: str = ""
-    """Where it is from: the run, the search, or a publication."""
+    """Origin: the run, the search, or a publication."""
     published_tflops: float | None = None
-    """What the source measured, of its own device and software."""
+    """TFLOP/s per GPU that the publication measured on its own device and software."""
 
     @cached_property
     def time(self) -> StepTime:
-        """The step by parts."""
+        """Planned step time by parts."""
         return estimate(self.case)
 
     @cached_property
     def memory(self) -> Memory:
-        """The fullest rank over a step, which repeats itself once the pipeline is full."""
+        """Peak memory of the fullest rank during a step."""
         return fullest(self.case)
 
     @property
     def layout(self) -> str:
-        """The sizes as a run file has them."""
+        """Sizes in the notation of run files."""
         return str(self.choice.sizes)
 
     @property
@@ -80,7 +80,7 @@ class PlannedLayout:
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Model TFLOP/s of each device; causal attention counts half, recomputing not at all."""
+        """Model TFLOP/s per device; causal attention counts half, recompute not at all."""
         return self.time.tflops_per_gpu
 
     @property
@@ -95,12 +95,12 @@ class PlannedLayout:
 
     @property
     def room_gb(self) -> float:
-        """What a device can allocate, in the same."""
+        """Memory that a device can allocate, in GB of 10^9 bytes."""
         return self.case.cluster.device.memory_bytes / GB
 
     @property
     def margin_gb(self) -> float:
-        """What the fullest device has left; below zero where it does not fit."""
+        """Free memory of the fullest device in GB; negative where the layout does not fit."""
         return self.room_gb - self.memory_gb
 
     @property
@@ -110,17 +110,17 @@ class PlannedLayout:
 
     @property
     def sure(self) -> bool:
-        """Whether that holds with planned memory a tenth wrong."""
+        """Whether ``fits`` holds even if planned memory is wrong by ``MEMORY_ERROR``."""
         return abs(self.margin_gb) >= MEMORY_ERROR * self.memory_gb
 
     @property
     def binds(self) -> str:
-        """What to change first: memory where it does not fit, else the largest part of time."""
+        """Bottleneck: memory where the layout does not fit, else the largest part of step time."""
         return self.time.binds if self.fits else "memory"
 
     @property
     def not_yet(self) -> tuple[str, ...]:
-        """What of it training cannot execute yet, or only with another package."""
+        """Features of the layout that training cannot execute yet, or only with another package."""
         last = self.case.stages.letters[-1].count("m")
         more = [] if self.case.multi_token == last else [APART]
         if self.case.decoder.quantise is not None and self.rows is None:
@@ -129,33 +129,31 @@ class PlannedLayout:
 
     @property
     def rows(self) -> str | None:
-        """Which rows share blocks of codes; None where training runs no such recipe here."""
+        """Which rows share blocks of codes; None where training cannot run the recipe here."""
         return rows_within(self.case.decoder, self.choice.sizes, self.case.seq)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a task on a cluster."""
+    """Result of planning a task on a cluster."""
 
     task: TrainingTask
     given: PlannedLayout | None
-    """The run's own layout; None where it has none that the cluster can take."""
+    """The run's own layout; None where there is none that is legal on the cluster."""
     given_problem: str
-    """Why it has none; empty where it has."""
+    """Why ``given`` is None; otherwise empty."""
     layouts: tuple[PlannedLayout, ...]
-    """The fastest that fit, each of another folding; empty where nothing fits."""
+    """The fastest layouts that fit, one per folding; empty where nothing fits."""
     today: PlannedLayout | None
-    """The fastest that training executes today, without the layers that it leaves out; None where
-    nothing that it executes fits.
-    """
+    """The fastest layout that training executes today; None where none that it executes fits."""
     same_format: tuple[PlannedLayout, ...]
-    """The fastest in the run's own number format, where the others are of another one."""
+    """The fastest layout in the run's own number format, where ``layouts`` have another one."""
     published: tuple[PlannedLayout, ...]
-    """What sources print of this model, planned on this cluster."""
+    """Published layouts of this model, planned on this cluster."""
     faults: Faults
     price: Price
     run: Run | None = None
-    """What is planned, where that is no published model."""
+    """The planned run; None for a published model."""
 
     @property
     def best(self) -> PlannedLayout | None:
@@ -164,12 +162,12 @@ class Plan:
 
     @property
     def graphs(self) -> str:
-        """CUDA graphs of the run's own layout, or else those of the task's software."""
+        """CUDA graphs of the run's own layout, or of the task's software without one."""
         return self.given.choice.graphs if self.given else self.task.software.cuda_graphs
 
     @property
     def today_problem(self) -> str:
-        """Why there is nothing that training executes today; empty where there is."""
+        """Why ``today`` is None; otherwise empty."""
         if self.today is not None:
             return ""
         if self.task.foreign:
@@ -178,23 +176,23 @@ class Plan:
 
     @property
     def run_file(self) -> dict[str, Any] | None:
-        """What a run file says for ``today``, on top of the run's own if there is one."""
+        """Run file data for the layout ``today``, to merge over the run's own file if any."""
         if self.today is None:
             return None
         return fragment(self.today) if self.run is None else _over(self.run, self.today)
 
     @property
     def expected(self) -> Goodput:
-        """What the cluster can expect of failures."""
+        """Expected failures and goodput of the cluster."""
         return goodput(self.task.cluster.devices, self.faults)
 
     def bill(self, layout: PlannedLayout, tokens: float) -> Bill:
-        """Return what training on so many tokens costs in a layout, failures counted."""
+        """Return the cost of training on ``tokens`` tokens in a layout, failures included."""
         return bill(self.task, layout.tokens_per_s * self.expected.ettr, tokens, self.price)
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """What to change next in the given layout (or the best), the most useful first."""
+        """Suggested changes to the given layout (else to the best), the most useful first."""
         shown = self.given or self.best
         return changes(self.task, shown.choice) if shown else ()
 
@@ -215,20 +213,20 @@ def plan(
     """Plan memory, time and layout of a run, or of a published model, on a cluster.
 
     Args:
-        run: a run; or a run file, a recipe's name, a Hugging Face folder, a published model.
+        run: a run, a run file, a recipe's name, a Hugging Face folder, or a published model.
         cluster: device and number, such as ``h100x256``.
-        batch: sequences per step over all devices; the run's own unless given.
-        seq: tokens per sequence of a published model, 4,096 unless given.
+        batch: sequences per step over all devices; default is the run's.
+        seq: tokens per sequence of a published model; default 4,096.
         load: rows of the fullest expert rank over the mean.
-        memory_gb: of each device instead of what it is sold with.
-        faults: how often devices fail and what that costs.
-        price: what a device and hour cost.
-        top: how many layouts are returned.
-        overrides: ``path=value`` on top of a run file.
+        memory_gb: memory of each device in GB; default is what it is sold with.
+        faults: rate and cost of device failures.
+        price: price of a device-hour.
+        top: number of layouts to return.
+        overrides: ``path=value`` overrides of a run file.
 
     Raises:
-        ValueError: where there is no such run, model or device, a published model has no batch, or
-            a number is none that a plan could have.
+        ValueError: the run, model or device does not exist, a published model has no batch, or a
+            number is not legal.
     """
     demand_numbers(batch=batch, seq=seq, load=load, memory_gb=memory_gb, top=top)
     where = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -256,10 +254,10 @@ def plan(
 
 
 def demand_numbers(**given: float | None) -> None:
-    """Hold that numbers are finite and above 0 where they are given.
+    """Check that all numbers other than None are finite and positive.
 
     Raises:
-        ValueError: where one is not, by its name.
+        ValueError: a number is not; the message has its name.
     """
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
@@ -274,9 +272,7 @@ def _task(
     load: float,
     overrides: Sequence[str],
 ) -> tuple[TrainingTask, Choice | None, Run | None]:
-    """Return what is planned: of a run, which comes last, or else of the published model of that
-    name.
-    """
+    """Return task, own layout and run of a run, or the task of a published model and None, None."""
     if isinstance(run, Run) and overrides:
         raise ValueError(f"a run that is read has no overrides: {overrides[0]} changes nothing")
     if isinstance(run, Run) or Path(run).exists() or str(run) in recipes():
@@ -313,7 +309,7 @@ def _given(
 
 
 def _today(search: Search, run: Run | None) -> PlannedLayout | None:
-    """Return the fastest layout that training executes, and that a run's own rules allow."""
+    """Return the fastest layout that training executes and that the run's rules allow."""
     for one in search.fitting(today(search.task)):
         layout = PlannedLayout(one.choice, one.case, "search")
         if not layout.not_yet and (run is None or _accepts(run, layout)):
@@ -322,7 +318,7 @@ def _today(search: Search, run: Run | None) -> PlannedLayout | None:
 
 
 def _accepts(run: Run, layout: PlannedLayout) -> bool:
-    """Return whether a run keeps its rules in a layout."""
+    """Return whether a run satisfies its rules in a layout."""
     said = _over(run, layout)
     update: dict[str, Any] = {name: said["train"][name] for name in ("batch", "micro_batch")}
     if run.train.quantise is not None:
@@ -333,9 +329,7 @@ def _accepts(run: Run, layout: PlannedLayout) -> bool:
 
 
 def _over(run: Run, layout: PlannedLayout) -> dict[str, Any]:
-    """Return a layout's fragment on top of a run: what that has and the layout has not is taken
-    back, as files that name a base are merged with it.
-    """
+    """Return a layout's fragment for merging over a run: what only the run sets is reset."""
     said, own, usual = fragment(layout), to_dict(run.layout), to_dict(Layout())
     for name, value in own.items():
         mine = said["layout"].get(name)
@@ -352,7 +346,7 @@ def _found(search: Search, space: Space, top: int = 1) -> tuple[PlannedLayout, .
 
 
 def _published(task: TrainingTask) -> list[PlannedLayout]:
-    """Return published layouts of the model that stand on the cluster: its device's first."""
+    """Return published layouts of the model that are legal on the cluster, its device's first."""
     name = find(task.name)
     rows = [row for row in published_layouts(name) if row.seq == task.seq] if name else []
     here = task.cluster.device.name
@@ -377,10 +371,10 @@ def _published(task: TrainingTask) -> list[PlannedLayout]:
 
 
 def graph_bytes(run: Run, world: int) -> list[float]:
-    """Return the bytes that a run's graphs read and leave on each pipeline rank of so many GPUs.
+    """Return bytes of static inputs and outputs of CUDA graphs per pipeline rank on ``world`` GPUs.
 
     Raises:
-        ValueError: where the planner does not know a record of the run.
+        ValueError: the planner does not know a record of the run.
     """
     task, choice = of_run(run, cluster_of(f"h100x{world}"))
     case = choice.case(task)
@@ -388,10 +382,10 @@ def graph_bytes(run: Run, world: int) -> list[float]:
 
 
 def fragment(layout: PlannedLayout) -> dict[str, Any]:
-    """Return what a run file says for a layout: ``layout`` and the fields of ``train``.
+    """Return run file data for a layout: ``layout`` and some fields of ``train``.
 
     Raises:
-        ValueError: where training cannot execute it, so that a run file cannot say it.
+        ValueError: training cannot execute the layout, so that no run file can state it.
     """
     if layout.not_yet:
         raise ValueError(f"training does not execute {', '.join(layout.not_yet)}")

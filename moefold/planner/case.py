@@ -1,8 +1,8 @@
-"""A case: everything that decides a plan, stated and never guessed, and what follows from it.
+"""A case: all explicit inputs of a plan, and the quantities derived from them.
 
-What follows is read from where training reads it: ranks and groups from :class:`Folding`, places of
-stages from :class:`Stages`, what is in flight from the schedule's own table. Equal layers of a
-stage are counted, so that a deep model costs no more to plan.
+These are derived by the code that training uses: ranks and groups by :class:`Folding`, parts of
+stages by :class:`Stages`, micro-batches in flight by the schedule's table. Equal layers of a stage
+are counted, so that a deep model costs no more to plan.
 """
 
 from collections import Counter
@@ -32,78 +32,78 @@ from moefold.spec.decoder import needs
 from moefold.spec.layer import NOTHING, RING, Module, Modules
 
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
-"""What products are computed in; all but ``fp32`` keep what is no product in bfloat16."""
+"""Number format of matrix products; with all but ``fp32`` other operations are in bfloat16."""
 Dispatcher = Literal[
     "local", "allgather", "alltoall", "alltoall_once", "two_level", "padded", "spread",
     "deep_ep", "hybrid_ep", "nccl_ep",
 ]  # fmt: skip
-"""How rows reach their experts, by the kinds of ``moe.config``. ``deep_ep``, ``hybrid_ep`` and
-``nccl_ep`` are libraries, which send as ``two_level`` does; the last receives into room for all
+"""Dispatchers, by the kinds of ``moe.dispatch.config``. ``deep_ep``, ``hybrid_ep`` and ``nccl_ep``
+are libraries that send rows as ``two_level`` does; ``nccl_ep`` allocates receive buffers for all
 rows of all ranks."""
 Graphs = Literal["none", "partial", "experts", "full"]
 """CUDA graphs: none, of all but dispatch, experts and combine, of experts too, or of the whole
 iteration."""
 Stack = Literal["moefold", "megatron", "automodel", "torchtitan", "deepseek"]
-"""Software whose way of keeping, sending and launching is planned."""
+"""Software whose saved activations, communication and kernel launches are modelled."""
 ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Number formats: what is computed in, and what is kept for each parameter."""
+    """Number formats of products and of each parameter's weights, gradients and state."""
 
     recipe: Recipe = "bf16"
     optimizer: Optim = field(default_factory=lambda: AdamW(lr=3e-4))
     weight_bytes: float = 2
-    """Bytes a parameter of the copy that products read; 0 where that is the master itself, or is
-    made on the way."""
+    """Bytes per parameter of the copy that products read; 0 where they read the master or a
+    temporary cast."""
     gradient_bytes: float = 4
     master_bytes: float = 4
     moment_bytes: float = 4
-    """Bytes a parameter of each state tensor of the optimizer."""
+    """Bytes per parameter of each state tensor of the optimizer."""
     narrowed: frozenset[Literal["attention", "head", "rows", "delayed"]] = frozenset()
-    """What a narrow recipe computes in its format though recipes leave it in bfloat16; ``rows`` are
-    those that it sends to experts, and gradients of their results. ``delayed``: scales are known
-    before what they scale."""
+    """What a narrow recipe also computes in its format, where recipes usually use bfloat16;
+    ``rows`` are those sent to experts, and gradients of their results. ``delayed``: scaling factors
+    are known before the values that they scale."""
 
     @property
     def matrix_moment_bytes(self) -> float:
-        """Bytes an element of each state tensor of a large matrix."""
+        """Bytes per element of each state tensor of a large matrix."""
         return self.optimizer.moment_bytes((1 << 10, 1 << 10), self.moment_bytes)
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """What is sharded, recomputed or moved to the host instead of being kept."""
+    """What is sharded, recomputed or offloaded instead of being stored on the device."""
 
     zero: int = 1
-    """0 nothing, 1 master weights and moments, 2 gradients too, 3 weights too."""
+    """ZeRO stage: 1 shards master weights and moments, 2 also gradients, 3 also weights."""
     zero_ranks: int | None = None
-    """How many neighbours share what ``zero`` divides; None is all copies."""
+    """Number of neighbouring ranks over which ``zero`` shards; None is all copies."""
     recompute: Modules = NOTHING
     offload: Modules = NOTHING
-    """Modules whose activations go to the host between forward and backward."""
+    """Modules whose activations are offloaded to the host between forward and backward."""
     offload_share: float = 1.0
-    """Share of the layers of a chunk from which they go, the last one apart."""
+    """Share of a chunk's layers, the last one excluded, whose activations are offloaded."""
     disk: Modules = NOTHING
-    """Modules whose activations go to a file."""
+    """Modules whose activations are offloaded to a file."""
     disk_share: float = 1.0
     in_flight: int = 2
-    """Layers whose activations are on their way at once."""
+    """Layers whose activations are transferred at the same time."""
     page: int = 0
-    """Rows of a page, where experts' rows lie in pages for as many as came."""
+    """Rows of a page of experts' saved rows; 0 stores them without pages."""
     page_load: float = 1.0
-    """Rows that there are pages for, over the mean."""
+    """Rows for which there are pages, over the mean."""
     spill: float = 0.0
-    """Share of the layers of a chunk whose pages go on to the host, the last one apart."""
+    """Share of a chunk's layers, the last one excluded, whose pages are offloaded to the host."""
     optimizer_offload: float = 0.0
-    """Share of master weights and moments that lies on the host, or on disk."""
+    """Share of master weights and moments that is stored on the host or on disk."""
     state_step: Literal["device", "host"] | None = None
-    """Who updates that, as ``layout.state`` says; None is the host's step of other software."""
+    """What updates offloaded state, as in ``layout.state``; None is the host in other software."""
     state_on_disk: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no stage, no module or no share."""
+        """Check stage, module names and shares."""
         if self.zero not in ZERO_STAGES:
             raise ValueError(f"zero {self.zero}: one of {ZERO_STAGES}")
         for name, modules in (
@@ -119,51 +119,51 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Overlaps:
-    """Which communication runs beside computing."""
+    """Which communication overlaps with compute."""
 
     tp: bool = False
     ep: bool = False
-    """Exchanges of one micro-batch beside the computing of another."""
+    """Dispatch and combine of one micro-batch overlap with compute of another."""
     gradients: bool = False
-    """Data-parallel reduction beside backward."""
+    """Data-parallel gradient reduction overlaps with backward."""
     parameters: bool = False
-    """Data-parallel gathering beside forward."""
+    """Data-parallel weight gathering overlaps with forward."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """What runs the step; inputs that decide much and that no table of sizes tells."""
+    """Software that runs the step."""
 
     stack: Stack = "moefold"
     release: str = ""
-    """Release of the stack, such as ``26.08``; empty where it is not known."""
+    """Release of the stack, such as ``26.08``; empty if unknown."""
     cuda_graphs: Graphs = "none"
     overlaps: Overlaps = Overlaps()
     host_speed: float = 1.0
-    """Kernel launches per second, in units of the host that the stack was measured on."""
+    """Kernel launches per second relative to the host on which the stack was measured."""
     loss_chunk: int = 1024
-    """Rows whose logits exist at once in Moefold; other stacks keep those of all rows."""
+    """Rows of a chunk of logits in Moefold; other stacks hold the logits of all rows."""
 
 
 class Held(NamedTuple):
-    """What a chunk of a pipeline computes, or a rank over its chunks."""
+    """Parts of the model in one pipeline chunk, or in all chunks of a rank."""
 
     layers: tuple[tuple[int, int], ...] = ()
-    """Kinds of blocks, as :func:`kinds` numbers them, and how many of each."""
+    """Kinds of blocks, as numbered by :func:`kinds`, with the number of each."""
     multi_token: int = 0
-    """Those of them that predict further tokens, each with a loss of its own."""
+    """Number of multi-token prediction layers among them, each with its own loss."""
     embedding: bool = False
     loss: bool = False
-    """Whether the last norm, the head and the loss are there."""
+    """Whether it contains the last norm, the head and the loss."""
 
     @property
     def number(self) -> int:
-        """Layers of all kinds, those of further tokens apart."""
+        """Number of layers of all kinds, without multi-token prediction layers."""
         return sum(count for _, count in self.layers) - self.multi_token
 
     @classmethod
     def of(cls, places: Iterable[Place], order: tuple[int, ...], main: int) -> "Held":
-        """Count places; ``order`` is the kind of each layer, of which ``main`` come first."""
+        """Count places; ``order`` is the kind of each layer, the ``main`` layers first."""
         layers: Counter[int] = Counter()
         others: Counter[str] = Counter()
         for place in places:
@@ -177,7 +177,7 @@ class Held(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a pipeline's ranks compute."""
+    """Parts of the model on each pipeline rank: places by chunk, counts by chunk and by rank."""
 
     places: tuple[tuple[tuple[Place, ...], ...], ...]
     chunks: tuple[tuple[Held, ...], ...]
@@ -186,7 +186,7 @@ class Contents(NamedTuple):
 
 @remembered(256)
 def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """Return the different blocks of a model, and for each of its layers which one it is."""
+    """Return the distinct blocks of a model, and for each layer the index of its block."""
     numbers: dict[Block, int] = {}
     order = tuple(numbers.setdefault(block, len(numbers)) for block in coded_blocks(decoder))
     return tuple(numbers), order
@@ -194,25 +194,25 @@ def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
 
 @remembered(256)
 def main_layers(decoder: Decoder) -> tuple[int, int]:
-    """Return the number of a model's layers, and of those of further tokens, which follow them."""
+    """Return the numbers of a model's layers and of its multi-token prediction layers."""
     return decoder.layers, len(decoder.multi_token)
 
 
 @remembered(4096)
 def contents(decoder: Decoder, stages: Stages, pp: int, way: Way) -> Contents:
-    """Return what the ranks of a pipeline compute, chunk by chunk and over their chunks."""
+    """Return the parts of the model on each pipeline rank, by chunk and in total."""
     places, given = stages.table(pp, way), (kinds(decoder)[1], main_layers(decoder)[0])
     chunks = tuple(tuple(Held.of(chunk, *given) for chunk in rank) for rank in places)
     return Contents(places, chunks, tuple(Held.of(chain(*rank), *given) for rank in places))
 
 
 EVENED = (inf, 1.42, 1.07, 1.04, 1.005)
-"""Most load that plans of clones leave of recorded routings (64 experts, top 8, 8 and 16 ranks, up
-to 4.1 before), by the slots of a rank: ``tests/cpu/test_moe_clones.py``."""
+"""Largest load with clones in recorded routings (64 experts, top 8, 8 and 16 ranks, up to 4.1
+without clones), by slots per rank: ``tests/cpu/test_moe_clones.py``."""
 
 
 def evened(load: float, slots: int) -> float:
-    """Return the load that is planned where ranks have so many slots for clones."""
+    """Return the load to plan with where each rank has ``slots`` slots for clones."""
     return min(load, EVENED[min(slots, len(EVENED) - 1)])
 
 
@@ -228,25 +228,25 @@ class Case:
     micro_batch: int
     """Sequences per micro-batch."""
     cluster: Cluster
-    """Its number of devices is the number of ranks."""
+    """Its devices are the ranks."""
     sizes: Sizes
     stages: Stages
     schedule: Schedule
     dispatch: Dispatcher
     load: float
-    """Rows of the most loaded expert rank over the mean; 1 is forced balance."""
+    """Rows of the most loaded expert rank over the mean, with clones; 1 is forced balance."""
     numbers: Numbers = Numbers()
     keeping: Keeping = Keeping()
     software: Software = Software()
     context: Context = RING
     order: Order = ORDERS[0]
     max_rows: int | None = None
-    """Room that a dispatch of fixed shapes is given; None is as much as ``load`` needs."""
+    """Room of a dispatcher with fixed shapes; None is as much as ``load`` needs."""
     clones: int = 0
-    """Slots of each rank for clones of experts, after which ``load`` is."""
+    """Slots per rank for clones of experts."""
 
     def __post_init__(self) -> None:
-        """Refuse a case that no run could have, in words."""
+        """Check that a run could have these values."""
         count = self.sizes.pp * self.sizes.vpp
         if len(self.stages.letters) != count:
             raise ValueError(f"stages are {len(self.stages.letters)}, pp * vpp is {count}")
@@ -276,17 +276,17 @@ class Case:
 
     @cached_property
     def folding(self) -> Folding:
-        """The two grids over the ranks."""
+        """The attention and expert grids over the ranks."""
         return Folding(self.sizes, self.world, self.order)
 
     @property
     def expert_domains(self) -> int:
-        """Number of domains of fast links that the ranks of an expert group lie in, evenly."""
+        """Number of fast-link domains that an expert-parallel group spans, evenly."""
         return reach(self.cluster, self.sizes.ep, self.sizes.etp).outside
 
     @property
     def room(self) -> FixedRoom | None:
-        """The dispatcher's record, where a run file states its room."""
+        """The dispatcher's record if its room is stated, else None."""
         record = DISPATCH.kinds[self.dispatch]
         if self.max_rows is None or not issubclass(record, FixedRoom):
             return None
@@ -294,7 +294,7 @@ class Case:
 
     @property
     def graphs_of_parts(self) -> bool:
-        """Whether Moefold runs blocks' parts as graphs."""
+        """Whether Moefold runs parts of blocks as CUDA graphs."""
         software = self.software
         return software.stack == "moefold" and software.cuda_graphs in ("partial", "experts")
 
@@ -305,12 +305,12 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch that a rank holds between sub-layers: split over tp and cp."""
+        """Rows of a micro-batch on a rank at a block's border, where tp and cp split them."""
         return self.micro_batch * self.seq // (self.sizes.tp * self.sizes.cp)
 
     @property
     def multi_token(self) -> int:
-        """Number of multi-token prediction layers, as the stages have them."""
+        """Number of multi-token prediction layers in the stages."""
         return sum(stage.count("m") for stage in self.stages.letters)
 
     @cached_property
@@ -320,7 +320,7 @@ class Case:
 
     @property
     def places(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
-        """What each chunk of each pipeline rank computes: ``[rank][chunk]``."""
+        """Parts of the model in each chunk of each pipeline rank: ``[rank][chunk]``."""
         return self._contents.places
 
     @property
@@ -339,14 +339,14 @@ class Case:
 
 
 table_of = remembered(512)(tabulate)
-"""A schedule's table, made once."""
+"""A schedule's table, cached."""
 
 
 def settled(schedule: Schedule, p: int, m: int) -> int:
-    """Return fewer micro-batches whose table keeps at its fullest what that of m keeps.
+    """Return a smaller number of micro-batches whose table has the peak memory of that for m.
 
-    Beyond its warm-up a table repeats itself, so that whole groups can be left out, which stays in
-    the schedule's domain. Only where all forwards come first does what is kept grow with m.
+    After its warm-up a table is periodic, so that whole periods can be left out; the schedule can
+    run the result. Only with all forwards first (GPipe) does the peak grow with m.
     """
     period = getattr(schedule, "group", None) or p
     full = 3 * max(p, period)
@@ -356,10 +356,10 @@ def settled(schedule: Schedule, p: int, m: int) -> int:
 
 
 def recomputed(record: Record | None) -> Modules:
-    """Return what a run file's recompute record recomputes.
+    """Return the modules that a run file's recompute record recomputes.
 
     Raises:
-        ValueError: where the planner does not know the record.
+        ValueError: the planner does not know the record.
     """
     if record is None:
         return NOTHING
@@ -367,13 +367,13 @@ def recomputed(record: Record | None) -> Modules:
         return frozenset(("block",))
     if isinstance(record, Selective):
         return frozenset(record.modules)
-    if isinstance(record, Auto):  # not settled: all that could be chosen
+    if isinstance(record, Auto):  # not decided yet: all that it could choose
         return frozenset(get_args(Kind))
     raise ValueError(f"recompute {type(record).__name__} is not planned: Full or Selective")
 
 
 def offloaded(record: Offload | None) -> dict[str, Any]:
-    """Return what :class:`Keeping` says of a run file's activations on host and disk."""
+    """Return the fields of :class:`Keeping` for a run file's offloaded activations."""
     if record is None:
         return {}
     found: dict[str, Any] = {"in_flight": record.in_flight}

@@ -1,10 +1,9 @@
 """Exact counts of a described decoder: parameters, active parameters, FLOPs. No torch.
 
-They follow from the layers' descriptions (``moefold/spec/layer.py``).
-FLOPs count a multiply-add as 2, forward and backward as 3 forwards (2 for frozen weights), no
-recompute, and leave out
-norms, embedding look-up, router and the gate of a shared expert (the convention of Megatron-LM's
-published figures).
+They follow from the layers' descriptions (``moefold/spec/layer.py``). FLOPs count a multiply-add as
+2, forward and backward as 3 forwards (2 for frozen weights), no recompute, and exclude norms,
+embedding look-up, router and the gate of a shared expert (the convention of Megatron-LM's published
+figures).
 """
 
 from collections import Counter
@@ -27,22 +26,22 @@ from moefold.spec.layer import Attention, Scan, described
 
 @dataclass(frozen=True)
 class PartCounts:
-    """Counts of one part of a layer."""
+    """Parameter counts of one part of a model."""
 
     parameters: int = 0
     """All parameters."""
     idle: int = 0
-    """Of those, the ones a token does not pass through."""
+    """Parameters that a token does not use: those of experts that are not chosen."""
     multiplied: int = 0
-    """Of the others, those that enter a matrix product counted in FLOPs."""
+    """Used parameters in matrix products that count as FLOPs."""
     frozen: int = 0
-    """Of those, the ones without a gradient: backward has one product of them and not two."""
+    """``multiplied`` parameters without a gradient: backward has one product, not two."""
 
     def __add__(self, other: "PartCounts") -> "PartCounts":
         return PartCounts(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, number: int) -> "PartCounts":
-        """Return the counts of so many equal parts."""
+        """Return the counts of ``number`` equal parts."""
         return PartCounts(*(value * number for value in vars(self).values()))
 
 
@@ -51,10 +50,10 @@ class Counts:
     """Counts of a whole decoder."""
 
     parts: Mapping[str, PartCounts] = field(default_factory=dict)
-    """By kind of part: embedding, attention, norms, ffn, experts, router, shared, head, and
-    adapters."""
+    """Counts by kind of part: embedding, attention, norms, ffn, experts, router, shared, head,
+    adapters, multi_token."""
     cores: Sequence[tuple[Attention | Scan, int]] = ()
-    """Attention and scans over the sequence, and how many layers have each."""
+    """Attention and scans over the sequence, with the number of layers that have each."""
 
     @property
     def total(self) -> PartCounts:
@@ -63,20 +62,20 @@ class Counts:
 
     @property
     def parameters(self) -> int:
-        """All parameters; buffers are not in it."""
+        """Number of all parameters, without buffers."""
         return self.total.parameters
 
     @property
     def active_parameters(self) -> int:
-        """Parameters a token passes through, embedding and head included."""
+        """Parameters that a token uses, embedding and head included."""
         return self.total.parameters - self.total.idle
 
     def flops(self, lengths: Sequence[int], causal: bool = True) -> int:
-        """Return forward and backward FLOPs of sequences that attend within themselves.
+        """Return forward and backward FLOPs of sequences that do not attend to each other.
 
         Args:
             lengths: tokens of each sequence.
-            causal: whether attention counts the half that the mask leaves, or all of it.
+            causal: whether only unmasked pairs of attention count, or all pairs.
         """
         found = (6 * self.total.multiplied - 2 * self.total.frozen) * sum(lengths)
         for core, layers in self.cores:
@@ -84,21 +83,21 @@ class Counts:
                 found += round(6 * layers * core.products * sum(lengths))
                 continue
             for length in lengths:
-                # Twice the pairs of a sequence: they are whole numbers.
+                # Twice the pairs of a sequence, which is a whole number.
                 seen = round(2 * length * core.pairs(length)) if causal else 2 * length**2
                 found += 3 * layers * core.query_width * seen
         return found
 
     def flops_per_token(self, seq: int, causal: bool = True) -> float:
-        """Return the FLOPs of one sequence of ``seq`` tokens, see :meth:`flops`, per token."""
+        """Return the FLOPs per token of one sequence of ``seq`` tokens (:meth:`flops`)."""
         return self.flops([seq], causal) / seq
 
 
 def count(decoder: Decoder) -> Counts:
-    """Count a decoder's parts.
+    """Count the parts of a decoder.
 
-    A block of a further token, with all that it has, is a part of its own: it reads the model's
-    own embedding and head once more, and its three norms count as one product each.
+    Each multi-token prediction block is counted as a whole under ``multi_token``: it reads the
+    model's embedding and head once more, and its three norms count as one product each.
     """
     hidden, matrix = decoder.hidden, decoder.vocab * decoder.hidden
     parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
@@ -124,7 +123,7 @@ def count(decoder: Decoder) -> Counts:
 
 
 def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
-    """Count a block by what its weights are counted under."""
+    """Count a block by kind of part (``Weight.counted``)."""
     found, routing = dict[str, PartCounts](), described(block.ffn).routing
     names = [f"layers.0.{one}.weight" for one in ("embed_norm", "row_norm", "join", "norm")]
     for name, spec in halves(block):
@@ -135,7 +134,7 @@ def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
         size = used = weight.elements
         if weight.expert and routing is not None:
             used = size // routing.experts * min(routing.top_k, routing.experts)
-        # The convention takes the norm of a latent, alone among norms, for one product.
+        # The convention counts the norm of a latent, unlike other norms, as a product.
         counted = used if weight.name in multiplied or weight.latent else 0
         part = PartCounts(size, size - used, counted, counted * weight.frozen)
         found[weight.counted] = found.get(weight.counted, PartCounts()) + part

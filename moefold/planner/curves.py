@@ -1,7 +1,7 @@
-"""How fast one device is: products by shape, attention by length, memory, launches.
+"""Performance curves of one device: products by shape, attention by length, memory, launches.
 
-Every curve takes :class:`Rates`, the constants of one device and one software stack, which
-``time_constants.json`` holds with the source of each or the fit that it came from.
+Every curve takes :class:`Rates`, the constants of one device and one software stack, from
+``time_constants.json``, which states the source or fit of each.
 """
 
 import json
@@ -23,13 +23,13 @@ FAMILIES = {
     "B300": "blackwell_ultra",
     "GB300": "blackwell_ultra",
 }
-"""Devices that share their curves."""
+"""Family of each device; the devices of a family have common curves."""
 FALLBACK = "hopper"
-"""The family as which any other device is planned, less surely: shares of its own peaks."""
+"""Family of all other devices, relative to their own peaks and with a larger uncertainty."""
 
 
 class Product(NamedTuple):
-    """``count`` groups of an [m, k] by [k, n] product."""
+    """``count`` matrix products of [m, k] by [k, n]."""
 
     m: float
     n: float
@@ -38,53 +38,53 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Multiply-adds counted as 2."""
+        """FLOPs, a multiply-add counted as 2."""
         return 2.0 * self.m * self.n * self.k * self.count
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The constants that hold for one device and one stack."""
+    """Constants for one device and one software stack."""
 
     gemm: float
-    """Share of a format's peak that an endless product reaches."""
+    """Share of a format's peak that an infinitely large product reaches."""
     half: float
-    """Size of a dim at which a product loses as much again, in bf16 at 1 PFLOP/s."""
+    """Size of a dim at which a product takes twice as long per FLOP, in bf16 at 1 PFLOP/s."""
     narrow: float
-    """What is left of ``gemm`` where formats are below bf16."""
+    """Factor on ``gemm`` for formats below bf16."""
     memory: float
-    """Share of the memory's bandwidth that element-wise kernels reach."""
+    """Share of memory bandwidth that element-wise kernels reach."""
     scan: float
-    """Bytes moved by scans over the sequence, in units of the least."""
+    """Bytes moved by scans over the sequence, relative to the minimum."""
     narrow_attention: float
-    """Rate of attention in a narrow format, in units of bf16's."""
+    """Rate of attention in a narrow format relative to bf16."""
     quantise: float
-    """Bytes moved to quantise a value, in units of the least that is possible."""
+    """Bytes moved to quantise a value, relative to the minimum."""
     forward_rate: float
-    """Share of bf16's peak that attention's forward reaches on endless sequences."""
+    """Share of bf16's peak that attention's forward reaches on infinitely long sequences."""
     forward_half: float
-    """Tokens at which it reaches half of that."""
+    """Tokens at which attention's forward reaches half of ``forward_rate``."""
     backward_rate: float
     backward_half: float
     kernel_s: float
-    """Device seconds that every kernel takes besides its work."""
+    """Fixed device seconds of every kernel."""
     launch_s: float
     """Host seconds per launch."""
     step_s: float
-    """Seconds per step of neither products nor exchanges: data, logging, synchronisation."""
+    """Fixed seconds per step: data, logging, synchronisation."""
     link: float
     """Share of link bandwidth that all-to-all reaches."""
     link_fused: float
-    """Share of link bandwidth that exchanges reach which send a row once per rank or node."""
+    """Share of link bandwidth reached by exchanges that send a row once per rank or node."""
     link_deepep: float
     """Share of link bandwidth that DeepEP reaches."""
     nic: float
     hidden: float
-    """Share of exchanges that overlap hides, where there is enough to hide under."""
+    """Share of exchanges that overlap hides, where there is enough compute."""
     hidden_shards: float
-    """Share of computing under which gathering of sharded weights hides."""
+    """Share of compute behind which gathering of sharded weights can be hidden."""
     device: float
-    """Factor of the stack on the device's time outside products and attention."""
+    """Factor of the stack on device time outside products and attention."""
     launches: float
     """Factor of the stack on the number of launches."""
 
@@ -97,15 +97,15 @@ class Constants:
     """Constants by dotted name: ``hopper.gemm``, ``common.hidden``, ``megatron 26.06.device``."""
 
     def __init__(self, values: Mapping[str, float], spread: Mapping[str, float]) -> None:
-        """Take values by name, and the relative spread of what was predicted with them."""
+        """Store values by name, and the relative spread of predictions made with them."""
         self.values, self.spread = dict(values), dict(spread)
         self._made: dict[tuple[str, str, str, Own], Rates] = {}
 
     def rates(self, device: str, stack: str, release: str, own: Own = ()) -> Rates:
-        """Return what holds for a device and a stack's release.
+        """Return the constants for a device and a stack's release.
 
         Args:
-            own: constants that were measured on the device itself; they come before all others.
+            own: constants measured on the device itself, which take precedence.
         """
         key = (device, stack, release, own)
         if key not in self._made:
@@ -117,9 +117,9 @@ class Constants:
         return self._made[key]
 
     def nearest(self, stack: str, release: str) -> str:
-        """Return the measured release that stands for one: itself, else the last one before it.
+        """Return the measured release to use for a release: itself, else the last one before it.
 
-        Releases whose name is no number stand for themselves alone; empty where none does.
+        A release that is not a number matches only itself; empty if there is no match.
         """
         known = sorted(
             name.removesuffix(".device").removeprefix(f"{stack} ")
@@ -142,8 +142,8 @@ class Constants:
         raise KeyError(f"no constant {name} for any of {', '.join(scopes)}")
 
     def uncertainty(self, device: str, stack: str, release: str, own: Own = ()) -> float:
-        """Return the relative spread of steps on a device and a release: wider where one of them
-        was not measured, and widest where neither was.
+        """Return the relative spread of predicted steps: wider where device or release was not
+        measured, and widest where neither was.
         """
         software = f"{stack} {release}".strip()
         known = bool(own) or f"{device}.measured" in self.values
@@ -153,7 +153,7 @@ class Constants:
 
 @cache
 def constants() -> Constants:
-    """Return the constants that come with the package."""
+    """Return the constants of the package."""
     text = files("moefold.planner").joinpath("time_constants.json").read_text("utf-8")
     stored = json.loads(text)
     values = {name: entry[0] for name, entry in stored["constants"].items()}
@@ -163,12 +163,12 @@ def constants() -> Constants:
 def product_seconds(one: Product, rates: Rates, peak: float, narrow: bool) -> float:
     """Return the seconds of a product.
 
-    Args:
-        peak: FLOP/s of its format.
-        narrow: whether the format is below bf16.
+    A dim of size s reaches ``s / (s + h)`` of the rate, because of partial tiles and of the ends of
+    the loop over k. h grows with the peak, as a faster device completes a tile sooner.
 
-    A dim of size s keeps ``s / (s + h)`` of the rate: tiles that are not full, and the ends of the
-    loop over k. h grows with the peak, because a faster device is done with a tile sooner.
+    Args:
+        peak: FLOP/s of the product's format.
+        narrow: whether the format is below bf16.
     """
     share = rates.gemm * (rates.narrow if narrow else 1.0)
     h = rates.half * peak / 1e15
@@ -179,12 +179,12 @@ def product_seconds(one: Product, rates: Rates, peak: float, narrow: bool) -> fl
 def attention_seconds(
     flops: float, length: float, dim: int, rates: Rates, peak: float, backward: bool
 ) -> float:
-    """Return the seconds of attention's own products.
+    """Return the seconds of attention without its projections.
 
     Args:
-        flops: those that the mask leaves.
+        flops: FLOPs of the unmasked pairs.
         length: tokens of a sequence that a rank attends over.
-        dim: of a head; below 128 the units that take exponents bind, in proportion.
+        dim: width of a head; below 128 exponentials limit the rate, in proportion.
     """
     rate = rates.backward_rate if backward else rates.forward_rate
     half = rates.backward_half if backward else rates.forward_half
@@ -193,5 +193,5 @@ def attention_seconds(
 
 
 def memory_seconds(moved: float, rates: Rates, bandwidth: float) -> float:
-    """Return the seconds of element-wise kernels that move so many bytes."""
+    """Return the seconds of element-wise kernels that move ``moved`` bytes."""
     return moved / (bandwidth * rates.memory)

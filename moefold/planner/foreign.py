@@ -1,7 +1,7 @@
-"""Kinds of layers that can be planned though training cannot execute them yet.
+"""Kinds of layers that can be planned, but that training cannot execute yet.
 
-They stand in a description like any other kind; :func:`block` puts them there. What recurrences
-save is what Megatron-Core's do.
+:func:`block` puts them into a model description like other kinds. Recurrences save for backward
+what those of Megatron-Core save.
 """
 
 from collections.abc import Iterator
@@ -26,17 +26,17 @@ from moefold.spec.layer import (
 
 
 class Mamba2(LayerSpec):
-    """A state-space mixer in Mamba-2's form (arXiv 2405.21060): one projection in, a convolution,
-    the scan, one out.
+    """Mamba-2's state-space mixer (arXiv 2405.21060): input projection, convolution, scan, output
+    projection.
     """
 
     heads: Size
     head_dim: Size
     state: Size = 128
     groups: Size = 8
-    """Heads of one group share their input and output maps of the state."""
+    """Number of groups; heads of a group share the state's input and output maps (B and C)."""
     chunk: Size = 128
-    """Tokens between which products are quadratic."""
+    """Tokens of a chunk, within which products are quadratic."""
 
     untrained = "Mamba-2 layers"
 
@@ -46,16 +46,16 @@ class Mamba2(LayerSpec):
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """Features of the projection in, of what is convolved, and of what the scan gives.
+        """Widths of the input projection, of the convolved features, and of the scan's output.
 
-        The first are a gate, the scan's input, both maps of the state, and time steps.
+        The input projection has a gate, the scan's input, both maps of the state, and time steps.
         """
         width = self.heads * self.head_dim
         mixed = width + 2 * self.groups * self.state
         return mixed + width + self.heads, mixed, width
 
     def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield both projections, the convolution of four taps, and a norm before the last."""
+        """Yield both projections, the convolution of width four, and the norm before the last."""
         into, mixed, out = self._widths
         cut = ((0, self._units),)
         yield Weight("in.weight", (into, hidden), cut)
@@ -64,9 +64,9 @@ class Mamba2(LayerSpec):
         yield Weight("out.weight", (hidden, out), ((1, self._units),))
 
     def operations(self, hidden: int) -> Iterator[Operation]:
-        """Yield both projections and the scan: products within a chunk, and with the state."""
+        """Yield both projections, and the scan: products within a chunk, and with the state."""
         into, _, out = self._widths
-        # Kernels pass over both projections, and twice so backward.
+        # Kernels read or write both projections once, in backward twice.
         traffic = Traffic(into + out, 1, 2, units=self._units)
         products = (Matmul(("in.weight",)), Matmul(("out.weight",)))
         yield Operation("attention", products, traffic=(traffic,), launches=12)
@@ -75,8 +75,8 @@ class Mamba2(LayerSpec):
         yield Operation("core", core=core, launches=6)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield projected and convolved rows, fp32 states between chunks, output before and after
-        its gate.
+        """Yield projected rows, convolved rows, fp32 states between chunks, and the output before
+        and after its gate.
         """
         rows, width = shape.piece / shape.tp, shape.width
         into, mixed, out = self._widths
@@ -106,19 +106,19 @@ class Nothing(LayerSpec):
 
 
 class PlainMoe(Moe):
-    """Experts of two matrices without a gate."""
+    """Experts with two matrices and no gate."""
 
     untrained = "experts without a gate"
     gates = 1
 
 
 class BiasedMoe(Moe):
-    """Gated experts with biases: probabilities are then applied after the second product."""
+    """Gated experts with biases; routing weights are applied after the second product."""
 
     untrained = "experts with biases"
 
     def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
-        """Biases are added, gates clamped and rows scaled in kernels of their own."""
+        """Return the traffic of separate kernels for biases, clamped gates and scaled rows."""
         columns = self._experts()[1]
         return (
             Traffic(self.width, 16, 24, "routed", columns),
@@ -127,5 +127,5 @@ class BiasedMoe(Moe):
 
 
 def block(attention: Record, ffn: Record) -> Block:
-    """Return a block of any two kinds, those of this file too."""
+    """Return a block of any two kinds of layers, including those of this file."""
     return Block.model_construct(attention=attention, ffn=ffn)

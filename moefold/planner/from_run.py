@@ -160,7 +160,7 @@ class Choice:
         )
 
     def _cuda_graphs(self, task: TrainingTask) -> Graphs:
-        """Return the CUDA graphs; they include experts if every pass has the same number of rows."""
+        """Return the CUDA graphs; they include experts if all passes have equally many rows."""
         if self.graphs == "none" or task.cluster.device.cpu:
             return task.software.cuda_graphs
         fixed = issubclass(DISPATCH.kinds[self.dispatch], FixedRoom)

@@ -1,5 +1,5 @@
-"""Devices and clusters as data: ``devices.json`` holds each number with its source. Also what was
-measured on one machine, a CPU by ``moefold bench`` or a GPU, by the rates in its file.
+"""Devices and clusters as data, each number with its source in ``devices.json``; and the measured
+rates of one machine, a CPU (``moefold bench``) or a GPU, in a file.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from moefold.files import folder_for, write_text
 
 Format = Literal["fp32", "bf16", "fp8", "fp4"]
-"""Formats of dense products that peaks are stated for."""
+"""Formats of dense products for which peaks are stated."""
 FORMAT_OF: Mapping[str, Format] = {
     "fp32": "fp32",
     "bf16": "bf16",
@@ -25,21 +25,21 @@ FORMAT_OF: Mapping[str, Format] = {
     "mxfp8": "fp8",
     "nvfp4": "fp4",
 }
-"""The format whose peak a recipe's products have."""
+"""Format of a recipe's products, by whose peak they are planned."""
 CPU = "CPU"
 MACHINE_FORM = 1
-"""Version of the file of a measured machine; another one is not read."""
+"""Version of the file format of measured machines; other versions are rejected."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of accelerator, or a CPU. Rates are per device and per second."""
+    """One kind of accelerator, or a CPU."""
 
     name: str
     peaks: tuple[tuple[Format, float], ...]
-    """FLOP/s of dense products by format; a format it lacks is not there."""
+    """FLOP/s of dense products by format, without formats that the device lacks."""
     memory_bytes: int
-    """What a program can allocate: the nominal size less what driver and firmware take."""
+    """Memory that a program can allocate: the nominal size less that of driver and firmware."""
     memory_bandwidth: float
     """Bytes/s."""
     link_bandwidth: float = 0.0
@@ -47,29 +47,29 @@ class Device:
     nic_bandwidth: float = 0.0
     """Bytes/s in one direction to devices outside its domain."""
     domain: int = 1
-    """Devices that its fast links join, as sold."""
+    """Devices that its fast links connect, as sold."""
     host_bandwidth: float = 0.0
     """Bytes/s in one direction to host memory."""
     watts: float = 0.0
-    """Power of the board, at its limit."""
+    """Power limit of the board."""
     sold_gb: float = 0.0
-    """Memory by the name it is sold under; what can be allocated is counted in bytes."""
+    """Nominal memory in GB."""
     rates: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
-    """For a device that was measured itself: by recipe, the constants of
-    :class:`moefold.planner.curves.Rates` that hold for it instead of its family's."""
+    """For a measured device, by recipe: constants of :class:`moefold.planner.curves.Rates` that
+    replace those of its family."""
 
     @property
     def cpu(self) -> bool:
-        """Whether it is a processor, on which nothing is launched ahead."""
+        """Whether it is a CPU, which has no asynchronous kernel launches."""
         return self.name == CPU
 
     @property
     def size(self) -> str:
-        """Its memory as people call it, such as ``80 GB``."""
+        """Nominal memory as text, such as ``80 GB``."""
         return f"{self.sold_gb or self.memory_bytes / 1e9:.0f} GB"
 
     def peak(self, format: Format) -> float:
-        """Return FLOP/s of dense products; a format it lacks runs as the next wider one."""
+        """Return FLOP/s of dense products; a missing format has the peak of the next wider one."""
         known = dict(self.peaks)
         wider: tuple[Format, ...] = ("fp4", "fp8", "bf16", "fp32")
         for name in wider[wider.index(format) :]:
@@ -85,29 +85,29 @@ class Cluster:
     device: Device
     devices: int
     per_node: int
-    """Devices that share a host."""
+    """Devices per host."""
     domain: int
-    """Devices that the fast links join; at least a node's where the node has such links."""
+    """Devices that fast links connect; at least those of a node, if the node has such links."""
 
 
 @cache
 def catalogue() -> dict[str, Device]:
-    """Return every known device by its name."""
+    """Return every known device by name."""
     text = files("moefold.planner").joinpath("devices.json").read_text("utf-8")
     return {name: _device(name, entry) for name, entry in json.loads(text)["devices"].items()}
 
 
 def _device(name: str, entry: dict[str, Any]) -> Device:
-    """Read an entry: every value is ``[number, source]``."""
+    """Parse an entry, in which every value is ``[number, source]``."""
     peaks = tuple((key, pair[0]) for key, pair in entry["peaks"].items())
     return Device(name, peaks, **{key: pair[0] for key, pair in entry.items() if key != "peaks"})
 
 
 def device(name: str) -> Device:
-    """Return a device by its name in any case, such as ``h100``.
+    """Return a device by its case-insensitive name, such as ``h100``.
 
     Raises:
-        ValueError: where there is none, with those there are.
+        ValueError: there is none; the message lists all devices.
     """
     known = {key.lower(): found for key, found in catalogue().items()}
     if name.lower() not in known:
@@ -116,9 +116,9 @@ def device(name: str) -> Device:
 
 
 def sold_as(name: str) -> Device | None:
-    """Return the device that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``.
+    """Return the device for a driver's name, such as ``NVIDIA H100 80GB HBM3``, or None.
 
-    None where it is not known. Boards for PCIe slots have lower rates under the same name.
+    PCIe and NVL boards are not recognised, as they have lower rates than others of their name.
     """
     words = re.split(r"[^A-Z0-9]+", name.upper())
     if {"PCIE", "NVL"} & {*words}:
@@ -127,15 +127,15 @@ def sold_as(name: str) -> Device | None:
 
 
 def cluster(text: str) -> Cluster:
-    """Return the cluster that a text such as ``h100x256`` names.
+    """Parse the name of a cluster, such as ``h100x256``.
 
     Args:
-        text: device, ``x`` and number; or ``cpu``, this machine by the file that ``moefold bench``
-            writes unless told otherwise; or the path of a ``.json`` file of a measured machine,
-            one of it unless ``x`` and a number follow.
+        text: device, ``x`` and number; or ``cpu``, this machine by the default file of ``moefold
+            bench``; or the path of a measured machine's ``.json`` file, optionally followed by
+            ``x`` and a number.
 
     Raises:
-        ValueError: where the text is no such thing.
+        ValueError: the text names no cluster.
     """
     parts = re.fullmatch(r"(.+)x(\d*[1-9]\d*)", text, re.IGNORECASE)
     name, number = (parts[1], int(parts[2])) if parts else (text, 1)
@@ -155,11 +155,11 @@ def cluster(text: str) -> Cluster:
 
 
 GRACE = ("GB200", "GB300")
-"""Devices sold four to a host, in racks that fast links join."""
+"""Devices sold with four per host, in racks that fast links connect."""
 
 
 def resized(one: Device, memory_bytes: int) -> Device:
-    """Return a device with another memory, such as a 24 GB card of the same kind."""
+    """Return a device with another memory size, such as a 24 GB card of its kind."""
     return replace(one, memory_bytes=memory_bytes, sold_gb=memory_bytes / 1e9)
 
 
@@ -171,8 +171,8 @@ def processor(
     Args:
         peak: FLOP/s of large fp32 products.
         memory_bandwidth: bytes/s.
-        memory_bytes: what a process may take.
-        bf16: FLOP/s of large bfloat16 products; None is as fp32.
+        memory_bytes: memory that a process may allocate.
+        bf16: FLOP/s of large bfloat16 products; None is the rate of fp32.
     """
     peaks: tuple[tuple[Format, float], ...] = (("fp32", peak), ("bf16", bf16 or peak))
     return Device(CPU, peaks, memory_bytes, memory_bandwidth)
@@ -180,13 +180,13 @@ def processor(
 
 @dataclass(frozen=True)
 class Machine:
-    """One thread of a CPU, or one device, as it was measured."""
+    """Measured rates of one machine: threads of a CPU, or one GPU."""
 
     name: str
-    """What it calls itself."""
+    """Name that the hardware reports."""
     threads: int
     software: str
-    """Version of torch: a new one is another machine."""
+    """Version of torch; with another version the machine counts as another one."""
     fp32: float
     """FLOP/s of large products."""
     bf16: float
@@ -197,13 +197,13 @@ class Machine:
     """Constants of the time model by format (``fp32``, ``bf16``) and by their names in
     :class:`moefold.planner.curves.Rates`."""
     tables: Mapping[str, Any] = field(default_factory=dict)
-    """What the rates come from, for a reader."""
+    """Measurements behind the rates, for information."""
     gpu: bool = False
-    """Whether it is a GPU. One that is sold has the links of its kind, which were not measured."""
+    """Whether it is a GPU. A known kind has the links in the catalogue, which were not measured."""
 
     @property
     def device(self) -> Device:
-        """The machine as a device with its own rates."""
+        """The machine as a device with measured rates."""
         found = processor(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
         if self.gpu:
             sold = sold_as(self.name) or Device(self.name, (), 0, 0.0)
@@ -219,7 +219,7 @@ class Machine:
         return Cluster(self.device, 1, 1, 1)
 
     def write(self, file: Path) -> None:
-        """Write the file, its folder too."""
+        """Write the file, creating its folder."""
         text = json.dumps({"form": MACHINE_FORM, **asdict(self)}, indent=1)
         with folder_for(file.parent):
             write_text(file, text + "\n")
@@ -229,7 +229,7 @@ class Machine:
         """Read a file.
 
         Raises:
-            ValueError: where it is not such a file; ``moefold bench`` writes one.
+            ValueError: it is absent or not a file that ``moefold bench`` writes.
         """
         if not file.exists():
             raise ValueError(f"{file} is not there: `moefold bench` measures this machine into it")
@@ -248,6 +248,6 @@ class Machine:
 
 
 def usual_file() -> Path:
-    """Return where a user's machine file lies unless said otherwise."""
+    """Return the default path of a user's machine file."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "moefold" / "machine.json"

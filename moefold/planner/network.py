@@ -1,7 +1,7 @@
-"""How long collectives take on a topology: domains of fast links, joined by one NIC per device.
+"""Time of collectives on a topology: domains of fast links, connected by one NIC per device.
 
-Ranks of a group are evenly apart; ``stride`` is the distance of neighbours in the order of ranks,
-so that a group of ``size`` ranks spans ``size * stride`` of them.
+Ranks of a group are equally spaced; ``stride`` is the distance of neighbours in the order of ranks,
+so that a group of ``size`` ranks spans ``size * stride`` ranks.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from moefold.planner.curves import Rates
 from moefold.planner.hardware import Cluster
 
 LATENCY_LINK = 8e-6
-"""Seconds a collective needs within a domain before bytes flow (NCCL's order of magnitude)."""
+"""Latency in seconds of a collective within a domain (NCCL's order of magnitude)."""
 LATENCY_NIC = 25e-6
-"""Seconds a collective needs across domains before bytes flow."""
+"""Latency in seconds of a collective across domains."""
 RING_SHARE = 0.85
 """Share of link bandwidth that large all-gathers and reduce-scatters reach (nccl-tests on H100 and
 NVL72: 370-380 of 450 and 700-800 of 900 GB/s)."""
@@ -22,7 +22,7 @@ NVL72: 370-380 of 450 and 700-800 of 900 GB/s)."""
 
 @dataclass(frozen=True)
 class Reach:
-    """How a group lies over domains."""
+    """Distribution of a group of ranks over domains."""
 
     size: int
     inside: int
@@ -30,26 +30,26 @@ class Reach:
 
     @property
     def outside(self) -> int:
-        """Domains that the group spans."""
+        """Number of domains that the group spans."""
         return -(-self.size // self.inside)
 
 
 def reach(cluster: Cluster, size: int, stride: int) -> Reach:
-    """Return how a group lies, as evenly as any of its kind does: ranks of three are a pair on one
-    node and one on the next, so that each counts as by itself.
+    """Return the distribution of a group over domains, in equal parts: of three ranks, two on a
+    node and one on the next, each counts as alone.
     """
     return Reach(size, gcd(size, max(1, _domain(cluster) // stride)))
 
 
 def lying(cluster: Cluster, ranks: Sequence[int]) -> Reach:
-    """Return how a group lies whose ranks are not evenly apart, the first among them."""
+    """Return the distribution of a group of unequally spaced ranks, by the first rank's domain."""
     domain = _domain(cluster)
     return Reach(len(ranks), sum(rank // domain == ranks[0] // domain for rank in ranks))
 
 
 def _domain(cluster: Cluster) -> int:
-    """Return the ranks of a domain that are filled: all where they fill whole domains, or one that
-    has more, else the largest power of two.
+    """Return the ranks per domain: all if the cluster fills whole domains or less than one, else
+    the largest power of two.
     """
     domain, devices = cluster.domain, cluster.devices
     if devices <= domain or devices % domain == 0:
@@ -58,10 +58,10 @@ def _domain(cluster: Cluster) -> int:
 
 
 def ring_seconds(moved: float, group: Reach, cluster: Cluster, rates: Rates) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of ``moved`` bytes in all.
+    """Return the seconds of an all-gather or reduce-scatter of ``moved`` bytes in total.
 
-    Within a domain each rank passes on ``(n - 1) / n`` of them. Across, every member of a domain
-    brings its share of the others' over its own NIC, and the links carry the rest meanwhile.
+    Within a domain each rank forwards ``(n - 1) / n`` of them. Across domains every rank transfers
+    its share of the others' bytes over its own NIC, while the links carry the rest.
     """
     if group.size == 1 or not moved:
         return 0.0
@@ -74,25 +74,25 @@ def ring_seconds(moved: float, group: Reach, cluster: Cluster, rates: Rates) -> 
 
 
 def distinct(places: int, chosen: float) -> float:
-    """Return over how many of ``places`` the choices of a token spread, all alike and free."""
+    """Return the expected number of distinct places among ``chosen`` independent choices."""
     return places * (1.0 - (1.0 - 1.0 / places) ** chosen)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is sent to experts: rows, what each weighs, and how many experts one goes to."""
+    """Rows that are sent to experts: their number, bytes per row, and experts per row."""
 
     rows: float
     bytes: float
     top_k: int
     groups_kept: int | None = None
-    """Groups of experts that a token may choose from, where routing limits them; of ``groups``."""
+    """Groups, of ``groups``, from which a token may choose experts; None without group limits."""
     groups: int = 1
 
     def domains(self, count: int) -> float:
-        """Return over how many of ``count`` domains a token's choices spread.
+        """Return the expected number of distinct domains, of ``count``, among a token's experts.
 
-        Routing limited to groups is limited to the domains that hold those groups.
+        Group-limited routing reaches only the domains that hold the chosen groups.
         """
         if self.groups_kept is None or count > self.groups:
             return distinct(count, self.top_k)
@@ -109,10 +109,10 @@ FUSED = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
 def exchange_seconds(
     what: Rows, dispatcher: str, group: Reach, cluster: Cluster, rates: Rates, load: float
 ) -> float:
-    """Return the seconds of one dispatch, or of one combine, which moves the same rows back.
+    """Return the seconds of one dispatch or one combine.
 
     Args:
-        load: rows of the fullest rank over the mean; the others wait for it.
+        load: rows of the fullest rank over the mean; the other ranks wait for it.
     """
     if group.size == 1:
         return 0.0

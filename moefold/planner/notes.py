@@ -1,4 +1,4 @@
-"""What a person should know of a run before its first step. Imports no torch."""
+"""Notes about a run for its user, known before the first step. Imports no torch."""
 
 from collections.abc import Iterator
 
@@ -14,21 +14,21 @@ from moefold.spec.layer import Modules, Shape
 
 
 def notes(run: Run) -> tuple[str, ...]:
-    """Return what of a run has no effect, what its model does not know, and what was chosen for it.
+    """Return notes on settings without effect, too long sequences, and defaults chosen for the run.
 
-    A line each, which begins with the path of the value that it is about.
+    Each is a line that begins with the path of its setting.
     """
     return (*notes_on_step(run), *_data_of_nobody(run))
 
 
 def notes_on_step(run: Run) -> tuple[str, ...]:
-    """Return the notes that hold whatever data the run is trained on."""
+    """Return the notes that do not depend on the training data."""
     decoder = run.decoder()
     return (*_idle_recompute(run, decoder), *_beyond_context(run.data.seq, decoder))
 
 
 def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
-    """Yield the modules whose recompute drops nothing that a layer keeps for backward."""
+    """Yield a note for each module whose recompute saves no activation memory."""
     record, sizes = run.layout.recompute, run.layout.split
     if not isinstance(record, Selective):
         return
@@ -36,7 +36,7 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
     shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp, ep=sizes.ep)
     try:
         here = [kept(block, shape) for block in kinds(decoder)[0]]
-    except ValueError:  # a kind of layer from outside: what it keeps is not known
+    except ValueError:  # a layer of a plugin without a description of what it saves
         return
     every: Modules = frozenset(record.modules)
     axes = {"tp": sizes.tp, "ep": sizes.ep, "etp": sizes.etp}
@@ -51,7 +51,7 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
 
 
 def _beyond_context(seq: int, decoder: Decoder) -> Iterator[str]:
-    """Yield that sequences are longer than any that the model is meant for."""
+    """Yield a note if sequences are longer than the model's context."""
     ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
     scaled = [one for rope in ropes if rope is not None for one in (rope.yarn, rope.bands) if one]
     known = [round(one.factor * one.original_length) for one in scaled]
@@ -64,7 +64,7 @@ def _beyond_context(seq: int, decoder: Decoder) -> Iterator[str]:
 
 
 def _data_of_nobody(run: Run) -> Iterator[str]:
-    """Yield that a Hugging Face folder is trained on what stands in for data of one's own."""
+    """Yield a note if a Hugging Face folder is trained on the default data."""
     if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**STAND_IN),):
         yield (
             "data.train: the sources of Python's standard library, as no other data is named; "

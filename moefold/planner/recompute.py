@@ -1,4 +1,4 @@
-"""What to make again and what to send away: of all sets that fit, the one of the shortest step."""
+"""Choice of modules to recompute and to offload: the fastest step that fits in memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,22 +15,22 @@ from moefold.planner.time import estimate
 from moefold.spec.layer import NOTHING, Module, Modules
 
 PRICED = "H100"
-"""The device whose rates price a step where a cluster's links are not known: a CPU's processes."""
+"""Device whose rates are used where a cluster's links are unknown: processes on a CPU."""
 Place = Literal["offload", "disk"] | None
-"""Where kinds may go, as :class:`Keeping` calls it."""
+"""Offload target, by the name of its field of :class:`Keeping`."""
 
 
 def cheapest(case: Case, limit: float, place: Place = None) -> Keeping:
-    """Return what to make again, and to send to a place, so that each device needs ``limit`` bytes.
+    """Return the fastest choice of recompute and offload with at most ``limit`` bytes per device.
 
     Raises:
-        ValueError: where none of the sets fits, with what it would take.
+        ValueError: none fits; the message states the least that is needed.
     """
     demand_room(case, limit, place)
     best: tuple[float, Keeping] | None = None
     seconds = {again: _seconds(_with(case, again)) for again in _sets(case)}
     for again in sorted(seconds, key=lambda one: (seconds[one], len(one))):
-        # What leaves takes time on top.
+        # Offloading only adds time.
         if best is not None and seconds[again] >= best[0]:
             break
         away = [_with(case, again, place, kinds) for kinds in _leaving(case, again, place)]
@@ -45,14 +45,14 @@ def cheapest(case: Case, limit: float, place: Place = None) -> Keeping:
 
 
 def demand_room(case: Case, limit: float, place: Place = None) -> None:
-    """Hold that any of the sets leaves each device within so many bytes.
+    """Check that some choice of recompute and offload needs at most ``limit`` bytes per device.
 
     Raises:
-        ValueError: where none does, with what it would take.
+        ValueError: none does; the message states the least that is needed.
     """
     most = list(_sets(case))[::-1]
-    # Where things leave, those that make most again are lowest, of which not all need leave: what
-    # leaves is there again before it is read, layers ahead.
+    # With offload, the sets that recompute most need least memory. Offloading everything need not
+    # be the minimum, as activations are fetched layers before they are read.
     tries = chain(
         ((again, NOTHING) for again in most),
         ((again, away) for again in most[:2] for away in _leaving(case, again, place)),
@@ -71,7 +71,7 @@ def demand_room(case: Case, limit: float, place: Place = None) -> None:
 
 
 def _sets(case: Case) -> Iterator[Modules]:
-    """Yield every set of kinds that drop anything, and whole blocks."""
+    """Yield every set of modules whose recompute saves memory, and whole blocks."""
     rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
     dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
     yield from _subsets([kind for kind in get_args(Kind) if kind in dropped])
@@ -79,14 +79,14 @@ def _sets(case: Case) -> Iterator[Modules]:
 
 
 def _leaving(case: Case, again: Modules, place: Place) -> Iterator[Modules]:
-    """Yield every set of kinds of which something is kept that could go to a place."""
+    """Yield every set of modules with saved activations that could be offloaded."""
     rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
     stay = {part.module for part in rows if part.stays(again)} - (again & {"norms"})
     yield from _subsets([kind for kind in get_args(Offloaded) if place and kind in stay])
 
 
 def _subsets(kinds: list[Module]) -> Iterator[Modules]:
-    """Yield the subsets of kinds, the empty one first and all of them last."""
+    """Yield all subsets of ``kinds`` by size, from the empty set to the full one."""
     for size in range(len(kinds) + 1):
         yield from map(frozenset, combinations(kinds, size))
 

@@ -1,4 +1,4 @@
-"""Functions that remember what they made: for arguments that are records too."""
+"""Memoisation of functions whose arguments may be records."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,10 +10,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def remembered(most: int) -> Callable[[Function], Function]:
-    """Return a decorator that keeps results of a function by its positional arguments.
+    """Return a decorator that caches results of a function by its positional arguments.
 
-    A record counts as the object that it is and all else by value, as a record's own hash walks
-    through all that is below it. With ``most`` results the function begins anew.
+    Records are compared by identity and all else by value, as hashing a record visits everything
+    in it. The cache is cleared when it holds ``most`` results.
     """
 
     def keep(function: Function) -> Function:
@@ -26,7 +26,7 @@ def remembered(most: int) -> Callable[[Function], Function]:
             if found is None:
                 if len(known) >= most:
                     known.clear()
-                # What was given stays with the result, so that no other object takes its id.
+                # Arguments are stored with the result, so that no other object gets their ids.
                 found = known[key] = function(*given), given
             return found[0]
 

@@ -1,8 +1,8 @@
-"""The time of a step by parts: each rank's layers at the device's rates, the pipeline over them,
-then what data parallelism and the optimizer add.
+"""Step time by parts: layers of each rank at the device's rates, the pipeline over the ranks, data
+parallelism and the optimizer.
 
-How long a pipeline takes is in closed forms, which tests hold to the simulator over the tables that
-training executes; a schedule without one is simulated.
+The time of a pipeline is a closed form, which tests compare with a simulation of the table that
+training executes; a schedule without a closed form is simulated.
 
     took = estimate(case)
     took.seconds, took.tflops_per_gpu, took.parts, took.binds, took.uncertainty
@@ -55,60 +55,60 @@ BINDS = {
     "host": ("host", "step"),
     "pipeline": ("bubble",),
 }
-"""What binds a step, and the parts that say so."""
+"""Bottlenecks of a step, with the parts of its time that each comprises."""
 HOST_ADAM = 0.6e9
 """Parameters per second that one rank's share of a host updates, copies included: Qwen3-30B-A3B on
 16 H100 takes 3.19 s more with all of 1.9 G parameters per rank there (Megatron-Bridge)."""
 SHARP = 4.0
-"""How sharply the slower of device and host decides; endless would be the maximum, which needs a
-host that always runs ahead."""
+"""Exponent of the norm that combines device and host time; infinity would be the maximum, which
+needs a host that always runs ahead."""
 STEADY = (OneFOneB, Interleaved, Merged, GPipe)
-"""Schedules whose ranks work without a gap once filled."""
+"""Schedules whose ranks have no idle time between filling and draining."""
 FILLING = 1 / 3
-"""Share of a micro-batch's work that is its forward: backward takes twice as long, half of that for
-gradients of weights."""
+"""Forward's share of a micro-batch's time: backward takes twice as long, half of that for weight
+gradients."""
 IDLE: dict[type[Schedule], float] = {
     **dict.fromkeys(STEADY, 1.0),
     ZeroBubbleH1: FILLING,
     ZeroBubbleV: FILLING,
     DualPipeV: 2 * FILLING,
 }
-"""Idle time of a rank, in a chunk's work, for each other rank that fills and drains before it."""
+"""Idle time per other rank during filling and draining, in units of a chunk's time."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step takes, and why."""
+    """Planned time of a step, with its parts and its bottleneck."""
 
     case: Case = field(repr=False)
     seconds: float
     parts: Mapping[str, float]
     """Seconds of the slowest rank by part; they add up to ``seconds``."""
     ranks: tuple[tuple[float, float], ...]
-    """Forward and backward of one micro-batch on each pipeline rank, with its exposed exchanges."""
+    """Forward and backward seconds of a micro-batch per pipeline rank, with exposed exchanges."""
     hidden: Mapping[str, float]
-    """Seconds of communication that computing hides, by part."""
+    """Seconds of communication hidden behind compute, by part."""
     uncertainty: float
-    """Relative half-width: two steps of three should lie within."""
+    """Relative half-width of an interval that should contain two of three measured steps."""
 
     @property
     def walls(self) -> dict[str, float]:
-        """Seconds by what a step runs into."""
+        """Seconds by bottleneck."""
         return {wall: sum(self.parts[name] for name in names) for wall, names in BINDS.items()}
 
     @property
     def binds(self) -> str:
-        """What takes most of a step."""
+        """Bottleneck that takes the largest share of the step."""
         return max(self.walls.items(), key=lambda wall: wall[1])[0]
 
     @cached_property
     def tflops_per_gpu(self) -> float:
-        """Causal attention counted by half, multi-token layers in, recompute out."""
+        """Model TFLOP/s per GPU: half of causal attention, multi-token layers, no recompute."""
         return flops(self.case) / self.seconds / self.case.world / 1e12
 
 
 def flops(case: Case) -> int:
-    """Return a step's model FLOPs, as :mod:`moefold.planner.count` counts them."""
+    """Return a step's model FLOPs by the convention of :mod:`moefold.planner.count`."""
     return case.batch * count(case.decoder).flops([case.seq])
 
 
@@ -116,10 +116,10 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     """Return the time of a step.
 
     Args:
-        given: constants of devices and software; those of the package unless given.
+        given: constants of devices and software; default is those of the package.
 
     Raises:
-        ValueError: where a layer describes nothing.
+        ValueError: a layer has no description.
     """
     software, numbers = case.software, case.numbers
     setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, given)
@@ -132,7 +132,7 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     inner = pipeline_seconds(case.schedule, m, case.sizes.vpp, [one.seconds for one in spans])
     parts = {name: m * seconds for name, seconds in span.parts.items()}
     if software.overlaps.ep:
-        # The first has nothing to hide under.
+        # Exchanges of the first pass have no compute to overlap with.
         parts["dispatch"] += span.hidden / case.sizes.vpp
     parts["bubble"] = inner - m * span.seconds
     parts["dp"], covered = data_seconds(case, ranks[slow], case.held[slow], span, rates)
@@ -146,35 +146,35 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
 
 
 class MicroBatchTime(NamedTuple):
-    """A micro-batch on one rank."""
+    """Seconds of one micro-batch on one rank."""
 
     forward: float
     backward: float
     parts: Mapping[str, float]
-    """Seconds of both by part, the host's among them."""
+    """Seconds of forward and backward by part, ``host`` included."""
     hidden: float
-    """Seconds of exchanges that computing hides."""
+    """Seconds of exchanges hidden behind compute."""
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
 class PassTime:
-    """The time of a micro-batch on ranks that hold these layers or those, whatever the pipeline."""
+    """Time of a micro-batch on a rank by the layers that it holds, independent of the pipeline."""
 
     def __init__(
         self, decoder: Decoder, share: RankShare, setting: Setting, policy: LayerPolicy
     ) -> None:
-        """Take what decides it."""
+        """Store the model, a rank's part of a micro-batch, and the setting."""
         self.decoder, self.blocks = decoder, kinds(decoder)[0]
         self.fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
         self.how, self.rates = (share, setting, policy), setting.rates
         self._known: dict[Held, Time] = {}
 
     def time(self, held: Held) -> Time:
-        """Return the time of what a rank holds; not to be changed."""
+        """Return the time of a rank's layers; a cached object that must not be modified."""
         if held not in self._known:
             made = Time()
             for kind, count in held.layers:
@@ -185,15 +185,15 @@ class PassTime:
             if losses:
                 end = end_time(self.decoder.vocab, *self.how, self.fixed)
                 made.add(end, losses)
-                made.weights -= (losses - 1) * end.weights  # which all of them share
+                made.weights -= (losses - 1) * end.weights  # all losses share the head
             self._known[held] = made
         return self._known[held]
 
     def span(self, time: Time, paired: bool) -> MicroBatchTime:
-        """Return what device and host make of it.
+        """Combine device and host time of a micro-batch.
 
         Args:
-            paired: whether exchanges run beside another micro-batch's computing.
+            paired: whether exchanges overlap with compute of another micro-batch.
         """
         spans, hidden = [], 0.0
         parts: dict[str, float] = dict.fromkeys((*PARTS, "host"), 0.0)
@@ -221,9 +221,9 @@ class PassTime:
 def data_seconds(
     case: Case, rank: Time, held: Held, span: MicroBatchTime, rates: Rates
 ) -> tuple[float, float]:
-    """Return data-parallel communication per step: what shows, and what is hidden.
+    """Return exposed and hidden seconds of data-parallel communication per step.
 
-    Of other stacks the exchanged bytes are those of products' weights.
+    For stacks other than Moefold the exchanged bytes are those of weights in products.
     """
     cluster, m, overlaps = case.cluster, case.micro_batches, case.software.overlaps
     if case.software.stack == "moefold":
@@ -243,7 +243,7 @@ def data_seconds(
     backward = ring(case.numbers.gradient_bytes), HIDDEN_ONCE * overlaps.gradients * span.backward
     forward = gather, HIDDEN_ONCE * overlaps.parameters * span.forward
     if case.keeping.zero == 3 and sizes.pp == 1:
-        # Weights come and gradients go with every micro-batch.
+        # Weights are gathered and gradients reduced in every micro-batch.
         times, free = (m, m), rates.hidden_shards * overlaps.parameters
         backward, forward = (2 * gather, free * span.backward), (gather, free * span.forward)
     hidden = times[0] * min(forward) + times[1] * min(backward)
@@ -251,7 +251,7 @@ def data_seconds(
 
 
 def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
-    """Return the seconds of zeroing gradients and of the update, on device, host and disk."""
+    """Return the seconds of zeroing gradients and of the update on device, host and disk."""
     numbers, keeping, device = case.numbers, case.keeping, case.cluster.device
     local, own = copies_of(case.decoder, Split.of(case)).trained(held)
     each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
@@ -259,7 +259,7 @@ def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
     moved = own * (each + numbers.weight_bytes) + summed * 2 * numbers.gradient_bytes
     here = moved / (device.memory_bandwidth * rates.memory)
     away = own * keeping.optimizer_offload
-    # Parts come while others go; where all come before any goes, it takes both ways.
+    # Elementwise updates fetch parts while others are stored; other updates fetch all, then store.
     ways = 1 if numbers.optimizer.elementwise else 2
     moved = ways * away * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes)
     took = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
@@ -272,10 +272,10 @@ def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
 
 
 def pipeline_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) -> float:
-    """Return the seconds of m micro-batches.
+    """Return the seconds of m micro-batches in a pipeline.
 
-    Beyond filling and draining, each takes the slowest rank's time. Where ranks work without a gap
-    once filled, filling and draining pass each other rank once, a chunk each.
+    Apart from filling and draining, each micro-batch takes the slowest rank's time. With ``STEADY``
+    schedules, filling and draining take the time of one chunk on each other rank.
 
     Args:
         v: chunks per rank.
@@ -289,7 +289,7 @@ def pipeline_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float])
 
 
 def idle(schedule: Schedule, p: int, v: int, m: int) -> float:
-    """Return by how much a table of equal stages is longer than its work, in micro-batches."""
+    """Return a rank's idle time with equal stages, in units of a micro-batch's time."""
     if p == 1:
         return 0.0
     share = IDLE.get(type(schedule))
@@ -299,10 +299,10 @@ def idle(schedule: Schedule, p: int, v: int, m: int) -> float:
 
 
 def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
-    """Return what it is longer where there are fewer micro-batches than ranks."""
+    """Return the extra idle time where there are fewer micro-batches than ranks."""
     missing = max(0, p - m)
     if isinstance(schedule, ZeroBubbleH1):
-        # Gradients of weights do not fill what is idle.
+        # There are too few weight gradients to fill the idle time.
         return missing * FILLING
     # All chunks but one wait for the first micro-batch to come round.
     return missing * (v - 1) / v if isinstance(schedule, GPipe) else 0.0
@@ -310,7 +310,7 @@ def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
 
 @remembered(1024)
 def _simulated(schedule: Schedule, p: int, v: int, m: int) -> float:
-    """Return what a simulated table of filling, two rounds and draining is longer than its work."""
+    """Return the simulated idle time of a table with at most ``4 * p`` micro-batches."""
     short = min(m, 4 * p)
     table = table_of(schedule, p, v, short)
     return simulate(table, Costs(*(FILLING / v,) * 3)).makespan - short
@@ -320,10 +320,9 @@ def _simulated(schedule: Schedule, p: int, v: int, m: int) -> float:
 
 
 def orthogonal_flops(decoder: Decoder, rule: Record) -> int:
-    """Return the FLOPs of a step's Newton-Schulz over all matrices, each computed once.
+    """Return the FLOPs of a step's Newton-Schulz iterations, each matrix computed once.
 
-    Of sides s and l, s the smaller, an iteration takes two products of s * s * l and one of s
-    cubed.
+    With sides s <= l, an iteration has two products of s * s * l and one of s cubed.
     """
     if not isinstance(rule, Muon):
         return 0
@@ -336,9 +335,9 @@ def orthogonal_flops(decoder: Decoder, rule: Record) -> int:
 
 
 def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
-    """Return the seconds that a rank of a pipeline rank spends on its share of the matrices.
+    """Return the seconds of Newton-Schulz on one rank of a pipeline stage.
 
-    Data ranks share them out; a matrix that tensor ranks cut is made whole by each of them.
+    Data ranks divide the matrices; each tensor rank computes a matrix that tp cuts as a whole.
     """
     rule = case.numbers.optimizer
     if not isinstance(rule, Muon):
