@@ -17,14 +17,14 @@ from moefold.spec.decoder import has_routing
 class DecoderBlock(nn.Module):
     """Block number ``layer``. T rows, D hidden.
 
-    Its feed-forward is ``moe`` (a MoE layer, kinds from outside that inherit from it among them) or
-    ``ffn``, which is how parameters get their global names.
+    The feed-forward is the attribute ``moe`` (an MoE layer, or a plug-in that inherits from it) or
+    ``ffn`` (dense); parameter names contain the attribute's name.
 
     Args:
-        record: the block's description.
-        decoder: that of the model.
-        layer: its number.
-        dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
+        record: description of the block.
+        decoder: description of the model.
+        layer: number of the block.
+        dispatch: how rows reach the ranks of their experts; a record of the slot DISPATCH.
         expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
     """
 
@@ -53,7 +53,7 @@ class DecoderBlock(nn.Module):
         self._half = f"{self._name}.{'ffn' if self.moe is None else 'moe'}"
 
     def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
-        """Return the rows after both halves, and the router's terms."""
+        """Return the residual rows after both halves, and the router's loss terms."""
         rows = self._attended(x_TD, flow)
         with flow.world.recorder.module(self._half):
             if self.moe is None:
@@ -62,7 +62,7 @@ class DecoderBlock(nn.Module):
             return self._finish(self.moe(rows, flow), flow)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the steps of ``forward``, from rows to :class:`BlockOutput`; dense: one step."""
+        """Return ``forward`` as segments, from rows to :class:`BlockOutput`; dense: only one."""
         if self.moe is None:
             return (self.forward,)
         route, *rest = self.moe.segments()
@@ -75,7 +75,7 @@ class DecoderBlock(nn.Module):
         return (start, *rest, self._finish) if self.moe.apart else (start, *rest)
 
     def _attended(self, x_TD: Tensor, flow: Flow) -> MoeInput:
-        """Return the rows after attention, and what the feed-forward reads of them."""
+        """Return the residual rows after attention, and the rows that the feed-forward reads."""
         with flow.world.recorder.module(f"{self._name}.attention"):
             normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD, flow)
             with flow.keeper.scope("attention"):
@@ -88,7 +88,7 @@ class DecoderBlock(nn.Module):
         return MoeInput(total_TD, normed_TD if self._shared else total_TD)
 
     def _added(self, norm: RmsNorm | None, out_TD: Tensor, flow: Flow) -> Tensor:
-        """Return what a half's output adds to the residual."""
+        """Return the output of a half, normed if ``norm`` is given and scaled for the residual."""
         return scaled(out_TD if norm is None else norm(out_TD, flow), self._scale)
 
     def _finish(self, rows: BlockOutput | Apart, flow: Flow) -> BlockOutput:
@@ -99,11 +99,11 @@ class DecoderBlock(nn.Module):
 
 
 class MultiTokenBlock(DecoderBlock):
-    """A block that predicts the token after the next, or one after that; arguments as for others.
+    """A multi-token prediction block, as in DeepSeek-V3 (arXiv 2412.19437, section 2.2).
 
-    It joins the normed embedding of the token that the rows before it predict with those rows,
-    normed, by one matrix, in this order, as DeepSeek-V3 does (arXiv 2412.19437, section 2.2), and
-    has a norm before the head. Embedding and head are the model's own.
+    It predicts one token beyond what its input rows predict. Its input is one matrix times the
+    concatenation of that token's embedding and the rows, both normed, in this order. A norm of its
+    own precedes the head; embedding and head are those of the model.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class MultiTokenBlock(DecoderBlock):
             self.moe.balance.weight = record.multi_token.weight
 
     def predict(self, x_TD: Tensor, next_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows, the router's terms, and the normed rows, from rows and embeddings."""
+        """Return the output rows, the router's loss terms, and the normed rows for the head."""
         with flow.world.recorder.module(f"{self._name}.join"):
-            # The released weights take the embedding first.
+            # DeepSeek's released weights take the embedding first.
             both_TD = torch.cat([self.embed_norm(next_TD, flow), self.row_norm(x_TD, flow)], 1)
             x_TD = self.join(both_TD, flow)
         x_TD, terms_N = self(x_TD, flow)

@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, norm, head; written for one device.
 
-``parallel/`` may take parts away (a pipeline stage keeps some) and cut weights; what is left runs
-by the same code, and keeps its global names.
+``parallel/`` removes the parts of other pipeline stages and cuts weights; the remaining parts keep
+their global names and run by the same code.
 
 T rows, D hidden, V vocabulary, B sequences of S tokens, N router terms of a layer.
 """
@@ -36,31 +36,31 @@ from moefold.moe.layer import MoeFfn
 
 DISPATCH = AllToAll()
 LOSS_CHUNK = 1024
-"""Rows whose logits exist at once in :meth:`DecoderModel.loss`."""
+"""Rows in a chunk of :meth:`DecoderModel.loss`: logits exist for one chunk at a time."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of some sequences, differentiable."""
+    """The differentiable loss of one micro-batch, and its parts."""
 
     lm_loss: Tensor
     """Mean cross-entropy over labels, without any router term."""
     router_terms: dict[str, Tensor]
-    """Each balancing term's value, averaged over layers, without its coefficient."""
+    """Value of each balancing term, averaged over layers, without its coefficient."""
     loss: Tensor
     """``lm_loss`` plus each term times its coefficient, summed over layers, plus the losses of
-    further tokens times their weights."""
+    multi-token prediction times their weights."""
 
 
 class DecoderModel(nn.Module):
-    """A decoder-only transformer after its declarative description.
+    """A decoder-only transformer, built from its declarative description.
 
     Args:
         record: the description.
-        precision: number format of products; parameters are its master dtype.
-        dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
+        precision: number format of matrix products; parameters have its master dtype.
+        dispatch: how rows reach the ranks of their experts; a record of the slot DISPATCH.
         expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
-        device: where parameters are made (``meta`` allocates nothing); values are uninitialised.
+        device: device of the uninitialised parameters; ``meta`` allocates nothing.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class DecoderModel(nn.Module):
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """The head's matrix [V, D]: the embedding's where they are tied."""
+        """The head's matrix [V, D]; if tied, that of the embedding."""
         owner = self.head or self.embed
         assert owner is not None
         return owner.weight
 
     @property
     def head_unit(self) -> str:
-        """The unit that holds the head's matrix."""
+        """Name of the sharded unit that holds the head's matrix."""
         return EMBEDDING if self.head is None else "head"
 
     @property
     def main(self) -> tuple[str, ...]:
-        """Numbers of the blocks here that are not of further tokens."""
+        """Numbers of this rank's blocks, without those of multi-token prediction."""
         return tuple(n for n, b in self.layers.items() if not isinstance(b, MultiTokenBlock))
 
     def mixtures(self) -> Iterator[tuple[int, MoeFfn]]:
@@ -111,7 +111,7 @@ class DecoderModel(nn.Module):
                 yield int(number), block.moe
 
     def start_step(self) -> None:
-        """Forget what blocks noted in the step before, or in a try of it that was given up."""
+        """Reset the statistics that layers collected in the last step or an abandoned attempt."""
         for _, mixture in self.mixtures():
             mixture.balance.start_step()
         for attention in (block.attention for block in self.layers.values()):
@@ -119,7 +119,7 @@ class DecoderModel(nn.Module):
                 attention.start_step()
 
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the normed rows ``x_TD`` and the router terms [N] by layer number."""
+        """Return the rows ``x_TD`` for the head, and the router terms [N] by layer number."""
         x_TD, terms = self.run(flow, self.start(flow), self.main)
         return self.finish(flow, x_TD), terms
 
@@ -134,7 +134,7 @@ class DecoderModel(nn.Module):
     def run(
         self, flow: Flow, x_TD: Tensor, numbers: Iterable[str]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run some of the layers; returns the rows and the router terms [N] by layer number."""
+        """Run blocks ``numbers``; return the rows, and the router terms [N] by layer number."""
         terms, numbers = dict[int, Tensor](), tuple(numbers)
         for at, number in enumerate(numbers):
 
@@ -150,7 +150,7 @@ class DecoderModel(nn.Module):
         return x_TD, terms
 
     def finish(self, flow: Flow, x_TD: Tensor) -> Tensor:
-        """Return the normed rows ``x_TD`` that the head takes."""
+        """Return the rows ``x_TD`` for the head: normed, and divided by ``logits_divisor``."""
         assert self.norm is not None, "the last norm is not on this rank"
         (x_TD,) = begin_unit(flow.unshard, "norm", x_TD)
         with flow.keeper.keeping():
@@ -160,14 +160,14 @@ class DecoderModel(nn.Module):
     def ahead(
         self, flow: Flow, x_TD: Tensor, normed_TD: Tensor
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Return what the head takes for each further token of a pass that has labels of any.
+        """Run the multi-token prediction blocks for which the pass has labels.
 
-        Beside it are the router terms [N] by layer number.
+        Returns the head's input rows for each of them, and the router terms [N] by layer number.
 
         Args:
             flow: the pass.
-            x_TD: rows behind the last of the other blocks.
-            normed_TD: the same as the head takes them.
+            x_TD: residual rows after the last of the other blocks.
+            normed_TD: these rows as :meth:`finish` returns them.
         """
         found, terms, factor = list[Tensor](), dict[int, Tensor](), 1 / self.record.logits_divisor
         blocks = [(n, b) for n, b in self.layers.items() if isinstance(b, MultiTokenBlock)]
@@ -184,13 +184,13 @@ class DecoderModel(nn.Module):
         return found, terms
 
     def head_operand(self, flow: Flow | None = None) -> Operand:
-        """Return the head as products take it, those of a pass of training where it is named."""
+        """Return the head's weight as an operand; its adapter has dropout if ``flow`` trains."""
         if self.head is not None:
             return adapted(self.head, "weight", self.recipe, flow=flow)
         return self.recipe.operand(self.head_weight)
 
     def router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return each term's mean over layers, and the weighted sum that enters the loss."""
+        """Return the mean of each term over layers, and the weighted sum to add to the loss."""
         values: dict[str, list[Tensor]] = {}
         total: Tensor | None = None
         for i, mixture in self.mixtures():
@@ -205,36 +205,36 @@ class DecoderModel(nn.Module):
         return {name: torch.stack(found).mean() for name, found in values.items()}, total
 
     def logits(self, ids_BS: Tensor) -> Tensor:
-        """Return next-token logits [B, S, V] of sequences of token ids [B, S]."""
+        """Return next-token logits [B, S, V] for token ids [B, S]."""
         x_TD, _ = self(Flow(from_ids(ids_BS), self.recipe, training=False))
         return linear(x_TD, self.head_operand()).unflatten(0, ids_BS.shape)
 
     def next_logits(
         self, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the logits [B, V] of the token that follows each text; none is empty.
+        """Return the next-token logits [B, V] of B texts, given as token ids; none may be empty.
 
-        Experts take every row, whatever their capacity. With ``cache`` texts that go on those of
-        its last pass cost one row each.
+        Capacity is ignored: no row is dropped. With ``cache``, a text that extends one of the last
+        call by a token costs one row, provided that all texts do.
         """
         rows = (pack(texts) if cache is None else cache.rows(texts)).to(self.head_weight.device)
         x_TD, _ = self(Flow(rows, self.recipe, training=False, cache=cache, dropless=True))
         return linear(rows.last(x_TD), self.head_operand())
 
     def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:
-        """Return the differentiable loss of sequences [B, S].
+        """Return the differentiable loss of B sequences of S tokens.
 
         Args:
             ids_BS: int64 token ids.
-            labels: int64 [B, S] like ``ids_BS`` and not shifted: position s is predicted from
+            labels: int64 [B, S], not shifted (as in Hugging Face): position s is predicted from
                 positions before s; -100 is ignored. Default: ``ids_BS``.
         """
-        if labels is not None:  # one place to the left: row s holds what follows it
+        if labels is not None:  # shifted to the left: row s holds the label of token s + 1
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
         return self.loss_of(from_ids(ids_BS, labels))
 
     def loss_of(self, rows: MicroBatch) -> LossOutput:
-        """Return the differentiable loss of one micro-batch taken as a whole batch."""
+        """Return the differentiable loss of one micro-batch, treated as the whole batch."""
         self.start_step()
         further = self.record.multi_token
         ahead = tuple((rows.ahead(later), None) for later in range(1, len(further) + 1))
@@ -250,7 +250,7 @@ class DecoderModel(nn.Module):
         return LossOutput(lm_loss, values, loss)
 
     def _mean_loss(self, x_TD: Tensor, rows: MicroBatch) -> Tensor:
-        """Return the mean cross-entropy of normed rows over their labels."""
+        """Return the mean cross-entropy of normed rows over valid labels."""
         head = self.head_operand()
         if head.low_rank is None:
             summed = cross_entropy_sum(x_TD, head, rows.labels_T, chunk=LOSS_CHUNK)

@@ -1,12 +1,12 @@
-"""Weights of clones: brought for a pass and again for its backward, and their gradients taken home.
+"""Exchange of clones' weights, for a forward and again for its backward, and of their gradients.
 
-Both go in fixed shapes, whoever has which clone, and the host reads nothing. A weight is cut into P
-pieces. Each rank gets one piece of all experts, and sends on those of the clones that each rank
-has: of e + s experts' weights P - 1 parts of P leave a rank, where sending clones straight from
-their homes would need room for s from each to each. Gradients come back the same way. Who has a
-piece adds up what the clones of its expert bring, in the order of their ranks.
+All shapes are fixed, whichever ranks have clones, and nothing is read on the host. A weight is cut
+into P pieces. Each rank receives one piece of all experts, and forwards that piece of the clones
+that each rank has: a rank sends (P - 1) / P of the weights of e + s experts, where sending clones
+directly from their homes would need room for s of them between each pair of ranks. Gradients return
+by the same route: the rank with a piece sums the gradients of its clones, in the order of ranks.
 
-E experts, e of them at home on each of P ranks, s slots for clones on each, N elements of a piece.
+E experts, e home experts and s slots for clones on each of P ranks, N elements of a piece.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from moefold.kernels.operand import Operand
 def bring(
     values: Sequence[Tensor], expert_Ps: Tensor, ranks: Group, label: str | None = None
 ) -> tuple[Tensor, ...]:
-    """Return each of some weights [e, ...] with those of this rank's clones, [e + s, ...].
+    """Append the weights of this rank's clones to each of its weights: [e, ...] to [e + s, ...].
 
-    Where there is no clone its place holds another expert's weight, which no row reads.
+    An empty slot holds another expert's weight, which no row reads.
     """
     slots = expert_Ps.shape[1]
     pieces_EN = _even(_cut(values, ranks.size), ranks, label)
@@ -42,14 +42,14 @@ def bring(
 def take_home(
     gradients: Sequence[Tensor], expert_Ps: Tensor, experts: int, ranks: Group, label: str
 ) -> list[Tensor]:
-    """Return [e, ...]: the sum of what all clones of this rank's experts have as gradients.
+    """Return [e, ...]: the gradients of this rank's experts summed over all their clones.
 
-    ``gradients`` [s, ...] are those of the clones that are here; slots without one say E.
+    ``gradients`` [s, ...] are of the clones on this rank; ``expert_Ps`` is E for empty slots.
     """
     came = _even(_cut(gradients, ranks.size), ranks, label)
     total_EN = came.new_zeros(experts + 1, came.shape[1])
     for expert_s, sent in zip(expert_Ps.unbind(), came.chunk(ranks.size), strict=True):
-        total_EN.index_add_(0, expert_s, sent)  # one after another: the same bits each time
+        total_EN.index_add_(0, expert_s, sent)  # rank by rank, so that it is deterministic
     home = _even(total_EN[:experts], ranks, label)
     return _joined(home, experts // ranks.size, [one.shape[1:] for one in gradients])
 
@@ -60,14 +60,14 @@ def _even(rows: Tensor, ranks: Group, label: str | None) -> Tensor:
 
 
 def _cut(values: Sequence[Tensor], ranks: int) -> Tensor:
-    """Return the pieces [P * n, N] of n weights of each kind, rank by rank."""
+    """Return the pieces [P * n, N] of n experts' weights, ordered by rank."""
     flat = torch.cat([one.flatten(1) for one in values], 1)
     flat = pad(flat, (0, -flat.shape[1] % ranks))
     return flat.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def _joined(pieces: Tensor, number: int, shapes: Sequence[Size]) -> list[Tensor]:
-    """Return ``number`` weights of each shape from their pieces."""
+    """Assemble ``number`` weights of each shape from their pieces."""
     sizes = [shape.numel() for shape in shapes]
     flat = pieces.unflatten(0, (-1, number)).transpose(0, 1).flatten(1)[:, : sum(sizes)]
     return [
@@ -76,10 +76,10 @@ def _joined(pieces: Tensor, number: int, shapes: Sequence[Size]) -> list[Tensor]
 
 
 class CloneGradients(Function):
-    """Stands for masters of e experts as those of e + s: takes gradients of all, in one exchange.
+    """Maps masters [e, ...] to stand-ins [e + s, ...], whose gradients it sums in one exchange.
 
-    Its outputs hold no values. Gradients of the experts and their clones together go to the sink,
-    so that what waits for its own action has been added up already and sends nothing.
+    The stand-ins hold no values. The sink gets gradients summed over an expert and its clones, so
+    that deferred weight gradients need no further communication.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class CloneGradients(Function):
         sink: GradientSink,
         *masters: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return a tensor of the clones' shape for each master."""
+        """Return a stand-in for each master."""
         ctx.save_for_backward(expert_Ps)
         ctx.set_materialize_grads(False)
         ctx.ranks, ctx.sink, ctx.masters = ranks, sink, masters
@@ -107,7 +107,7 @@ class CloneGradients(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Send clones' gradients home, and hand the sums to the sink."""
+        """Send clones' gradients to their experts' ranks, and deliver the sums to the sink."""
         (expert_Ps,) = ctx.saved_tensors
         masters: tuple[Tensor, ...] = ctx.masters
         live = [at for at, one in enumerate(gradients) if one is not None]
@@ -123,6 +123,6 @@ class CloneGradients(Function):
 
 
 def leaves(weights: Sequence[Operand]) -> list[Operand]:
-    """Return weights and, behind each, its adapter's."""
+    """Return the weights, each followed by A and B of its adapter, if any."""
     low = [() if one.low_rank is None else (one.low_rank.a, one.low_rank.b) for one in weights]
     return [leaf for pair in zip(weights, low, strict=True) for leaf in (pair[0], *pair[1])]

@@ -1,15 +1,14 @@
-"""Hot experts cloned for one micro-batch: which rank computes how many rows of which expert.
+"""Planning of clones of hot experts: how many rows of which expert each rank computes.
 
-All ranks make the same plan from all senders' counts, on the device and in a fixed number of
-operators, whatever the counts are: the host reads nothing. A rank gives away what it has above the
-mean, of its largest experts first. What is given and what there is room for, each sorted by size,
-are laid along one line (the north-west corner rule of the transport problem), and where two
-intervals meet, rows move. A rank keeps the largest of what would fill its slots, and what is left
-over is laid out again. That is done for several caps near the mean at once; the plan with the
-emptiest fullest rank is taken.
+All ranks compute the same plan from all senders' counts, on the device and in a fixed number of
+operators, without a host read. A rank gives away the rows that it has above a cap, those of its
+largest experts first. Surpluses and free room, each sorted by size, are laid out along one line
+(the north-west corner rule of the transportation problem), and rows move where two intervals
+overlap. A rank accepts the largest moves that its slots allow; the rest is laid out again. This is
+done at once for several caps near the mean; the plan whose fullest rank has the fewest rows wins.
 
-P ranks of ``ep``, S of ``etp``, X = P * S senders, E experts, e of them at home on each rank, s
-slots for clones on each, C caps, N = E * P, T rows of this rank, K experts per token.
+P ranks of ``ep``, S of ``etp``, X = P * S senders, E experts, e home experts and s slots for clones
+on each rank, C caps, N = E * P, T rows of this rank, K experts per token.
 """
 
 from typing import NamedTuple
@@ -22,31 +21,31 @@ from moefold.moe.dispatch.config import Clones
 from moefold.moe.dispatch.routing_plan import gather_counts, sort_copies
 
 CAPS = (1000, 1005, 1010, 1020, 1030, 1045, 1060, 1100, 1150, 1250, 1500, 2000)
-"""Rows of the fullest rank that a plan aims at, in thousandths of the mean."""
+"""Caps on the rows of a rank, in thousandths of the mean."""
 TURNS = 3
-"""How often what is left over is laid out again."""
+"""Number of times that surpluses are laid out."""
 
 
 class ClonePlan(NamedTuple):
-    """Where the copies of this rank's rows are computed. Part of a layer's decision."""
+    """Where the copies of this rank's rows are computed; part of a layer's decision."""
 
     seats_TK: Tensor
-    """int64 seat of each copy, ``rank * (e + s) + place``, experts at home first; one past the last
-    for copies that are not sent. Dispatchers take seats for experts."""
+    """int64 seat of each copy, ``rank * (e + s) + place``, home experts before clones; one past the
+    last for copies that are not sent. Dispatchers treat seats as experts."""
     expert_Ps: Tensor
-    """int64 expert whose clone is in each rank's slot; E where there is none."""
+    """int64 expert cloned in each slot of each rank; E for an empty slot."""
 
 
 @torch.no_grad()
 def plan_clones(experts_TK: Tensor, experts: int, record: Clones, world: World) -> ClonePlan:
-    """Exchange counts, and return where each copy goes; E says that one is not sent."""
+    """Exchange counts and plan clones; ``experts_TK`` is E for copies that are not sent."""
     ranks = world.group("ep").size
     order = sort_copies(experts_TK, experts)
     counts_XE = gather_counts(order.counts_B, world).flatten(0, 1)
     quota_EP = quotas(counts_XE.sum(0), ranks, record)
     seat_EP, expert_Ps = lay(quota_EP, record.slots)
     share_EP = shares(counts_XE, quota_EP, world.group("tp_ep").index)
-    # Copies lie by expert, and those of one expert go to its ranks in order.
+    # Copies are sorted by expert; those of one expert are assigned to its ranks in order.
     ends_N = share_EP.flatten().cumsum(0)
     at_TK = torch.searchsorted(ends_N, order.row_TK, right=True)
     none = seat_EP.new_full((1,), experts + ranks * record.slots)
@@ -54,7 +53,7 @@ def plan_clones(experts_TK: Tensor, experts: int, record: Clones, world: World) 
 
 
 def quotas(counts_E: Tensor, ranks: int, record: Clones) -> Tensor:
-    """Return int64 [E, P]: the rows of each expert that each rank computes."""
+    """Return int64 [E, P]: how many rows of each expert each rank computes."""
     home_EP = _at_home(counts_E, ranks)
     cap_C = counts_E.new_tensor(CAPS) * counts_E.sum()
     cap_C = cap_C.add(1000 * ranks - 1).div(1000 * ranks, rounding_mode="floor")
@@ -67,14 +66,14 @@ def quotas(counts_E: Tensor, ranks: int, record: Clones) -> Tensor:
 
 
 def _at_home(counts_E: Tensor, ranks: int) -> Tensor:
-    """Return bool [E, P]: which rank has each expert anyway."""
+    """Return bool [E, P]: whether a rank is the home of an expert."""
     ids_E = torch.arange(counts_E.shape[0], device=counts_E.device)
     home_E = ids_E.div(counts_E.shape[0] // ranks, rounding_mode="floor")
     return home_E[:, None] == torch.arange(ranks, device=counts_E.device)
 
 
 def _moved(quota_CEP: Tensor, home_EP: Tensor, cap_C: Tensor, record: Clones) -> Tensor:
-    """Move rows from ranks above a cap to ranks below it, as far as slots allow."""
+    """Return quotas with rows moved from ranks above a cap to ranks below it, within the slots."""
     ranks = home_EP.shape[1]
     load_CP, clone_CEP = quota_CEP.sum(1), (quota_CEP > 0) & ~home_EP
     free_CP = record.slots - clone_CEP.sum(1)
@@ -86,7 +85,7 @@ def _moved(quota_CEP: Tensor, home_EP: Tensor, cap_C: Tensor, record: Clones) ->
     give_CE = torch.zeros_like(give_CPe).scatter_(2, at_CPe, give_CPe).flatten(1)
     room_CP = torch.where(free_CP > 0, (cap_C[:, None] - load_CP).clamp(min=0), 0)
     move_CEP = _meeting(give_CE, room_CP)
-    # Of those that want a new slot the largest get one.
+    # The largest moves that need a new slot get one.
     fresh_CEP = (move_CEP > 0) & ~clone_CEP
     wish_CEP = torch.where(fresh_CEP, move_CEP, -1)
     by_size = wish_CEP.argsort(dim=1, descending=True, stable=True)
@@ -97,7 +96,7 @@ def _moved(quota_CEP: Tensor, home_EP: Tensor, cap_C: Tensor, record: Clones) ->
 
 
 def _meeting(give_CE: Tensor, room_CP: Tensor) -> Tensor:
-    """Return [C, E, P]: how much of each two intervals is common, both laid out by size."""
+    """Return [C, E, P]: overlap of each surplus with each room, both laid out by size."""
     give, giver = give_CE.sort(dim=1, descending=True, stable=True)
     room, taker = room_CP.sort(dim=1, descending=True, stable=True)
     given, taken = give.cumsum(1), room.cumsum(1)
@@ -110,8 +109,8 @@ def _meeting(give_CE: Tensor, room_CP: Tensor) -> Tensor:
 
 
 def lay(quota_EP: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Return each expert's seat [E, P] on each rank that has any of its rows, and [P, s] the expert
-    in each slot.
+    """Return the seat [E, P] of each expert on each rank with rows of it, and [P, s] the expert in
+    each slot.
     """
     experts, ranks = quota_EP.shape
     home_EP = _at_home(quota_EP[:, 0], ranks)
@@ -121,7 +120,7 @@ def lay(quota_EP: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     per_rank = experts // ranks
     place_EP = torch.where(home_EP, ids_E1 % per_rank, per_rank + slot_EP)
     first_P = torch.arange(ranks, device=quota_EP.device) * (per_rank + slots)
-    # One slot more takes all that are no clones.
+    # An extra slot collects all entries that are no clones.
     expert_Ps = quota_EP.new_full((ranks, slots + 1), experts)
     slot_PE = torch.where(clone_EP, slot_EP, slots).t()
     expert_Ps.scatter_(1, slot_PE, torch.where(clone_EP, ids_E1, experts).t())
@@ -129,9 +128,9 @@ def lay(quota_EP: Tensor, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def shares(counts_XE: Tensor, quota_EP: Tensor, sender: int) -> Tensor:
-    """Return int64 [E, P]: the rows that one sender sends of each expert to each rank.
+    """Return int64 [E, P]: how many rows of each expert one sender sends to each rank.
 
-    A rank's own rows stay where it computes any of their expert; the rest goes in order.
+    As many as possible of a rank's own rows stay on it; the rest is assigned in order.
     """
     ranks = quota_EP.shape[1]
     slices = counts_XE.shape[0] // ranks

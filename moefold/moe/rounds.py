@@ -1,10 +1,10 @@
-"""A mixture's exchanges and experts in rounds, in none of which a rank has more rows than stated.
+"""An MoE layer's dispatch, experts and combine in rounds of at most the stated rows per rank.
 
-This is how a step is made whose rows had no place in a dispatch of fixed room: by ``alltoall``,
-which is exact and has no bound, some rows at a time. All copies for a rank stand in one line, by
-sender and then by expert, and a round takes the next piece of it. Each round but a lone one is made
-again in backward, so that the rows of one are there at a time; a lone one too where what is kept
-has pages, which may be what lacked.
+A step that overflowed a dispatcher of fixed room is repeated this way: by ``alltoall``, which is
+exact and unbounded, with some of the rows at a time. The copies for a rank are ordered by sender
+and then by expert, and each round takes the next ones. Rounds are recomputed in backward, so that
+rows of only one are in memory; a single round is not, unless saved rows are in pages, whose lack
+may be why the step is repeated.
 
 T rows, D hidden, K experts per token, E experts, P ranks of ``ep``, X ranks that send to them.
 """
@@ -31,27 +31,27 @@ from moefold.moe.dispatch.routing_plan import (
 )
 
 RunExperts = Callable[[Dispatched, Flow], Tensor]
-"""``run(sent, flow)``: the results of the rows that came."""
+"""``run(sent, flow)``: the experts' results for the dispatched rows."""
 
 
 class Rounds:
-    """The second try of a layer, of some name, whose dispatcher has fixed room."""
+    """The repetition in rounds of the layer ``name``, whose dispatcher has fixed room."""
 
     def __init__(self, record: FixedRoom, experts: int, name: str) -> None:
         self._record, self._experts, self._name = record, experts, name
         self._way = AllToAllDispatch(AllToAll(), experts)
 
     def wanted(self, flow: Flow) -> bool:
-        """Return whether a pass goes in rounds."""
+        """Return whether a pass is to run in rounds."""
         return flow.exact and flow.world.group("tp_ep").size > 1
 
     def run(self, tokens: RoutedTokens, experts: RunExperts, flow: Flow) -> Tensor:
-        """Return the sum of each token's copies [T, D]."""
+        """Return the sum [T, D] of the results of each token's copies."""
         with flow.world.recorder.module(f"{self._name}.dispatch"):
             round_TK, rounds = self._turns(tokens.experts_TK, flow.world)
         if rounds == 1 and not flow.keeper.bounded:
             return self._round(tokens, experts, flow)
-        # Products that wait would hold the rows of all rounds.
+        # Deferred weight gradients would hold the rows of all rounds.
         sink = AtOnce(flow.sink) if isinstance(flow.sink, Deferred) else flow.sink
         flow = replace(flow, sink=sink)
 
@@ -79,11 +79,11 @@ class Rounds:
             return self._way.combine(y_RD, sent.handle, tokens.no_drop, world)
 
     def _turns(self, experts_TK: Tensor, world: World) -> tuple[Tensor, int]:
-        """Exchange counts, and lay this rank's copies into rounds.
+        """Exchange counts, and assign this rank's copies to rounds.
 
         Returns:
-            The round that sends each copy, any of one that goes nowhere; and how many there are, on
-            all ranks that exchange rows alike.
+            The round [T, K] of each copy (arbitrary for copies that are not sent), and the number
+            of rounds, equal on all ranks that exchange rows.
         """
         room, ranks = self._record.filled(world.folding.sizes), world.group("ep").size
         per_rank = self._experts // ranks

@@ -1,6 +1,6 @@
-"""Scores that experts are chosen by, probabilities that loss terms read, weights of the chosen.
+"""Scores for the choice of experts, probabilities for loss terms, and weights of chosen experts.
 
-T token rows, E experts, K experts per token. All are differentiable in the logits.
+T token rows, E experts, K experts per token. All are differentiable with respect to the logits.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from moefold.moe.config import Router
 
 
 def scores(logits_TE: Tensor, record: Router) -> Tensor:
-    """Return the scores [T, E] that experts are chosen by, in the logits' dtype.
+    """Return the scores [T, E] by which experts are chosen, in the logits' dtype.
 
-    Where the softmax comes after the choice, these are the logits themselves.
+    If the softmax follows the choice (``topk_first``), these are the logits.
     """
     if record.order == "topk_first":
         return logits_TE
@@ -28,15 +28,15 @@ def scores(logits_TE: Tensor, record: Router) -> Tensor:
         case "sigmoid":
             return _in_whole_vectors(torch.sigmoid, logits_TE)
         case "sqrt_softplus":
-            # The bound keeps the gradient finite where softplus underflows.
+            # The lower bound keeps the gradient finite where softplus underflows.
             soft_TE = _in_whole_vectors(F.softplus, logits_TE)
             return soft_TE.clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply an elementwise function so that no value's bits depend on how many there are.
+    """Apply an elementwise function so that results do not depend on the number of values.
 
-    On a CPU torch computes what is left over after the last whole vectors by another formula.
+    On a CPU torch computes the remainder after the last whole vectors by another formula.
     """
     left_over = -values.numel() % 32  # two vectors of the widest CPU, as torch steps
     if left_over == 0 or values.device.type != "cpu":
@@ -46,7 +46,7 @@ def _in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> T
 
 
 def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: Router) -> Tensor:
-    """Return each row's distribution over all experts: softmax, or the scores over their sum."""
+    """Return each row's distribution over all experts: softmax, or scores divided by their sum."""
     if record.score == "softmax":
         return scores_TE if record.order == "score_first" else logits_TE.softmax(1)
     if fused(scores_TE) and scores_TE.dtype == torch.float32:
@@ -58,8 +58,8 @@ def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: Router) -> Tenso
 def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
     """Return the weights [T, K] of the chosen experts, differentiable in the scores.
 
-    A softmax over the chosen ones sums to one already, so ``renormalise`` and ``epsilon`` do
-    nothing where the order is ``topk_first``. Rows of the sentinel E hold some finite weight.
+    With ``topk_first`` the softmax over the chosen ones sums to 1 already, so that ``renormalise``
+    and ``epsilon`` have no effect. The sentinel E gets an arbitrary finite weight.
     """
     if fused(scores_TE) and scores_TE.dtype == torch.float32 and not record.floor:
         shares = kernels.SHARES if record.renormalise else kernels.AS_THEY_ARE

@@ -1,8 +1,8 @@
-"""Dispatch by gathering all rows: each rank takes from them the copies of its own experts.
+"""Dispatch by all-gather: each rank selects the copies for its own experts from all rows.
 
-T rows here, A of all ranks, D hidden, K experts per token, E experts, R rows after dispatch, P
-ranks of ``ep``, S of ``etp``. It sends each token to every rank and so pays where K is near P or
-above.
+T local rows, A rows of all ranks, D hidden, K experts per token, E experts, R rows after dispatch,
+P ranks of ``ep``, S of ``etp``. Each token is sent to every rank, which pays off if K is close to
+P or larger.
 """
 
 from functools import partial
@@ -25,10 +25,10 @@ from moefold.moe.topk import count
 
 
 class AllGatherDispatch(Dispatcher[AllGather]):
-    """Gathers all rows on all ranks of ``ep`` and ``etp``; sums come back by reduce-scatter."""
+    """Gathers all rows on all ranks of ``ep`` and ``etp``; results return by reduce-scatter."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Gather counts and all rows, and sort the copies of the experts that are here."""
+        """Gather counts and all rows, and sort the copies for local experts."""
         ranks, ep = world.group("tp_ep"), world.group("ep")
         per_rank = self._experts // ep.size
         copies_P = count(rank_of_expert(tokens.experts_TK, per_rank), ep.size)
@@ -44,7 +44,7 @@ class AllGatherDispatch(Dispatcher[AllGather]):
         return here._replace(handle=(*here.handle, rows))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Add up results here, then over all ranks, each of which keeps its own rows."""
+        """Sum results by token locally, then over ranks; return this rank's rows."""
         token_R, row_AK, rows = handle
         y_AD = collect(y_RD, token_R, row_AK)
         return scatter_rows(y_AD, world.group("tp_ep"), rows, self.wire)

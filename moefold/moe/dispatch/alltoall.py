@@ -1,8 +1,8 @@
-"""Dispatch by one all-to-all over the expert-parallel group: each row to its experts' ranks.
+"""Dispatch by one all-to-all over the expert-parallel group.
 
-T rows, D hidden, K experts per token, E experts, e of them here, R rows after dispatch, N rows
-sent, P ranks of ``ep``, S of ``etp``. Ranks of ``etp`` hold slices of the same experts, so each
-needs the rows that come to all of them, and their results are added up.
+T rows, D hidden, K experts per token, E experts, e of them local, R rows after dispatch, N rows
+sent, P ranks of ``ep``, S of ``etp``. Ranks of ``etp`` hold slices of the same experts: each needs
+the rows received by all of them, and their results are summed.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
     """Sends each copy of a token to the rank of its expert."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Exchange counts, then copies; sort what arrives by expert."""
+        """Exchange counts, then copies; sort the received copies by expert."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
         ep, etp = world.group("ep"), world.group("etp")
         order = sort_copies(experts_TK, self._experts, no_drop)
@@ -41,7 +41,7 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
         read = host_counts(asked)
         if not no_drop:
             order = order.first(sum(read()[: ep.size]))
-        # Where all copies go, they are put in order before the host knows how many go where.
+        # Without drops, copies are sorted before the host knows the split sizes.
         x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
         numbers = read()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
@@ -51,7 +51,7 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
         return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Send each copy's result back, and add up each token's."""
+        """Send each copy's result back, and sum the results of each token."""
         token_N, row_TK, token_R, row_R1, plan = handle
         y_RD = collect(y_RD, token_R, row_R1, True)
         y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)
@@ -59,13 +59,13 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
 
 
 class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
-    """Sends a token once to each rank that has any of its experts, and copies it there.
+    """Sends a token once to each rank with any of its experts, and copies it there.
 
-    Rows sent are exactly the sum over tokens of their distinct ranks.
+    The number of rows sent is exactly the sum over tokens of their distinct ranks.
     """
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Exchange counts of rows and copies, then rows; copy and sort what arrives."""
+        """Exchange counts of rows and copies, then rows; copy and sort the received rows."""
         ep, etp = world.group("ep"), world.group("etp")
         per_rank = self._experts // ep.size
         order, rank_TK = sort_tokens(tokens, per_rank, ep.size)
@@ -82,7 +82,7 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
         return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Add up a token's results on each rank, send them back, and add up those."""
+        """Sum a token's results on each rank, send the sums back, and sum these."""
         token_N, row_TK, token_R, row_NK, plan = handle
         y_RD = collect(y_RD, token_R, row_NK)
         y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)

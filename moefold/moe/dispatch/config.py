@@ -1,4 +1,4 @@
-"""Records of how rows travel to experts and back, and of clones of experts on other ranks."""
+"""Records of dispatchers, which send rows to experts and back, and of clones of hot experts."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -14,45 +14,45 @@ DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 
 
 class Clones(Record):
-    """Copies of hot experts on other ranks of ``ep``, made anew for each layer and micro-batch."""
+    """Copies of hot experts on other ranks of ``ep``, chosen for each layer and micro-batch."""
 
     slots: Size = 2
-    """Most experts of other ranks that a rank takes in beside its own."""
+    """Most clones that a rank holds in addition to its own experts."""
     least_rows: Size = 1
     """Fewest rows for which a clone is made."""
 
 
 class Dispatch(Record):
-    """How token rows go to the ranks of their experts and back; base of every dispatcher."""
+    """How rows are sent to the ranks of their experts and back; base of dispatchers' records."""
 
     kind: str
     even_rows: ClassVar[bool] = False
-    """Whether all ranks have to bring as many rows, in every micro-batch of a step."""
+    """Whether all ranks must have equally many rows in each micro-batch of a step."""
     repeatable: ClassVar[bool] = True
-    """Whether it runs where torch has to be deterministic."""
+    """Whether the dispatcher is allowed if torch must be deterministic."""
     moves_codes: ClassVar[bool] = False
-    """Whether rows can travel as codes."""
+    """Whether rows can be sent quantised, as codes and scales."""
 
     @property
     def splits(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of groups that it cuts in two levels, and how many neighbours go together."""
+        """Kinds of groups to split in two levels, each with the number of neighbours in a part."""
         return ()
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
-        """Yield what of the record does not fit the sizes of a layout."""
+        """Yield values of the record that do not fit the sizes of a layout."""
         yield from ()
 
 
 @DISPATCH.register
 class LocalExperts(Dispatch):
-    """All experts live on this rank: rows are permuted, nothing is sent."""
+    """For experts that are all on this rank: rows are permuted, and nothing is sent."""
 
     kind: Literal["local"] = "local"
 
     owner = "moefold.moe.dispatch.base:Dispatcher"
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
-        """Experts on other ranks need rows to be sent."""
+        """Refuse layouts with experts on other ranks."""
         if sizes.ep * sizes.etp > 1:
             rule = f"local sends nothing, and ep{sizes.ep} etp{sizes.etp} has experts elsewhere"
             yield Violation(("kind",), self.kind, rule, "alltoall")
@@ -60,7 +60,7 @@ class LocalExperts(Dispatch):
 
 @DISPATCH.register
 class AllToAll(Dispatch):
-    """Each rank sends token copies straight to the ranks of their experts."""
+    """Each copy of a token is sent directly to the rank of its expert."""
 
     kind: Literal["alltoall"] = "alltoall"
     moves_codes = True
@@ -70,7 +70,7 @@ class AllToAll(Dispatch):
 
 @DISPATCH.register
 class AllToAllOnce(Dispatch):
-    """A token is sent once to each rank that has any of its experts, and copied there."""
+    """De-duplicated all-to-all: a token is sent once to each rank with any of its experts."""
 
     kind: Literal["alltoall_once"] = "alltoall_once"
     moves_codes = True
@@ -80,22 +80,22 @@ class AllToAllOnce(Dispatch):
 
 @DISPATCH.register
 class TwoLevel(Dispatch):
-    """A token is sent once to each node with any of its experts, and there once to each rank."""
+    """A token is sent once to each node with any of its experts, then once to each rank there."""
 
     kind: Literal["two_level"] = "two_level"
     moves_codes = True
     node: Size
-    """Neighbouring ranks of ``ep`` that are on one node."""
+    """Number of neighbouring ranks of ``ep`` on one node."""
 
     owner = "moefold.moe.dispatch.two_level:TwoLevelDispatch"
 
     @property
     def splits(self) -> tuple[tuple[str, int], ...]:
-        """The ranks of ``ep`` by nodes."""
+        """The ranks of ``ep``, split by node."""
         return (("ep", self.node),)
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
-        """Nodes are of equal size."""
+        """Require that ``node`` divides ``ep``."""
         if sizes.ep % self.node:
             nearest = max(d for d in range(1, min(self.node, sizes.ep) + 1) if sizes.ep % d == 0)
             yield Violation(("node",), self.node, f"must divide ep ({sizes.ep})", nearest)
@@ -103,7 +103,7 @@ class TwoLevel(Dispatch):
 
 @DISPATCH.register
 class AllGather(Dispatch):
-    """Every rank gathers all rows and takes the copies of its own experts."""
+    """Every rank gathers all rows and selects the copies for its own experts."""
 
     kind: Literal["allgather"] = "allgather"
     moves_codes = True
@@ -112,70 +112,70 @@ class AllGather(Dispatch):
 
 
 class FixedRoom(Dispatch):
-    """A dispatcher of fixed shapes, into room that the run file states; base of its records.
+    """Base of dispatchers of fixed shapes, with space for the number of rows that the run states.
 
-    Nothing is read on the host in a pass. The step looks at its end whether the room was enough.
+    A pass reads nothing on the host. Overflow is detected at the end of the step.
     """
 
     moves_codes = True
     of_pair: ClassVar[bool] = False
-    """Whether room is that of a pair of ranks."""
+    """Whether ``max_rows`` is per pair of ranks."""
     max_rows: Size
     on_overflow: Literal["again", "stop"] = "again"
-    """What happens to a step whose rows did not fit, before it changes anything: it is repeated by
-    ``alltoall``, each MoE layer in rounds that fill no more room, or the run ends with an error
-    that states the room needed."""
+    """What happens to a step whose rows did not fit, before any update: ``again`` repeats it by
+    ``alltoall``, in rounds that need no more space; ``stop`` ends the run with an error that states
+    the space needed."""
 
     def between(self, ranks: int) -> int:
-        """Return the rows of each of the equal parts that a rank receives from ``ranks``."""
+        """Return the rows of each of the equal splits that a rank receives from ``ranks``."""
         raise NotImplementedError
 
     def hops(self, ranks: int) -> tuple[int, ...]:
-        """Return the rows that a rank sends to ``ranks``, itself among them, hop by hop."""
+        """Return the rows that a rank sends to all ``ranks``, including itself, in each hop."""
         return (ranks * self.between(ranks),)
 
     def arriving(self, sizes: Sizes) -> int:
-        """Return the rows that a rank holds after dispatch, filled or not."""
+        """Return the rows of a rank's buffer after dispatch, filled or not."""
         return sizes.etp * sizes.ep * self.between(sizes.ep)
 
     def filled(self, sizes: Sizes) -> int:
-        """Return the rows that a rank is sent at most: those that its room is stated for."""
+        """Return the most rows that a rank can be sent without overflow."""
         return self.arriving(sizes)
 
     def places(self, sizes: Sizes) -> int:
-        """Return the places of rows that a rank notes for the way back, beyond those of entries
-        and of rows that arrived: the token of each row sent, and each arrived one's turn.
+        """Return how many indices of rows a rank saves for combine, besides those of entries and
+        of arrived rows: the token of each row sent, and the sorted position of each arrived one.
         """
         return sizes.ep * self.between(sizes.ep) + self.arriving(sizes)
 
 
 @DISPATCH.register
 class Padded(FixedRoom):
-    """Token copies in equal splits: nothing is read on the host, and every shape is fixed."""
+    """All-to-all of token copies in equal, padded splits, without host reads."""
 
     of_pair = True
     kind: Literal["padded"] = "padded"
     max_rows: Size
-    """Room between each pair of ranks, in copies of tokens of one micro-batch."""
+    """Most token copies from one rank to another in a micro-batch."""
 
     owner = "moefold.moe.dispatch.padded:PaddedDispatch"
 
     def between(self, ranks: int) -> int:
-        """Return the rows that are stated."""
+        """Return ``max_rows``."""
         return self.max_rows
 
 
 @DISPATCH.register
 class Spread(FixedRoom):
-    """Token copies in equal splits over two hops, so that room is that of a rank, not of a pair.
+    """Padded all-to-all in two hops, so that the bound is on rows per rank, not per pair of ranks.
 
-    Copies are dealt over all ranks, each of which sends on what it was dealt. So every routing fits
-    that gives no rank more than ``max_rows``, whoever sends them, at twice the bytes.
+    Copies are dealt evenly to all ranks, which forward them. Any routing fits in which no rank
+    receives more than ``max_rows``, whichever ranks send them, at twice the bytes.
     """
 
     kind: Literal["spread"] = "spread"
     max_rows: Size
-    """Room of each rank of ``ep``, in copies of one micro-batch's tokens; none may send more."""
+    """Most token copies that a rank of ``ep`` receives, or sends, in a micro-batch."""
 
     owner = "moefold.moe.dispatch.spread:SpreadDispatch"
 
@@ -184,35 +184,35 @@ class Spread(FixedRoom):
         return -(-self.max_rows // ranks)
 
     def between(self, ranks: int) -> int:
-        """Return the most copies for one rank that another was dealt, one left over of each."""
+        """Return the most copies for one rank that another is dealt, rounded up per source."""
         return self.dealt(ranks) + ranks
 
     def hops(self, ranks: int) -> tuple[int, ...]:
-        """Return what is dealt, and what is sent on."""
+        """Return the rows that are dealt, and those that are forwarded."""
         return (ranks * self.dealt(ranks), *super().hops(ranks))
 
     def filled(self, sizes: Sizes) -> int:
-        """Return the stated room of all slices of an expert's rank."""
+        """Return ``max_rows`` of all ``etp`` ranks that share the experts."""
         return sizes.etp * self.max_rows
 
     def places(self, sizes: Sizes) -> int:
-        """Return both hops': what is dealt is sent, and sent on."""
+        """Return the indices of both hops."""
         return super().places(sizes) + 2 * sizes.ep * self.dealt(sizes.ep)
 
 
 class Foreign(Dispatch):
-    """A dispatcher of another package, which sends bf16 rows of GPUs; base of its records."""
+    """Base of dispatchers of other packages, which send bf16 rows on GPUs."""
 
     module: ClassVar[str]
-    """What is imported."""
+    """Module to import."""
     calls: ClassVar[tuple[tuple[str, str], ...]]
-    """What is called of it, by name: the arguments, all by keyword; one with a question mark is
-    given where the function takes it."""
+    """Functions called, each with its keyword arguments; one with a question mark is passed only if
+    the function accepts it."""
     remedy: ClassVar[str]
-    """How to get it, and which versions take these calls."""
+    """How to install the package, and which versions accept these calls."""
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
-        """None of them gathers rows for slices of an expert."""
+        """Refuse ``etp``, for which these packages do not gather rows."""
         if sizes.etp > 1:
             rule = f"{self.kind} sends rows over ep alone, and etp is {sizes.etp}"
             yield Violation(("kind",), self.kind, rule, "alltoall_once")
@@ -220,7 +220,7 @@ class Foreign(Dispatch):
 
 @DISPATCH.register
 class DeepEp(Foreign):
-    """DeepEP's normal kernels: a token once to each rank, over NVLink and RDMA."""
+    """DeepEP's normal kernels: a token is sent once to each rank, over NVLink and RDMA."""
 
     kind: Literal["deep_ep"] = "deep_ep"
 
@@ -243,7 +243,7 @@ class DeepEp(Foreign):
     repeatable = False
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
-        """It has settings for some numbers of ranks."""
+        """Refuse numbers of ranks for which DeepEP has no settings."""
         yield from super().violations(sizes)
         if sizes.ep > 1 and sizes.ep not in DEEP_EP_RANKS:
             known = ", ".join(map(str, DEEP_EP_RANKS))
@@ -253,7 +253,7 @@ class DeepEp(Foreign):
 
 @DISPATCH.register
 class HybridEp(Foreign):
-    """HybridEP: across nodes and then over NVLink, sorted by expert on the way."""
+    """HybridEP: sends rows across nodes, then over NVLink, and sorts them by expert."""
 
     kind: Literal["hybrid_ep"] = "hybrid_ep"
 
@@ -277,7 +277,7 @@ class HybridEp(Foreign):
 
 @DISPATCH.register
 class NcclEp(Foreign):
-    """NCCL EP through Transformer Engine, in shapes known beforehand."""
+    """NCCL EP through Transformer Engine, in fixed shapes."""
 
     kind: Literal["nccl_ep"] = "nccl_ep"
     max_rows: Size

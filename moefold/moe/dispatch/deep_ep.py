@@ -1,8 +1,8 @@
 """Dispatch by DeepEP's ``Buffer``: tokens once per rank, over NVLink and RDMA. Needs GPUs.
 
-Its normal kernels, as documented at github.com/deepseek-ai/DeepEP: ``get_dispatch_layout``, then
-``dispatch`` with ids (-1 for none) and fp32 weights; ``combine`` adds up a token's rows, and either
-is the other's gradient. It waits for counts on the host by itself.
+Uses the normal kernels, as documented at github.com/deepseek-ai/DeepEP: ``get_dispatch_layout``,
+then ``dispatch`` with ids (-1 for none) and fp32 weights; ``combine`` sums a token's rows. Each is
+the gradient of the other. DeepEP itself waits for counts on the host.
 
 T rows, D hidden, K experts per token, E experts, N rows received, R rows after dispatch.
 """
@@ -26,14 +26,14 @@ from moefold.moe.dispatch.third_party import (
 )
 
 LEAST_BYTES = 2
-"""Per element: buffers are sized for bf16."""
+"""Least bytes per element: buffers are sized for bf16."""
 
 
 class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
-    """Sends a token once to each rank, and copies it where it arrives."""
+    """Sends a token once to each rank, and copies it there."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Send rows with their weights and ids; copy and sort what arrives."""
+        """Send rows with their weights and ids; copy and sort the received rows."""
         x_TD, weights_TK, experts_TK, _ = tokens
         check_rows(self._record, x_TD)
         buffer, per_rank = self._buffer(x_TD, world), self._experts // world.group("ep").size
@@ -66,7 +66,7 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         return here._replace(handle=(*here.handle, *native))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Add up a token's results on each rank, and send them back to be added up."""
+        """Sum a token's results on each rank, and let ``combine`` sum these over ranks."""
         token_R, row_NK, *parts = handle
         y_ND = collect(y_RD, token_R, row_NK)
         buffer, native = self._buffer(y_ND, world), native_handle(*parts)
@@ -81,12 +81,12 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         return NativeExchange.apply(there, back, y_ND)[0]  # type: ignore[index]
 
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
-        """Return the one buffer for rows of so many bytes; it holds no rows between calls."""
+        """Return the buffer shared by all rows of this size; it holds no rows between calls."""
         kind, group = self._module.Buffer, world.group("ep")
         ranks, row_bytes = group.size, x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
 
         def make() -> Any:
-            """Make one of the size that the back end's own configurations hint at."""
+            """Make a buffer of the size that DeepEP's configurations suggest."""
             asked = kind.get_dispatch_config, kind.get_combine_config
             configs = [config(num_ranks=ranks) for config in asked]
             nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)

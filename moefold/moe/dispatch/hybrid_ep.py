@@ -1,8 +1,8 @@
 """Dispatch by HybridEP, the ``HybridEPBuffer`` of DeepEP's branch of that name. Needs GPUs.
 
-``dispatch_with_permute`` takes a map [T, E] of the routing and fp32 weights of its form, and gives
-rows sorted by local expert; ``combine_with_unpermute`` adds them up. Either is the other's
-gradient. It gathers the map of all ranks, which must have the same number of rows.
+``dispatch_with_permute`` takes a bool routing map [T, E] and fp32 weights of that shape, and
+returns rows sorted by local expert; ``combine_with_unpermute`` sums them. Each is the gradient of
+the other. The maps of all ranks are gathered, so that ranks must have equally many rows.
 
 T rows, D hidden, K experts per token, E experts, R rows after dispatch.
 """
@@ -30,7 +30,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
     """Sends tokens over ``ep``, sorted by expert on the way."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Send rows with a map of the routing and their weights in its form."""
+        """Send rows with the routing map and their weights in its shape."""
         x_TD, weights_TK, experts_TK, _ = tokens
         check_rows(self._record, x_TD)
         rows, buffer = x_TD.shape[0], self._buffer(x_TD, world)
@@ -58,7 +58,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, tuple(handle))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Send each copy's result back, where a token's are added up."""
+        """Send each copy's result back, and sum the results of each token."""
         buffer, native, copies = self._buffer(y_RD, world), native_handle(*handle), y_RD.shape[0]
 
         def there(y_RD: Tensor) -> NativeArrival:
@@ -73,9 +73,9 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         return NativeExchange.apply(there, back, y_RD)[0]  # type: ignore[index]
 
     def _buffer(self, x_XD: Tensor, world: World) -> Any:
-        """Return the one buffer for rows of a width, made for the first that come.
+        """Return the buffer for rows of this width, sized for the first ones.
 
-        It takes fewer too, and grows by itself where there are more.
+        It accepts fewer rows, and grows by itself for more.
         """
         kind, group, hidden = self._module.HybridEPBuffer, world.group("ep"), x_XD.shape[1]
         return world.kept(

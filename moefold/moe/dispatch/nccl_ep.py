@@ -1,8 +1,8 @@
 """Dispatch by NCCL EP, through Transformer Engine's ``transformer_engine.pytorch.ep``. Needs GPUs.
 
-``ep_bootstrap`` once per process, an ``EpBuffer`` per call, ``ep_dispatch`` and ``ep_combine``,
-which bring their gradients. Rows come sorted by local expert, in room for the most that can come:
-all rows of all ranks. Nothing is read on the host.
+Uses ``ep_bootstrap`` once per process, an ``EpBuffer`` per call, and the differentiable functions
+``ep_dispatch`` and ``ep_combine``. Rows arrive sorted by local expert, with space for the most that
+can arrive: all copies of all ranks. Nothing is read on the host.
 
 T rows, D hidden, K experts per token, E experts, R rows after dispatch.
 """
@@ -20,13 +20,13 @@ from moefold.moe.dispatch.third_party import ThirdPartyDispatch, check_rows, row
 
 
 class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
-    """Sends tokens over ``ep``, sorted by expert on the way, in shapes known beforehand."""
+    """Sends tokens over ``ep``, sorted by expert on the way, in fixed shapes."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Send rows with their weights and experts.
 
         Raises:
-            ValueError: where there are more rows than stated, or entries that go nowhere.
+            ValueError: if there are more rows than ``max_rows``, or entries that are "none".
         """
         x_TD, weights_TK, experts_TK, no_drop = tokens
         check_rows(self._record, x_TD)
@@ -52,7 +52,7 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
         return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, handle)
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Send each copy's result back, where a token's are added up."""
+        """Send each copy's result back, and sum the results of each token."""
         rows, top_k, memory = handle
         buffer = self._buffer(y_RD.shape[1], top_k, world)
         buffer.handle_mem = memory
@@ -69,7 +69,7 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
         }
 
         def start() -> None:
-            """Start the back end, which does so once: all layers have to be of one size."""
+            """Initialise the back end once per process; all layers must have one size."""
             takes = signature(ep.ep_bootstrap).parameters
             more = {"num_topk": top_k} if "num_topk" in takes else {}
             ep.ep_bootstrap(ep_group=group.handle, num_experts=self._experts, **sizes, **more)

@@ -1,9 +1,9 @@
-"""Dispatch without any host read: capacity for a stated number of rows between each pair of ranks.
+"""Dispatch without host reads, with room for a stated number of rows between each pair of ranks.
 
-T rows, D hidden, K experts per token, E experts, e of them here, P ranks of ``ep``, S of ``etp``,
+T rows, D hidden, K experts per token, E experts, e of them local, P ranks of ``ep``, S of ``etp``,
 M rows of room for each pair, N = P * M rows sent, R = S * P * M rows after dispatch. All shapes
-are known beforehand, so that a step can be captured. What does not fit is left out and counted in
-``overflow``, which the step looks at as it ends.
+are fixed, so that a step can be captured in a CUDA graph. Rows that do not fit are left out and
+counted in ``overflow``, which the step checks at its end.
 """
 
 import torch
@@ -28,7 +28,7 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
     """Sends token copies over ``ep`` in equal splits."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Put copies into their rank's rows, send all rows, and sort those that are filled."""
+        """Place copies in the rows of their rank, send all rows, and sort the filled ones."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
         ep, entries = world.group("ep"), experts_TK.shape[1]
         room = self._record.between(ep.size)
@@ -50,7 +50,7 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
         return here._replace(handle=(token_N, row_TK, *here.handle), overflow=overflow)
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Send every row back, filled or not, and add up each token's."""
+        """Send every row back, filled or not, and sum the results of each token."""
         token_N, row_TK, token_R, row_R1 = handle
         y_RD = reduce_scatter(collect(y_RD, token_R, row_R1), world.group("etp"), codes=self.wire)
         y_ND = equal_splits(y_RD, world.group("ep"), self.wire, home=True)
@@ -64,13 +64,13 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
 def equal_splits(
     x_NX: Tensor, ranks: Group, codes: Codes | None = None, home: bool = False
 ) -> Tensor:
-    """Send each rank as many rows, in order, and return theirs."""
+    """Exchange rows with all ranks by an all-to-all with equal splits."""
     splits = [x_NX.shape[0] // ranks.size] * ranks.size
     return all_to_all(x_NX, ranks, splits, splits, codes, home)
 
 
 def _rows(order: Permutation, rank_TK: Tensor, starts_P: Tensor, room: int) -> Tensor:
-    """Return where each entry's copy lies among the rows sent; N for none and for overflow."""
+    """Return the row, among those sent, of each entry's copy; N for "none" and overflow."""
     ranks = starts_P.shape[0]
     start_TK = torch.cat([starts_P, starts_P.new_zeros(1)])[rank_TK]
     place_TK = order.row_TK - start_TK
@@ -79,7 +79,7 @@ def _rows(order: Permutation, rank_TK: Tensor, starts_P: Tensor, room: int) -> T
 
 
 def _slots(counts_Xe: Tensor, room: int) -> Tensor:
-    """Return the expert of each row that came, e for a row that nothing fills."""
+    """Return the local expert of each received row; e for an unfilled row."""
     ends_Xe = counts_Xe.cumsum(1)
     place_M = torch.arange(room, device=counts_Xe.device)
     place_XM = place_M.expand(counts_Xe.shape[0], -1).contiguous()
@@ -87,9 +87,9 @@ def _slots(counts_Xe: Tensor, room: int) -> Tensor:
 
 
 def inverse(row_TK: Tensor, rows: int) -> Tensor:
-    """Return the entry ``t * K + k`` that each row holds; T * K for a row that holds none."""
+    """Return the entry ``t * K + k`` that each row holds; T * K for an empty row."""
     entry_C = torch.arange(row_TK.numel(), device=row_TK.device)
-    # One row more takes all entries that have none.
+    # An extra row collects all entries without a row.
     copy_N = entry_C.new_full((rows + 1,), row_TK.numel())
     copy_N.scatter_(0, row_TK.flatten(), entry_C)
     return copy_N[:rows]

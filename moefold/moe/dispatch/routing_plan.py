@@ -1,11 +1,11 @@
-"""Which row goes to which rank: copies sorted by destination, and the counts that ranks exchange.
+"""Destinations of rows: copies sorted by destination, and the counts that ranks exchange.
 
 T token rows, D hidden, K experts per token, B buckets (experts, ranks or nodes), R = T * K copies,
-N rows sent, P ranks of ``ep``, S of ``etp``, C counts, X senders, E experts here.
+N rows sent, P ranks of ``ep``, S of ``etp``, C counts, X senders, E local experts.
 
-De-duplicated sends carry a token once to each rank that has any of its experts. With the row travel
-its weights and its experts, numbered from the first of the rank (or node) that it goes to; copies
-are made on arrival, and results are added up before they return.
+A de-duplicated dispatch sends a token once to each rank with any of its experts, together with its
+weights and its experts, numbered from the first one of the destination rank (or node). Copies are
+made on arrival, and results are summed before they return.
 """
 
 from collections.abc import Callable
@@ -24,52 +24,52 @@ from moefold.kernels.routing import fused as kernels
 
 
 class RoutedTokens(NamedTuple):
-    """Token rows, each with its routing weights and experts."""
+    """Token rows with their routing weights and expert ids."""
 
     x_TD: Tensor
     weights_TK: Tensor
-    """Differentiable; 0 for an entry that is "none"."""
+    """Differentiable routing weights; 0 for entries that are "none"."""
     experts_TK: Tensor
-    """int64, numbered from the first expert that can be reached; their number says "none"."""
+    """int64 expert ids, from the first reachable expert on; one past the last is "none"."""
     no_drop: bool = False
-    """The host knows that no entry says "none"."""
+    """Whether the host knows that no entry is "none"."""
 
 
 class Permutation(NamedTuple):
-    """Copies sorted by bucket, inside a bucket by token; those for no bucket stand last."""
+    """Copies sorted by bucket, then by token; copies without a bucket come last."""
 
     token_R: Tensor
-    """The token of each copy; T where it goes nowhere."""
+    """Token of each copy; T if it has no bucket."""
     copy_R: Tensor
-    """The entry ``t * K + k`` of each copy."""
+    """Entry ``t * K + k`` of each copy."""
     row_TK: Tensor
-    """Where each entry's copy stands; R where there is none."""
+    """Sorted position of each entry's copy; R if it has no bucket."""
     offs_B: Tensor
     """int32 end of each bucket."""
 
     @property
     def counts_B(self) -> Tensor:
-        """int64 copies of each bucket."""
+        """int64 number of copies in each bucket."""
         ends_B = self.offs_B.to(torch.int64)
         return torch.diff(ends_B, prepend=ends_B.new_zeros(1))
 
     def first(self, rows: int) -> "Permutation":
-        """Leave out the copies that stand last, as many as go nowhere."""
+        """Return the first ``rows`` copies: those that have a bucket."""
         return self._replace(token_R=self.token_R[:rows], copy_R=self.copy_R[:rows])
 
     def rows(self, x_TD: Tensor, no_drop: bool = False) -> Tensor:
-        """Return the tokens' rows in this order; ``no_drop`` says that no copy goes nowhere."""
+        """Return the tokens' rows in this order; ``no_drop``: every copy has a bucket."""
         return spread(x_TD, self.token_R, self.row_TK, no_drop)
 
     def entries(self, values_TK: Tensor, no_drop: bool = False) -> Tensor:
-        """Return the entries' values in this order, differentiable; ``no_drop`` as above."""
+        """Return the entries' values in this order, differentiable; ``no_drop`` as in ``rows``."""
         return pick(values_TK, self.copy_R, self.row_TK, no_drop)
 
 
 def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Permutation:
-    """Sort copies by bucket; ``buckets``, one past the last, says "none".
+    """Sort copies by bucket; an id of ``buckets``, one past the last, is "none".
 
-    ``no_drop``: the host knows that no entry does.
+    ``no_drop``: the host knows that no entry is "none".
     """
     if fused(buckets_TK) and buckets <= kernels.MOST_BUCKETS:
         return Permutation(*kernels.order(buckets_TK, buckets))
@@ -90,16 +90,16 @@ def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Perm
 
 
 def gather_counts(counts_C: Tensor, world: World) -> Tensor:
-    """Return [P, S, C]: the counts of every rank that shares this rank's experts."""
+    """All-gather counts [C] over the ranks of ``ep`` and ``etp`` to [P, S, C]."""
     sizes = world.folding.sizes
     return gather(counts_C, world.group("tp_ep")).view(sizes.ep, sizes.etp, -1)
 
 
 def host_counts(counts: Tensor) -> Callable[[], list[int]]:
-    """Start to bring counts to the host, and return what gives their numbers when called.
+    """Start an asynchronous copy of counts to the host; the returned function waits for it.
 
-    The one host read of an exact dispatch. It waits for the counts alone: what a device is given to
-    do between the two calls, it does while the host goes on to the exchange.
+    This is the only host read of an exact dispatch. It waits for the counts alone: kernels launched
+    after this call run while the host prepares the exchange.
     """
     if counts.device.type != "cuda":
         return counts.tolist
@@ -116,12 +116,12 @@ def host_counts(counts: Tensor) -> Callable[[], list[int]]:
 
 
 def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
-    """Exchange the counts of rows sorted by expert, with all ranks that hold experts.
+    """Exchange the counts of rows sorted by expert with all ranks that hold experts.
 
     Returns:
-        int64 numbers for the host: rows that go to each rank of ``ep``, then those that come from
-        each, slice by slice; and the rows [X, e] that come from each sender for each expert here,
-        senders in that order.
+        int64 numbers for the host: rows to each rank of ``ep``, then rows from each of them, for
+        each rank of ``etp`` in turn; and the rows [X, e] from each sender, in that order, for each
+        local expert.
     """
     sizes, rank = world.folding.sizes, world.group("ep").index
     local = order.offs_B.shape[0] // sizes.ep
@@ -137,7 +137,7 @@ def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
 
 
 def sort_arrived(counts_Xe: Tensor, rows: int) -> Permutation:
-    """Sort so many rows by expert that lie by sender and then by expert."""
+    """Return the permutation to order by expert of ``rows`` rows sorted by sender, then expert."""
     senders, experts = counts_Xe.shape
     if not (through(counts_Xe.device.type) and arrivals.fits(senders, experts)):
         ids_X = torch.arange(experts, device=counts_Xe.device).repeat(senders)
@@ -148,53 +148,53 @@ def sort_arrived(counts_Xe: Tensor, rows: int) -> Permutation:
 
 
 class ExchangePlan(NamedTuple):
-    """How many rows go to each rank of experts and, where these are sliced, to all slices."""
+    """Split sizes of the all-to-all over ``ep`` and of the all-gather over ``etp``."""
 
     send: list[int]
-    """Rows for each rank of the group."""
+    """Rows sent to each rank of the group."""
     receive: list[int]
-    """Rows from each."""
+    """Rows received from each rank of the group."""
     slices: list[int]
-    """Rows that come to each rank of ``etp``, all of which each of them needs."""
+    """Rows received by each rank of ``etp``; each of these ranks needs all of them."""
 
     @classmethod
     def of(cls, send: list[int], coming: list[int], etp: Group) -> "ExchangePlan":
-        """Read a plan from counts: ``coming`` holds, slice by slice, the rows from each rank."""
+        """Make a plan from counts; ``coming``: rows from each rank, for each etp rank in turn."""
         ranks = len(send)
         slices = [coming[i : i + ranks] for i in range(0, len(coming), ranks)]
         return cls(send, slices[etp.index], [sum(rows) for rows in slices])
 
     def out(self, x_ND: Tensor, group: Group, etp: Group, codes: Codes | None = None) -> Tensor:
-        """Send rows, differentiable; returns the rows that come to any slice of the experts."""
+        """Send rows, differentiably; return all rows for the experts, gathered over ``etp``."""
         x_ND = all_to_all(x_ND, group, self.send, self.receive, codes)
         return gather_rows(x_ND, etp, self.slices, codes)
 
     def back(self, y_RD: Tensor, group: Group, etp: Group, codes: Codes | None = None) -> Tensor:
-        """Add up the slices' shares of each row, and send the rows back."""
+        """Reduce-scatter the rows' partial results over ``etp``, and send the rows back."""
         y_ND = scatter_rows(y_RD, etp, self.slices, codes)
         return all_to_all(y_ND, group, self.receive, self.send, codes, home=True)
 
 
 def rank_of_expert(experts_TK: Tensor, per_rank: int) -> Tensor:
-    """Return each expert's rank, neighbours sitting ``per_rank`` to a rank; P for "none"."""
+    """Return each expert's rank, for ``per_rank`` consecutive experts on a rank; P for "none"."""
     return experts_TK.div(per_rank, rounding_mode="floor")
 
 
 def distinct(rank_TK: Tensor, ranks: int) -> Tensor:
-    """Return each token's ranks; ``ranks``, which says "none", for all but a first mention."""
+    """Return [T, K] the distinct ranks of each token; repetitions become ``ranks``, "none"."""
     entries = range(rank_TK.shape[1])
     again = [(rank_TK[:, :k] == rank_TK[:, k : k + 1]).any(1) for k in entries]
     return torch.where(torch.stack(again, 1), ranks, rank_TK)
 
 
 def sort_tokens(tokens: RoutedTokens, per_rank: int, ranks: int) -> tuple[Permutation, Tensor]:
-    """Return rows by rank, each token once for each of its ranks, and the ranks [T, K] named so."""
+    """Return rows sorted by rank, each token once per rank, and its distinct ranks [T, K]."""
     rank_TK = distinct(rank_of_expert(tokens.experts_TK, per_rank), ranks)
     return sort_copies(rank_TK, ranks), rank_TK
 
 
 def pack(tokens: RoutedTokens, order: Permutation, rank_TK: Tensor, per_rank: int) -> RoutedTokens:
-    """Return the rows to send in an order whose last rows, which go nowhere, are left out."""
+    """Return the rows to send in this order, with weights and ids for their destination only."""
     rank_N = rank_TK.flatten().index_select(0, order.copy_R)
     slot_NK = tokens.experts_TK.index_select(0, order.token_R) - rank_N[:, None] * per_rank
     there_NK = (slot_NK >= 0) & (slot_NK < per_rank)

@@ -1,13 +1,13 @@
-"""Dispatch without any host read, in two hops, into room that is stated for a rank.
+"""Dispatch without host reads, in two hops, with room for a stated number of rows on each rank.
 
 T rows, D hidden, K experts per token, E experts, P ranks of ``ep``, L copies dealt to each rank,
 N = P * L.
 
-Each rank sorts its copies by expert and deals them over all ranks in turn, like cards, in equal
-splits. Of the copies for one rank, every rank so gets the same number from each source, or one
-fewer: the Pth part of what that rank will have, and P more at most, which bounds the equal splits
-of the second hop whatever the routing is (Valiant's two-phase routing, doi:10.1137/0211027, with
-turns in place of chance).
+Each rank sorts its copies by expert and deals them round-robin to all ranks, in equal splits. Of
+the copies for one destination, every rank thus gets equally many from each source, to within one:
+in total 1 / P of the destination's rows, plus at most P. That bounds the equal splits of the second
+hop for any routing (Valiant's two-phase routing, doi:10.1137/0211027, with turns instead of random
+choice).
 """
 
 import torch
@@ -22,12 +22,12 @@ from moefold.moe.dispatch.routing_plan import RoutedTokens, gather_counts, sort_
 
 
 class SpreadDispatch(PaddedDispatch):
-    """Deals token copies over the ranks of ``ep``, which send them on in equal splits."""
+    """Deals token copies to the ranks of ``ep``, which forward them in equal splits."""
 
     _record: Spread
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Deal copies, tell from all ranks' counts which expert each is for, and send them on."""
+        """Deal copies, derive the expert of each from all ranks' counts, and forward them."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
         ep, entries = world.group("ep"), experts_TK.shape[1]
         dealt = self._record.dealt(ep.size)
@@ -47,12 +47,12 @@ class SpreadDispatch(PaddedDispatch):
         p_N = equal_splits(pick(weights_TK, copy_N, row_TK), ep)
         here = super().send(RoutedTokens(x_ND, p_N[:, None], experts_N1), world)
         assert here.overflow is not None
-        # As many rows less for a rank leave as many less for it with each that deals.
+        # To remove one row from a pair, the destination may have to lose P rows.
         overflow = torch.maximum(here.overflow * ep.size, order.offs_B[-1] - rows)
         return here._replace(handle=(token_N, row_TK, here.handle), overflow=overflow)
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Send every row back the way it came, and add up each token's."""
+        """Send every row back by both hops, and sum the results of each token."""
         token_N, row_TK, onward = handle
         y_ND = super().fetch(y_RD, onward, no_drop, world)
         y_ND = equal_splits(y_ND, world.group("ep"), self.wire, home=True)

@@ -1,4 +1,4 @@
-"""Dispatchers from other packages: imported when chosen, and what all of them ask for."""
+"""Base of dispatchers of other packages, which are imported only if chosen."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -15,12 +15,12 @@ from moefold.moe.dispatch.base import Dispatcher, Handle
 from moefold.moe.dispatch.config import Foreign
 
 DEVICE = "cuda"
-"""Where the back ends run."""
+"""Device type on which the back ends run."""
 Backend = TypeVar("Backend", bound=Foreign)
 
 
 class ThirdPartyDispatch(Dispatcher[Backend]):
-    """A dispatcher over ``ep`` by another package, which sends bf16 rows of GPUs."""
+    """A dispatcher over ``ep`` by another package, which sends bf16 rows on GPUs."""
 
     def __init__(self, record: Backend, experts: int) -> None:
         super().__init__(record, experts)
@@ -28,21 +28,21 @@ class ThirdPartyDispatch(Dispatcher[Backend]):
 
 
 NativeArrival = tuple[tuple[Tensor, ...], Handle, Handle]
-"""Rows and weights that came, what else came, and the back end's own handle."""
+"""Received rows and weights, other results, and the native handle of the back end."""
 
 
 class NativeExchange(Function):
-    """An exchange of a back end, whose gradients go the other way by the same handle.
+    """Autograd function of a back end's exchange, whose backward reuses the native handle.
 
-    Takes the call that sends, the call that brings gradients back by a handle, and what is sent.
-    Gives what came, then the handle in parts: its settings, with None for each tensor, and these.
+    Takes the call that sends, the call that returns gradients by a handle, and the tensors to send.
+    Returns the results, then the handle: its settings, with None for each tensor, and its tensors.
     """
 
     @staticmethod
     def forward(
         ctx: Any, there: Callable[..., NativeArrival], back: Callable[..., Handle], *sent: Tensor
     ) -> tuple[Any, ...]:
-        """Send."""
+        """Run the exchange."""
         came, beside, native = there(*sent)
         settings = tuple(None if isinstance(part, Tensor) else (part,) for part in native)
         tensors = [part for part in native if isinstance(part, Tensor)]
@@ -54,21 +54,21 @@ class NativeExchange(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        """Bring gradients back."""
+        """Return gradients by the reverse exchange."""
         return None, None, *ctx.back(native_handle(ctx.settings, *ctx.saved_tensors), *gradients)
 
 
 def native_handle(settings: Handle, *tensors: Tensor) -> Handle:
-    """Return the back end's handle from its parts."""
+    """Reassemble the native handle from its settings and tensors."""
     left = iter(tensors)
     return tuple(next(left) if part is None else part[0] for part in settings)
 
 
 def load(record: Foreign) -> Any:
-    """Import the package of a back end, and look whether it takes the calls that are made.
+    """Import the package of a back end, and check the signatures of the functions called.
 
     Raises:
-        ValueError: where it cannot be imported or is another version; says how to get it.
+        ValueError: if it cannot be imported or its version does not fit; states how to install it.
     """
     try:
         module = import_module(record.module)
@@ -84,7 +84,7 @@ def load(record: Foreign) -> Any:
 
 
 def _mismatch(module: Any, name: str, arguments: str) -> str:
-    """Say why a function of a module does not take arguments of some names; empty if it does."""
+    """Return why a function of a module does not accept these arguments; empty if it does."""
     try:
         takes = signature(attrgetter(name)(module))
     except AttributeError:
@@ -101,15 +101,15 @@ def _mismatch(module: Any, name: str, arguments: str) -> str:
 
 
 def row_ends(counts_E: Tensor, device: torch.device) -> Tensor:
-    """Return int32 end rows of experts on a device from counts, which may be on the host."""
+    """Return int32 end rows of experts on ``device`` from counts, which may be on the host."""
     return counts_E.to(device).cumsum(0, dtype=torch.int64).to(torch.int32)
 
 
 def check_rows(record: Foreign, x_TD: Tensor) -> None:
-    """Refuse rows that the back ends do not send.
+    """Refuse rows that the back ends cannot send.
 
     Raises:
-        ValueError: where rows are not bf16 on a GPU.
+        ValueError: if rows are not bf16 on a GPU.
     """
     if x_TD.dtype != torch.bfloat16 or x_TD.device.type != DEVICE:
         raise ValueError(

@@ -1,8 +1,8 @@
 """De-duplicated dispatch in two hops: once to each node, and there once to each rank.
 
 T rows, D hidden, K experts per token, E experts, R rows after dispatch, P ranks of ``ep``, S of
-``etp``; N nodes of I ranks each. A row crosses to the rank of its place on the other node, which
-hands it on, so that a token crosses the slow links once per node, whatever its experts there.
+``etp``; N nodes of I ranks each. A row is sent to the rank of equal index on the other node, which
+forwards it within the node, so that a token crosses the slow links once per node.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
     """Sends tokens over the nodes of ``ep``, then over the ranks of a node."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
-        """Exchange the counts of both hops, then rows by node, then by rank; sort what arrives."""
+        """Exchange the counts of both hops; send rows by node, then by rank; sort them there."""
         inside, across = world.split("ep", self._record.node)
         etp, per_rank = world.group("etp"), self._experts // world.group("ep").size
         per_node = per_rank * inside.size
@@ -56,7 +56,7 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         return here._replace(handle=(*orders, *here.handle, send, receive, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Add up a token's results on each rank, on each node, and here."""
+        """Sum a token's results on each expert rank, then on each node, then here."""
         inside, across = world.split("ep", self._record.node)
         token_T, row_T, token_N, row_N, token_R, row_R, send, receive, plan = handle
         y_RD, etp, wire = collect(y_RD, token_R, row_R), world.group("etp"), self.wire
@@ -65,10 +65,10 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         return collect(y_ND, token_T, row_T)
 
     def _counts(self, nodes_N: Tensor, experts_TK: Tensor, per_rank: int, world: World) -> Tensor:
-        """Return rows for and from each node, those for and from each rank inside, and copies.
+        """Return rows to and from each node, to and from each rank of this node, and copies.
 
-        What a rank hands on depends on rows that have yet to come to it, so all ranks tell each
-        other beforehand how many of their tokens need which node and which rank.
+        What a rank forwards depends on rows that it has yet to receive, so that all ranks first
+        exchange how many of their tokens need which node and which rank.
         """
         inside, across = world.split("ep", self._record.node)
         ep, etp, node, place = world.group("ep"), world.group("etp"), across.index, inside.index
