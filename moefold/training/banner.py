@@ -1,4 +1,4 @@
-"""What a run is, said before its first step: size, cost, live paths, balancing, data, folder."""
+"""The banner before a run's first step: size, cost, chosen kernels, balancing, data, folder."""
 
 import math
 import os
@@ -33,7 +33,7 @@ Row = tuple[str, str]
 
 
 def rows(job: Trainer) -> list[Row]:
-    """Return the banner's lines as (what, said); an empty ``what`` goes on with the line above."""
+    """Return the banner's lines as (title, text); an empty title continues the line above."""
     said = [*_model(job), *_cost(job), *_paths(job), ("balance", _balance(job)), *_data(job)]
     said.append(("folder", str(job.folder)))
     if job.resumed_from is not None:
@@ -67,12 +67,12 @@ def facts(job: Trainer) -> dict[str, Any]:
 
 
 def panel(job: Trainer, more: Sequence[Row] = ()) -> Panel:
-    """Return the banner for a terminal or a log: its lines, and ``more``."""
+    """Return the banner for a terminal or a log, with the lines of ``more`` at its end."""
     return card(f"[bold]{job.run.name}[/] · moefold", [*rows(job), *more], "cyan")
 
 
 def card(title: str, said: Iterable[tuple[str, str | Text]], colour: str) -> Panel:
-    """Return a framed list of (what, said)."""
+    """Return a framed list of (title, text)."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -82,12 +82,12 @@ def card(title: str, said: Iterable[tuple[str, str | Text]], colour: str) -> Pan
 
 
 def tokens_per_step(job: Trainer) -> int:
-    """Return the tokens of a batch."""
+    """Return the number of tokens in a batch."""
     return job.run.train.batch * job.run.data.seq
 
 
 def least_step_time(job: Trainer) -> float:
-    """Return the seconds that a step's products take on all ranks at the measured rate: a bound."""
+    """Return the seconds of a step's products on all ranks at the measured rate: a lower bound."""
     flops = job.counts.flops_per_token(job.run.data.seq, causal=True)
     return tokens_per_step(job) * flops / (job.utilisation.machine.flops_per_s * job.world.size)
 
@@ -126,7 +126,7 @@ def _model(job: Trainer) -> Iterator[Row]:
 
 
 def _adapters(job: Trainer) -> Iterator[Row]:
-    """Say which weights have adapters, of which rank and scale."""
+    """Yield lines on the weights that have adapters, with rank and scale."""
     found: dict[tuple[str, int, float], list[str]] = {}
     for adapter in (one for each in (job.decoder, *job.decoder.blocks) for one in each.adapters):
         path, _, leaf = adapter.weight.removesuffix(".weight").rpartition(".")
@@ -168,7 +168,7 @@ def _cost(job: Trainer) -> Iterator[Row]:
 
 
 def _device(job: Trainer) -> str:
-    """Name the device; for a CPU also how many threads compute, and whether they spin."""
+    """Return the device's name; for a CPU with the number of threads, and whether they spin."""
     if job.device.type == "cuda":
         return torch.cuda.get_device_name(job.device)
     threads, policy = torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY", "")
@@ -224,7 +224,7 @@ def _paths(job: Trainer) -> Iterator[Row]:
         share = f"{100 * extra / step:.0f} % of what the model takes"
         yield "", f"Newton-Schulz: {si(extra)}FLOP a step, {share}; MFU leaves it out"
     if job.device.type == "cuda" and job.run.layout.graphs != "none":
-        with suppress(ValueError):  # of what is not planned
+        with suppress(ValueError):  # the planner does not know the run
             held = max(graph_bytes(job.run, job.world.size))
             yield "graphs", f"{job.run.layout.graphs}: {size(held)} of inputs and outputs, planned"
     recompute = job.run.layout.recompute
@@ -243,11 +243,11 @@ def _paths(job: Trainer) -> Iterator[Row]:
 
 
 def _balance(job: Trainer) -> str:
-    """Say each term with its coefficient, and what all its layers add to the loss when even."""
+    """Describe each term: its coefficient, and what it adds to the loss under an even load."""
     found: dict[str, list[float]] = {}
     rates: dict[float, int] = {}
     model = job.model
-    if job.world.folding.sizes.pp > 1:  # a rank has some layers alone
+    if job.world.folding.sizes.pp > 1:  # a rank has only some layers
         model = DecoderModel(job.decoder, job.precision.precision, device="meta")
     for _, mixture in model.mixtures():
         for name, coefficient in mixture.terms.items():

@@ -1,8 +1,8 @@
-"""Calibrates the planner's time model for this CPU: kernels timed alone, then small whole steps.
+"""Calibration of the planner's time model for this CPU: single kernels, then small whole steps.
 
-Everything runs on one thread, and times are the process's own: on a machine that others use, a wall
-clock tells how busy they are. What a step spends beside its products is fitted by least squares to
-small models, which are not the recipes that are then predicted.
+Everything runs on one thread and is timed in CPU seconds of the process, since on a shared machine
+wall time depends on other load. The factors of a step's parts are fitted by least squares to steps
+of small models, other than the recipes that are then predicted.
 """
 
 import time
@@ -48,11 +48,11 @@ LENGTHS, HEADS, HEAD_DIM = (64, 256, 512, 1024), 4, 64
 """Tokens, heads and dims of a head of the attention that is timed."""
 LOSS_CHUNK = 1024
 PARTS = {
-    # lowest factor, and how sure 1 is beforehand: products in a step are never faster than alone
+    # lowest factor, and prior deviation from 1: products in a step are never faster than alone
     "compute": (1.0, 0.5), "memory": (0.1, 5.0), "launch": (0.1, 5.0), "optimizer": (0.1, 5.0),
     "step": (0.1, 5.0),
 }  # fmt: skip
-"""Parts of a step whose factors small models tell."""
+"""Parts of a step whose factors are fitted to small models."""
 NOISE = 0.05
 """Relative error of a measured step."""
 
@@ -81,7 +81,7 @@ class SmallModel:
         return Decoder(vocab=self.vocab, hidden=self.hidden, stacks=(stack,))
 
     def case(self, precision: Any, machine: Machine) -> Case:
-        """Return its step on a machine as the planner takes it."""
+        """Return the model's step on a machine as a case for the planner."""
         return Case(
             decoder=self.decoder,
             seq=self.seq,
@@ -112,14 +112,14 @@ SMALL_MODELS = (
 
 
 def measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, dict[str, float]]]:
-    """Measure this machine, then each run's step beside the step planned with that.
+    """Measure this machine, and compare each run's step with its plan.
 
     Returns:
-        The machine; of each run ``planned_s``, ``measured_s`` and ``off``, the relative error, in
-        the process's own seconds, and ``wall_s``.
+        The machine; for each run ``planned_s``, ``measured_s`` and ``off``, the relative error,
+        in CPU seconds of the process, and ``wall_s``.
 
     Raises:
-        ValueError: where a run is of several ranks or of no kind that is planned.
+        ValueError: if a run has several ranks or cannot be planned.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -155,8 +155,8 @@ def _case(run: Run, machine: Machine) -> Case:
 
 
 def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
-    """Measure single kernels; returns the machine without what whole steps tell."""
-    little = torch.zeros(16, requires_grad=True)  # a call that does next to nothing
+    """Measure single kernels; return the machine before it is fitted to whole steps."""
+    little = torch.zeros(16, requires_grad=True)  # times the overhead of a call
     tables: dict[str, Any] = {"call_s": _seconds(lambda: little * 2.0, times=200)}
     a, b, out = (torch.randn(2**22) for _ in range(3))
     # Large sums: two rows are read and one is written.
@@ -181,9 +181,9 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
 
 
 def _seconds(call: Callable[[], Any], least: float = 0.05, times: int = 1) -> float:
-    """Return the median of the process's own seconds for a call, over ``least`` seconds of them.
+    """Return the median CPU seconds of a call, measured for at least ``least`` seconds.
 
-    Short calls are timed ``times`` together.
+    Each measurement covers ``times`` calls, for short ones.
     """
     call()
     taken: list[float] = []
@@ -196,7 +196,7 @@ def _seconds(call: Callable[[], Any], least: float = 0.05, times: int = 1) -> fl
 
 
 def _products(dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
-    """Yield rows, outputs, inputs and FLOP/s of matrix products."""
+    """Yield rows, outputs, inputs and FLOP/s of each matrix product."""
     for m, n, k in SHAPES:
         a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
         times = max(1, 2**24 // (m * n * k))
@@ -204,7 +204,7 @@ def _products(dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
 
 
 def product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
-    """Return the share of the peak and the half size that fit products best, in logarithms."""
+    """Return the share of the peak and the half size that fit the products' log rates best."""
 
     def fitted(half: float) -> tuple[float, float, float]:
         h = half * peak / 1e15
@@ -219,7 +219,7 @@ def product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tu
 
 
 def _attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, float]]]:
-    """Return length and share of the peak of attention's own products, forward and backward."""
+    """Return lengths with attention's share of the peak rate, for forward and backward."""
     found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
     for length in LENGTHS:
         q, k, v = (torch.randn(length, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
@@ -235,9 +235,9 @@ def _attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, flo
 
 
 def length_law(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:
-    """Return rate and half length of ``share = rate / (1 + half / length)``, by its two ends.
+    """Return rate and half length of ``share = rate / (1 + half / length)``, from both ends.
 
-    Short lengths come first. The time model scales rates by a head's ``dim`` over 128.
+    ``found`` is in ascending order of length. The time model scales rates by head dim over 128.
     """
     (short, low), (long, high) = found[0], found[-1]
     half = max(0.0, (high - low) / max(low / short - high / long, 1e-9))
@@ -248,7 +248,7 @@ def length_law(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, flo
 
 
 def stepping(case: Case) -> Callable[[], None]:
-    """Return a call that makes one optimizer step of a case on one rank."""
+    """Return a function that runs one optimizer step of a case on one rank."""
     precision = "fp32" if case.numbers.recipe == "fp32" else "bf16"
     model = DecoderModel(case.decoder, precision)
     initialise(model, case.decoder, seed=1)
@@ -270,10 +270,10 @@ def stepping(case: Case) -> Callable[[], None]:
 
 
 def alternated(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
-    """Run calls in turn, so that a drifting machine moves all alike.
+    """Run calls in turn, so that drifting load affects all alike.
 
     Returns:
-        Medians over the rounds: ``own`` seconds of the process, and ``wall`` seconds.
+        Medians over the rounds: ``own``, CPU seconds of the process, and ``wall`` seconds.
     """
     for call in calls.values():
         call()
@@ -289,7 +289,7 @@ def alternated(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
 
 
 def features(case: Case) -> list[float]:
-    """Return a step's planned seconds by the parts that whole steps tell: see ``PARTS``."""
+    """Return a step's planned seconds by part, in the order of ``PARTS``."""
     software, numbers, parts = case.software, case.numbers, estimate(case).parts
     setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed)
     compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
@@ -300,9 +300,9 @@ def features(case: Case) -> list[float]:
 
 
 def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float]) -> Machine:
-    """Return the machine with what small steps tell: how far parts are from single kernels.
+    """Return the machine with rates scaled by the factors of parts that fit small steps.
 
-    ``measured`` has the seconds of steps that ``cases`` plan on it, of one or both formats.
+    ``measured`` has the seconds of the steps that ``cases`` describe, in one or both formats.
     """
     rates, tables = dict(machine.rates), dict(machine.tables)
     for form in {case.numbers.recipe for case in cases}:
@@ -317,7 +317,7 @@ def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float])
 
 
 def _scaled(rates: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
-    """Return rates by which each part takes its factor more."""
+    """Return rates with which each part takes longer by its factor."""
     found = dict(rates)
     for name in ("gemm", "forward_rate", "backward_rate"):
         found[name] /= factors["compute"]
@@ -329,13 +329,13 @@ def _scaled(rates: Mapping[str, float], factors: Mapping[str, float]) -> dict[st
 
 
 def _factors(rows: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:
-    """Return the factor of each part by least relative squares, near 1 where steps do not tell."""
+    """Return each part's factor by least relative squares, near 1 if the steps do not show it."""
     lowest, sure = torch.tensor(list(PARTS.values()), dtype=torch.float64).T
     scaled = rows / measured[:, None] / NOISE
     left = scaled.T @ scaled + torch.diag(1 / sure**2)
     right = scaled.sum(0) / NOISE + 1 / sure**2
     factors = torch.ones_like(sure)
-    # Coordinate by coordinate, as factors have lower bounds: no part takes time away.
+    # Coordinate descent, since factors have lower bounds: no part takes negative time.
     for _ in range(500):
         for i in range(len(factors)):
             rest = right[i] - left[i] @ factors + left[i, i] * factors[i]

@@ -20,14 +20,14 @@ from moefold.training.hooks.base import Figures
 from moefold.training.words import plural
 
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Memory of this machine."""
+"""Memory of this machine in bytes."""
 SIDES = {"cpu": (128, 256, 512, 768, 1024)}
 SIDES_ELSEWHERE = (512, 1024, 2048, 4096, 8192)
-"""Of the square products that are timed: the best rate counts, whichever has it."""
+"""Side lengths of the square products that are timed; the best rate counts."""
 PEAK_FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-"""Formats that chips' peaks are published for."""
+"""Formats for which chips' peak rates are published."""
 AGAIN, AGAIN_S = 3, 0.5
-"""How often, and for how long, the machine's rate is measured again where steps exceed it."""
+"""Number and seconds of new measurements of the machine's rate if steps exceed it."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,27 @@ class MatrixRate:
 
     flops_per_s: float
     source: str
-    """How the rate is known."""
+    """How the rate was determined."""
 
 
 def measure(
     dtypes: Sequence[torch.dtype], device: torch.device, seconds: float = 0.08
 ) -> dict[torch.dtype, MatrixRate]:
-    """Time square products, as a linear layer makes them, and return the best rate of each type.
+    """Time square products, as in a linear layer, and return the best rate of each dtype.
 
-    The types take turns, so that a machine which others use is alike to all. A size whose product
-    would not fit in the time that is left is passed over: of a slow type only small ones run. Each
-    type is given ``seconds``, and a first product more.
+    The dtypes alternate, so that other load on the machine affects all alike. Sizes whose product
+    would exceed the remaining time are skipped: in a slow dtype only small ones run. Each dtype
+    gets ``seconds``, plus one first product.
     """
     sides = SIDES.get(device.type, SIDES_ELSEWHERE)
     own = torch.Generator(device).manual_seed(0)
-    # Drawn, since a device multiplies zeros faster, and from a generator apart.
+    # Random, since devices multiply zeros faster; the global generator is left alone.
     drawn = torch.rand(2 * max(sides) ** 2, device=device, generator=own)
     values = {dtype: drawn.to(dtype) for dtype in dtypes}
     best = dict.fromkeys(dtypes, (0.0, sides[0]))
     spent, fits = dict.fromkeys(dtypes, 0.0), True
     for given in values.values():
-        _product_seconds(given, sides[0])  # what the first one sets up is not its own time
+        _product_seconds(given, sides[0])  # warm-up: the first product includes set-up
     while fits:
         fits = False
         for side, dtype in product(sides, dtypes):
@@ -83,11 +83,11 @@ def _product_seconds(values: Tensor, side: int) -> float:
 
 
 measured = cache(measure)
-"""What ``measure`` finds, the first time it is asked for in this process."""
+"""``measure``, cached for the life of the process."""
 
 
 def machines(device: torch.device, *more: Precision) -> dict[Precision, MatrixRate]:
-    """Return the measured rates of bf16, fp32 and ``more``; once measured, at no cost."""
+    """Return the measured rates of bf16, fp32 and ``more``, cached after the first call."""
     wanted: tuple[Precision, ...] = ("bf16", "fp32", *more)
     names = tuple(dict.fromkeys(wanted))
     found = measured(tuple(DTYPES[name] for name in names), device)
@@ -95,19 +95,19 @@ def machines(device: torch.device, *more: Precision) -> dict[Precision, MatrixRa
 
 
 def settled(asked: Asked, device: torch.device) -> Precision:
-    """Return the number format that a run asks for; for ``auto`` the faster one on this device."""
+    """Return the format that ``asked`` stands for: ``auto`` is the faster one on this device."""
     if asked != "auto":
         return asked
     return faster({name: one.flops_per_s for name, one in machines(device).items()})
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device calls itself."""
+    """Return the name of a CUDA device, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def cpu_name() -> str:
-    """Return what the processor calls itself."""
+    """Return the processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
@@ -116,26 +116,26 @@ def cpu_name() -> str:
 
 
 class Utilisation:
-    """Model FLOPs per second as shares of what devices can do; no share above one is given.
+    """Model FLOPs utilisation (MFU) of the ranks of ``world``, which compute in ``dtype``.
 
-    The ranks of ``world`` compute, on devices of one kind, and products in ``dtype``.
+    All devices are of one kind. Utilisations above 1 are not reported.
     """
 
     def __init__(self, machine: MatrixRate, dtype: torch.dtype, world: World) -> None:
         device = world.device
         self._dtype, self._device, self._ranks, self._left = dtype, device, world.size, AGAIN
         self.machine = machine
-        """The measured rate of one rank's device, or the best one since."""
+        """Best rate of one rank's device measured so far."""
         self.peak: float | None = None
-        """FLOP/s that the chip is sold with, None where that is not known."""
+        """The chip's published peak in FLOP/s, None if unknown."""
         chip = sold_as(device_name(device)) if device.type == "cuda" else None
         if chip is not None and dtype in PEAK_FORMATS:
             self.peak = chip.peak(PEAK_FORMATS[dtype])
 
     def figures(self, flops_per_s: float) -> Figures:
-        """Return ``mfu``, the share of the measured rate, and ``mfu_of_peak`` where it is known.
+        """Return ``mfu``, the share of the measured rate, and ``mfu_of_peak`` if that is known.
 
-        A rate that steps exceed was taken while the machine was busy: it is measured again.
+        If steps exceed the measured rate, the machine was busy then: it is measured again.
         """
         each = flops_per_s / self._ranks
         while each > self.machine.flops_per_s and self._left:

@@ -1,4 +1,4 @@
-"""Memory of a run: what is made again where that is left to the planner, and what a rank lacked."""
+"""Memory of a run: ``recompute: auto`` by the planner, and explanations of out-of-memory errors."""
 
 import gc
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ GIB = 2**30
 
 
 def settle_recompute(run: Run, world: World) -> Run:
-    """Return the run with the kinds that are made again, or leave, in place of ``auto``.
+    """Return the run with recompute and offload policies chosen in place of ``auto``.
 
     Raises:
-        ValueError: where nothing fits the limit, with what it would take.
+        ValueError: if no choice fits the limit; says how much memory is needed.
     """
     if not isinstance(run.layout.recompute, Auto):
         return run
@@ -32,7 +32,7 @@ def settle_recompute(run: Run, world: World) -> Run:
 
 
 def cluster_of(world: World) -> Cluster:
-    """Return the ranks' devices as a plan takes them; processes of a CPU share its memory."""
+    """Return the ranks' devices as the planner's cluster; ranks on a CPU share its memory."""
     if world.device.type == "cuda":
         found = sold_as(torch.cuda.get_device_name(world.device)) or device(PRICED)
         room = torch.cuda.get_device_properties(world.device).total_memory
@@ -59,12 +59,12 @@ def heap_frozen() -> Iterator[None]:
 
 
 class OutOfMemory(RuntimeError):
-    """A rank's device had no memory left; the text says what it held and what was expected."""
+    """A rank's device is out of memory; the text says what it held and what was planned."""
 
 
 @contextmanager
 def explaining_oom(run: Run, world: World) -> Iterator[None]:
-    """Add to a device's refusal who it was, what it held, and what was to be expected.
+    """Add the rank, its memory and the planned memory to an out-of-memory error of torch.
 
     Raises:
         OutOfMemory: instead of torch's error.

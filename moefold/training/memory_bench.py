@@ -1,4 +1,4 @@
-"""A step's memory by part and action, planned beside executed on processes of this machine."""
+"""Comparison of a step's planned and measured memory, by part and action, on local processes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,13 @@ from moefold.training.weigh import state_bytes, weigh
 
 PARTS = ("weights", "master", "moments", "gradients", "activations", "operands", "messages")
 Planned = list[list[dict[str, float]]]
-"""Bytes by part after each action of each stage's line."""
+"""Planned bytes by part, after each action of each stage's line of the schedule."""
 COLOURS = ("#4c78d8", "#7b8496", "#b8bfcc", "#d1495b", "#edae49", "#66a182", "#2e4057")
 
 
 @dataclass(frozen=True)
 class ActionBytes:
-    """Bytes once an action of a rank's line has ended, by part; ``rows``: activations by row."""
+    """Bytes by part after an action of a rank's line; ``rows``: planned activations by tensor."""
 
     rank: int
     pp: int
@@ -46,11 +46,11 @@ class ActionBytes:
 
 
 def compare(run: Run, world: int) -> list[ActionBytes]:
-    """Run two steps of random tokens, and return what ranks hold after each action of the second.
+    """Run two steps on random tokens; return the ranks' bytes after each action of the second.
 
     Raises:
-        RunError: where the run's layout does not fit so many ranks.
-        ValueError: where this machine has too little memory.
+        RunError: if the run's layout does not fit so many ranks.
+        ValueError: if this machine has too little memory.
     """
     demand_fit(run, world)
     cluster = Cluster(processor(1e11, 1e10, HOST_BYTES), world, 1, 1)
@@ -76,7 +76,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
 
 
 def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Return the planned bytes of a pipeline rank after each action, and its rows."""
+    """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
     state, found = stage_of(case, pp).state, []
     row = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
     crossing = messages_after(plan(layout, pp, case.micro_batches))  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float],
 def executed(
     spot: Spot, run: Run, precision: Precision, micro_batches: int, wanted: Planned
 ) -> Any:
-    """Return every rank's bytes after each action of the second of two steps."""
+    """Return every rank's measured bytes after each action of the second of two steps."""
     folding = Folding(run.layout.split, spot.world, run.layout.order)
     with World.open(folding, "cpu", run.watch.time_out_s) as world:
         return _executed(world, run, precision, micro_batches, wanted)
@@ -118,7 +118,7 @@ def _executed(
 
 
 def drawn(found: list[ActionBytes], title: str) -> Figure:
-    """Draw what the first rank of each stage holds after each action, under what is planned."""
+    """Plot what the first rank of each stage holds after each action, with the planned total."""
     first = {one.pp: one.rank for one in reversed(found)}
     figure = Figure(figsize=(9, 1 + 2.6 * len(first)), layout="constrained")
     figure.suptitle(title)

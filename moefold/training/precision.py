@@ -1,4 +1,4 @@
-"""Precision of a run: the number format of its products, settled once when the run is opened."""
+"""Precision of a run: the compute format of its products, chosen once when the run is opened."""
 
 import logging
 import os
@@ -26,26 +26,26 @@ _log = logging.getLogger("moefold.training")
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """What products of a run are computed in, and why."""
+    """The compute format of a run's products, and the reason for it."""
 
     precision: Precision
     why: str
     machine: MatrixRate
-    """This machine's rate in it."""
+    """This machine's rate in ``precision``."""
     rates: Mapping[str, float]
-    """FLOP/s of products here, by format."""
+    """FLOP/s of products on this machine, by format."""
     began: Mapping[str, Any]
-    """For the checkpoint: what the run asked for when it began, and the rates it was chosen by."""
+    """For the checkpoint: the format asked for when the run began, and the rates measured then."""
 
     @classmethod
     def of(
         cls, run: Run, folder: Path, world: World, memory: MemoryCheckpoint | None = None
     ) -> "PrecisionChoice":
-        """Settle the format on the first rank, for all.
+        """Choose the format on rank 0, for all ranks.
 
-        ``auto`` is what the run in ``folder`` was begun in, else the faster one here. A format that
-        is slower than another by 2x or more is warned of. Where there are copies in ``memory``,
-        nothing is measured again.
+        ``auto`` is the format in which the run in ``folder`` began, else the faster one on this
+        machine. A format that is slower than another by 2x or more causes a warning. If there are
+        copies in ``memory``, nothing is measured again.
         """
         asked = run.train.precision
         kept = {} if memory is None else memory.format
@@ -67,7 +67,7 @@ class PrecisionChoice:
 
         said = on_first(found, world.on_host)
         rates, held = said["rates"], said["held"]
-        if held is not None and asked in ("auto", held):  # Its own run file says what was settled.
+        if held is not None and asked in ("auto", held):  # Stored run files have the chosen format.
             precision, why = held, "as the run began"
         elif asked != "auto":
             precision, why = asked, "asked for"
@@ -83,12 +83,12 @@ class PrecisionChoice:
         return chosen
 
     def settle(self, run: Run) -> Run:
-        """Return the run with this format in place of what it asks for."""
+        """Return the run with this format as its ``train.precision``."""
         train = run.train.model_copy(update={"precision": self.precision})
         return run.model_copy(update={"train": train})
 
     def warn(self) -> None:
-        """Warn where another format is faster here by 2x or more."""
+        """Warn if another format is faster on this machine by 2x or more."""
         slow = slowness(self.precision, self.rates)
         if slow is None:
             return
@@ -108,16 +108,16 @@ class PrecisionChoice:
 
 
 def prepare_products(run: Run, device: torch.device) -> None:
-    """Let products be summed in fp32, to the same bits each time where the run asks for it.
+    """Make bf16 products accumulate in fp32, and all operations deterministic if the run asks so.
 
     Raises:
-        ValueError: where what the run asks for multiplies codes and is not there.
+        ValueError: if the back end of quantised products that the run names is not available.
     """
     if isinstance(asked := run.train.quantise, Quantise) and run.train.precision != "fp64":
         demand(asked.backend, device)
-    # Else parts of a sum may be rounded to bf16 before they are added.
+    # Otherwise partial sums may be rounded to bf16 before they are added.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if run.deterministic:
-        # What cuBLAS needs to be so too; it is read before the first product on a device.
+        # Required by cuBLAS, which reads it before the first product on a device.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

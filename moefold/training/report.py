@@ -1,4 +1,4 @@
-"""A run's past as one self-contained page: curves, expert load, downtime and goodput."""
+"""A run's history as one self-contained HTML page: curves, expert load, downtime and goodput."""
 
 import base64
 import html
@@ -15,9 +15,9 @@ from moefold.training.words import clock, count
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 MOST_POINTS = 1200
-"""Points of one curve; longer ones are averaged in groups."""
+"""Maximum number of points of a curve; longer ones are averaged in groups."""
 MOST_CHECKS = 300
-"""Columns of a heat map."""
+"""Maximum number of columns of a heat map."""
 BASELINES = {"bigram": "bigram table", "xz": "xz -9e"}
 LAYER_CURVES = {
     "load_max_over_mean": "Busiest expert, load over the mean",
@@ -28,14 +28,14 @@ LAYER_CURVES = {
     "bias_range": "Selection bias, largest less smallest",
 }
 PARTS = ("restart_s", "load_s", "lost_s")
-"""From the notice of a loss to the new meeting; to the first step; steps that were made again."""
+"""Seconds from the notice of a loss to the rendezvous, from there to the start, of lost steps."""
 
 
 def summary(history: History) -> dict[str, Any]:
-    """Return the run in figures: how far, how good, how fast, how healthy.
+    """Return key figures of a run: progress, losses, speed, downtime, alarms.
 
     ``goodput`` is the time inside the steps that count over the time from the first start to the
-    newest sign of life, standstills between processes included.
+    newest event, downtime between processes included.
     """
     if not history.lines:
         raise ValueError("the folder has no metrics yet: metrics.jsonl is missing or empty")
@@ -68,11 +68,11 @@ def summary(history: History) -> dict[str, Any]:
 
 
 def downtime(history: History, wall_s: float) -> dict[str, Any]:
-    """Return restarts, recoveries in place, steps made again, and the seconds of each part.
+    """Return restarts, recoveries in place, repeated steps, and the seconds of each of ``PARTS``.
 
-    ``save_every_s`` is the interval between checkpoints that would lose least with the faults of
-    this run and the stall that its own saves had; it is absent where neither is known. ``wall_s``
-    goes from the first start to the newest sign of life.
+    ``save_every_s`` is the interval between checkpoints that would lose least time with this run's
+    rate of faults and the stalls of its saves; absent unless both are known. ``wall_s`` is the
+    time from the first start to the newest event.
     """
     starts = [event for event in history.events if event.get("event") == "start"]
     lived = [start for start in starts if "recovered" in start]
@@ -99,7 +99,7 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
 
 
 def page(history: History, title: str, subtitle: str) -> str:
-    """Write the page; raises ValueError where the run has no metrics yet."""
+    """Return the page; raises ``ValueError`` if the run has no metrics yet."""
     facts = summary(history)
     data = {"cards": _cards(facts), "charts": _charts(history), "heat": _heat(history)}
     return render_page(TEMPLATE, title, subtitle, data)
@@ -107,14 +107,14 @@ def page(history: History, title: str, subtitle: str) -> str:
 
 def render_page(template: Path, title: str, subtitle: str, data: dict[str, Any]) -> str:
     """Fill an HTML template's ``__TITLE__``, ``__SUBTITLE__`` and ``__DATA__`` (JSON)."""
-    # Inside a script element nothing may look like the end of it, nor open a comment.
+    # JSON in a script element must contain neither its end tag nor the start of a comment.
     packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     text = template.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title))
     return text.replace("__SUBTITLE__", html.escape(subtitle)).replace("__DATA__", packed)
 
 
 def _cards(facts: dict[str, Any]) -> list[list[str]]:
-    """Return (figure, what it is) of each card."""
+    """Return (figure, label) of each card."""
     cards = []
     for name, key in sets(facts):
         cards.append([f"{facts[key]:.3f}", f"bits per byte, {name}"])
@@ -144,12 +144,12 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
 
 
 def loss_chart(history: History) -> dict[str, Any]:
-    """Return the lines of the loss, training first, and marks: in bits per byte where known."""
+    """Return the loss chart: lines, training first, and baselines; in bits per byte if known."""
     factor = history.bits_per_byte_per_nat()
     train = history.curve("lm_loss")
     train = Curve(train.steps, train.values * (factor or 1.0))
     keys = sets(history.keys()) if factor else [("held out", "val_loss")]
-    # Held-out text is measured by cross-entropy whatever is trained, but for pairs.
+    # Held-out text is measured by cross-entropy whatever the training loss, except for pairs.
     apart = history.loss != CROSS_ENTROPY and any(sets(history.keys()))
     lines = [_line(f"training ({history.loss})" if apart else "training", train, smooth=True)]
     lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
@@ -159,7 +159,7 @@ def loss_chart(history: History) -> dict[str, Any]:
 
 
 def loss_unit(history: History) -> str:
-    """Return what the loss is counted in, in words."""
+    """Return the unit of the loss, in words."""
     if history.bits_per_byte_per_nat():
         return "bits per byte"
     pairs = any("preference/margin" in line for line in history.lines)
@@ -185,7 +185,7 @@ def _charts(history: History) -> list[dict[str, Any]]:
     for quantity, title in LAYER_CURVES.items():
         found = [k for k in keys if k.startswith("moe/") and k.endswith(f"/{quantity}")]
         lines = [_line(f"layer {k.split('/')[1]}", history.curve(k)) for k in found]
-        # That no expert is dead is news; that nothing is dropped where nothing can be is none.
+        # Zero dead experts is of interest; other quantities that are always zero are left out.
         if quantity == "dead_experts" or any(any(line["y"]) for line in lines):
             charts.append({"title": title, "lines": lines, "layers": True})
     charts = [{**c, "lines": [line for line in c["lines"] if line["x"]]} for c in charts]
@@ -203,12 +203,12 @@ def _line(name: str, curve: Curve, smooth: bool = False, dots: bool = False) -> 
 
 
 def encoded(array: np.ndarray) -> str:
-    """Return an array's bytes in base64, for the scripts of a page."""
+    """Return an array's bytes in base64, for a page's script."""
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
 
 
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
-    """Average groups of neighbours until at most ``MOST_POINTS`` are left."""
+    """Average groups of neighbours, so that at most ``MOST_POINTS`` are left."""
     size = -(-len(steps) // MOST_POINTS) or 1
     starts = np.arange(0, len(steps), size)
     if not len(starts):
@@ -220,7 +220,7 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[floa
 
 
 def _heat(history: History) -> dict[str, Any] | None:
-    """Return the loads as bytes: 0 is no token, 64 a fair share, 255 four of them or more."""
+    """Return the loads as bytes: 0 is no token, 64 a fair share, 255 four fair shares or more."""
     found = history.load()
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""A stored model that writes: text, or answers in the form of its chat template."""
+"""Generation with a stored model: continued text, or answers in its chat template."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,27 +20,27 @@ from moefold.training.model_checkpoint import StoredModel, fill
 
 TEMPERATURE, TOP_P = 0.8, 0.95
 UNFINISHED = "\ufffd"
-"""What stands for the bytes of a character of which some are still to come."""
+"""Decoded form of a character whose bytes are incomplete."""
 
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model with its tokenizer, and how it is sampled. No cache is kept across prompts."""
+    """A model with its tokenizer and defaults for sampling. No cache is kept across prompts."""
 
     path: Path
     model: DecoderModel
     tokenizer: Tokenizer
     window: int | None
-    """Longer texts than it was trained on are new to the model."""
+    """Maximum number of tokens that the model sees, its training length; None: no limit."""
     step: int | None = None
-    """Steps that it was trained for, None of a folder."""
+    """Steps that the model was trained for, None for a Hugging Face folder."""
 
     @classmethod
     def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> "Speaker":
-        """Load a Hugging Face folder, a checkpoint, or a run's newest one.
+        """Load a Hugging Face folder, a checkpoint, or a run's newest checkpoint.
 
         Raises:
-            CheckpointError: where it has no tokenizer.
+            CheckpointError: if it has no tokenizer.
         """
         path, device, step = Path(source), device_kind(), None
         if is_hub_folder(path):
@@ -66,7 +66,7 @@ class Speaker:
         return cls(path, model, tokenizer, window, step)
 
     def settings(self, **asked: Any) -> dict[str, Any]:
-        """Return how tokens are drawn: as asked for, else as the folder says, else as usual."""
+        """Return options of ``generate``: those given, else the folder's, else the defaults."""
         said = self.tokenizer.files.generation(self.tokenizer.end_id)
         said = {name: value for name, value in said.items() if value is not None}
         found = {"temperature": said.get("temperature", TEMPERATURE), "top_k": said.get("top_k")}
@@ -78,20 +78,20 @@ class Speaker:
         return found | {"ends": self.tokenizer.ends, "vocab": vocab, "window": self.window}
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a conversation up to where the next answer begins, as tokens."""
+        """Return a conversation as token ids, up to the beginning of the next answer."""
         template = chat_template(self.tokenizer, today=datetime.now())
         text = template.render(messages, prompt=True).text
         ((ids_N, _),) = self.tokenizer.encode_chats([text])
         return ids_N.tolist()
 
     def write(self, prompts: Sequence[Sequence[int]], tokens: int, **how: Any) -> list[list[int]]:
-        """Return what follows each prompt, all of them in one pass a token."""
+        """Return the token ids generated after each prompt, decoded together."""
         return generate(Continued(self.model), prompts, tokens, **self.settings(**how))
 
     def answer(
         self, messages: Sequence[Mapping[str, Any]], tokens: int, **how: Any
     ) -> Iterator[str]:
-        """Yield the next answer of a conversation, piece by piece of whole characters."""
+        """Yield the next answer of a conversation in pieces of whole characters."""
         ids, shown = list[int](), ""
         prompt = [self.prompt(messages)]
         for written in stream(Continued(self.model), prompt, tokens, **self.settings(**how)):

@@ -1,8 +1,8 @@
-"""Bytes that a rank holds after each action of a step, by part, as they are while it runs.
+"""Measured bytes that a rank holds after each action of a step, by part.
 
-A storage belongs to what owns it: parameters and their copies, gradients, messages between stages.
-Of the rest, which the step has made and something holds, part is on the queues of weights' products
-(operands) and all else is activations.
+A storage counts for its owner: parameters and their copies, gradients, messages between stages. Of
+the other live storages made in the step, those on queues of deferred weight gradients are operands,
+and the rest are activations.
 """
 
 import time
@@ -29,16 +29,16 @@ from moefold.schedule.table import Action, Step
 from moefold.training.step import gradients
 
 Bytes = dict[str, int]
-"""By part: weights, master, moments, gradients, activations, operands and messages; all pages
-and ``host pages``, where there are some; and activations on ``host`` and ``disk``."""
+"""Bytes by part: weights, master, moments, gradients, activations, operands and messages; all
+pages and ``host pages``, if there are some; and activations on ``host`` and ``disk``."""
 MADE = ("activations", "operands", "messages")
-"""What steps make and let go."""
+"""Parts that are allocated and freed within a step."""
 PATIENCE_S = 2.0
-"""How long threads of the back end may take to let go of rows that they have sent."""
+"""Maximum wait for threads of the communication back end to free rows that they have sent."""
 
 
 class Made(TorchDispatchMode):
-    """Sees every storage that is made while it is open, on the thread that opened it."""
+    """Records every storage created while the mode is active, on the thread that entered it."""
 
     def __init__(self, storages: dict[int, tuple[StorageWeakRef, int]] | None = None) -> None:
         super().__init__()
@@ -55,17 +55,17 @@ class Made(TorchDispatchMode):
         return result
 
     def alive(self, known: Iterable[int]) -> int:
-        """Return the bytes of those that are still there and not known."""
+        """Return the bytes of the recorded storages that are alive and not among ``known``."""
         found, known = self.storages.items(), set(known)
         return sum(size for key, (s, size) in found if key not in known and not s.expired())
 
 
 class Weighing(Executor):
-    """An executor that weighs what is there after each step of its line, and what that fetches for
-    the next one; into ``left``.
+    """An executor that measures the live bytes after each step of its line, including what is
+    prefetched for the next one, and appends them to ``left``.
 
-    Threads of the back end hold the rows of an exchange until they run again. So where ``wanted``
-    says what is planned to be there, more than that is looked at for a while.
+    Threads of the communication back end hold the rows of an exchange until they run again. If
+    more is live than is planned in ``wanted``, the measurement is repeated for a while.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Weighing(Executor):
         self._patience = PATIENCE_S
 
     def run(self) -> Any:
-        """Run every step of this rank's line, and weigh after each."""
+        """Run every step of this rank's line, and measure after each."""
         with Made() as self._made:
             return super().run()
 
     def _chain(self, action: Action) -> Chain:
-        """Return the action's chain, whose exchanges are seen on their own thread too."""
+        """Return the action's chain, with storages recorded on its exchanges' thread too."""
         state, tasks = super()._chain(action)
         exchanges = [isinstance(one, LaneTask) and one.exchanges for one in tasks]
         seen = zip(tasks, exchanges, strict=True)
@@ -113,13 +113,13 @@ class Weighing(Executor):
         found, until = self._weighed(), time.monotonic() + self._patience
         while self._beyond(found) and self._patience:
             if time.monotonic() > until:
-                self._patience = 0.0  # it stays so, and is waited for once
+                self._patience = 0.0  # the excess is permanent: wait only once
             time.sleep(0.001)
             found = self._weighed()
         self._left.append(found)
 
     def _beyond(self, found: Bytes) -> bool:
-        """Whether there is more of what a step makes than is planned."""
+        """Whether more is live of the parts in ``MADE`` than is planned."""
         wanted = self._wanted[len(self._left)] if self._wanted else {}
         return any(found[part] > size + 0.5 for part, size in wanted.items() if part in MADE)
 
@@ -129,8 +129,8 @@ class Weighing(Executor):
         known: dict[str, set[int]] = defaultdict(set)
         for part, tensor in held_by(self._data):
             known[part].add(tensor.untyped_storage()._cdata)
-        # What all layers of a pass share, and figures: shares of losses, router terms, rows that a
-        # dispatch had no room for.
+        # Tensors that all layers of a pass share, and figures: losses, router terms, rows that
+        # overflowed a dispatcher's room.
         shared = [*self._ran.losses, *(terms for *_, terms in self._ran.terms)]
         shared += chain.from_iterable(flow.overflow for flow in self._flows)
         pairs = [pair for f in self._flows for pair in ((f.rows, f.piece), *f.ahead)]
@@ -158,7 +158,7 @@ class Weighing(Executor):
 
 
 def _read(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that queued products read: they are closures over them."""
+    """Yield the tensors that queued products will read, from closures and partials."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Deferred):
@@ -176,7 +176,7 @@ def _read(value: Any) -> Iterator[Tensor]:
 
 
 def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a rank holds of parameters and their gradients, with the part it belongs to."""
+    """Yield a rank's tensors for parameters and their gradients, each with its part's name."""
     model = data.placed.model
     yield from (("weights", one) for one in (*model.recipe.copies, *model.recipe.codes))
     yield from (("shared", buffer) for buffer in model.buffers())
@@ -210,10 +210,10 @@ def weigh(
     loss_chunk: int,
     wanted: Sequence[Mapping[str, float]] = (),
 ) -> list[Bytes]:
-    """Compute a step's gradients; return what is there after each step of this rank's line.
+    """Compute a step's gradients; return the live bytes after each step of this rank's line.
 
-    ``wanted``: what is planned to be there then. Of a step that is made twice, as rows lacked
-    room, it is the first that is planned and weighed.
+    ``wanted``: the planned bytes. If the step is repeated because rows overflowed, its first
+    attempt is measured.
     """
     left: list[Bytes] = []
 
