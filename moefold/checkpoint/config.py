@@ -1,4 +1,4 @@
-"""The record of how checkpoints are kept. Imports no torch."""
+"""Records of when and where checkpoints are written, and which are kept. Imports no torch."""
 
 from typing import Annotated, Literal
 
@@ -11,31 +11,30 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class NodeLocal(Record):
-    """Copies on the machines' own disks, which a restart in the same layout goes on from."""
+    """Copies on the machines' local disks, from which a restart in the same layout resumes."""
 
     folder: Annotated[str, Field(min_length=1), OnDisk()]
-    """Folder on each machine's own disk; ``$NAME`` is a variable of its environment."""
+    """Folder on each machine's local disk; ``$NAME`` is an environment variable of the machine."""
     every: Count = 50
-    """Steps between copies, of which two are kept."""
+    """Steps between copies, of which the last two are kept."""
 
 
 class CheckpointPolicy(Record):
-    """When a checkpoint is written, how many stay, and what a failed save means."""
+    """When a checkpoint is written, how many are kept, and what happens when a save fails."""
 
     every: Count | None = 500
-    """Steps between saves; None saves at the end only."""
+    """Steps between saves; None saves only at the end."""
     keep: Count = 3
-    """How many of the newest are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: Count | None = None
-    """Besides the newest, each checkpoint whose step is a multiple of this is kept."""
+    """Also keep each checkpoint whose step is a multiple of this."""
     shard_bytes: Annotated[int, Field(ge=1024)] = 2**30
-    """A shard file is closed before it grows past this; a larger tensor has a shard of its own."""
+    """Most bytes of tensors in a shard file; a larger tensor has its own shard."""
     attempts: Annotated[int, Field(ge=1, le=10)] = 3
-    """How often a save is tried when the storage fails for a moment."""
+    """Number of attempts at a save when storage has a transient error."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """Whether a run goes on without the checkpoint when a save has failed."""
+    """Whether a run continues or stops after a failed save."""
     asynchronous: bool = False
-    """Whether checkpoints are copied to host memory, and written from there while training goes
-    on."""
+    """Whether checkpoints are copied to host memory and written during further training."""
     local: NodeLocal | None = None
-    """Further copies on the machines' own disks, where these are faster than shared storage."""
+    """Additional copies on the machines' local disks, if these are faster than shared storage."""

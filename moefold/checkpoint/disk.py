@@ -1,6 +1,6 @@
-"""The few operations on storage that checkpoints are made of. Imports no torch.
+"""The file operations that checkpoints use. Imports no torch.
 
-All of them go through one object, so that a test can refuse, tear or stop each of them.
+All go through one object, so that tests can make each one fail, tear or block.
 """
 
 import errno
@@ -15,16 +15,16 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
-"""Takes a line for the log."""
+"""Logs a line."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 PASSING = FULL | {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT}
-"""Errors of storage that may be gone a moment later."""
+"""Transient storage errors, after which a retry may succeed."""
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
 class Disk:
-    """Plain operations on the local file system. Paths are never followed through a link."""
+    """Operations of the file system; ``open`` and ``size`` refuse symbolic links."""
 
     def make_folder(self, path: Path) -> None:
         """Create a folder that does not exist yet."""
@@ -57,13 +57,13 @@ class Disk:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno not in UNSUPPORTED:  # some network file systems have no such call
+            if error.errno not in UNSUPPORTED:  # some network file systems lack the call
                 raise
         finally:
             os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename in one atomic step, replacing a file that stands at ``target``."""
+        """Rename atomically, replacing a file at ``target``."""
         os.replace(source, target)
 
     def remove_file(self, path: Path) -> None:
@@ -71,11 +71,11 @@ class Disk:
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove a folder and all in it."""
+        """Remove a folder and its contents."""
         shutil.rmtree(path)
 
     def free(self, path: Path) -> int:
-        """Return the bytes that an ordinary user can still write where ``path`` lies."""
+        """Return the bytes available to ordinary users on the file system of ``path``."""
         facts = os.statvfs(path)
         return facts.f_bavail * facts.f_frsize
 
@@ -88,7 +88,7 @@ class Disk:
 
     def open(self, path: Path) -> int:
         """Open a regular file for reading and return its descriptor."""
-        # O_NONBLOCK: opening a pipe that someone put there does not wait for its writer
+        # O_NONBLOCK: opening a pipe does not wait for a writer
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -96,7 +96,7 @@ class Disk:
         return fd
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
-        """Fill ``into`` from ``offset`` on; return the bytes read, fewer only at the file's end."""
+        """Fill ``into`` from ``offset``; return the bytes read, fewer only at the file's end."""
         done = 0
         while done < len(into):
             count = os.preadv(fd, [into[done:]], offset + done)
@@ -116,7 +116,7 @@ DISK = Disk()
 def retried(
     op: Callable[[], Result], what: str, attempts: int, say: Say, disk: Disk = DISK
 ) -> Result:
-    """Return ``op()``, tried again after a pause where the storage's error may pass."""
+    """Return ``op()``, retried after a pause on transient storage errors."""
     for attempt in range(1, attempts):
         try:
             return op()
@@ -130,7 +130,7 @@ def retried(
 
 
 def read_whole(disk: Disk, path: Path, limit: int) -> bytes:
-    """Return a regular file's content; ``ValueError`` when it holds more than ``limit`` bytes."""
+    """Return a regular file's content; ``ValueError`` if it has more than ``limit`` bytes."""
     size = disk.size(path)
     if size > limit:
         raise ValueError(f"holds {size} bytes, more than the limit of {limit}")
@@ -144,7 +144,7 @@ def read_whole(disk: Disk, path: Path, limit: int) -> bytes:
 
 
 def write_whole(disk: Disk, path: Path, *parts: bytes | memoryview) -> None:
-    """Create a file with ``parts``, one after another, and return once it is on the medium."""
+    """Create a file from concatenated ``parts``, and return once it is on the medium."""
     fd = disk.create(path)
     try:
         for part in parts:

@@ -1,20 +1,20 @@
-"""What can be wrong with a checkpoint, each kind a class of its own. Imports no torch."""
+"""Errors of checkpoints, one class for each kind. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 SHOWN = 100
-"""Entries of each list that an error's text spells out; its attributes hold all of them."""
+"""Most entries of each list in an error's text; its attributes hold all."""
 
 
 class CheckpointError(ValueError):
-    """The base of every error about checkpoints; says what to do."""
+    """Base of every error about checkpoints; the text states a remedy."""
 
 
 class DamagedError(CheckpointError):
     """A checkpoint is not as it was written: torn, truncated, altered, or with a file missing.
 
-    ``file`` is the file's name inside the checkpoint; ``tensor`` the tensor it concerns, if one.
+    ``file`` is the file's name in the checkpoint; ``tensor`` the affected tensor, or None.
     """
 
     def __init__(self, path: Path, file: str, what: str, tensor: str | None = None) -> None:
@@ -27,14 +27,14 @@ class DamagedError(CheckpointError):
 
 
 class VersionError(CheckpointError):
-    """A checkpoint of a foreign format, or of a version that this moefold does not read."""
+    """A checkpoint of another format, or of a version that this moefold does not read."""
 
 
 class MismatchError(CheckpointError):
     """The checkpoint's tensors and the wanted ones differ; nothing has been loaded.
 
-    ``missing`` are wanted but not stored, ``unexpected`` stored but not wanted, ``mismatched``
-    map a name to how its shape or dtype differs.
+    ``missing``: names wanted but not stored; ``unexpected``: stored but not wanted;
+    ``mismatched``: names, with how shape or dtype differs.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MismatchError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """The storage refused a checkpoint. What was there before still stands.
+    """A checkpoint could not be written; earlier ones are unchanged.
 
     ``needed`` and ``free`` are bytes, None where unknown.
     """
@@ -71,11 +71,11 @@ class SaveError(CheckpointError):
 
 
 class LockError(CheckpointError):
-    """Another run writes into the folder, or has taken it over."""
+    """Another run holds the folder's lock, or has taken it over."""
 
 
 def _listed(title: str, names: Sequence[str]) -> list[str]:
-    """Return lines that name each entry under a title with their number."""
+    """Return lines with a title, the number of names, and the names."""
     if not names:
         return []
     rest = len(names) - SHOWN

@@ -1,8 +1,8 @@
-"""A folder of checkpoints: which there are, which is the newest good one, which go.
+"""A folder of checkpoints: lists them, finds the newest complete one, removes old ones.
 
-``step-00000123`` is a checkpoint. The same name with a suffix is one on its way: ``.tmp-…`` is
-being written, ``.old-…`` makes way for a new one of the same step, ``.gone-…`` is being removed.
-The order is the step's, never that of a clock. Imports no torch.
+``step-00000123`` is a checkpoint. A suffix marks one in transition: ``.tmp-…`` is being written,
+``.old-…`` is being replaced by one of the same step, ``.gone-…`` is being removed. They are ordered
+by step, never by time. Imports no torch.
 """
 
 import logging
@@ -26,7 +26,7 @@ _log = logging.getLogger("moefold.checkpoint")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that is named like a checkpoint; ``way`` is its suffix's word or empty."""
+    """A folder named like a checkpoint; ``way`` is its suffix (tmp, old or gone), or empty."""
 
     step: int
     way: str
@@ -39,13 +39,13 @@ def step_name(step: int) -> str:
 
 
 def on_its_way(path: Path, way: str) -> Path:
-    """Return a fresh name beside ``path`` for a checkpoint on its way: tmp, old or gone."""
+    """Return an unused name next to ``path`` for a checkpoint in transition: tmp, old or gone."""
     step = path.name.partition(".")[0]
     return path.with_name(f"{step}.{way}-{uuid.uuid4().hex[:12]}")
 
 
 def candidates(folder: Path) -> list[Candidate]:
-    """Return what is named like a checkpoint, newest first; of one step the finished one first."""
+    """Return folders named like checkpoints, newest first; of one step the finished one first."""
     if not folder.is_dir():
         return []
     found = []
@@ -57,9 +57,9 @@ def candidates(folder: Path) -> list[Candidate]:
 
 
 def check_complete(path: Path, disk: Disk = DISK) -> Manifest:
-    """Return the manifest of a checkpoint whose shards are all there in their full size.
+    """Return a checkpoint's manifest after checking that all shards exist in full size.
 
-    Raises ``DamagedError`` naming the file, its expected and its actual size.
+    Raises ``DamagedError`` with the file, its expected and its actual size.
     """
     found = manifest.read(path, disk)
     match = _NAME.fullmatch(path.name)
@@ -72,7 +72,7 @@ def check_complete(path: Path, disk: Disk = DISK) -> Manifest:
 
 
 def check_size(path: Path, shard: manifest.ShardFile, disk: Disk = DISK) -> None:
-    """Raise ``DamagedError`` where a shard is missing, of another size, or no regular file."""
+    """Raise ``DamagedError`` if a shard is missing, of another size, or no regular file."""
     try:
         size = disk.size(path / shard.file)
     except FileNotFoundError:
@@ -88,12 +88,12 @@ def check_size(path: Path, shard: manifest.ShardFile, disk: Disk = DISK) -> None
 def newest(
     folder: str | Path, *, before: int | None = None, say: Say = _log.warning, disk: Disk = DISK
 ) -> Path | None:
-    """Return the newest complete checkpoint in ``folder``, or None where none was ever finished.
+    """Return the newest complete checkpoint in ``folder``, or None if none was ever finished.
 
-    ``before`` leaves out that step and later ones. A damaged checkpoint is passed over and ``say``
-    is told so. Raises ``CheckpointError`` where there are checkpoints and none is complete, and
-    ``VersionError`` where the newest is of a version that cannot be read: an older one would
-    silently lose its steps.
+    ``before`` excludes that step and later ones. Damaged checkpoints are skipped and reported to
+    ``say``. Raises ``CheckpointError`` if there are checkpoints but none is complete, and
+    ``VersionError`` if the newest is of a version that cannot be read: an older one would silently
+    lose its steps.
     """
     folder = Path(folder)
     passed: list[str] = []
@@ -117,14 +117,14 @@ def newest(
 
 
 def checkpoint_in(source: Path) -> Path:
-    """Return the checkpoint that a folder is, or the newest one of those that it holds.
+    """Return ``source`` if it is a checkpoint, or the newest one in it.
 
     Raises:
-        CheckpointError: where there is none.
+        CheckpointError: if there is none.
     """
     path = source if (source / manifest.FILE).is_file() else newest(source)
     if path is None and source.is_dir() and _NAME.fullmatch(source.name):
-        manifest.read(source)  # which says what is wrong with it
+        manifest.read(source)  # raises with the defect
     if path is None:
         hub = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
         hint = "moefold import makes a checkpoint of this Hugging Face folder"
@@ -134,10 +134,10 @@ def checkpoint_in(source: Path) -> Path:
 
 
 def demand_no_checkpoint(folder: Path) -> None:
-    """Refuse a checkpoint where the folder of a run belongs, which it would be filled with.
+    """Check that a run's folder is not itself a checkpoint, into which the run would write.
 
     Raises:
-        CheckpointError: with the folder that is meant.
+        CheckpointError: if it is, with the folder that is probably meant.
     """
     if (folder / manifest.FILE).is_file():
         raise CheckpointError(
@@ -148,7 +148,7 @@ def demand_no_checkpoint(folder: Path) -> None:
 
 
 def point(folder: Path, target: Path, disk: Disk = DISK) -> None:
-    """Let the file ``latest`` name ``target``. It is for people; ``newest`` does not read it."""
+    """Write the name of ``target`` to the file ``latest``, for users; ``newest`` ignores it."""
     fresh = folder / f"{POINTER}.tmp-{uuid.uuid4().hex[:12]}"
     write_whole(disk, fresh, f"{target.name}\n".encode())
     disk.rename(fresh, folder / POINTER)
@@ -156,11 +156,11 @@ def point(folder: Path, target: Path, disk: Disk = DISK) -> None:
 
 
 def sweep(folder: Path, say: Say = _log.warning, disk: Disk = DISK) -> None:
-    """Remove what killed saves left behind; only the folder's one writer may call this."""
+    """Remove leftovers of killed saves; only the folder's one writer may call this."""
     for candidate in candidates(folder):
         final = folder / step_name(candidate.step)
         if candidate.way == "old" and not final.exists():
-            # Its replacement was cut short between two renames, and is undone; else it is finished.
+            # Interrupted between the two renames of a replacement: undo it; otherwise finish it.
             disk.rename(candidate.path, final)
         elif candidate.way == "old":
             try:
@@ -176,10 +176,10 @@ def sweep(folder: Path, say: Say = _log.warning, disk: Disk = DISK) -> None:
 
 
 def retain(folder: Path, policy: CheckpointPolicy, just: Path, say: Say, disk: Disk = DISK) -> None:
-    """Remove checkpoints beyond the policy's; ``just`` and the newest complete ones stay.
+    """Remove checkpoints that the policy does not keep; ``just`` always stays.
 
-    A damaged checkpoint counts for nothing and stays to be looked at until it is older than all
-    that stay as recent.
+    Damaged checkpoints are not counted, and stay for inspection until they are older than all
+    recent ones.
     """
     complete, damaged = [], []
     for candidate in candidates(folder):
@@ -190,7 +190,7 @@ def retain(folder: Path, policy: CheckpointPolicy, just: Path, say: Say, disk: D
             complete.append(candidate)
         except DamagedError:
             damaged.append(candidate)
-        except CheckpointError as error:  # another version's: not ours to remove
+        except CheckpointError as error:  # of another version: not removed
             say(str(error))
     recent = {c.path for c in complete[: policy.keep]} | {just}
     oldest = min((c.step for c in complete if c.path in recent), default=0)
@@ -204,7 +204,7 @@ def retain(folder: Path, policy: CheckpointPolicy, just: Path, say: Say, disk: D
 
 
 def discard(path: Path, say: Say, disk: Disk = DISK) -> None:
-    """Remove a checkpoint: out of sight in one step, then its files."""
+    """Remove a checkpoint: rename it atomically, then delete its files."""
     going = on_its_way(path, "gone")
     try:
         disk.rename(path, going)
@@ -215,7 +215,7 @@ def discard(path: Path, say: Say, disk: Disk = DISK) -> None:
 
 
 def try_remove(path: Path, say: Say, disk: Disk = DISK) -> None:
-    """Remove a folder; where that fails, say so and leave the rest to the next sweep."""
+    """Remove a folder; on failure report it, and leave the rest to the next sweep."""
     try:
         disk.remove_folder(path)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Reading a checkpoint: only what is asked for, each chunk checked as it is read.
+"""Reading a checkpoint: only the parts requested, with each chunk verified as it is read.
 
-Bytes go straight from the file into the tensor that is returned, so that no second copy exists.
+Bytes are read directly into the tensor that is returned, so that no second copy exists.
 """
 
 import logging
@@ -34,7 +34,7 @@ class Reader:
         self._say = say
         self._disk = disk
         self._open = (-1, -1)
-        """Number and descriptor of the one shard that is open."""
+        """Number and descriptor of the shard that is open; at most one is."""
 
     def __enter__(self) -> Self:
         return self
@@ -43,9 +43,9 @@ class Reader:
         self.close()
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor of the checkpoint, on the host."""
+        """Return a tensor of the checkpoint in host memory."""
         stored = self.manifest.tensors[name]
-        self.check_sizes([name])  # before memory is taken for what the file may not hold
+        self.check_sizes([name])  # before memory is allocated for data that may be missing
         tensor = empty(stored.dtype, stored.shape)
         self.read_into(name, tensor)
         return tensor
@@ -53,8 +53,8 @@ class Reader:
     def read_into(self, name: str, target: Tensor, at: tuple[int, ...] | None = None) -> None:
         """Fill ``target`` with a tensor of the checkpoint, or with its box that begins at ``at``.
 
-        Of each slice only the rows that reach into the box are read, in whole chunks: what is read
-        is checked. Where they do not fit the target as they lie, some rows at a time are held.
+        Only rows of slices that intersect the box are read, in whole chunks, which are verified. If
+        a slice cannot be read into the target directly, some rows at a time are buffered.
         """
         stored, target = self.manifest.tensors[name], target.detach()
         at = (0,) * target.dim() if at is None else at
@@ -74,10 +74,10 @@ class Reader:
                 there.copy_(value)
             else:
                 self._read_box(name, part, shared, there)
-        torch.autograd.graph.increment_version(target)  # copies of what was there are old
+        torch.autograd.graph.increment_version(target)  # invalidates copies of the old values
 
     def _read_box(self, name: str, part: StoredSlice, shared: Box, there: Tensor) -> None:
-        """Fill ``there`` with the box ``shared``, in global places, of a slice."""
+        """Fill ``there`` with the box ``shared``, in global indices, of a slice."""
         dtype, step = self.manifest.tensors[name].dtype, self.manifest.chunk_bytes
         columns, row = inside(shared[1:], part.box[1:]), part.size // part.shape[0]
         first, end = (place - part.at[0] for place in shared[0])
@@ -94,13 +94,13 @@ class Reader:
             there[start - first : stop - first].copy_(found[(slice(None), *columns)])
 
     def check_sizes(self, names: Iterable[str]) -> None:
-        """Raise ``DamagedError`` where a shard that these tensors lie in has not its full size."""
+        """Raise ``DamagedError`` if a shard of these tensors does not have its full size."""
         shards = {part.shard for name in names for part in self.manifest.tensors[name].slices}
         for number in sorted(shards):
             check_size(self.path, self.manifest.shards[number], self._disk)
 
     def _read_chunks(self, name: str, part: StoredSlice, low: int, high: int, into: Tensor) -> None:
-        """Fill bytes, which may lie on any device, with chunks ``low`` to ``high`` of a slice."""
+        """Fill bytes, on any device, with chunks ``low`` to ``high`` of a slice."""
         step, file = self.manifest.chunk_bytes, self.manifest.shards[part.shard].file
         staging = None if into.device.type == "cpu" else empty("U8", (min(step, part.size),))
         for i in range(low, high):
@@ -125,7 +125,7 @@ class Reader:
                 chunk.copy_(host)
 
     def _read_at(self, shard: int, offset: int, into: memoryview) -> int:
-        """Read from a shard, opening it where another one was open."""
+        """Read from a shard, which is opened if it is not the open one."""
         if self._open[0] != shard:
             self.close()
             path = self.path / self.manifest.shards[shard].file
@@ -133,11 +133,11 @@ class Reader:
         try:
             return self._disk.read(self._open[1], into, offset)
         except OSError:
-            self.close()  # a stale handle is of no use to the next attempt
+            self.close()  # a retry needs a new handle
             raise
 
     def close(self) -> None:
-        """Close the shard that is open; the next read opens what it needs."""
+        """Close the open shard; a later read opens the one it needs."""
         number, fd = self._open
         self._open = (-1, -1)
         if number >= 0:
@@ -145,7 +145,7 @@ class Reader:
 
 
 def difference(stored: TensorMeta, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return how a stored tensor differs from what is wanted; empty where it fits."""
+    """Return how a stored tensor differs from the wanted shape and dtype; empty if it fits."""
     if stored.shape == shape and DTYPES[stored.dtype] == dtype:
         return ""
     kind = str(DTYPES[stored.dtype]).removeprefix("torch.")

@@ -1,9 +1,8 @@
-"""One writer per checkpoint folder: a file lock, and a record beside it that says who holds it.
+"""One writer per checkpoint folder: a file lock, and a file next to it that names the holder.
 
-The lock is ``filelock``'s. The kernel gives it back when its process ends, however that ends.
-Where a file system has none, a marker file of the library's stands for it; a marker that a dead
-process of this machine left is replaced, one of another machine stays until someone removes it.
-Imports no torch.
+The lock is ``filelock``'s; the kernel releases it when its process ends, in whatever way. On a file
+system without locks a marker file of the library replaces it; a marker left by a dead process of
+this machine is replaced, one of another machine stays until someone removes it. Imports no torch.
 """
 
 import errno
@@ -30,32 +29,32 @@ from moefold.files import make_folder, remove_empty
 FILE = "writer.lock"
 HOLDER = "writer.json"
 WAIT_S = 1.0
-"""How long a lock is tried for: another process may just be giving it back."""
+"""Seconds to wait for the lock: another process may be about to release it."""
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""What file systems answer that have none, or whose service for them is off."""
+"""Errors of file systems without locks, or whose lock service is off."""
 _log = logging.getLogger("moefold.checkpoint")
 
 
 class Holder(Record):
-    """Who holds a folder's lock, as ``writer.json`` says."""
+    """The holder of a folder's lock, as stored in ``writer.json``."""
 
     run: Annotated[str, Field(max_length=500)]
     host: str
     pid: Annotated[int, Field(ge=1)]
     since: str
-    """When it asked for the lock, for people; no clocks are compared."""
+    """When it requested the lock, for display; times are never compared."""
     token: str
-    """Tells two holders of the same process apart."""
+    """Distinguishes two holders in one process."""
 
     def __str__(self) -> str:
         return f"{self.run!r} (process {self.pid} on {self.host}, since {self.since})"
 
 
 class FolderLock:
-    """The right to write checkpoints into a folder, held while the context is open.
+    """The exclusive right to write checkpoints into a folder, held inside the context.
 
-    ``owner`` names the run in what others are told. Entering raises ``LockError`` where another
-    run holds the folder; ``say`` is told of a holder that ended without giving the lock back.
+    ``owner`` names the run in other runs' error messages. Entering raises ``LockError`` if another
+    run holds the folder; a holder that ended without releasing the lock is reported to ``say``.
     """
 
     def __init__(self, folder: str | Path, owner: str, *, say: Say = _log.warning) -> None:
@@ -81,10 +80,10 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, creating the folder where there is none.
+        """Take the lock, creating the folder if necessary.
 
         Raises:
-            LockError: where another run holds it, or the folder cannot be written to.
+            LockError: if another run holds it, or the folder is not writable.
         """
         assert not self._lock.is_locked, "a lock is taken once"
         self._new = make_folder(self.path.parent)
@@ -104,26 +103,26 @@ class FolderLock:
             self._say(f"{self.path}: its holder {left} no longer runs. Taking over")
 
     def release(self) -> None:
-        """Give the lock back, with the folder if it was made for it and holds nothing.
+        """Release the lock, and remove the folder if it was created for the lock and is empty.
 
-        Nothing happens where it was given back before, or in a fork of the holder.
+        Does nothing if it was already released, or in a fork of the holder.
         """
         if not self._lock.is_locked or self.me.pid != os.getpid():
             return
         if _read(self._holder) == self.me:
             with suppress(OSError):
                 self._holder.unlink()
-                self.path.unlink()  # while it is locked: who waits for this file finds it gone
+                self.path.unlink()  # while locked: a process waiting for this file finds it gone
         self._lock.release()
         remove_empty(self._new)
 
     def check(self) -> None:
-        """Raise ``LockError`` where the lock is not held: given back, or its files removed."""
+        """Raise ``LockError`` if the lock is no longer held: released, or its files removed."""
         for pause_s in (0.1, 0.1, 0.0):
             found = _read(self._holder)
             if self._lock.is_locked and found == self.me:
                 return
-            time.sleep(pause_s)  # an unreadable file may be storage that is away for a moment
+            time.sleep(pause_s)  # an unreadable file may be a transient storage error
         now = f"now {found} holds it" if found else "its file is gone"
         raise LockError(
             f"{self.path}: {self.me.run!r} no longer holds this folder, {now}. "
@@ -131,7 +130,7 @@ class FolderLock:
         )
 
     def _refusal(self) -> str:
-        """Return why the lock cannot be had, and what to do."""
+        """Return why the lock cannot be taken, and a remedy."""
         if not self.path.exists():
             return f"{self.path}: the folder cannot be locked: no file can be made in it"
         stop = "Stop that run, or give this one another folder"
@@ -142,7 +141,7 @@ class FolderLock:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return what a holder's record says, or None where it is missing or unreadable."""
+    """Return the holder in a file, or None if it is missing or unreadable."""
     try:
         return Holder.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
@@ -150,7 +149,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _has_locks(folder: Path) -> bool:
-    """Try it on a file of our own, which no other run looks at."""
+    """Return whether the file system has locks, by locking a temporary file."""
     with TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

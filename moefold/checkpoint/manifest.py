@@ -1,13 +1,13 @@
-"""The manifest: what a checkpoint holds and the SHA-256 of every byte of it. Imports no torch.
+"""The manifest: a checkpoint's contents, and the SHA-256 of every byte. Imports no torch.
 
 A checkpoint is a folder with safetensors shards and ``manifest.json``, which is written last. A
 tensor is stored as slices, boxes that tile its global shape; one process writes one slice per
-tensor, many processes write one each. A slice is row-major and contiguous in one shard, and
-carries a digest per ``chunk_bytes`` of it, so that reading a part checks that part. The header of
-each shard and the slices cover the shard's bytes without a gap.
+tensor, several write one each. A slice is row-major and contiguous in one shard, and has a digest
+per ``chunk_bytes``, so that reading a part verifies that part. The header of each shard and the
+slices cover the shard's bytes without a gap.
 
-The manifest's first field is the SHA-256 of the file itself, taken with zeros in the digest's
-place. This, ``format`` and ``version`` stay as they are in every later version.
+The manifest's first field is the SHA-256 of the file itself, computed with zeros in the digest's
+place. This field, ``format`` and ``version`` keep their meaning in every later version.
 """
 
 import json
@@ -30,7 +30,7 @@ FORMAT = "moefold-checkpoint"
 VERSION = 1
 FILE = "manifest.json"
 MAX_BYTES = 256 * 2**20
-"""A manifest that is larger is refused unread; this much describes about 10 TB of tensors."""
+"""Larger manifests are refused unread; this size describes about 10 TB of tensors."""
 MAX_META_DEPTH = 50
 MAX_HEADER_BYTES = 100 * 10**6
 """The safetensors library reads no larger header."""
@@ -77,7 +77,7 @@ class StoredSlice(Record):
     shard: Bytes
     """Position in the list of shards."""
     span: tuple[Bytes, Bytes]
-    """First byte in the file and the one after the last."""
+    """Offsets in the file of the first byte and after the last."""
     sha256: tuple[Digest, ...]
     """One digest per chunk; the last chunk may be short, an empty slice has none."""
 
@@ -88,7 +88,7 @@ class StoredSlice(Record):
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """First place and end along each dim."""
+        """Start and stop along each dim."""
         return tuple((a, a + n) for a, n in zip(self.at, self.shape, strict=True))
 
     @property
@@ -98,7 +98,7 @@ class StoredSlice(Record):
 
 
 class TensorMeta(Record):
-    """One tensor: its global shape, its data type and where its slices are."""
+    """One tensor: its data type, its global shape and its slices."""
 
     dtype: DType
     shape: Shape
@@ -111,10 +111,10 @@ class TensorMeta(Record):
 
 
 class Manifest(Record):
-    """What one checkpoint holds."""
+    """The contents of one checkpoint."""
 
     sha256: Digest = ZEROS
-    """Digest of the manifest file with zeros in this place; names the checkpoint's content."""
+    """Digest of the manifest file with zeros in this field; identifies the checkpoint's content."""
     format: Literal["moefold-checkpoint"] = FORMAT
     version: Literal[1] = VERSION
     writer: Annotated[str, Field(max_length=200)]
@@ -124,7 +124,7 @@ class Manifest(Record):
     shards: tuple[ShardFile, ...]
     tensors: dict[TensorName, TensorMeta]
     meta: dict[str, Any]
-    """The caller's own facts, plain JSON."""
+    """Plain JSON of the caller."""
 
     @property
     def size(self) -> int:
@@ -139,7 +139,7 @@ Row = tuple[str, StoredSlice]
 
 
 class HeaderEntry(NamedTuple):
-    """One line of a shard's header; ``start`` and ``stop`` count from the first data byte."""
+    """A tensor's entry in a shard's header; offsets count from the first data byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -148,7 +148,7 @@ class HeaderEntry(NamedTuple):
 
 
 class _Envelope(BaseModel):
-    """What every version's manifest says of itself."""
+    """Fields of the manifest in every version."""
 
     format: Any = None
     version: Any = None
@@ -156,7 +156,7 @@ class _Envelope(BaseModel):
 
 
 def spans(manifest: Manifest) -> list[list[Row]]:
-    """Return the slices of each shard in the order of the file."""
+    """Return the slices of each shard in file order."""
     found: list[list[Row]] = [[] for _ in manifest.shards]
     for name, stored in manifest.tensors.items():
         for part in stored.slices:
@@ -165,7 +165,7 @@ def spans(manifest: Manifest) -> list[list[Row]]:
 
 
 def shard_header(entries: Mapping[str, HeaderEntry], **metadata: str) -> bytes:
-    """Return a shard's bytes before its data, for entries in the order of the file."""
+    """Return a shard's bytes before its data, for entries in file order."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     for name, e in entries.items():
         offsets = [e.start, e.stop]
@@ -178,10 +178,10 @@ def shard_header(entries: Mapping[str, HeaderEntry], **metadata: str) -> bytes:
 def header_entries(
     slices: Iterable[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
 ) -> dict[str, HeaderEntry]:
-    """Return a shard's header entries for slices in the order of the file.
+    """Return a shard's header entries for slices in file order.
 
-    Of each: its tensor's name, data type and shape, the index of its first element, its own shape.
-    An entry has the tensor's name, with the box where that is not whole.
+    Each slice: (tensor's name, data type, tensor's shape, index of its first element, its shape).
+    An entry is named after the tensor, with the box appended unless the slice is whole.
     """
     entries, end = dict[str, HeaderEntry](), 0
     for name, dtype, whole, at, shape in slices:
@@ -193,7 +193,7 @@ def header_entries(
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the file's content: one line per shard and tensor, sealed with its own digest."""
+    """Return the manifest file's content: one line per shard and tensor, with its own digest."""
     fields: dict[str, Any] = {**manifest.model_dump(mode="json"), "sha256": ZEROS}
     shards, tensors, meta = (fields.pop(key) for key in ("shards", "tensors", "meta"))
     lines = [f" {_json(key)}: {_json(value)}" for key, value in fields.items()]
@@ -205,7 +205,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def sealed(text: bytes) -> bytes:
-    """Return a manifest's text with its digest put in."""
+    """Return a manifest's text with its digest filled in."""
     head = _SEALED.match(text)
     assert head is not None, "the digest stands first"
     return text[: head.start(1)] + _seal(text).encode() + text[head.end(1) :]
@@ -214,8 +214,8 @@ def sealed(text: bytes) -> bytes:
 def parse(raw: bytes, folder: Path) -> Manifest:
     """Return the manifest in ``raw``, the content of ``folder``'s manifest file.
 
-    Raises ``DamagedError`` where it is not as written, and ``VersionError`` for a foreign format
-    or another version, which the digest proves to be meant so.
+    Raises ``DamagedError`` if it was altered since it was written, and ``VersionError`` for another
+    format or version, which the digest confirms to be intended.
     """
     head = _SEALED.match(raw)
     try:
@@ -236,7 +236,7 @@ def parse(raw: bytes, folder: Path) -> Manifest:
 
 
 def validate(raw: bytes, folder: Path) -> Manifest:
-    """Return the manifest in ``raw`` by its schema alone; ``DamagedError`` says what breaks it."""
+    """Return the manifest in ``raw``, checked by its schema alone; else raise ``DamagedError``."""
     try:
         manifest = Manifest.model_validate_json(raw)
     except ValidationError as error:
@@ -249,7 +249,7 @@ def validate(raw: bytes, folder: Path) -> Manifest:
 
 
 def read(folder: Path, disk: Disk = DISK) -> Manifest:
-    """Return the manifest of the checkpoint in ``folder``; its shards are not looked at."""
+    """Return the manifest of the checkpoint in ``folder``, without reading its shards."""
     return parse(read_raw(folder, disk), folder)
 
 
@@ -284,7 +284,7 @@ def _block(opening: str, rows: list[str], closing: str) -> str:
 
 
 def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
-    """Yield ``(tensor, what)`` for what the schema's single fields cannot rule out."""
+    """Yield ``(tensor, what)`` for contradictions between fields, which the schema cannot check."""
     files = [shard.file for shard in manifest.shards]
     if len(set(files)) < len(files):
         yield None, "names a shard twice"
@@ -311,8 +311,8 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
 def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Return whether the boxes lie in ``shape``, are disjoint and cover it.
 
-    Boxes are swept along the first dim, so that only those which share a row are compared: the
-    usual splits cost little more than a sort.
+    Boxes are swept along the first dim, so that only those that share a row are compared: usual
+    splits cost little more than a sort.
     """
     for at, size in boxes:
         ends = [a + n for a, n in zip(at, size, strict=False)]
@@ -335,7 +335,7 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 
 def check_meta(value: Any, at: str = "meta", depth: int = 0) -> None:
-    """Raise ``CheckpointError`` naming the place where a value would not come back as it is."""
+    """Raise ``CheckpointError`` with the place of a value that JSON would not reproduce exactly."""
     if depth > MAX_META_DEPTH:
         raise CheckpointError(f"{at} is nested deeper than {MAX_META_DEPTH}")
     if type(value) is dict:

@@ -1,9 +1,9 @@
-"""Writing a checkpoint so that at every moment the newest complete one is whole.
+"""Writing a checkpoint so that at every moment there is a complete newest one.
 
-Each rank writes its own boxes of tensors, the first rank does the rest. The order: all shards into
-a temporary folder, each on the medium before the next step; the manifest last; the folder's
-entries; the rename that publishes it; the parent's entries; the pointer; only then retention. A
-rank that cannot write keeps the checkpoint from being published, and all ranks raise.
+Each rank writes its own boxes of tensors, the first rank does the rest. Each step is on the medium
+before the next: all shards in a temporary folder; the manifest; the folder's entries; the rename
+that publishes it; the parent's entries; the pointer; only then retention. If a rank cannot write,
+the checkpoint is not published, and all ranks raise.
 """
 
 import logging
@@ -39,7 +39,7 @@ POLICY = CheckpointPolicy()
 _log = logging.getLogger("moefold.checkpoint")
 
 Contents = Mapping[str, Tensor | LazyTensor | Sequence[TensorSlice]]
-"""What is saved under each name: a whole tensor, or this rank's boxes of one."""
+"""The values to save by name: a whole tensor, or this rank's boxes of one."""
 
 
 def save(
@@ -56,17 +56,16 @@ def save(
 ) -> Path:
     """Write ``folder/step-…`` and return its path once it is on the medium and published.
 
-    Every rank calls it with the boxes that it alone writes; all boxes of a tensor tile it. Tensors
-    may lie on any device and have any strides; besides them at most 64 MiB of host memory is
-    taken. A ``LazyTensor`` exists only while it is written. ``meta`` is plain JSON. A checkpoint
-    of the same step is replaced. ``lock`` is the folder's, held by the first rank; one rank may
-    leave it out, and one is held during the call. ``say`` is told of attempts that failed and of
-    what could not be cleaned up.
+    A collective call: each rank passes the boxes that it alone writes; together they tile each
+    tensor. Tensors may be on any device and have any strides; at most 64 MiB of additional host
+    memory is used. A ``LazyTensor`` is read only while it is written. ``meta`` is plain JSON. A
+    checkpoint of the same step is replaced. ``lock`` is the folder's, held by the first rank; a
+    single rank may omit it, and holds one during the call. ``say`` receives messages about failed
+    attempts and clean-up.
 
-    Raises ``CheckpointError`` for what cannot be stored, before anything is written; ``LockError``
-    where another run holds the folder; ``SaveError``, with what is needed and what is free, where
-    the storage refuses one rank: the partial checkpoint is then removed, and those before it
-    still stand.
+    Raises ``CheckpointError`` for values that cannot be stored, before anything is written;
+    ``LockError`` if another run holds the folder; ``SaveError``, with the bytes needed and free, if
+    storage fails on any rank: the partial checkpoint is then removed, and earlier ones remain.
     """
     own = FolderLock(folder, f"a save of step {step}", say=say)
     saving = CheckpointWriter(
@@ -90,11 +89,11 @@ def save(
 
 
 class CheckpointWriter:
-    """One save by all ranks, in its parts, to be called in the order in which they stand.
+    """One save by all ranks in its phases, which are called in the order of their definition.
 
-    ``begin``, ``collect`` and ``conclude`` are called by all ranks together. ``write`` and
-    ``publish`` speak to no other rank and raise nothing: a thread of their own may run them.
-    Arguments are those of ``save``.
+    ``begin``, ``collect`` and ``conclude`` are collective calls. ``write`` and ``publish`` do not
+    communicate and raise nothing, so that a separate thread may run them. The arguments are those
+    of :func:`save`.
     """
 
     def __init__(
@@ -123,14 +122,14 @@ class CheckpointWriter:
         """The checkpoint's folder once it is published."""
         self._staged: Path | None = None
         self._told: list[dict[str, Any]] = []
-        """What this rank wrote, then on the first rank what all wrote."""
+        """Records of what this rank wrote; later, on the first rank, those of all ranks."""
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Clear what earlier saves left half done, and make the folder that all write into."""
+        """Remove leftovers of interrupted saves, and create the folder for all ranks' shards."""
 
         def begin() -> str:
-            self._lock.check()  # what another run writes here looks like a leftover
+            self._lock.check()  # another run's unfinished checkpoint would look like a leftover
             sweep = partial(folders.sweep, self._folder, self._say, self._disk)
             self._tidy("clearing leftovers", sweep)
             staged = folders.on_its_way(self.path, "tmp")
@@ -153,16 +152,16 @@ class CheckpointWriter:
             self._told = [{"shards": [s.model_dump(mode="json") for s in shards], "tensors": said}]
 
     def collect(self) -> None:
-        """Bring what all ranks wrote to the first one; the others hold nobody's."""
+        """Gather the records of all ranks' shards on the first rank."""
         self._told = list(tell_first(self._told[0], self._ranks))
 
     def publish(self) -> None:
-        """On the first rank: write the manifest and give the checkpoint its name."""
+        """On the first rank, write the manifest and rename the checkpoint to its final name."""
         if self._ranks.index:
             return
         try:
             refused = [f"rank {n}: {s['error']}" for n, s in enumerate(self._told) if "error" in s]
-            if refused:  # One rank raises its own error.
+            if refused:  # A single rank raises its own error.
                 alone = self._ranks.size == 1 and self._error
                 raise alone or SaveError(self.path, "; ".join(refused))
             content = self._manifest(*_merged(self._told))
@@ -179,7 +178,7 @@ class CheckpointWriter:
         self._tidy("removing older ones", partial(folders.retain, *keep))
 
     def conclude(self) -> Path:
-        """Return the checkpoint's path on all ranks, or raise on all what went wrong."""
+        """Return the checkpoint's path, or raise the error of the save, on all ranks."""
 
         def told() -> None:
             if self._error is not None:
@@ -189,7 +188,7 @@ class CheckpointWriter:
         return self.path
 
     def clean_up(self) -> None:
-        """On the first rank: remove what was written and is not published."""
+        """On the first rank, remove a checkpoint that was not published."""
         if self._ranks.index == 0 and self._staged is not None and self._staged.exists():
             folders.try_remove(self._staged, self._say, self._disk)
 
@@ -200,10 +199,10 @@ class CheckpointWriter:
             raise SaveError(self.path, str(error)) from error
 
     def _attempts(self, function: Callable[[], Result]) -> Result:
-        """Call a function, again where the storage fails for a moment.
+        """Call a function, and retry on transient storage errors.
 
         Raises:
-            SaveError: where the storage goes on refusing.
+            SaveError: if storage still fails.
         """
         rank = f", rank {self._ranks.index}" if self._ranks.size > 1 else ""
         try:
@@ -214,14 +213,14 @@ class CheckpointWriter:
             raise self._refused(error) from error
 
     def _tidy(self, what: str, function: Callable[[], None]) -> None:
-        """Do what a checkpoint does not depend on; a failure is told and left to the next save."""
+        """Run an optional clean-up; a failure is reported and left to the next save."""
         try:
             function()
         except OSError as error:
             self._say(f"{self._folder}: {what} failed: {error}")
 
     def _write_shards(self) -> tuple[list[ShardFile], dict[str, TensorMeta]]:
-        """Write this rank's shards once; return what the manifest is to say of them."""
+        """Write this rank's shards once; return their records for the manifest."""
         assert self._staged is not None, "begin comes first"
         index = self._ranks.index
         stem = "shard" if self._ranks.size == 1 else f"rank-{index:05d}"
@@ -244,8 +243,8 @@ class CheckpointWriter:
         """Return the manifest file's content.
 
         Raises:
-            CheckpointError: for boxes that do not make whole tensors: of ranks that were to write
-                one, none did, or several; and where the manifest is too large.
+            CheckpointError: if boxes do not tile their tensors, as when no rank or several wrote
+                one; or if the manifest is too large.
         """
         record = Manifest(
             writer=manifest.WRITER,
@@ -265,7 +264,7 @@ class CheckpointWriter:
         return content
 
     def _write_manifest(self, content: bytes) -> None:
-        """Write the manifest, then the folder's entries, once."""
+        """Write the manifest, then sync the folder's entries, once."""
         assert self._staged is not None, "begin comes first"
         path = self._staged / manifest.FILE
         if path.exists():
@@ -274,7 +273,7 @@ class CheckpointWriter:
         self._disk.sync_folder(self._staged)
 
     def _give_name(self) -> None:
-        """Give the staged checkpoint its name; one of the same step steps aside first."""
+        """Rename the staged checkpoint to its final name; first move one of the same step away."""
         assert self._staged is not None, "begin comes first"
         aside = None
         try:
@@ -296,13 +295,13 @@ class CheckpointWriter:
 
     @property
     def _needed(self) -> int:
-        """Bytes that this rank's part takes, roughly where headers and manifest are concerned."""
+        """Bytes that this rank writes, with an estimate for headers and the manifest."""
         sizes = [part.size for slices in self._shards for _, part in slices]
         digests = sum(64 * (1 + size // CHUNK_BYTES) for size in sizes)
         return sum(sizes) + digests + 512 * (len(sizes) + 8)
 
     def _refused(self, error: OSError) -> SaveError:
-        """Return the error of a save that the storage refused."""
+        """Return the error for a save that failed in storage."""
         before = "nothing of it is left, and the checkpoints before it still stand"
         if error.errno not in FULL:
             return SaveError(self.path, f"could not be written: {error}; {before}")
@@ -321,12 +320,12 @@ class CheckpointWriter:
 
 
 def _meta(part: TensorSlice) -> TensorMeta:
-    """Return what the manifest says of a tensor before any slice of it is written."""
+    """Return a tensor's manifest record without slices."""
     return TensorMeta(dtype=NAMES[part.tensor.dtype], shape=part.shape, slices=())
 
 
 def _check(step: int, slices: Sequence[Named], meta: dict[str, Any]) -> None:
-    """Refuse boxes that cannot be written, and what the manifest could not give back."""
+    """Raise for boxes that cannot be written, and metadata that the manifest cannot represent."""
     for name, part in slices:
         check_storable(name, part.tensor)
     manifest.check_meta(meta)
@@ -340,7 +339,7 @@ def _check(step: int, slices: Sequence[Named], meta: dict[str, Any]) -> None:
 
 
 def _merged(said: Iterable[dict[str, Any]]) -> tuple[list[ShardFile], dict[str, TensorMeta]]:
-    """Join what the ranks wrote; shards are numbered anew, slices stand in the order of places."""
+    """Merge the ranks' records; shards are renumbered, and slices sorted by position."""
     shards: list[ShardFile] = []
     tensors: dict[str, dict[str, Any]] = {}
     for one in said:

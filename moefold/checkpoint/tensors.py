@@ -1,8 +1,8 @@
 """Tensors as bytes in safetensors shards: data types, slices of tensors, and writing them.
 
-A shard is the safetensors format (8 bytes of header length, a JSON header padded with spaces to a
-multiple of 8, then the data without gaps), written here because the library wants all bytes of a
-file in memory at once. Its readers read these files.
+A shard has the safetensors format: 8 bytes of header length, a JSON header padded with spaces to a
+multiple of 8, then the data without gaps. It is written here because the library needs all bytes
+of a file in memory at once; the library can read the files.
 """
 
 import math
@@ -36,12 +36,12 @@ BLOCK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read only when it is written, so that not all need exist at once."""
+    """A tensor that is produced only when it is written, so that not all exist at once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    """Returns the same values each time: a save that is tried again reads again."""
+    """Returns equal values each time: a retried save calls it again."""
 
 
 Values = TypeVar("Values", bound=Tensor | LazyTensor)
@@ -49,18 +49,18 @@ Values = TypeVar("Values", bound=Tensor | LazyTensor)
 
 @dataclass(frozen=True)
 class TensorSlice(Generic[Values]):
-    """A box of a tensor, which may be all of it; its other boxes may lie on other ranks."""
+    """A box of a global tensor, possibly all of it; other boxes may be on other ranks."""
 
     tensor: Values
     """The box's values."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     at: tuple[int, ...]
-    """Place of the box's first element in the whole."""
+    """Global index of the box's first element."""
 
     @classmethod
     def whole(cls, tensor: Values) -> "TensorSlice[Values]":
-        """Return the box that is a whole tensor."""
+        """Return a whole tensor as a box."""
         return cls(tensor, tuple(tensor.shape), (0,) * len(tensor.shape))
 
     @property
@@ -70,7 +70,7 @@ class TensorSlice(Generic[Values]):
 
 
 def check_storable(name: str, tensor: Tensor | LazyTensor) -> None:
-    """Raise ``CheckpointError`` naming the tensor where its values cannot be written."""
+    """Raise ``CheckpointError`` if a tensor's values cannot be written."""
     if tensor.dtype not in NAMES:
         known = ", ".join(str(known).removeprefix("torch.") for known in NAMES)
         raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; a checkpoint holds {known}")
@@ -86,14 +86,14 @@ def check_storable(name: str, tensor: Tensor | LazyTensor) -> None:
 def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[memoryview]:
     """Yield a tensor's bytes, row-major, in blocks of at most ``limit`` bytes.
 
-    A contiguous tensor in host memory is given out as it lies; anything else is copied block by
-    block, so that no second copy of the tensor ever exists.
+    A contiguous tensor in host memory is not copied; any other is copied block by block, so that no
+    second copy of the whole tensor ever exists.
     """
     for block in _cut(tensor.detach(), limit):
         host = block.resolve_conj().resolve_neg().contiguous().cpu()
         if host.numel():
             yield host_bytes(host)
-        del host  # before the next block is made, so that never two of them exist
+        del host  # before the next block is made, so that two never coexist
 
 
 def _cut(tensor: Tensor, limit: int) -> Iterator[Tensor]:
@@ -115,7 +115,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def empty(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a host tensor with no values yet."""
+    """Return an uninitialised host tensor."""
     return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
 
 
@@ -125,10 +125,10 @@ Named = tuple[str, TensorSlice]
 
 
 def pack(slices: Iterable[Named], shard_bytes: int) -> list[list[Named]]:
-    """Group named slices, in their order, into shards of at most ``shard_bytes`` of data.
+    """Group named slices, in order, into shards of at most ``shard_bytes`` of data.
 
-    A larger slice has a shard of its own. Inside a shard wide elements come first, which keeps
-    every tensor aligned to its element.
+    A larger slice has its own shard. In a shard, slices are sorted by descending element size, so
+    that each is aligned to its elements.
     """
     shards: list[list[Named]] = []
     filled = 0
@@ -149,9 +149,9 @@ def write_shard(
     shard: int,
     **metadata: str,
 ) -> tuple[ShardFile, list[StoredSlice]]:
-    """Write one shard, on the medium when this returns; hold one block of it at a time.
+    """Write one shard and sync it, with one block in memory at a time.
 
-    Returns the shard's record and each slice's, ``shard`` being its place in the manifest.
+    Returns the records of the shard and its slices; ``shard`` is its index in the manifest.
     """
     entries = header_entries(
         (name, NAMES[part.tensor.dtype], part.shape, part.at, tuple(part.tensor.shape))
@@ -197,7 +197,7 @@ def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> lis
             if filled == chunk_bytes:
                 digests.append(running.hexdigest())
                 running, filled = sha256(), 0
-        del block  # its memory goes before the next one is made
+        del block  # frees its memory before the next one is made
     if filled:
         digests.append(running.hexdigest())
     assert total == part.size, f"a slice gave {total} bytes of {part.size}"

@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is as it was written, and what it holds. Imports no torch."""
+"""Verifies every byte of a checkpoint against its manifest. Imports no torch."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,16 +21,16 @@ from moefold.checkpoint.manifest import (
 )
 
 Progress = Callable[[int], None]
-"""Told of each number of bytes that has been checked."""
+"""Called with each further number of bytes that has been checked."""
 
 
 def verify(
     path: str | Path, progress: Progress = lambda count: None, disk: Disk = DISK
 ) -> list[DamagedError]:
-    """Return all that is wrong with a checkpoint: an empty list means that every byte is right.
+    """Return all defects of a checkpoint; an empty list means that every byte is correct.
 
-    Reads each byte once and holds one chunk of it. Raises ``VersionError`` for a format that
-    cannot be read and ``CheckpointError`` where there is no checkpoint at all.
+    Reads each byte once, with one chunk in memory. Raises ``VersionError`` for a format that
+    cannot be read, and ``CheckpointError`` if there is no checkpoint at all.
     """
     path = Path(path)
     problems: list[DamagedError] = []
@@ -47,14 +47,14 @@ def verify(
 
 
 def _manifest(path: Path, problems: list[DamagedError], disk: Disk) -> Manifest | None:
-    """Return the manifest, damaged but readable ones too; note what is wrong with it."""
+    """Return the manifest, if it is readable at all; append its defects to ``problems``."""
     raw = b""
     try:
         raw = manifest.read_raw(path, disk)
         return manifest.parse(raw, path)
     except DamagedError as error:
         problems.append(error)
-    try:  # comparing the shards with what is left of it tells which tensors' records it hit
+    try:  # comparing shards with a damaged manifest shows which tensors' records are affected
         return manifest.validate(raw, path)
     except DamagedError as error:
         if error.what != problems[-1].what and raw:
@@ -65,7 +65,7 @@ def _manifest(path: Path, problems: list[DamagedError], disk: Disk) -> Manifest 
 def _shard_problems(
     path: Path, found: Manifest, shard: ShardFile, rows: list[Row], progress: Progress, disk: Disk
 ) -> Iterator[DamagedError]:
-    """Yield what is wrong with one shard: its header, or chunks of the slices in it."""
+    """Yield the defects of one shard: in its header, or in chunks of its slices."""
     try:
         check_size(path, shard, disk)
         fd = disk.open(path / shard.file)
@@ -100,14 +100,14 @@ def _shard_problems(
 def _header_problems(
     raw: bytearray, found: Manifest, shard: ShardFile, rows: list[Row]
 ) -> Iterator[tuple[str | None, str]]:
-    """Yield tensor and fault of a shard's header: in its bytes, or in what it says of tensors."""
+    """Yield (tensor, defect) of a shard's header: altered bytes, or a contradiction."""
     slices = ((name, found.tensors[name], part) for name, part in rows)
     expected = header_entries((n, t.dtype, t.shape, s.at, s.shape) for n, t, s in slices)
     if sha256(raw).hexdigest() != shard.header_sha256:
         pairs = enumerate(zip(raw, shard_header(expected), strict=False))
         differs = next((i for i, (one, other) in pairs if one != other), len(raw))
         frame = len(shard_header({}).rstrip())
-        hit, end = None, frame - 1  # where the first entry's comma stands
+        hit, end = None, frame - 1  # position of the first entry's comma
         for (entry, held), (name, _) in zip(expected.items(), rows, strict=True):
             start, end = end, end + len(shard_header({entry: held}).rstrip()) - frame
             if start <= differs < end:
