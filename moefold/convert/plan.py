@@ -73,10 +73,11 @@ def contract(
         exact: what has this in its name stays float32.
 
     Raises:
-        ValueError: where no known family has this decoder, or none writes this type.
+        ValueError: where no known family has this decoder, or none writes this type or layout.
     """
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype {dtype!r}: one of {', '.join(get_args(Dtype))}")
+    for name, asked, known in (("dtype", dtype, Dtype), ("layout", layout, Layout)):
+        if asked not in get_args(known):
+            raise ValueError(f"{name} {asked!r}: one of {', '.join(get_args(known))}")
     wanted, sent, family = targets(decoder), dict[str, Sent](), family_of(decoder)
     copies = family.copies(decoder)
     for name, (row, layer) in find(sized(family.tensors, decoder), wanted).items():
