@@ -143,7 +143,7 @@ class Experts(Adaptable):
         with torch.no_grad():
             values = bring([one.value for one in here], expert_Ps, ranks)
             shifts = bring([one.value for one in biases], expert_Ps, ranks) if biases else ()
-        if not (flow.keeper.again or flow.keeper.block):  # recomputed layers fetch them anyway
+        if not (flow.keeper.again or flow.keeper.block):  # What is recomputed fetches them anyway.
             flow.keeper.discard("clones", values, bring_again)
         masters = [one.master for one in (*here, *biases)]
         stand_ins = CloneGradients.apply(expert_Ps, ranks, flow.sink, *masters)
