@@ -150,13 +150,11 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]
         raise TypeError(f"overrides is {overrides!r}; pass a list, such as [{overrides!r}]")
     path = Path(source)
     if (path / "config.json").is_file():
+        known = recipes() | finetune.recipes()
         try:
-            raw, overrides = finetune.raw_run(path, overrides)
-            known = recipes() | finetune.recipes()
-            return load(Run, raw, overrides, known, f"fine-tuning of {path}")
+            return load(Run, *finetune.raw_run(path, overrides), known, f"fine-tuning of {path}")
         except ValueError:
-            # Its error is clearer than validation's for a family that no plug-in registered either.
-            folder.read_config(path)
+            folder.read_config(path)  # its error is clearer for a family that nothing registered
             raise
     finetune.refuse_alone(source)
     return load(Run, source, overrides, recipes())

@@ -25,7 +25,7 @@ from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.draws import DROP, drawn, jitter
 from moefold.moe.scoring import scores, weights
-from moefold.moe.topk import count, drop, select
+from moefold.moe.topk import count, demand_places, drop, select
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -134,8 +134,7 @@ class Router(ExactBuffers, Adaptable):
         logits_TE = self._logits(x_TD, flow)
         scores_TE = self.scores(logits_TE)
         fresh = decision is None
-        if decision is None:
-            decision = self._decide(scores_TE, flow)
+        decision = decision or self._decide(scores_TE, flow)
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None and not flow.dropless:
             decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow))
@@ -182,13 +181,7 @@ class Router(ExactBuffers, Adaptable):
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
         experts_TK = self.choose(scores_TE, self._context(flow))
-        chosen, places = experts_TK.shape[1], self.record.places
-        if flow.training and chosen != places:
-            raise ValueError(
-                f"{type(self).__name__}.choose gives each token {chosen} places for experts, and "
-                f"its record says {places}: say as many by the record's places, and partial = True "
-                "where some stay empty"
-            )
+        demand_places(type(self).__name__, experts_TK, self.record, flow.training)
         plain = type(self).choose is Router.choose and self.record.groups is None
         plain = plain and self.selection_bias is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)

@@ -13,12 +13,16 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
 from moefold.checkpoint.tensors import DTYPES, TensorSlice
+from moefold.comm.collectives import sum_
 from moefold.optim.base import Optimizer
+from moefold.optim.config import matches
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
+from moefold.spec.decoder import known_weights
 from moefold.training.model_checkpoint import MODEL
 
 SHARE_BYTES = 16 * 2**20
@@ -72,6 +76,22 @@ def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[s
     if optimizer is None:
         return
     yield from ((held.name, held) for held in data.states(optimizer))
+
+
+def whole_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
+    """Return the parameters whose global names match a pattern, such as ``*.router.weight``.
+
+    They are whole and on the host of each rank, whichever ranks hold parts of them; all ranks call
+    it.
+    """
+    model, ranks = data.placed.model, data.placed.world.on_host
+    known = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
+    found = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in known}
+    for held in data.weights():
+        if held.first and held.name in found:
+            found[held.name][tuple(slice(*ends) for ends in held.box)] = held.tensor.detach()
+    data.settle()
+    return {name: sum_(whole, ranks) for name, whole in found.items()}
 
 
 def form(data: ShardedState, optimizer: Optimizer) -> str:

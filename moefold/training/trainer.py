@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.checkpoint import manifest
@@ -23,7 +22,7 @@ from moefold.checkpoint.errors import CheckpointError, DamagedError
 from moefold.checkpoint.folder import demand_no_checkpoint, newest, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.comm.agree import on_first
-from moefold.comm.collectives import gather_objects, sum_
+from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.slot import build
@@ -33,7 +32,6 @@ from moefold.data.prepare import Prepared, prepare
 from moefold.data.prepare import Progress as Told
 from moefold.files import demand_writable, named
 from moefold.model.generate import generate
-from moefold.optim.config import matches
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import ShardedState
@@ -41,7 +39,6 @@ from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
-from moefold.spec.decoder import known_weights
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.hooks.base import Figures, Hook, tell
@@ -56,7 +53,7 @@ from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
 from moefold.training.routing import executor_of
 from moefold.training.saving import Saver
-from moefold.training.state import Progress, contents, form, held_by, restore
+from moefold.training.state import Progress, contents, form, held_by, restore, whole_weights
 from moefold.training.step import StepFigures, gradients
 
 FORMAT = 1
@@ -325,8 +322,7 @@ class Trainer:
             **self.utilisation.figures(per_second * flops),
             "step_time_s": seconds,
         }
-        for name in ("needed_rows", "needed_load"):
-            metrics |= {name: needed} if (needed := getattr(figures, name)) else {}
+        metrics |= {n: it for n in ("needed_rows", "needed_load") if (it := getattr(figures, n))}
         metrics |= figures.more
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
@@ -433,18 +429,9 @@ class Trainer:
         return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
 
     @together
-    def weights(self, pattern: str) -> dict[str, Tensor]:
-        """Return the parameters whose global names match a pattern, such as ``*.router.weight``.
-
-        They are whole and on the host, whichever ranks hold parts of them.
-        """
-        known = (w for w in known_weights(self.decoder) if matches(w.name, (pattern,)))
-        found = {w.name: torch.zeros(w.shape, dtype=self.model.recipe.master_dtype) for w in known}
-        for held in self.data.weights():
-            if held.first and held.name in found:
-                found[held.name][tuple(slice(*ends) for ends in held.box)] = held.tensor.detach()
-        self.data.settle()
-        return {name: sum_(whole, self.world.on_host) for name, whole in found.items()}
+    def weights(self, pattern: str) -> dict[str, torch.Tensor]:
+        """Return the parameters whose global names match a pattern, whole and on the host."""
+        return whole_weights(self.data, pattern)
 
     @together
     def pace(self) -> list[float]:
