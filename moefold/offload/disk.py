@@ -1,7 +1,7 @@
-"""One plain file of a rank, in slots: what fits into no memory lies there while the process lasts.
+"""A rank's file for offloaded tensors, divided into slots, for the lifetime of the process.
 
-The file has no name from the moment it is open, so that no end of the process leaves it behind.
-Room is taken when a slot is, which is before the first step where slots last. Imports no torch.
+The file is unlinked as soon as it is open, so that it never outlives the process. Space is
+allocated with each slot; for permanent slots that is before the first step. Imports no torch.
 """
 
 import os
@@ -18,15 +18,15 @@ from zlib import crc32
 from moefold.files import make_folder
 
 BLOCK = 4096
-"""Bytes that places, lengths and addresses are multiples of, as files without a cache need them."""
+"""Alignment in bytes of offsets, lengths and addresses, as direct I/O requires."""
 
 
 class OffloadError(OSError):
-    """What was to lie on disk cannot be written or read, or is not as it was written.
+    """Offloaded data cannot be written to or read from disk, or was altered there.
 
     Args:
         text: where, and what is wrong.
-        number: the system's number of it.
+        number: the system's error number.
     """
 
     def __init__(self, text: str, number: int | None = EIO) -> None:
@@ -38,34 +38,34 @@ class OffloadError(OSError):
 
 @dataclass(eq=False)
 class DiskSlot:
-    """A place in the file."""
+    """A range of the file."""
 
     what: str
-    """What lies there, for messages."""
+    """Name of the content, for messages."""
     start: int
     size: int
-    """Bytes that are used."""
+    """Bytes used."""
     room: int
-    """Bytes that there are, a multiple of ``BLOCK``."""
+    """Bytes allocated, a multiple of ``BLOCK``; -1 once freed."""
     digest: int | None = None
-    """CRC-32 of what was written; None before anything was."""
+    """CRC-32 of the content; None before the first write."""
 
 
 class DiskFile:
-    """A rank's file.
+    """A rank's file, from which slots are allocated.
 
     Args:
-        folder: where; it is made where it is not there. ``$NAME`` stands for a value of the
-            machine's environment.
+        folder: folder of the file, created if necessary; ``$NAME`` is replaced by an environment
+            variable of the machine.
         rank: for messages.
-        called: what it is, for messages.
+        called: the file's purpose, for messages.
 
     Attributes:
-        bytes: of slots in use.
-        peak: the most of them so far.
+        bytes: bytes of slots in use.
+        peak: maximum of ``bytes`` so far.
 
     Raises:
-        OffloadError: where no file can be made.
+        OffloadError: if the file cannot be created.
     """
 
     def __init__(self, folder: str, rank: int, called: str = "the state's file") -> None:
@@ -87,10 +87,10 @@ class DiskFile:
         self._free: dict[int, list[int]] = {}
 
     def slot(self, what: str, size: int) -> DiskSlot:
-        """Take room for so many bytes.
+        """Allocate a slot of ``size`` bytes.
 
         Raises:
-            OffloadError: where the disk has none.
+            OffloadError: if the disk is full.
         """
         room = -(-size // BLOCK) * BLOCK
         with self._lock:
@@ -105,10 +105,10 @@ class DiskFile:
         return DiskSlot(what, start, size, room)
 
     def free(self, slot: DiskSlot) -> None:
-        """Give a slot's room back.
+        """Free a slot.
 
         Raises:
-            ValueError: for a slot that was given back before.
+            ValueError: if it was freed before.
         """
         with self._lock:
             if slot.room < 0:
@@ -130,7 +130,7 @@ class DiskFile:
         """Read ``slot.room`` bytes to an address that is a multiple of ``BLOCK``.
 
         Raises:
-            OffloadError: where there are fewer, or other bytes than were written.
+            OffloadError: if bytes are missing, or differ from those written.
         """
         done = 0
         while done < slot.room:
@@ -150,7 +150,7 @@ class DiskFile:
 
     @contextmanager
     def _told(self, what: str, start: int, size: int) -> Iterator[None]:
-        """Raise an error of the system as one that says what it was about."""
+        """Convert an ``OSError`` to an :class:`OffloadError` that names the data."""
         try:
             yield
         except OSError as error:
@@ -159,10 +159,10 @@ class DiskFile:
 
 
 def _without_cache(name: str, plain: int) -> int:
-    """Open the file again so that the system keeps no second copy of it, where that is possible."""
+    """Reopen the file for direct I/O, which bypasses the page cache, if the system supports it."""
     try:
         found = os.open(name, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system in memory has no such thing
+    except OSError:  # a file system in memory does not support it
         return plain
     os.close(plain)
     return found

@@ -1,7 +1,7 @@
-"""Places for tensors' values away from the device, and copies there and back beside other work.
+"""Slots in host memory or in a file for tensors' values, and asynchronous copies to and from them.
 
-On a device memory of the host is pinned, and each copy has a stream. On a CPU the host's pool is
-other memory than the tensors': bytes are counted apart, and the same code runs.
+With CUDA, host memory is pinned and each copy has its own stream. On a CPU the same code copies
+between ordinary tensors and the pool, whose bytes are counted separately.
 """
 
 import threading
@@ -15,16 +15,16 @@ from torch import Tensor
 from moefold.offload.disk import BLOCK, DiskFile
 
 THREADS = 2
-"""One that reads while the other writes."""
+"""Two, so that one can read while the other writes."""
 Made = TypeVar("Made")
 
 
 class HostPool:
-    """Memory of the host for what left the device.
+    """Host memory for offloaded tensors.
 
     Attributes:
-        bytes: taken and not given back.
-        peak: the most of them so far.
+        bytes: bytes in use.
+        peak: maximum of ``bytes`` so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,35 +32,34 @@ class HostPool:
         self.bytes = self.peak = 0
 
     def take(self, size: int) -> Tensor:
-        """Return so many bytes, from an address that is a multiple of ``BLOCK``."""
+        """Allocate ``size`` bytes at an address that is a multiple of ``BLOCK``."""
         raw = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=self._pinned)
         start = -raw.data_ptr() % BLOCK
         self.adopt(size)
         return raw[start : start + size]
 
     def adopt(self, size: int) -> None:
-        """Count bytes that lie in the host's memory anyway; below zero: no more."""
+        """Count bytes that are in host memory anyway; negative to stop counting them."""
         with self._lock:
             self.bytes += size
             self.peak = max(self.peak, self.bytes)
 
     def give(self, taken: Tensor) -> None:
-        """Give back what was taken."""
+        """Stop counting memory from :meth:`take`, which its last reference frees."""
         self.adopt(-taken.numel())
 
 
 class Copies:
-    """Copies beside other work, begun by one thread and made by others."""
+    """Asynchronous copies, executed by a pool of threads."""
 
     def __init__(self, device: torch.device, threads: int = THREADS) -> None:
         self._device = device
         self._threads = ThreadPoolExecutor(threads, "moefold offload")
 
     def begin(self, copy: Callable[[], Made]) -> "Future[Made]":
-        """Begin a copy of what the device has been told to compute so far, in the order of calls.
+        """Start ``copy`` on another thread, ordered after the device's work queued so far.
 
-        Its ``result`` returns what ``copy`` does when every byte is where it belongs, or raises
-        what went wrong.
+        The future's ``result`` returns that of ``copy`` once all bytes are copied, or raises.
         """
         if self._device.type != "cuda":
             return self._threads.submit(self._made, copy)
@@ -81,41 +80,41 @@ class Copies:
 
 
 class HostSlot:
-    """A place for the bytes of one tensor in the host's memory."""
+    """A slot in host memory for the bytes of one tensor."""
 
     def __init__(self, pool: HostPool, size: int) -> None:
         self._pool, self._values = pool, pool.take(size)
 
     def put(self, values: Tensor) -> None:
-        """Copy bytes here from where they are; returns when they may be overwritten there."""
+        """Copy bytes into the slot; return when the source may be overwritten."""
         self._values.copy_(values, non_blocking=True)
         finish(values)
 
     def get(self, into: Tensor) -> None:
-        """Copy what is here."""
+        """Copy the slot's bytes out."""
         into.copy_(self._values, non_blocking=True)
 
     def held(self) -> Tensor:
-        """Return what is here as bytes in the host's memory, to be looked at and changed."""
+        """Return the slot's bytes in host memory, for reading and writing."""
         return self._values
 
     def settle(self) -> None:
-        """Let what :meth:`held` returned go back to where it lies: it lies there."""
+        """Do nothing: :meth:`held` returns the slot's own memory."""
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the slot."""
         self._pool.give(self._values)
 
 
 class FileSlot:
-    """A place in a file; what comes and goes passes memory of the host that is pinned."""
+    """A slot in a file for the bytes of one tensor, copied through a buffer in host memory."""
 
     def __init__(self, file: DiskFile, pool: HostPool, what: str, size: int) -> None:
         self._file, self._pool, self._slot = file, pool, file.slot(what, size)
         self._open: Tensor | None = None
 
     def put(self, values: Tensor) -> None:
-        """Write bytes."""
+        """Write bytes to the file."""
         self._close()
         passing = self._pool.take(self._slot.room)
         passing[: self._slot.size].copy_(values, non_blocking=True)
@@ -124,7 +123,7 @@ class FileSlot:
         self._pool.give(passing)
 
     def get(self, into: Tensor) -> None:
-        """Read bytes."""
+        """Read bytes from the file."""
         self.settle()
         passing = self._pool.take(self._slot.room)
         self._file.read(self._slot, passing.numpy().data)
@@ -133,20 +132,20 @@ class FileSlot:
         self._pool.give(passing)
 
     def held(self) -> Tensor:
-        """Read all into memory, where it stays until it settles."""
+        """Return the bytes in host memory, read from the file and held until :meth:`settle`."""
         if self._open is None:
             self._open = self._pool.take(self._slot.room)
             self._file.read(self._slot, self._open.numpy().data)
         return self._open[: self._slot.size]
 
     def settle(self) -> None:
-        """Write what may have been changed in memory, and let that go."""
+        """Write the bytes of :meth:`held`, which may have changed, to the file, and free them."""
         if self._open is not None:
             self._file.write(self._slot, self._open.numpy().data)
             self._close()
 
     def free(self) -> None:
-        """Give the room in the file back."""
+        """Free the slot."""
         self._close()
         self._file.free(self._slot)
 
@@ -157,10 +156,10 @@ class FileSlot:
 
 
 OffloadSlot = HostSlot | FileSlot
-"""A place for the bytes of one tensor."""
+"""A slot for the bytes of one tensor."""
 
 
 def finish(tensor: Tensor) -> None:
-    """Wait until the device has copied from or to a tensor."""
+    """Wait until copies from or to a CUDA tensor on the current stream are complete."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()

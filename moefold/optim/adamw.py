@@ -1,7 +1,7 @@
 """AdamW with decoupled weight decay (arXiv 1711.05101).
 
-The update itself is a function over lists of tensors of any shape, so that it serves whole
-parameters and shards alike. All arithmetic is elementwise.
+The update is a function over lists of tensors of any shape, for whole parameters and shards alike.
+All arithmetic is elementwise.
 """
 
 import math
@@ -26,11 +26,11 @@ from moefold.optim.moments import (
 
 FUSED_DEVICES = ("cpu", "cuda")
 AlikeTensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-"""Parameters that are treated alike, their gradients, and both moments."""
+"""Parameters with equal settings, their gradients, and both moments."""
 
 
 class AdamWUpdate(NamedTuple):
-    """One update of tensors that are treated alike; the gradient is ``grads * scale``."""
+    """One update of tensors with equal settings; the gradient is ``grads * scale``."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -38,14 +38,14 @@ class AdamWUpdate(NamedTuple):
     exp_avg_sqs: list[Tensor]
     rule: AdamWRule
     step: int
-    """Counts from 1 and includes this update."""
+    """Number of updates, including this one."""
     lr: float
     weight_decay: float
     scale: float
 
 
 def adamw_reference_(update: AdamWUpdate) -> None:
-    """Update parameters and both moments in place, one tensor at a time, in the moments' type."""
+    """Update parameters and both moments in place, one tensor at a time, in the moments' dtype."""
     rule, lr = update.rule, update.lr
     beta1, beta2 = rule.betas
     rate = lr / (1 - beta1**update.step)
@@ -62,14 +62,14 @@ def adamw_reference_(update: AdamWUpdate) -> None:
 
 
 def adamw_fused_(update: AdamWUpdate) -> None:
-    """Update as ``adamw_reference_`` does, in one pass over memory; ``fusible`` tensors only.
+    """Fused form of :func:`adamw_reference_`, for :func:`fusible` tensors only.
 
-    The gradients of all tensors are overwritten when ``scale`` is not 1.
+    Overwrites the gradients when ``scale`` is not 1.
     """
     params, grads, exp_avgs, exp_avg_sqs = update[:4]
     device, scale = params[0].device, update.scale
-    # The kernel divides by its scale, and trusts every tensor to be laid out like the parameter.
-    # Filled there: a number that is copied to a device is waited for.
+    # The kernel divides by its scale, and assumes that every tensor has the parameter's layout.
+    # Filled on the device: copying a number from the host would synchronise.
     divisor = None if scale == 1 else torch.full((), 1 / scale, device=device)
     count = torch.full((), float(update.step), device=device)
     torch.ops.aten._fused_adamw_(
@@ -88,15 +88,15 @@ def adamw_fused_(update: AdamWUpdate) -> None:
         maximize=False,
         grad_scale=divisor,
     )
-    # It does not announce that it wrote (torch 2.13): caches keyed by a version would go stale.
+    # The kernel does not bump versions (torch 2.13): caches keyed by version would go stale.
     increment_version([*params, *exp_avgs, *exp_avg_sqs])
 
 
 def fusible(param: Tensor) -> bool:
-    """Return whether the fused kernel serves the parameter.
+    """Return whether the fused kernel supports the parameter.
 
-    float32 only: its gradient scale is float32, too coarse for float64. Contiguous only: it reads
-    other layouts wrongly without an error.
+    float32 only: the kernel's gradient scale is float32, too coarse for float64. Contiguous only:
+    it silently reads other layouts wrongly.
     """
     return (
         param.device.type in (*FUSED_DEVICES, "meta")
@@ -108,8 +108,8 @@ def fusible(param: Tensor) -> bool:
 class AdamWOptimizer(Optimizer):
     """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each.
 
-    Moments in FP8 have ``exp_avg_groups`` and ``exp_avg_sq_groups`` too. ``groups`` says where
-    elements are that moments in fewer bits are of; without it parameters are whole.
+    FP8 moments also have ``exp_avg_groups`` and ``exp_avg_sq_groups``. ``groups`` has positions of
+    this rank's elements, for low-precision moments; without it parameters are whole.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class AdamWOptimizer(Optimizer):
         self._decayed = {n for n, p in self.params.items() if rule.decays(n, p.shape)}
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.narrow: dict[str, tuple[Bf16Moment, Bf16Moment] | tuple[Fp8Moment, Fp8Moment]] = {}
-        """Moments that are kept in fewer bits, by parameter."""
+        """Low-precision moments, by parameter."""
         self._steps: dict[str, Tensor] = {}
         for name, p in self.params.items():
             states = rule.state_names(name, p.shape)
@@ -169,7 +169,7 @@ class AdamWOptimizer(Optimizer):
             settle(kept, self._groups)
 
     def _step_narrow(self, name: str, grad: Tensor, update: Callable[..., None]) -> None:
-        """Update a parameter whose moments are kept in fewer bits, some elements at a time."""
+        """Update a parameter with low-precision moments, one chunk of elements at a time."""
         flat, grad, moments = self.params[name].view(-1), grad.reshape(-1), self.narrow[name]
         alike, run, place = self._alike(name), self._run(name), self._place(name)
         for start, stop in run.chunks():
@@ -181,24 +181,24 @@ class AdamWOptimizer(Optimizer):
                 one.write(start, stop, values, chance)
 
     def _alike(self, name: str) -> tuple[bool, bool, int]:
-        """Return what tells how a parameter is updated."""
+        """Return (fused, decayed, step) of a parameter: equal ones can be updated together."""
         return name in self._fused, name in self._decayed, int(self._steps[name])
 
     def _run(self, name: str) -> ElementRun:
-        """Return a parameter's elements here as a run of its piece."""
+        """Return this rank's elements of a parameter as a run of its shard."""
         place = self._place(name)
         elements = self.params[name].numel()
         return ElementRun(place.first, elements, place.row, self.group or place.row)
 
     def _place(self, name: str) -> MomentPlace:
-        """Return where a parameter's elements here stand."""
+        """Return the position of this rank's elements in a parameter."""
         if self._groups is not None:
             return self._groups.place(name)
         shape = tuple(self.params[name].shape)
         return MomentPlace(name, 0, tuple((0, size) for size in shape), shape)
 
     def _keep_narrow(self, name: str, p: Tensor, states: Sequence[str]) -> None:
-        """Keep the moments of a parameter in fewer bits."""
+        """Create low-precision moments of a parameter."""
         if self.group:
             run = self._run(name)
             made = self.narrow[name] = Fp8Moment(p, run), Fp8Moment(p, run)

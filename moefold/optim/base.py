@@ -1,7 +1,7 @@
-"""The interface of an optimizer: local maths over named tensors, with flat, named state.
+"""The optimizer interface: local maths over named tensors, with flat, named state.
 
-Nothing here knows of ranks. Parameters are given with the names they have in every layout, and
-state is named after them, so that a checkpoint made in one layout means the same in another.
+Nothing here knows of ranks. Parameters have their global names, equal in every layout, and state is
+named after them, so that a checkpoint of one layout can be loaded in another.
 """
 
 import math
@@ -17,52 +17,53 @@ PREFIX = "optim"
 
 
 class Wholes(Protocol):
-    """Whole matrices of parameters of which this rank updates only some elements.
+    """Gathers whole matrices of parameters of which this rank updates only some elements.
 
-    Every matrix of all ranks' parameters is worked on by one rank, or by a few alike, which change
-    in place what ``gather`` returns.
+    Each matrix is assigned to one rank, or to a few that compute the same update; they change the
+    tensors that ``gather`` returns in place.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     """Whole shape of each parameter of which this rank updates elements."""
 
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return matrices ``[..., m, n]`` made of all ranks' pieces; every rank calls it."""
+        """Return this rank's matrices ``[..., m, n]`` from all ranks' pieces; a collective call."""
         ...
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's pieces of all ranks' matrices; ``like`` are pieces of its own."""
+        """Return this rank's pieces of all ranks' matrices, in the shapes of ``like``."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalMatrices:
-    """Matrices of parameters that this rank updates alone: views of its own tensors."""
+    """Matrices of parameters that this rank updates alone: views of its tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the tensors as they are, heads apart."""
+        """Return views of the tensors as stacks of matrices, with heads split."""
         return [p.view(-1, *self.shapes[name][-2:]) for name, p in pieces.items()]
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors, in which the matrices were changed in place."""
+        """Return the tensors, which were changed in place through the matrices."""
         return dict(like)
 
 
 class Optimizer(ABC):
-    """Updates parameters in place from their ``grad``; frozen ones are left out for good.
+    """Updates parameters in place from their ``grad``; frozen ones are ignored.
 
-    ``params`` maps global names to parameters, or to this rank's elements of them: all in the last
-    dim, of as many dims as the parameter has. What does not require a gradient when the optimizer
-    is built has no state and is never touched. State is float32, or float64 for float64 parameters.
+    ``params`` maps global names to parameters, or to this rank's elements of them: flat in the last
+    dim, with the parameter's number of dims. A tensor that does not require a gradient when the
+    optimizer is built has no state and is never changed. State is float32, or float64 for float64
+    parameters.
 
-    Every optimizer is built as ``build(record, params)``. Raises ``ValueError`` when one tensor is
-    given under two names.
+    Every optimizer is built as ``build(record, params)``. Raises ``ValueError`` if one tensor has
+    two names.
     """
 
     group = 0
-    """Elements that one row of a state tensor ``*_groups`` is of; 0 where there is none."""
+    """Elements per row of a state tensor ``*_groups``; 0 without such tensors."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = {name: p for name, p in params.items() if p.requires_grad}
@@ -77,29 +78,29 @@ class Optimizer(ABC):
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
         """Update every parameter once from ``grad * scale``, at ``lr_factor`` times its rate.
 
-        The gradients are consumed: what they hold afterwards is not specified. A zero gradient is
-        a gradient: counters, momentum and weight decay go on. Raises ``ValueError`` for a missing
-        gradient or a scale that is not a finite number above zero, before anything is changed.
+        Gradients are undefined afterwards. A zero gradient is a gradient: counters, momentum and
+        weight decay continue. Raises ``ValueError`` for a missing gradient or a scale that is not a
+        finite number above zero, before anything is changed.
         """
 
     @abstractmethod
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """Return the learning rate of each group of parameters, by the group's kind."""
+        """Return the learning rate of each group of parameters, by kind."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """Return the live path of each group, in words, by the group's kind."""
+        """Return how each group is computed, in words, by kind."""
 
     def state(self) -> dict[str, Tensor]:
         """Return the state as ``optim.<parameter>.<what>``: live tensors, not copies."""
         return dict(self._state)
 
     def _add_state(self, name: str, what: str, tensor: Tensor) -> Tensor:
-        """Keep a tensor of a parameter's state, which is saved and loaded.
+        """Register a tensor of a parameter's state, to be saved and loaded.
 
         Raises:
-            ValueError: for one that is neither of the parameter's shape nor one number: where ranks
-                share a parameter, nothing says which part of it is here.
+            ValueError: if it has neither the parameter's shape nor no dims: where ranks share a
+                parameter, this rank's part of other shapes would be unknown.
         """
         shape = self.params[name].shape
         if tensor.dim() and tensor.shape != shape and not what.endswith("_groups"):
@@ -111,7 +112,7 @@ class Optimizer(ABC):
         return tensor
 
     def _gradients(self, scale: float) -> dict[str, Tensor]:
-        """Return every gradient in its state's type, or say which are missing."""
+        """Return every gradient in the dtype of its state; raise if any is missing."""
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"gradient scale {scale} is not a finite number above zero")
         missing = [name for name, p in self.params.items() if p.grad is None]
@@ -124,7 +125,7 @@ class Optimizer(ABC):
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """Return the type of a parameter's optimizer state: float64 for float64, else float32."""
+    """Return the dtype of a parameter's optimizer state: float64 for float64, else float32."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 

@@ -1,7 +1,7 @@
-"""Records of the optimizers and of the schedules of their learning rate.
+"""Records of optimizers and learning-rate schedules.
 
-The rules that need only a parameter's global name and shape (what decays, what is a matrix, which
-state exists) live here too, so that memory can be planned without torch.
+Rules that need only a parameter's global name and shape (what decays, what is a matrix, which state
+exists) are here too, so that memory can be planned without torch.
 """
 
 import math
@@ -20,7 +20,7 @@ OPTIMIZER = Slot("optimizer")
 LR_SCHEDULE = Slot("learning-rate schedule")
 
 Span = int | float
-"""A length of the run: a whole number is steps, a number with a point is a fraction below 1."""
+"""A part of the run: an integer counts steps, a float below 1 is a fraction of the run."""
 
 Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -29,12 +29,12 @@ Average = Annotated[float, Field(ge=0, lt=1)]
 
 
 def span_steps(span: Span, total_steps: int) -> int:
-    """Return the whole steps that ``span`` means in a run of ``total_steps``."""
+    """Return ``span`` in steps of a run of ``total_steps``."""
     return span if isinstance(span, int) else round(span * total_steps)
 
 
 def span_rules(name: str, span: Span) -> Iterator[Violation]:
-    """Yield what is wrong with a span on its own, without knowing the run's length."""
+    """Yield violations of a span that do not depend on the run's length."""
     if span < 0:
         yield Violation((name,), span, "must not be negative", 0)
     elif isinstance(span, float) and span >= 1:
@@ -48,15 +48,15 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 class LrSchedule(Record):
-    """A curve of the learning rate: a linear warm-up, then the peak, or what the subclass says.
+    """A learning-rate curve: a linear warm-up, then the peak, or the subclass's curve.
 
-    The curve belongs to the steps 0 .. total_steps - 1. Warm-up rises from 1/(w+1) at step 0 and
-    the peak, 1, is at step w; the end value belongs to step ``total_steps``, the first one not
-    taken. So neither end of the run holds a step that learns nothing.
+    It is evaluated at steps 0 .. total_steps - 1. Warm-up of w steps rises from 1/(w+1) at step 0
+    to the peak, 1, at step w; the end value is at step ``total_steps``, the first one not taken. So
+    no step at either end of the run has rate zero.
     """
 
     warmup: Span = 0
-    """Steps (whole number) or fraction of the run over which the rate rises linearly. Recipes say
+    """Steps (whole number) or fraction of the run over which the rate rises linearly. Recipes use
     fractions, so that ``train.steps`` can be changed alone."""
 
     def factor(self, step: int, total_steps: int) -> float:
@@ -71,7 +71,7 @@ class LrSchedule(Record):
         return 1.0
 
     def rules(self) -> Iterator[Violation]:
-        """The warm-up is a length of the run."""
+        """``warmup`` is a valid span."""
         yield from span_rules("warmup", self.warmup)
 
     def violations(self, total_steps: int) -> Iterator[Violation]:
@@ -98,7 +98,7 @@ class LinearDecay(LrSchedule):
     curve: ClassVar[str] = "linear"
 
     def after_warmup(self, step: int, steps: int) -> float:
-        """Return the point of the curve."""
+        """Return the factor, falling from 1 to ``final``."""
         return _fall(self.curve, self.final, step, steps)
 
 
@@ -132,7 +132,7 @@ class Wsd(LrSchedule):
         return _fall(self.shape, self.final, into, decay)
 
     def rules(self) -> Iterator[Violation]:
-        """Both ends are lengths of the run."""
+        """``warmup`` and ``decay`` are valid spans."""
         yield from super().rules()
         yield from span_rules("decay", self.decay)
 
@@ -147,7 +147,7 @@ class Wsd(LrSchedule):
 
 
 def _fall(shape: str, final: float, step: int, steps: int) -> float:
-    """Return the point after ``step`` of ``steps`` on a curve from 1 down to ``final``."""
+    """Return the value after ``step`` of ``steps`` on a curve from 1 down to ``final``."""
     progress = step / steps if steps > 0 else 1.0
     left = {
         "linear": 1 - progress,
@@ -158,31 +158,30 @@ def _fall(shape: str, final: float, step: int, steps: int) -> float:
 
 
 class QkClip(Record):
-    """Scales query and key weights of a head down after each update in which its largest logit
-    passed a bound (MuonClip, arXiv 2507.20534).
+    """After an update, scales down query and key weights of heads whose largest logit exceeded a
+    bound (MuonClip, arXiv 2507.20534).
 
-    The largest logit is over the step's rows, and takes the products of attention's scores once
-    more.
+    The largest logit is over the step's rows; attention computes its scores a second time for it.
     """
 
     bound: Annotated[float, Field(gt=0)] = 100.0
     alpha: Fraction = 0.5
-    """Exponent of the factor's part that queries take; keys take the rest."""
+    """Exponent of the scaling factor for queries; keys have the exponent 1 - ``alpha``."""
 
 
 class Optim(Record):
-    """What every optimizer shares: a rate and its schedule, and the gradient's clipping."""
+    """Settings of every optimizer: learning rate, its schedule, and gradient clipping."""
 
     kind: str
     lr: Rate
     """Peak learning rate."""
     schedule_lr: Annotated[LrSchedule, LR_SCHEDULE] = Constant()
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global gradient norm that is taken as it is; None never clips."""
+    """Largest global gradient norm that is not scaled down; None never clips."""
     qk_clip: QkClip | None = None
 
     elementwise: ClassVar[bool] = False
-    """Whether an element's update depends on its own gradient and state alone, so that parts can be
+    """Whether an element's update depends only on its gradient and state, so that parts can be
     updated one after another, and on the host (``layout.state``)."""
 
     @abstractmethod
@@ -191,31 +190,31 @@ class Optim(Record):
 
     @property
     def group(self) -> int:
-        """Elements of a parameter's last dim whose state shares scales; 0 where none does."""
+        """Elements of a parameter's last dim whose state shares a scale; 0 if none does."""
         return 0
 
     @property
     def rounds(self) -> bool:
-        """Whether state is rounded stochastically, by the places of elements.
+        """Whether state is rounded stochastically, depending on the positions of elements.
 
-        An optimizer for which it is, or whose state shares scales, is built with one more argument,
-        ``groups`` (:class:`moefold.optim.moments.MomentGroups`).
+        Such an optimizer is built with one more argument, ``groups``
+        (:class:`moefold.optim.moments.MomentGroups`).
         """
         return self.group > 0
 
     def split(self, shape: Sequence[int], heads: int) -> tuple[int, ...]:
-        """Return a parameter's shape as the update takes it; its rows are of so many heads."""
+        """Return the shape in which a parameter is updated; ``heads`` divide its rows."""
         return tuple(shape)
 
     def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
-        """Return the bytes an element of each state tensor; ``wide``: in its arithmetic's type."""
+        """Return the bytes per element of each state tensor; ``wide``: those of its arithmetic."""
         return wide
 
     def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether the update of a parameter needs its whole matrices.
 
-        Where it does not, any run of elements can be updated by itself. An optimizer for which
-        some do is built with one more argument, ``wholes`` (:class:`moefold.optim.base.Wholes`).
+        Otherwise any run of elements can be updated by itself. If some parameter does, the
+        optimizer is built with one more argument, ``wholes`` (:class:`moefold.optim.base.Wholes`).
         """
         return False
 
@@ -226,7 +225,7 @@ class Optim(Record):
 
 
 class AdamWRule(Record):
-    """AdamW's own settings (arXiv 1711.05101), for all parameters or for what another leaves."""
+    """Settings of AdamW (arXiv 1711.05101), for all parameters or for those not of Muon."""
 
     kind: Literal["adamw"] = "adamw"
     lr: Rate = 3e-4
@@ -236,8 +235,8 @@ class AdamWRule(Record):
     weight_decay: Rate = 0.1
     """Decoupled: each step takes away ``lr * weight_decay`` of the weight."""
     no_decay: tuple[str, ...] = ("*norm*", "*bias*")
-    """Patterns of global names that never decay. What has fewer than two dims never does either;
-    embeddings and the head do, unless named here."""
+    """Patterns of global names without weight decay. Parameters of fewer than two dims never decay;
+    embeddings and the head do, unless listed here."""
     backend: Literal["auto", "fused", "reference"] = "auto"
 
     def decays(self, name: str, shape: Sequence[int]) -> bool:
@@ -254,8 +253,9 @@ class AdamW(AdamWRule, Optim):
     """AdamW for all parameters."""
 
     moments: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """What both moments of parameters with two dims and more are kept in, rounded stochastically;
-    the update is in fp32. ``fp8``: E4M3 with an expanded range (COAT, arXiv 2410.19313)."""
+    """Storage format of both moments, of parameters with two or more dims. Below fp32 they are
+    rounded stochastically, and updated in fp32. ``fp8``: E4M3 with an expanded range (COAT, arXiv
+    2410.19313)."""
     moment_group: Annotated[int, Field(ge=1)] = 128
     """Elements of a parameter's last dim that share a scale under ``fp8``; fewer for small ones."""
 
@@ -263,7 +263,7 @@ class AdamW(AdamWRule, Optim):
     elementwise = True
 
     def narrows(self, shape: Sequence[int]) -> bool:
-        """Return whether a parameter's moments are kept in fewer bits."""
+        """Return whether a parameter's moments are stored in low precision."""
         return self.rounds and len(shape) >= 2
 
     @property
@@ -273,11 +273,11 @@ class AdamW(AdamWRule, Optim):
 
     @property
     def rounds(self) -> bool:
-        """Whether moments are kept in fewer bits."""
+        """Whether moments are stored in low precision."""
         return self.moments != "fp32"
 
     def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
-        """Return 2, or 1 and twelve for each group, where moments are kept in fewer bits."""
+        """Return 2 for bf16 moments, or 1 plus 12 bytes per group for fp8."""
         if not self.narrows(shape):
             return wide
         return 1 + 12 * -(-shape[-1] // self.group) / shape[-1] if self.group else 2
@@ -285,7 +285,7 @@ class AdamW(AdamWRule, Optim):
 
 @OPTIMIZER.register
 class Muon(Optim):
-    """Muon: momentum made orthogonal by Newton-Schulz, for matrices; ``rest`` has the others.
+    """Muon: momentum orthogonalised by Newton-Schulz, for matrices; ``rest`` for the others.
 
     A matrix is a parameter ``[m, n]``, both sides above 1, whose name matches none of
     ``rest_names``; leading dims (experts, gate and up) make a stack of matrices.
@@ -299,16 +299,16 @@ class Muon(Optim):
     ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
     """Newton-Schulz iterations."""
     scale: Literal["match_rms", "shape", "none"] = "match_rms"
-    """Factor on the update of an ``[m, n]`` matrix. ``match_rms``: 0.2 * sqrt(max(m, n)), the
-    element size of an AdamW update, so that both take like rates (arXiv 2502.16982); ``shape``:
-    sqrt(max(1, m / n)), Muon's own."""
+    """Factor on the update of an ``[m, n]`` matrix. ``match_rms``: 0.2 * sqrt(max(m, n)), the RMS
+    of an AdamW update, so that both use similar rates (arXiv 2502.16982); ``shape``:
+    sqrt(max(1, m / n)), as in the original Muon."""
     weight_decay: Rate = 0.1
     """Decoupled: each step takes away ``lr * weight_decay`` of the weight."""
     by_heads: bool = False
-    """Whether rows that make a head's queries, keys or values are a matrix of their own."""
+    """Whether the rows of each head's queries, keys or values are a separate matrix."""
     arithmetic: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of Newton-Schulz; ``auto`` is bfloat16 where the device multiplies it natively and the
-    matrix is not tiny. float64 parameters always take float64."""
+    """Dtype of Newton-Schulz; ``auto`` is bfloat16 where the device multiplies it natively and the
+    matrix is not tiny. float64 parameters always use float64."""
     rest: AdamWRule = AdamWRule()
     rest_names: tuple[str, ...] = (
         "*embed*",
@@ -319,28 +319,28 @@ class Muon(Optim):
         "*norm*",
         "*bias*",
     )
-    """Patterns of global names that ``rest`` takes whatever their shape. Embedding and head: their
-    rows belong to tokens and see gradients of very different size and frequency. Router: an
+    """Patterns of global names that ``rest`` updates whatever their shape. Embedding and head:
+    their rows belong to tokens, with gradients of very different size and frequency. Router: an
     orthogonal update keeps its size however small the gradient, so choices would never settle."""
 
     owner = "moefold.optim.muon:MuonOptimizer"
 
     def orthogonalises(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether the parameter is Muon's rather than the rest's."""
+        """Return whether Muon, not ``rest``, updates the parameter."""
         return len(shape) >= 2 and min(shape[-2:]) > 1 and not matches(name, self.rest_names)
 
     def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether the parameter is Muon's."""
+        """Return whether Muon updates the parameter."""
         return self.orthogonalises(name, shape)
 
     def split(self, shape: Sequence[int], heads: int) -> tuple[int, ...]:
-        """Return a parameter's shape as a stack of matrices; ``heads`` is 0 where it has none."""
+        """Return a parameter's shape as a stack of matrices; ``heads`` is 0 without heads."""
         if not (self.by_heads and heads and len(shape) == 2 and shape[0] > heads):
             return tuple(shape)
         return (heads, shape[0] // heads, shape[1])
 
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
-        """Return the momentum, or what the rest keeps."""
+        """Return the momentum, or the state of ``rest``."""
         if self.orthogonalises(name, shape):
             return ("momentum",)
         return self.rest.state_names(name, shape)

@@ -1,13 +1,13 @@
-"""Moments of an optimizer in fewer bits than its arithmetic has: bf16, or E4M3 in groups.
+"""Low-precision storage of optimizer moments: bf16, or E4M3 in groups.
 
-They are rounded stochastically. To nearest, a moment that decays by less than half a unit of its
-format would stay what it is: in bf16 a second moment times 0.999 is the number before.
+They are rounded stochastically. Rounded to nearest, a moment that decays by less than half a unit
+in the last place would not change: in bf16, 0.999 times a second moment rounds to that moment.
 
-A group is so many elements of one row of a parameter, a row being its last dim; the last one of a
-row may be shorter. Of a parameter that ranks share, a rank may hold part of a group: its scale is
-of the whole, by one maximum over those ranks (:class:`MomentGroups`).
+A group is a number of consecutive elements of one row (last dim) of a parameter; the last group of
+a row may be shorter. Where ranks share a parameter, a rank may hold part of a group, whose scale is
+then from a maximum over these ranks (:class:`MomentGroups`).
 
-G groups here, N elements of a group.
+G groups on this rank, N elements of a group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,52 +22,52 @@ from moefold.kernels.quantise.elements import E4M3
 from moefold.kernels.quantise.expanded import decode, encode, extremes, factors
 
 CHUNK = 1 << 20
-"""Elements whose moments are wide at once."""
+"""Most elements whose moments are expanded to fp32 at once."""
 FACTORS = 3
-"""Numbers beside the codes of a group."""
+"""Numbers stored per group in addition to its codes."""
 GAMMA, MIXERS = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
-"""Of SplitMix64 (Steele et al., OOPSLA 2014), as signed numbers."""
+"""Constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed numbers."""
 
 
 class ElementRun(NamedTuple):
-    """Consecutive elements of a row-major tensor, and the groups of them."""
+    """Consecutive elements of a row-major tensor, and their groups."""
 
     first: int
-    """Place of the first one in the tensor."""
+    """Offset of the first element in the tensor."""
     elements: int
     row: int
-    """Elements of the tensor's last dim, no axis of a layout cuts a group there."""
+    """Size of the tensor's last dim; no axis of a layout cuts a group there."""
     size: int
-    """Elements of a group."""
+    """Elements per group."""
 
     @property
     def end(self) -> int:
-        """The place after the last element."""
+        """Offset after the last element."""
         return self.first + self.elements
 
     def group(self, place: int) -> int:
-        """Return the number of the group, in the tensor, that an element is of."""
+        """Return the index in the tensor of an element's group."""
         return place // self.row * -(-self.row // self.size) + place % self.row // self.size
 
     @property
     def groups(self) -> range:
-        """The numbers of the groups that have elements here."""
+        """Indices of the groups with elements in the run."""
         if not self.elements:
             return range(0)
         return range(self.group(self.first), self.group(self.end - 1) + 1)
 
     @property
     def cut(self) -> list[int]:
-        """Those of them that have other elements elsewhere."""
+        """Indices of the groups that are only partly in the run."""
         ends = zip((self.first, self.end), (self.groups[:1], self.groups[-1:]), strict=True)
         return sorted({g for place, at in ends if place % self.row % self.size for g in at})
 
     def part(self, start: int, stop: int) -> "ElementRun":
-        """Return some of its elements, counted from its first one."""
+        """Return elements ``start`` to ``stop`` of the run, as a run of the tensor."""
         return self._replace(first=self.first + start, elements=stop - start)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield parts of limited size that cut no group."""
+        """Yield ranges of the run of limited size that cut no group."""
         row = self.size if self.row % self.size == 0 else self.row
         step = max(1, CHUNK // row) * row
         places = range(self.first - self.first % row, self.end, step)
@@ -75,7 +75,7 @@ class ElementRun(NamedTuple):
             yield max(0, place - self.first), min(self.elements, place + step - self.first)
 
     def split(self, x: Tensor) -> Tensor:
-        """Return ``[G, N]`` of this run's elements; zeros stand for those that are not here."""
+        """Return the run's elements as ``[G, N]``, padded with zeros."""
         per_row, lead = -(-self.row // self.size), self.first % self.row
         rows = -(-(lead + self.elements) // self.row)
         x = F.pad(x, (lead, rows * self.row - lead - self.elements)).view(rows, self.row)
@@ -84,7 +84,7 @@ class ElementRun(NamedTuple):
         return x[start : start + len(self.groups)]
 
     def join(self, x_GN: Tensor) -> Tensor:
-        """Return the elements that :meth:`split` made groups of."""
+        """Return the run's elements from groups: the inverse of :meth:`split`."""
         per_row, lead = -(-self.row // self.size), self.first % self.row
         rows = -(-(lead + self.elements) // self.row)
         start = lead // self.size
@@ -93,29 +93,29 @@ class ElementRun(NamedTuple):
 
 
 class MomentPlace(NamedTuple):
-    """Where a rank's elements of a parameter stand: in its piece, and the piece in the whole."""
+    """Position of a rank's elements in its shard of a parameter, and of the shard in the whole."""
 
     name: str
     first: int
-    """Place in the piece of the first element that this rank updates."""
+    """Offset in the shard of the first element that this rank updates."""
     box: tuple[tuple[int, int], ...]
-    """The piece, in the whole parameter."""
+    """Box of the shard in the whole parameter."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     seed: int = 0
-    """The run's, which stochastic rounding draws by."""
+    """Seed of the run, for stochastic rounding."""
 
     @property
     def row(self) -> int:
-        """Last dim of the piece."""
+        """Size of the shard's last dim, at least 1."""
         start, stop = self.box[-1]
         return max(1, stop - start)
 
     def chance(self, run: ElementRun, device: torch.device, step: int) -> tuple[Tensor, Tensor]:
-        """Return for elements of the piece multiples of 2^-16 in [0, 1), for either moment.
+        """Return random multiples of 2^-16 in [0, 1) for elements of the shard, one per moment.
 
-        They depend on seed, name, step and each element's place in the whole alone. Of one mix of
-        64 bits, as Philox of plain operations would take several times as long as the update.
+        They depend only on seed, name, step and each element's global position. They are from one
+        64-bit mix: Philox in plain operations would take several times as long as the update.
         """
         row_N = torch.arange(run.first // run.row, -(-run.end // run.row), device=device)
         place_N, stride = torch.zeros_like(row_N), self.shape[-1]
@@ -129,7 +129,7 @@ class MomentPlace(NamedTuple):
         said = sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()[:8]
         mixed = place.mul_(GAMMA).add_(int.from_bytes(said, "little", signed=True))
         for shift, factor in MIXERS:
-            # The sign's copies that come with a shift are no bits of the number.
+            # The shift is arithmetic: mask the copies of the sign bit.
             high = (mixed >> shift).bitwise_and_((1 << 64 - shift) - 1)
             mixed.bitwise_xor_(high).mul_(factor)
         parts = ((mixed >> at).bitwise_and_(0xFFFF) for at in (32, 48))
@@ -138,19 +138,19 @@ class MomentPlace(NamedTuple):
 
 
 class MomentGroups(Protocol):
-    """Where elements stand in their tensors, and maxima over ranks that hold parts of groups."""
+    """Positions of elements in their parameters, and maxima over ranks that share a group."""
 
     def place(self, name: str) -> MomentPlace:
-        """Return where a parameter's elements here stand."""
+        """Return the position of this rank's elements in a parameter."""
         ...
 
     def largest(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
-        """Return for each cut group the maximum over ranks; each rank that shares any calls it."""
+        """Return the maximum over ranks for each cut group; a collective of the sharing ranks."""
         ...
 
 
 class Bf16Moment:
-    """A moment that is kept in bf16."""
+    """A moment stored in bf16."""
 
     def __init__(self, param: Tensor) -> None:
         self.values = torch.zeros_like(param, dtype=torch.bfloat16, requires_grad=False)
@@ -164,14 +164,14 @@ class Bf16Moment:
         return self.values.view(-1)[start:stop].float()
 
     def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
-        """Take new values for them, rounded by what was drawn."""
+        """Store new values, rounded stochastically with the random numbers ``drawn``."""
         wide = values.float()
         added = drawn.mul(1 << 16).int().add_(wide.view(torch.int32)).bitwise_and_(-(1 << 16))
         self.values.view(-1)[start:stop] = torch.where(wide.isnan(), wide, added.view(wide.dtype))
 
 
 class Fp8Moment:
-    """A moment that is kept as E4M3 codes with an expanded range, and three numbers a group."""
+    """A moment stored as E4M3 codes with an expanded range, and three numbers per group."""
 
     def __init__(self, param: Tensor, run: ElementRun) -> None:
         self.run = run
@@ -180,20 +180,20 @@ class Fp8Moment:
         shape = len(run.groups), FACTORS
         self.factors_G3 = torch.ones(shape, dtype=torch.float32, device=param.device)
         self.ends: dict[int, Tensor] = {}
-        """Elements of cut groups, and what was drawn for them, which wait for other ranks'."""
+        """Values of cut groups and their random numbers, until other ranks' maxima are known."""
 
     def states(self, what: str) -> dict[str, Tensor]:
         """Return the tensors by their names."""
         return {what: self.codes, f"{what}_groups": self.factors_G3}
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return some of its elements in fp32; both ends cut no group that goes on here."""
+        """Return elements in fp32; neither end may cut a group in two parts on this rank."""
         part = self.run.part(start, stop)
         codes_GN = part.split(self._bytes[start:stop]).view(E4M3)
         return part.join(decode(codes_GN, self.factors_G3[self._of(part)]))
 
     def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
-        """Take new values for them; groups that ranks share are settled later."""
+        """Store new values, rounded stochastically; groups that ranks share are settled later."""
         part = self.run.part(start, stop)
         values_GN, drawn_GN = part.split(values.float()), part.split(drawn)
         found_G3 = factors(extremes(values_GN))
@@ -205,7 +205,7 @@ class Fp8Moment:
                 self.ends[group] = torch.stack((values_GN[at], drawn_GN[at]))
 
     def settle(self, group: int, extremes_2: Tensor) -> None:
-        """Make the codes of a cut group by the extremes of all of it."""
+        """Encode a cut group, given the extremes of the whole group."""
         found_G3, ends_2N = factors(extremes_2[None]), self.ends.pop(group)
         self.factors_G3[group - self.run.groups[0]] = found_G3[0]
         run, per_row = self.run, -(-self.run.row // self.run.size)
@@ -225,7 +225,7 @@ class Fp8Moment:
 
 
 def settle(moments: Mapping[str, Sequence[Fp8Moment]], groups: MomentGroups) -> None:
-    """Give the groups that ranks share one scale each; all ranks that share parameters call it."""
+    """Encode groups that ranks share with a common scale; a collective of the sharing ranks."""
     parts: dict[tuple[str, int], Tensor] = {}
     for name, each in moments.items():
         for group in each[0].run.cut:

@@ -1,8 +1,8 @@
-"""Muon: momentum, made orthogonal by a Newton-Schulz iteration, as the update of a matrix.
+"""Muon: the update of a matrix is its momentum, orthogonalised by a Newton-Schulz iteration.
 
 Sources: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), for
 the iteration and its quintic coefficients; arXiv 2502.16982 for weight decay and the scale that
-matches AdamW's. Matrices of one shape, wherever they come from, go through the iteration together.
+matches AdamW's. Matrices of one shape, of whatever parameters, are iterated in one batch.
 
 Shape suffixes: N matrices of a batch, m rows, n columns.
 """
@@ -20,24 +20,24 @@ from moefold.optim.base import LocalMatrices, Optimizer, Wholes, zeros_for
 from moefold.optim.config import Muon
 
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
-"""Coefficients that grow small singular values fastest; most end between 0.68 and 1.14."""
+"""Coefficients that enlarge small singular values fastest; most end between 0.68 and 1.14."""
 
 EPS = 1e-7
-"""Smallest norm that is divided by: a zero gradient with zero momentum stays a zero update."""
+"""Lower bound of the divisor: a zero gradient with zero momentum gives a zero update."""
 
 BFLOAT16_SIDE = 32
-"""Smaller side from which bfloat16 pays. Below it float32 is as fast, and on CPUs the bits of a
-small bfloat16 product depend on how many matrices share the batch."""
+"""Least smaller side for which bfloat16 is used. Below it float32 is as fast, and on CPUs the bits
+of a small bfloat16 product depend on the number of matrices in the batch."""
 
 BATCH_BYTES = {"cpu": 2 * 2**20}
 BATCH_BYTES_ELSEWHERE = 128 * 2**20
-"""Bytes of matrices in one batch: on a CPU they stay in its cache."""
+"""Most bytes of matrices in one batch: on a CPU they fit its cache."""
 
 
 def orthogonalise(x_Nmn: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return Newton-Schulz of each matrix of the batch after ``steps``, computed in ``dtype``.
+    """Return each matrix after ``steps`` Newton-Schulz iterations, computed in ``dtype``.
 
-    The square products are of the smaller side. Norms are taken in the batch's own type.
+    Gram matrices are of the smaller side. Norms are computed in the batch's dtype.
     """
     norms = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True).clamp_(min=EPS)
     x = torch.div(x_Nmn, norms, out=torch.empty_like(x_Nmn, dtype=dtype))
@@ -56,7 +56,7 @@ def orthogonalise(x_Nmn: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def update_scale(rule: str, rows: int, cols: int) -> float:
-    """Return the factor on an orthogonal ``[rows, cols]`` update; see ``Muon.scale``."""
+    """Return the factor on an orthogonal ``[rows, cols]`` update by the rule ``Muon.scale``."""
     return {
         "match_rms": 0.2 * math.sqrt(max(rows, cols)),
         "shape": math.sqrt(max(1.0, rows / cols)),
@@ -69,7 +69,7 @@ def advance_momentum_(
 ) -> None:
     """Move ``momentum`` towards ``grad * scale`` in place and write the direction to ``out``.
 
-    Elementwise, so for shards too. ``grad`` is overwritten when ``scale`` is not 1.
+    Elementwise, hence valid for shards. ``grad`` is overwritten when ``scale`` is not 1.
     """
     if scale != 1:
         grad.mul_(scale)
@@ -83,10 +83,10 @@ def advance_momentum_(
 def choose_arithmetic(
     setting: str, weight: Tensor, shape: Sequence[int] | None = None
 ) -> torch.dtype:
-    """Return the type Newton-Schulz computes in for matrices ``[..., m, n]`` like ``weight``.
+    """Return the dtype of Newton-Schulz for matrices ``[..., m, n]`` like ``weight``.
 
-    ``shape`` is of the whole, where ``weight`` has elements of it. Nothing is timed, so that a run
-    repeats itself.
+    ``shape`` is the whole shape, if ``weight`` has only elements of it. Nothing is timed, so that
+    runs are reproducible.
     """
     if weight.dtype == torch.float64:
         return torch.float64
@@ -99,7 +99,7 @@ def choose_arithmetic(
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Return whether the device has bfloat16 products in hardware, and torch may use them."""
     if device.type == "cpu":
-        # ATEN_CPU_CAPABILITY keeps torch below what the processor lists.
+        # ATEN_CPU_CAPABILITY may restrict torch to less than the processor supports.
         allowed = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return allowed and units
@@ -107,10 +107,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield stacks ``[N, m, n]`` of matrices ``[..., m, n]``, views of one shape and limited size.
-
-    How many matrices are computed at once is bounded by ``BATCH_BYTES``.
-    """
+    """Yield lists of views ``[N, m, n]``, of one shape and at most ``BATCH_BYTES`` in total."""
     alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for matrix in matrices:
         alike[matrix.shape[-2:]].append(matrix.view(-1, *matrix.shape[-2:]))
@@ -129,7 +126,7 @@ def batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 class MuonOptimizer(Optimizer):
     """Muon for matrices, AdamW for the rest. State: ``momentum`` for each matrix parameter.
 
-    ``wholes`` brings the matrices together where this rank updates only elements of them.
+    ``wholes`` gathers the matrices if this rank updates only elements of them.
     """
 
     def __init__(
@@ -152,12 +149,12 @@ class MuonOptimizer(Optimizer):
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
         """Update matrices by Muon, and the rest by AdamW.
 
-        All but Newton-Schulz is elementwise, so that elements of a matrix are enough for it.
+        Only Newton-Schulz needs whole matrices; the rest is elementwise.
         """
         grads = self._gradients(scale)
         grads = {name: grads[name].contiguous() for name in self._matrices}
         for name, grad in grads.items():
-            # In place: an element's momentum is read before its direction is written.
+            # ``out`` may alias ``grad``: each element is read before it is written.
             advance_momentum_(self._momenta[name], grad, self.rule, scale=scale, out=grad)
         matrices = self._wholes.gather(grads)
         for batch in batches(matrices):
@@ -174,7 +171,7 @@ class MuonOptimizer(Optimizer):
         self._rest.step(scale, lr_factor)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of both optimizers by its names in a checkpoint."""
+        """Return the state of both optimizers under its names in a checkpoint."""
         return {**self._state, **self._rest.state()}
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
@@ -182,7 +179,7 @@ class MuonOptimizer(Optimizer):
         return {self.rule.kind: self.rule.lr * lr_factor, **self._rest.lr(lr_factor)}
 
     def describe(self) -> dict[str, str]:
-        """Return in words how either update is computed."""
+        """Return in words how both updates are computed."""
         shapes = self._wholes.shapes
         types = {
             str(choose_arithmetic(self.rule.arithmetic, momentum, shapes[name]))

@@ -1,7 +1,7 @@
-"""The global gradient norm, its clipping factor, and what is not finite.
+"""The global gradient norm, its clipping factor, and detection of non-finite values.
 
-Everything stays on the device until ``read_scalars`` fetches all a step needs in one transfer.
-Sums of squares rather than norms are what ranks can add.
+Everything stays on the device until ``read_scalars`` fetches a step's scalars in one transfer.
+Squared norms are returned, since ranks can add them.
 """
 
 import math
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 512
-"""Elements that are summed in float32 before float64 takes over."""
+"""Elements summed in float32; the sums of blocks are added in float64."""
 
 
 def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares over all elements of all tensors, 0-dim, on ``device``.
 
-    float64 (float32 on devices without it), because a float32 sum over ten million elements is
-    already off by 4e-4 on a CPU. Exact zero for no tensors. Not finite if and only if an element
-    is not, or is so large (about 1e17) that float32 cannot hold its square's sum.
+    float64 (float32 on devices without it), because a float32 sum over ten million elements has an
+    error of 4e-4 on a CPU. Exactly zero for no tensors. Not finite if and only if an element is not
+    finite, or so large (about 1e17) that the sum of squares overflows float32.
     """
     parts = [part for tensor in tensors if tensor.numel() for part in _block_norms(tensor)]
     wide = widest(device)
@@ -30,10 +30,10 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_scale(norm: float, limit: float | None) -> float:
-    """Return the factor that brings a gradient of ``norm`` down to ``limit``: 1 where it is below.
+    """Return the factor that scales a gradient of ``norm`` down to ``limit``; 1 if it is below.
 
-    The factor goes to ``Optimizer.step``; no pass over the gradients is needed. Raises
-    ``ValueError`` for a norm that is not finite: such a step must not be taken.
+    ``Optimizer.step`` applies it, without another pass over the gradients. Raises ``ValueError``
+    for a norm that is not finite: such a step must not be taken.
     """
     if not math.isfinite(norm):
         raise ValueError(f"gradient norm {norm} is not finite")
@@ -41,18 +41,18 @@ def clip_scale(norm: float, limit: float | None) -> float:
 
 
 def read_scalars(*scalars: Tensor) -> tuple[float, ...]:
-    """Return 0-dim tensors of one device as Python floats, in one transfer."""
+    """Return 0-dim tensors on one device as Python floats, in one transfer."""
     wide = widest(scalars[0].device)
     return tuple(torch.stack([scalar.detach().to(wide) for scalar in scalars]).tolist())
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors that hold a NaN or an infinity; for reports, not each step."""
+    """Return the names of tensors with a NaN or infinity; for reports, as it synchronises."""
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64 where the device has it."""
+    """Return float64 if the device supports it, else float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
