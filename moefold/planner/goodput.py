@@ -1,12 +1,12 @@
-"""What a long run takes: failures, more devices, and money.
+"""Failures, scaling and cost of a long run.
 
 The share of time that trains (ETTR, as Meta's RSC study names it) is, to first order in failures,
-``1 - w/D - r * (u + D/2)``: w seconds that a save holds the run up, every D seconds; r failures per
-second, each of which costs the restart u and on average half of the D since the last save. It is
-largest at ``D = sqrt(2 * w / r)`` (Young, 1974).
+``1 - w/D - r * (u + D/2)``: a save stalls the run for w seconds every D seconds; each of r failures
+per second costs the restart u and on average half of the D since the last save. It is largest at
+``D = sqrt(2 * w / r)`` (Young, 1974).
 
-More devices are more data ranks of the same layout. Strong scaling keeps the batch, which ends
-where each data rank has too few micro-batches; weak scaling lets it grow with the devices.
+More devices are more data ranks of the same layout. Strong scaling keeps the batch, until each data
+rank has too few micro-batches; weak scaling increases it with the devices.
 """
 
 import math
@@ -19,61 +19,61 @@ from moefold.planner.time import estimate
 
 DAY = 86400.0
 PER_DEVICE_DAY = 4.7e-4
-"""Unexpected interruptions per device and day: 419 in 54 days on 16,384 H100 (Llama 3, arXiv
+"""Unexpected interruptions per device-day: 419 in 54 days on 16,384 H100 (Llama 3, arXiv
 2407.21783). 504 B200 had 3.6e-4 (Lablup), 1,024 A100 about 2e-3 (OPT-175B)."""
 RESTART_S = 600.0
 """Seconds from a failure to the next step: detection, start and loading. MegaScale (arXiv
 2402.15627) reports detection within 10 minutes; automatic restarts reach about one."""
 STALL_S = 5.0
-"""Seconds that a save holds a run up: a few with saving beside training."""
+"""Seconds for which a save stalls a run: a few with asynchronous saving."""
 MOST = 100_000
-"""Devices up to which curves go."""
+"""Largest number of devices on curves."""
 PUE = 1.25
-"""Power of the building over that of its machines, where none is stated."""
+"""Default power of the building over that of its machines."""
 HOST_WATTS = 0.35
 """Power of hosts, fans and network over that of the boards: an 8-GPU H100 server is rated
-10.2 kW for 5.6 kW of boards, with its NICs not at their limit all the time."""
+10.2 kW for 5.6 kW of boards; its NICs are not always at their limit."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """How often a run is interrupted, and what that costs. All are inputs: none is predicted."""
+    """Rate and cost of interruptions; inputs, not predictions."""
 
     per_device_day: float = PER_DEVICE_DAY
     restart_s: float = RESTART_S
     stall_s: float = STALL_S
 
     def __post_init__(self) -> None:
-        """Refuse what is no rate or no time."""
+        """Check that all values are finite and not negative."""
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} {value}: a finite number of at least 0")
 
     def rate(self, devices: int) -> float:
-        """Return failures per second of so many devices."""
+        """Return failures per second of ``devices`` devices."""
         return self.per_device_day * devices / DAY
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a number of devices can expect."""
+    """Expected goodput of a number of devices."""
 
     interval_s: float
-    """Seconds between saves; endless where nothing fails."""
+    """Seconds between saves; infinite without failures."""
     ettr: float
     """Share of time that trains, from 0 to 1."""
     between_failures_s: float
     lost: dict[str, float]
-    """Shares that go to saving, to restarts and to work done again; unclipped."""
+    """Shares of time lost to saving, to restarts and to repeated work; unclipped."""
 
 
 def best_interval(stall_s: float, rate: float) -> float:
-    """Return the seconds between saves that lose least; endless where nothing fails."""
+    """Return the seconds between saves that lose least time; infinite without failures."""
     return math.sqrt(2 * stall_s / rate) if rate else math.inf
 
 
 def goodput(devices: int, faults: Faults = Faults()) -> Goodput:
-    """Return what so many devices can expect, that stop together when one fails."""
+    """Return the expected goodput of ``devices`` devices that all stop when one fails."""
     rate = faults.rate(devices)
     every = best_interval(faults.stall_s, rate)
     saving = faults.stall_s / every if every else 0.0
@@ -85,13 +85,13 @@ def goodput(devices: int, faults: Faults = Faults()) -> Goodput:
 
 @dataclass(frozen=True)
 class Price:
-    """What a device costs. Prices differ by contract: there is no default in money."""
+    """Price of a device-hour, without a default as prices differ by contract, and PUE."""
 
     per_device_hour: float | None = None
     pue: float = PUE
 
     def __post_init__(self) -> None:
-        """Refuse what is no price."""
+        """Check the values."""
         if self.per_device_hour is not None and not 0 <= self.per_device_hour < math.inf:
             raise ValueError(f"price {self.per_device_hour}: at least 0 per device and hour")
         if not 1 <= self.pue < math.inf:
@@ -100,21 +100,21 @@ class Price:
 
 @dataclass(frozen=True)
 class Bill:
-    """What so many tokens cost."""
+    """Cost of training on a number of tokens."""
 
     tokens: float
     days: float
     device_hours: float
     energy_mwh: float | None
-    """Megawatt-hours at the boards' limit, hosts and building included: an upper bound. None where
-    that limit is not known."""
+    """Megawatt-hours at the boards' power limit, hosts and building included: an upper bound. None
+    if that limit is unknown."""
     cost: float | None
-    """In the price's money; None without a price."""
+    """Cost in the currency of the price; None without a price."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A layout on a number of devices."""
+    """Speed and goodput of a layout on a number of devices."""
 
     devices: int
     batch: int
@@ -122,7 +122,7 @@ class Point:
     tflops_per_gpu: float
     tokens_per_s: float
     good_tokens_per_s: float
-    """Of a long run, failures and saves included."""
+    """Tokens per second of a long run, failures and saves included."""
     ettr: float
     save_every_s: float
 
@@ -133,7 +133,7 @@ def curve(
     kind: Literal["strong", "weak"],
     faults: Faults = Faults(),
 ) -> list[Point]:
-    """Return a layout's points, from the fewest devices that it fits on, doubled up to the most."""
+    """Return a layout's points on its smallest number of devices, doubled up to ``MOST``."""
     points, devices = list[Point](), choice.sizes.smallest_world
     while devices <= MOST:
         share = devices // (choice.sizes.tp * choice.sizes.cp * choice.sizes.pp)
@@ -141,7 +141,7 @@ def curve(
         grown = max(1, round(task.batch * devices / task.cluster.devices / grain)) * grain
         batch = task.batch if kind == "strong" else grown
         other = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
-        # None where too few micro-batches are left to a data rank, for it or for the schedule.
+        # No point where a data rank has too few micro-batches for the layout or the schedule.
         with suppress(ValueError):
             took, expected = estimate(choice.case(other)), goodput(devices, faults)
             speed = batch * task.seq / took.seconds
@@ -156,7 +156,7 @@ def curve(
 
 
 def bill(task: TrainingTask, tokens_per_s: float, tokens: float, price: Price = Price()) -> Bill:
-    """Return what training on so many tokens costs at a speed."""
+    """Return the cost of training on ``tokens`` tokens at a speed."""
     seconds = tokens / tokens_per_s
     hours = seconds / 3600 * task.cluster.devices
     watts = task.cluster.device.watts * (1 + HOST_WATTS) * price.pue

@@ -1,10 +1,10 @@
-"""Memory of a rank over a step, part by part, from the schedule's own table.
+"""Memory of a rank during a step, by part, from the schedule's table.
 
-State lasts; activations of a chunk live from its forward to its backward; what a pass works with
-comes and goes. Ranks of one stage differ only in their experts' load, so that one rank per pipeline
-rank is planned: the one whose experts get the most rows. A table repeats itself, so that of its
-thousands of steps few differ, and of those fewer can be the fullest. What is there after each step,
-activations row by row, is for those who hold a plan against a run.
+State is constant; activations of a chunk live from its forward to its backward; temporaries live
+during one action. Ranks of a stage differ only in their experts' load, so that one rank per stage
+is planned: the one whose experts get the most rows. A table is periodic: of its thousands of
+actions few differ, and fewer can be the peak. :func:`after_each` yields the memory after each
+action, activations by row, for comparison with a run.
 """
 
 from collections import Counter
@@ -33,68 +33,68 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Overheads:
-    """What software takes beside tensors; of a stack, never of a row or a model."""
+    """Memory of software besides tensors, independent of model and layout."""
 
     context: float = 0.0
-    """Bytes that driver, libraries and kernels take outside the allocator."""
+    """Bytes of driver, libraries and kernels outside the allocator."""
     communicator: float = 0.0
-    """Bytes of the buffers of one group of ranks."""
+    """Bytes of the buffers of one communicator."""
     fragments: float = 0.0
-    """Share by which what the allocator reserves exceeds what tensors take."""
+    """Reserved but unused memory of the allocator, as a share of allocated memory."""
     graphs: float = 0.0
-    """Share of activations that partial CUDA graphs keep again as static buffers."""
+    """Share of activations that partial CUDA graphs store a second time in static buffers."""
 
 
 GPU = Overheads(context=700 * MIB, communicator=150 * MIB, fragments=0.045, graphs=0.05)
-"""Context and communicators: the order of magnitude that NVIDIA's and NCCL's documents give. Share
-of fragments: 72-73 GB reserved for 69-70 GB allocated, GPT-OSS-120B on 32 H100. Share of graphs:
-about 7 GB of DeepSeek-V3's 131 GB of activations (arXiv 2603.07685, section 4.3.6)."""
+"""Context and communicators: the order of magnitude in NVIDIA's and NCCL's documents. Fragments:
+72-73 GB reserved for 69-70 GB allocated, GPT-OSS-120B on 32 H100. Graphs: about 7 GB of
+DeepSeek-V3's 131 GB of activations (arXiv 2603.07685, section 4.3.6)."""
 CPU = Overheads()
-"""A CPU's allocator gives back what it does not need; the process itself is not counted."""
+"""A CPU's allocator returns unused memory; memory of the process itself is not counted."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory while one action runs."""
+    """Bytes of memory while one action runs."""
 
     label: str
     """The action, such as ``F3`` or ``B0'1``; ``step`` is the optimizer's."""
     activations: float
     operands: float
-    """What products of weights wait with between I and W."""
+    """Operands of deferred weight-gradient products, stored between I and W."""
     working: float
-    """What the action itself works with."""
+    """Temporaries of the action."""
     gradients: float
-    """Those that are there already."""
+    """Gradients allocated so far."""
     host: float = 0.0
-    """Activations in the host's memory, beside what the device holds."""
+    """Activations in host memory; not part of the total."""
     disk: float = 0.0
 
     @property
     def total(self) -> float:
-        """All that is not there for the whole step."""
+        """Bytes on the device that do not last for the whole step."""
         return self.activations + self.operands + self.working + self.gradients
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one rank of a pipeline rank, in bytes."""
+    """Memory of one rank of a pipeline stage during a step, in bytes."""
 
     rank: int
     """The pipeline rank."""
     state: State
     overheads: float
-    """What software takes outside the allocator."""
+    """Memory of software outside the allocator."""
     fragments: float
-    """Share of what tensors take."""
+    """Reserved but unused memory as a share of allocated memory."""
     moments: tuple[Moment, ...] = field(repr=False)
-    """The step in order."""
+    """Memory during each action, in order."""
     tier: str = "host"
-    """Where state lies that is not on the device."""
+    """Where offloaded state is stored: host or disk."""
 
     @property
     def elsewhere(self) -> dict[str, float]:
-        """Bytes that lie on the host or on disk between steps, by part and place."""
+        """Bytes of state and pages on the host or on disk, by part and place."""
         state, place = self.state, f"on {self.tier}"
         found = {f"master {place}": state.away_master, f"moments {place}": state.away_moments}
         found["pages on host"] = state.away_pages
@@ -102,22 +102,22 @@ class Memory:
 
     @cached_property
     def fullest(self) -> Moment:
-        """The moment with the most."""
+        """The action with the most memory."""
         return max(self.moments, key=lambda m: m.total)
 
     @property
     def allocated(self) -> float:
-        """The most that tensors take at once: what a framework reports as peak allocated."""
+        """Peak memory of tensors: what a framework reports as peak allocated."""
         return self.state.total - self.state.gradients + self.fullest.total
 
     @property
     def total(self) -> float:
-        """The most that the device must have."""
+        """Memory that the device needs."""
         return self.allocated * (1 + self.fragments) + self.overheads
 
     @property
     def away(self) -> dict[str, float]:
-        """The most activations that lie elsewhere, by place, where any do."""
+        """Peak of activations on the host and on disk, without those that are zero."""
         most = {
             "host": max(m.host for m in self.moments), "disk": max(m.disk for m in self.moments)
         }  # fmt: skip
@@ -125,7 +125,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The total by part."""
+        """``total`` by part."""
         moment = self.fullest
         return {
             **self.state.here,
@@ -139,7 +139,7 @@ class Memory:
 
 
 def memory(case: Case) -> tuple[Memory, ...]:
-    """Return the memory of each pipeline rank over a step."""
+    """Return the memory of each pipeline rank during a step."""
     return tuple(_memory(case, rank) for rank in range(case.sizes.pp))
 
 
@@ -156,10 +156,10 @@ def _memory(case: Case, rank: int) -> Memory:
 
 
 def totals(case: Case, room: float = inf) -> Iterator[float]:
-    """Yield the most that each pipeline rank's device must have, as :attr:`Memory.total` has it.
+    """Yield the memory that each pipeline rank's device needs, as in :attr:`Memory.total`.
 
-    Only steps that can be the fullest are looked at, those with the most chunks first, and of a
-    rank for which there is no room only as many as show it.
+    Only actions that can be the peak are computed, those with the most chunks first; a rank that
+    exceeds ``room`` ends as soon as that is known, with a lower bound.
     """
     chunks, outside = _chunks_of(case), overheads(case)
     fragments = software_of(case.cluster.device).fragments
@@ -178,7 +178,7 @@ def totals(case: Case, room: float = inf) -> Iterator[float]:
 
 
 def peak_within(case: Case, room: float) -> float | None:
-    """Return the most that any device must have, None where that is more than there is room for."""
+    """Return the memory that the fullest device needs, None if that is more than ``room``."""
     most = 0.0
     for total in totals(case, room):
         if total > room:
@@ -188,8 +188,8 @@ def peak_within(case: Case, room: float) -> float | None:
 
 
 def fullest(case: Case) -> Memory:
-    """Return the memory of the fullest pipeline rank, over a step that is no longer than it need be
-    to reach its peak; its ``rank`` names it.
+    """Return the memory of the fullest pipeline rank, for a step with just enough micro-batches to
+    reach the peak.
     """
     short = shortened(case)
     most = list(totals(short))
@@ -197,7 +197,7 @@ def fullest(case: Case) -> Memory:
 
 
 def shortened(case: Case) -> Case:
-    """Return a step of fewer micro-batches with the same peaks of memory."""
+    """Return a case with fewer micro-batches and the same peak memory."""
     m = settled(case.schedule, case.sizes.pp, case.micro_batches)
     if m == case.micro_batches or case.software.cuda_graphs == "full":
         return case
@@ -205,12 +205,12 @@ def shortened(case: Case) -> Case:
 
 
 def software_of(device: Device) -> Overheads:
-    """Return what software takes beside tensors on a device."""
+    """Return the overheads of software on a device."""
     return CPU if device.cpu else GPU
 
 
 def overheads(case: Case) -> float:
-    """Return what software takes outside the allocator; groups of the same ranks are one."""
+    """Return the memory of software outside the allocator: context and communicators."""
     software, folding = software_of(case.cluster.device), case.folding
     groups = communicators(folding.attention, folding.experts)
     return software.context + groups * software.communicator
@@ -218,7 +218,7 @@ def overheads(case: Case) -> float:
 
 @remembered(1 << 12)
 def communicators(attention: Grid, experts: Grid) -> int:
-    """Return how many different groups of several ranks a rank of two grids is in."""
+    """Return the number of distinct groups of several ranks that a rank belongs to."""
     grids = {ATTENTION: attention, EXPERTS: experts}
     return len({kind.runs(grids[kind.grid]) for kind in KINDS.values()} - {()})
 
@@ -227,23 +227,23 @@ def communicators(attention: Grid, experts: Grid) -> int:
 
 
 class Stage(NamedTuple):
-    """What a pipeline rank holds."""
+    """Bytes on a pipeline rank."""
 
     state: State
     chunks: list[ChunkBytes]
     kept: list[float]
-    """What each chunk keeps."""
+    """Activations of a micro-batch in each chunk."""
     waiting: list[float]
-    """What the products of each chunk's weights wait with."""
+    """Operands of deferred weight-gradient products of a micro-batch in each chunk."""
     there: float
-    """Bytes of gradients that are there before any backward: those of the head."""
+    """Gradients allocated before any backward: those of the head."""
     coming: float
-    """What of the state comes to the device for its update, at most."""
+    """Peak of offloaded state that is on the device for its update."""
     passes: tuple[int, ...]
-    """How many passes of each chunk have graphs, whose memory lasts."""
+    """Number of passes of each chunk with CUDA graphs, whose memory lasts."""
 
     def there_before(self, step: Running) -> tuple[float, float]:
-        """Return the activations before a step, and what products of weights wait with."""
+        """Return activations, and operands of deferred products, before an action."""
         alive = sum(map(mul, step.kept, self.kept))
         waiting = sum(map(mul, step.waiting, self.waiting))
         if step.backward is not None and step.frees:
@@ -251,19 +251,19 @@ class Stage(NamedTuple):
         return alive, waiting
 
     def away_during(self, step: Running) -> tuple[float, float]:
-        """Return the activations on the host and on disk, at most, while a step runs."""
+        """Return the peak of activations on the host and on disk while an action runs."""
         began = (number == step.forward for number in range(len(self.chunks)))
         return self.away([*map(add, step.kept, began)])
 
     def away(self, kept: Sequence[int]) -> tuple[float, float]:
-        """Return the activations on host and disk of so many micro-batches in each chunk."""
+        """Return activations on host and disk; ``kept`` are the micro-batches in each chunk."""
         host, disk = zip(*(chunk.away for chunk in self.chunks), strict=True)
         return sum(map(mul, kept, host)), sum(map(mul, kept, disk))
 
     def needs(self, step: Running) -> tuple[float, float, float, float]:
-        """Return activations, operands, what the step works with, and gradients while it runs.
+        """Return activations, operands, temporaries and gradients while an action runs.
 
-        Graphs of a pass have what they keep and work with for themselves, whatever runs.
+        CUDA graphs of a pass hold memory for their activations and temporaries at all times.
         """
         chunks, (alive, waiting) = self.chunks, self.there_before(step)
         there = self.there + sum(chunks[number].coming for number in step.begun)
@@ -271,7 +271,7 @@ class Stage(NamedTuple):
         if step.backward is not None:
             back = chunks[step.backward]
             freed = back.waiting if step.kind == "W" else back.kept
-            # As activations go gradients come, and what products wait with: the larger counts.
+            # Activations are freed as gradients and operands are allocated: the larger counts.
             if step.adds and step.backward not in step.begun:
                 there += max(back.coming - freed, 0.0)
             if step.kind == "I":
@@ -280,9 +280,9 @@ class Stage(NamedTuple):
             used = back.sums if step.kind == "W" else back.backward + back.moving - back.ahead
         if step.forward is not None:
             ahead = chunks[step.forward]
-            beside = ahead.gathered if step.backward is not None else 0.0  # of other units
+            beside = ahead.gathered if step.backward is not None else 0.0  # weights of other units
             used = max(used, ahead.forward + ahead.moving) + beside
-            # Layer by layer one pass keeps and the other frees: they are never both whole.
+            # The forward stores activations layer by layer while the backward frees its own.
             alive += max(ahead.kept - freed, 0.0) + ahead.layer if freed else ahead.kept
         if self.passes:
             works = (max(chunk.forward, chunk.backward) for chunk in chunks)
@@ -299,13 +299,13 @@ def _chunks_of(case: Case) -> ChunkSizes:
     again = software.cuda_graphs != "none" and software.stack != "moefold"
     graphs = beside.graphs if again else 0.0
     split, rows, shape = Split.of(case), software.loss_chunk, shape_of(case)
-    # A CPU has logits and their logarithms in fp32; kernels of GPUs make the gradient of logits.
+    # A CPU holds logits and their logarithms in fp32; GPU kernels replace logits by their gradient.
     logit = 8 if beside is CPU else shape.width
     return _chunks(case.decoder, shape, split, case.keeping, graphs, rows, logit)
 
 
 def orders(case: Case, rank: int) -> list[tuple[int, ...]]:
-    """Return the kinds of a rank's layers, chunk by chunk in order; none where no layer leaves."""
+    """Return the kinds of a rank's layers by chunk, in order; empty if nothing is offloaded."""
     keeping = case.keeping
     if not (keeping.offload or keeping.disk or keeping.spill):
         return [()] * len(case.chunks[rank])
@@ -313,7 +313,7 @@ def orders(case: Case, rank: int) -> list[tuple[int, ...]]:
 
 
 def in_order(case: Case, rank: int) -> list[tuple[int, ...]]:
-    """Return the kinds of a rank's layers, those of further tokens apart, chunk by chunk."""
+    """Return the kinds of a rank's layers by chunk, without multi-token prediction layers."""
     order = kinds(case.decoder)[1]
     return [
         tuple(order[place.index] for place in chunk if place.kind == "layer")
@@ -322,7 +322,7 @@ def in_order(case: Case, rank: int) -> list[tuple[int, ...]]:
 
 
 def pages_of(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
-    """Return how many pages a rank has here and on the host, of rows of so many bytes."""
+    """Return the numbers of pages of a rank on the device and on the host, by bytes per row."""
     (blocks, order), (main, _) = kinds(case.decoder), main_layers(case.decoder)
     found: list[ChunkBlocks] = []
     for chunk in case.places[rank]:
@@ -333,7 +333,7 @@ def pages_of(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
 
 
 def stage_of(case: Case, rank: int, sizes: ChunkSizes | None = None) -> Stage:
-    """Return what a pipeline rank holds; ``sizes`` where a case's chunks are known already."""
+    """Return the bytes of a pipeline rank; ``sizes`` are the case's chunks if known already."""
     sizes, held = sizes or _chunks_of(case), case.chunks[rank]
     chunks = [sizes.of(*one) for one in zip(held, orders(case, rank), strict=True)]
     state = sizes.states.held(case.held[rank])
@@ -351,8 +351,8 @@ def stage_of(case: Case, rank: int, sizes: ChunkSizes | None = None) -> Stage:
 def with_graphs(
     case: Case, rank: int, state: State, chunks: list[ChunkBytes]
 ) -> tuple[State, list[ChunkBytes], tuple[int, ...]]:
-    """Return state with what graphs read and leave, chunks without what of it they keep, and how
-    many passes of each chunk have graphs of their own."""
+    """Return state with the memory of CUDA graphs, chunks without the part of that memory that they
+    count as activations, and the number of passes of each chunk with their own graphs."""
     shape, ahead, held = shape_of(case), main_layers(case.decoder)[1], case.software.cuda_graphs
     if not case.graphs_of_parts:
         whole = held == "full" and case.software.stack == "moefold"
@@ -377,36 +377,36 @@ def with_graphs(
 
 
 FETCHED = "fetched"
-"""The row of what is on its way back to the next step's backward from host and disk."""
+"""Row of activations fetched from host and disk for the backward of the next action."""
 ENDS = "ends"
-"""The row of what is kept beside layers: between the last of them and the loss, above all."""
+"""Row of activations outside layers, mostly between the last one and the loss."""
 
 
 class After(NamedTuple):
-    """Bytes after a step."""
+    """Bytes after an action."""
 
     rows: dict[str, float]
-    """Activations by the rows that layers keep, ``fetched`` and ``ends``."""
+    """Activations by name of the saved tensor, and ``fetched`` and ``ends``."""
     operands: float
-    """What products of weights wait with."""
+    """Operands of deferred weight-gradient products."""
     gradients: float
     away: tuple[float, float]
     """Activations on the host and on disk."""
 
     @property
     def activations(self) -> float:
-        """Those of all rows."""
+        """Activations on the device."""
         return sum(self.rows.values())
 
 
 def after_each(case: Case, rank: int) -> Iterator[After]:
-    """Yield what is there after each step of a rank's line."""
+    """Yield the memory after each action of a rank's line in the table."""
     stage, held = stage_of(case, rank), case.chunks[rank]
     given = zip(held, orders(case, rank), stage.kept, strict=True)
     rows = [_rows(case, *one) for one in given]
     steps = list(steps_of(case.table.lines[rank], case.sizes.vpp))
     nothing = (0,) * len(rows)
-    # What is there after a step is there before the next one, and nothing after the last.
+    # Memory after an action is that before the next one; after the last, activations are zero.
     begun = frozenset(range(len(rows)))
     last = Running(None, None, "", nothing, nothing, begun)
     for step in [*steps[1:], last]:
@@ -422,9 +422,9 @@ def after_each(case: Case, rank: int) -> Iterator[After]:
 
 
 def _rows(case: Case, held: Held, order: tuple[int, ...], whole: float) -> Counter[str]:
-    """Return what a chunk keeps of a micro-batch, by row; ``whole`` bytes in all.
+    """Return a chunk's activations of a micro-batch by name; ``whole`` is their sum.
 
-    Layers are in ``order`` if any leave.
+    ``order`` is the kinds of layers in order if anything is offloaded.
     """
     found, (blocks, _), keeping = Counter[str](), kinds(case.decoder), case.keeping
     for kind, count in held.layers:

@@ -1,4 +1,4 @@
-"""What a chunk of a pipeline holds of one micro-batch, in bytes: here, elsewhere, and at work."""
+"""Memory of a pipeline chunk for one micro-batch: saved, offloaded and temporary bytes."""
 
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -16,32 +16,33 @@ from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of a pipeline rank's chunk for one micro-batch."""
+    """Bytes of a chunk of a pipeline rank for one micro-batch."""
 
     kept: float
+    """Activations saved on the device."""
     waiting: float
-    """What the products of its weights wait with."""
+    """Operands of deferred weight-gradient products."""
     forward: float
-    """What its forward works with."""
+    """Temporaries of its forward."""
     backward: float
     layer: float
-    """Kept by its fullest layer."""
+    """Activations saved by its fullest layer."""
     coming: float
-    """Gradients that come with its first backward."""
+    """Gradients allocated by its first backward."""
     away: tuple[float, float]
-    """What lies on the host and on disk between its forward and its backward."""
+    """Activations on the host and on disk between its forward and its backward."""
     ahead: float
-    """Of that what is fetched before its backward begins."""
+    """Offloaded activations fetched before its backward begins."""
     moving: float
-    """Of that what is on the device at most, on its way out or back."""
+    """Peak of offloaded activations on the device while they are transferred."""
     gathered: float
-    """Whole weights that a pass has of what data ranks share."""
+    """Gathered weights during a pass, where data ranks shard them."""
     sums: float
-    """Whole gradients of all its units, where data ranks share them out after each pass."""
+    """Unsharded gradients of all its units, where data ranks reduce them after each pass."""
 
 
 def departing(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], list[Saved]]:
-    """Return of what a block keeps that which goes to the host and to disk, where it leaves."""
+    """Return the saved tensors of an offloaded block that go to the host and to disk."""
     stays = [part for part in parts if part.stays(keeping.recompute) and part.saved]
     host, disk = (
         [part for part in stays if part.module in modules]
@@ -51,7 +52,7 @@ def departing(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], li
 
 
 class ChunkSizes:
-    """Bytes of chunks for one micro-batch, each made once for all cases that share what decides."""
+    """Bytes of chunks for one micro-batch, cached for all cases with equal inputs."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class ChunkSizes:
         rows: int,
         logit: int,
     ) -> None:
-        """Take what decides; logits of ``rows`` exist at once, each of so many bytes."""
+        """Store the inputs; a chunk of logits has ``rows`` rows and ``logit`` bytes per element."""
         self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
         self.blocks, _ = kinds(decoder)
         self.loss_rows, self.logit = min(rows, shape.piece), logit
@@ -72,14 +73,14 @@ class ChunkSizes:
         self._known: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
 
     def of(self, held: Held, order: tuple[int, ...] = ()) -> ChunkBytes:
-        """Return the bytes of a chunk that holds this, layers in this order if any leave."""
+        """Return the bytes of a chunk; ``order`` lists its kinds of layers if any are offloaded."""
         if (held, order) not in self._known:
             self._known[held, order] = self._made(held, order)
         return self._known[held, order]
 
     def _made(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
         shape, columns = self.shape, self.decoder.vocab / self.shape.tp
-        # Between forward and backward other stacks keep logits whole, and again in fp32.
+        # Other stacks save all logits between forward and backward, and a second time in fp32.
         whole = shape.piece * columns * (shape.width + 4)
         logits = shape.row if self.stack == "moefold" else whole
         how = shape, self.stack, self.recipe, self.keeping
@@ -91,7 +92,7 @@ class ChunkSizes:
         total += sum(map(self._numbers, order[:gone]))
         waiting = sum(one[3] * count for one, count in layers)
         if looked_up := held.embedding + held.multi_token:
-            # Under tp the places of its share, which rows are among them, and all rows' gradients.
+            # Under tp: indices into the rank's share, a mask of its rows, and all rows' gradients.
             places = shape.piece * INDEX if shape.tp > 1 else 0
             total += looked_up * (places + (shape.piece if shape.tp > 1 else 0))
             waiting += looked_up * (places + shape.piece * shape.hidden * STATISTIC)
@@ -102,7 +103,7 @@ class ChunkSizes:
             # The joined pair of rows and the norms before and after it.
             total += held.multi_token * 5 * shape.row
         elif "block" in self.keeping.recompute:
-            # What each but the first reads would be kept by the norm of the one before.
+            # Without recompute, the norm of the block before saves the input of each but the first.
             reads = [one.reads for one in self.decoder.multi_token[1:]] if held.loss else []
             total += reads.count("residual") * shape.row
         if held.loss:
@@ -121,9 +122,9 @@ class ChunkSizes:
     def _leaving(
         self, held: Held, order: tuple[int, ...]
     ) -> tuple[tuple[float, float], float, float]:
-        """Return what leaves to host and disk, and what of that is fetched ahead or on its way.
+        """Return bytes offloaded to host and disk, bytes fetched ahead, and bytes in transfer.
 
-        Other stacks send a share of each layer.
+        Other stacks offload a share of each layer.
         """
         keeping = self.keeping
         shares = keeping.offload_share, keeping.disk_share
@@ -142,21 +143,21 @@ class ChunkSizes:
         return (sum(host), sum(disk)), ahead, moving
 
     def _sent(self, kind: int) -> tuple[float, float]:
-        """Return what a block that sends activations away sends to host and disk."""
+        """Return the bytes that an offloaded block sends to host and disk."""
         parts = kept(self.blocks[kind], self.shape, self.stack, self.recipe)
         host, disk = (sum(part.bytes for part in to) for to in departing(parts, self.keeping))
         return host, disk
 
     def _numbers(self, kind: int) -> float:
-        """Return what a block adds here whose rows are in pages of the host too."""
+        """Return the extra bytes on the device of a block whose pages are offloaded to the host."""
         parts = kept(self.blocks[kind], self.shape, self.stack, self.recipe)
         there = [part for part in parts if part.stays(self.keeping.recompute)]
         return sum(here(p, self.keeping, True).bytes - here(p, self.keeping).bytes for p in there)
 
     def _gradients(self, held: Held) -> float:
-        """Return the bytes of a chunk's gradients that come with its first backward.
+        """Return the bytes of gradients that a chunk's first backward allocates.
 
-        Moefold drops gradients as a step begins; other stacks keep their buffers.
+        Moefold frees gradients when a step begins; other stacks keep their buffers.
         """
         if self.stack != "moefold" or self.keeping.zero > 1:
             return 0.0
@@ -166,8 +167,8 @@ class ChunkSizes:
 
 
 def whole_units(decoder: Decoder, split: Split, held: Held) -> tuple[list[float], list[float]]:
-    """Return the bytes that passes have whole of what data ranks share, unit by unit: weights
-    under ZeRO 3, and gradients from ZeRO 2 on; of other stacks none are planned.
+    """Return the unsharded bytes of each unit during a pass: weights under ZeRO 3, and gradients
+    from ZeRO 2 on; both are empty for other stacks.
     """
     weights, gradients = list[float](), list[float]()
     if split.stack != "moefold" or split.zero < 2:
@@ -184,7 +185,7 @@ def whole_units(decoder: Decoder, split: Split, held: Held) -> tuple[list[float]
 
 
 def two(sizes: list[float]) -> float:
-    """Return the bytes of the two largest units: one that runs, and one whose collective does."""
+    """Return the bytes of the two largest units: one computes, one is in a collective."""
     return sum(sorted(sizes)[-2:])
 
 
@@ -192,9 +193,9 @@ def two(sizes: list[float]) -> float:
 def _layer(
     block: Block, shape: Shape, stack: str, recipe: str, keeping: Keeping
 ) -> tuple[float, float, float, float]:
-    """Return what a block keeps, what its forward and its backward work with (activation and
-    output, the gradients in a feed-forward, and what is made again), and what the products of its
-    weights wait with.
+    """Return a block's saved activations, the temporaries of its forward and its backward
+    (activation and output, gradients in a feed-forward, recomputed tensors), and the operands of
+    its deferred weight-gradient products.
     """
     parts = kept(block, shape, stack, recipe)
     stays = [part for part in parts if part.stays(keeping.recompute)]
@@ -209,7 +210,7 @@ def _layer(
     forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
     forward += sum(part.bytes for part in stays) - left
     if shape.clones and spec.routing is not None:
-        # Weights with the clones' behind them; in backward their gradients, and those in pieces.
+        # Weights followed by those of clones; in backward also their gradients, twice in fp32.
         both = experts_here(spec, shape) * (1 + shape.clones * shape.ep / spec.routing.experts)
         forward += both * shape.width
         backward += both * (shape.width + 2 * STATISTIC)

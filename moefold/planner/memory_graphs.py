@@ -1,8 +1,8 @@
-"""What graphs of parts of blocks read and leave, which lies where it does from step to step.
+"""Static memory of CUDA graphs of parts of blocks: their inputs and outputs.
 
-Each pass in flight has its own: rows of its micro-batch, rows and their gradients at the borders of
-blocks, and where a mixture sends, what goes to its ranks and comes back. Of these backward keeps
-some, which are not counted with activations again.
+Each pass in flight has its own: rows of its micro-batch, rows and their gradients at borders of
+blocks, and rows that experts' ranks exchange. Some are saved for backward too; these are not
+counted again as activations.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,27 +16,27 @@ from moefold.planner.remember import remembered
 from moefold.spec.layer import INDEX, STATISTIC, Shape, described
 
 ROW_BYTES = 4 * INDEX + 1
-"""Bytes of a row of a micro-batch: its id, label, position and number, and whether it counts."""
+"""Bytes per row of a micro-batch: its id, label, position and number, and whether it is valid."""
 WAY_OUT = frozenset(("residual", "ffn_norm.output"))
-"""Of what a block keeps, rows that go to the ranks of its experts."""
+"""Saved tensors of a block that are sent to the ranks of its experts."""
 WAY_IN = frozenset(("experts.input", "experts.weights", "combine.tokens", "dispatch.rows"))
-"""And what has come from them."""
+"""Saved tensors of a block that are received by the ranks of its experts."""
 
 
 class StaticBytes(NamedTuple):
-    """Bytes of a block's parts for one pass."""
+    """Static bytes of a block's graphs for one pass."""
 
     inside: float
-    """Between its parts, beside the rows that it takes and leaves."""
+    """Tensors between its parts, without the block's input and output rows."""
     kept: float
-    """Of all, what backward keeps."""
+    """Static tensors that are saved for backward."""
     leaves: bool
-    """Whether a graph leaves its rows, and not an exchange."""
+    """Whether a graph, not an exchange, writes the block's output rows."""
 
 
 @remembered(1 << 10)
 def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> StaticBytes:
-    """Return what graphs of a block read and leave; ``fixed``: of its experts too."""
+    """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
     spec, times = described(block.ffn), 1 + ("block" in keeping.recompute)
     balance = getattr(spec, "balance", ())
     terms = sum(getattr(one, "coefficient", 0) > 0 for one in balance) * STATISTIC
@@ -49,7 +49,7 @@ def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> S
     shared = sum(part.bytes for part in here if part.stays(keeping.recompute))
     copies, width = shape.rows * routing.top_k, routing.width or shape.hidden
     there = 2 * shape.row + terms + copies * STATISTIC
-    # With the choice, which is made once.
+    # With the router's choice, which is made once.
     back = shape.row + terms + copies * (STATISTIC + INDEX)
     if routing.width:
         there, back = (size + shape.rows * width * shape.width for size in (there, back))
@@ -67,13 +67,13 @@ def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> S
 def pass_bytes(
     blocks: Sequence[Block], shape: Shape, keeping: Keeping, fixed: bool, ahead: int
 ) -> tuple[float, float]:
-    """Return the bytes of a chunk's static tensors for one pass, and what of them backward keeps.
+    """Return bytes of a chunk's static tensors for one pass, and the part saved for backward.
 
     Args:
-        blocks: of the chunk, in order.
-        shape: of a layer.
-        keeping: what is made again, of which graphs leave both times.
-        fixed: whether as many rows come to experts in each pass.
+        blocks: blocks of the chunk, in order.
+        shape: shape of a layer.
+        keeping: what is recomputed; recompute of whole blocks has graphs of its own.
+        fixed: whether experts get the same number of rows in each pass.
         ahead: further tokens that a row predicts.
     """
     times = 1 + ("block" in keeping.recompute)
@@ -81,20 +81,20 @@ def pass_bytes(
     size = row_bytes(shape, ahead) + sum(one.inside for one in found)
     if not found:
         return size, 0.0
-    # Of rows that no graph leaves, the next one reads a copy; of their gradients too.
+    # Rows, and gradients, that no graph writes are copied for the graph that reads them.
     borders = times * (len(found) + found[-1].leaves) + len(found) + 1
     entered = len(found) if times == 1 else sum(one.leaves for one in found[:-1])
     return size + borders * shape.row, entered * shape.row + sum(one.kept for one in found)
 
 
 def row_bytes(shape: Shape, ahead: int) -> int:
-    """Return the bytes of a micro-batch's rows, of this rank and of its tensor group."""
+    """Return the bytes of ids and labels of a micro-batch: this rank's and its tensor group's."""
     rows = shape.rows + (shape.piece if shape.tp > 1 else 0)
     return rows * (1 + ahead) * ROW_BYTES
 
 
 def in_flight(steps: Iterable[Running], chunks: int) -> list[int]:
-    """Return the most passes of each chunk that are between their first action and their last."""
+    """Return the largest number of passes in flight of each chunk."""
     most = [0] * chunks
     for step in steps:
         for at in range(chunks):

@@ -1,17 +1,17 @@
-"""What a block keeps for backward, tensor by tensor.
+"""Activations that a block saves for backward, tensor by tensor.
 
-It follows from the layers' descriptions (``moefold/spec/layer.py``). Weights and their copies are
-not among it, nor what a whole pass shares (rotary angles, token ids).
+They follow from the layers' descriptions (``moefold/spec/layer.py``). Weights and their copies are
+not included, nor what a whole pass shares (rotary angles, token ids).
 
-Moefold keeps what its autograd functions save, which each description lists;
-``tests/cpu/test_planner_kept.py`` holds every line against what a pass really leaves alive.
+Moefold saves what its autograd functions save, as listed in each description;
+``tests/cpu/test_planner_kept.py`` compares every line with what a pass really saves.
 
-What Megatron-Core keeps follows from the operations of a layer: inputs of products, what
-activations and attention read, and outputs of norms. Under tp a rank keeps its own band of what it
-gathers, and gathers it again in backward. Products in few bits keep their inputs in codes. The
-routing weight stands before the experts' second product (arXiv 2603.07685, section 4.1.2), so that
-its output is not kept. What ``layernorm``, ``moe_act`` and ``mla_up_proj`` drop is in section 4.1.4
-there.
+What Megatron-Core saves follows from the operations of a layer: inputs of products, inputs of
+activations and attention, and outputs of norms. Under tp a rank saves its own band of gathered
+rows and gathers them again in backward. Low-precision products save their inputs as codes. The
+routing weight is applied before the experts' second product (arXiv 2603.07685, section 4.1.2), so
+that its output is not saved. Section 4.1.4 there states what recompute of ``layernorm``,
+``moe_act`` and ``mla_up_proj`` drops.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,25 +39,25 @@ from moefold.spec.layer import (
 )
 
 CODES = {"fp8_tensor": 1.0, "fp8_block": 1.03125, "mxfp8": 1.03125, "nvfp4": 0.5625}
-"""Bytes per element of a product's input that Megatron keeps in codes, their scales included."""
+"""Bytes per element of a product's input that Megatron saves as codes, scales included."""
 ACTIVATION: Modules = frozenset(("moe_act",))
 MIXTURE: Modules = frozenset(("moe",))
 
 
 class Widths(NamedTuple):
-    """Bytes of an element by what becomes of it."""
+    """Bytes per element of saved tensors by use."""
 
     code: float
     """Inputs of products."""
     hidden: float
-    """Inputs of an activation: DeepSeek's own software keeps them in codes too (arXiv 2412.19437,
-    section 3.3.3)."""
+    """Inputs of activation functions; DeepSeek's software saves these as codes too (arXiv
+    2412.19437, section 3.3.3)."""
 
 
 def shape_of(case: Case) -> Shape:
     """Return the shape of a case's layers."""
     sizes, width = case.sizes, 4 if case.numbers.recipe == "fp32" else 2
-    # NCCL EP has room for all rows of all ranks, filled or not.
+    # NCCL EP allocates room for all rows of all ranks.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
     record, fixed = DISPATCH.kinds[case.dispatch], None
     if case.max_rows is not None and issubclass(record, FixedRoom):
@@ -83,13 +83,13 @@ def shape_of(case: Case) -> Shape:
 def kept(
     block: Block, shape: Shape, stack: str = "moefold", recipe: str = "bf16"
 ) -> tuple[Saved, ...]:
-    """Return what one block keeps for one micro-batch if nothing is recomputed.
+    """Return what one block saves for one micro-batch if nothing is recomputed.
 
     Raises:
-        ValueError: where a layer from outside describes nothing.
+        ValueError: a layer of a plugin has no description.
     """
     if stack == "moefold":
-        # An adapter's inner rows; those of feed-forwards are made again.
+        # Inner rows of adapters; those of feed-forwards are recomputed.
         size = shape.piece * shape.width
         inner = (
             Saved(
@@ -111,7 +111,7 @@ def kept(
 
 
 def _owner(weight: str) -> Module:
-    """Return what rows within a weight's adapter belong to; the router's stay with its choice."""
+    """Return the module to which the inner rows of a weight's adapter belong."""
     path = weight.split(".")
     if "shared" in path:
         return "shared"
@@ -119,21 +119,21 @@ def _owner(weight: str) -> Module:
 
 
 def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:
-    """Return what one block of a case keeps for one micro-batch if nothing is recomputed."""
+    """Return what one block of a case saves for one micro-batch if nothing is recomputed."""
     return kept(block, shape_of(case), case.software.stack, case.numbers.recipe)
 
 
 def kept_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
-    """Return the bytes that stay under a recompute policy."""
+    """Return the bytes that are saved under a recompute policy."""
     return sum(part.bytes for part in parts if part.stays(recompute))
 
 
 def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Saved, ...]:
-    """Return what a block holds between I and W, where a schedule puts weights' products off.
+    """Return what a block holds between I and W, where a schedule defers weight gradients.
 
-    Rows that products read, whether they were kept or backward made them; the gradients of what
-    products gave; and gradients of vectors, made at once. A shared expert that is made ``again``
-    makes codes of its own of what others read as codes too.
+    These are the inputs of products, saved or computed by backward; the gradients of products'
+    outputs; and gradients of vectors, which are computed in I. A shared expert that is recomputed
+    (``again``) has its own copy of codes that other products read too.
     """
     found = [part for part in coded_saved(block, shape) if part.operand]
     if again & {"shared", "block"}:
@@ -145,7 +145,7 @@ def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Save
         if not (one.weight.expert and shape.clones) and name not in repeated:
             found.append(_part(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
     for name, spec in halves(block):
-        # With clones the experts' products run at once, and their sums wait.
+        # With clones the experts' products run in I, and their sums are stored until W.
         if spec.routing is not None and shape.clones > 0:
             here = [part for part in found if part.module != "experts"]
             found = [part for part in here if part.name != "offsets"]
@@ -161,10 +161,10 @@ def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Save
 
 
 def _of_one_gradient(block: Block, shape: Shape) -> list[str]:
-    """Return the products whose results are added up as they are: their gradient is one tensor.
+    """Return the products whose outputs are only summed, so that they share one gradient tensor.
 
-    Tensor ranks gather it for each, a factor or a norm makes another, and so does a border between
-    parts. Only halves that share a norm both read the block's own rows.
+    They do not with tensor ranks, which gather it for each product, nor with a factor, a norm or a
+    border between graphs in between. Both halves count only if they share a norm.
     """
     scaled = block.residual_scale != 1 or block.norms not in ("before", "shared")
     if shape.tp > 1 or shape.apart or scaled:
@@ -182,7 +182,7 @@ def _of_one_gradient(block: Block, shape: Shape) -> list[str]:
 
 
 def experts_here(spec: LayerSpec, shape: Shape) -> float:
-    """Return the elements of the routed experts' weights on a rank."""
+    """Return the number of elements of routed experts' weights on a rank."""
     weights = (weight for weight in spec.weights(shape.hidden) if weight.expert)
     return sum(weight.part(shape.tp, shape.ep, shape.etp) for weight in weights)
 
@@ -191,9 +191,9 @@ def experts_here(spec: LayerSpec, shape: Shape) -> float:
 
 
 def _half(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
-    """Yield what one half keeps beside its residual."""
+    """Yield what one half of a block saves besides its residual."""
     routing = spec.routing
-    # The router reads normed rows too, in the compute dtype.
+    # The router reads the norm's output too, in the compute dtype.
     code = shape.width if routing else widths.code
     yield _part("norm.output", shape.rows * shape.hidden * code, NORMS, "norms")
     operations = tuple(spec.operations(shape.hidden))
@@ -215,7 +215,7 @@ def _part(name: str, size: float, dropped: Modules = NOTHING, module: Any = "blo
 
 
 def _attention(spec: LayerSpec, core: Attention, shape: Shape, widths: Widths) -> Iterator[Saved]:
-    """Yield latents before and after their norms, queries, keys and values, and the output."""
+    """Yield latents before and after their norms, queries, keys and values, and the output rows."""
     rows, latents = shape.piece / shape.tp, [w for w in spec.weights(shape.hidden) if w.latent]
     if latents:
         outputs = sum(n for n, _ in _products(spec, shape, "attention", "own"))
@@ -235,7 +235,7 @@ def _attention(spec: LayerSpec, core: Attention, shape: Shape, widths: Widths) -
 
 
 def _feed_forward(name: str, spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
-    """Yield the pre-activation, the activation, and what routed experts keep besides."""
+    """Yield pre-activation and activation; for routed experts also their input and row weights."""
     (into, inputs), (_, features) = _products(spec, shape, name)
     if name == "experts" and spec.routing is not None:
         rows = shape.received(spec.routing)
@@ -254,7 +254,7 @@ def _feed_forward(name: str, spec: LayerSpec, shape: Shape, widths: Widths) -> I
 def _products(
     spec: LayerSpec, shape: Shape, operation: str, rows: str | None = None
 ) -> list[tuple[float, float]]:
-    """Return outputs and inputs of an operation's products on a rank, in their order."""
+    """Return the output and input widths of an operation's products on a rank, in order."""
     return [
         weight.matrix(shape.tp, shape.ep, shape.etp)[:2]
         for one, matmul, weights in spec.products(shape.hidden)

@@ -1,4 +1,4 @@
-"""Pages for experts' rows: how many a rank has, and what a block keeps beside them."""
+"""Pages for experts' saved rows: their number on a rank, and what a block saves besides."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from moefold.spec.layer import INDEX, Saved, Shape, described
 COUNTERS = 3 * INDEX
 """Bytes of a ring's counters."""
 Pages = Counter[int]
-"""How many there are of rows of so many bytes."""
+"""Numbers of pages by bytes per row."""
 
 
 class ChunkBlocks(NamedTuple):
-    """What a chunk of a rank runs."""
+    """Blocks of a chunk of a rank."""
 
     layers: Sequence[Block]
     ahead: Sequence[Block] = ()
-    """Those of further tokens."""
+    """Multi-token prediction blocks."""
     ends: bool = False
     """Whether it ends in the loss."""
 
 
 def here(part: Saved, keeping: Keeping, gone: bool = False) -> Saved:
-    """Return what a tensor leaves where it was made: numbers of pages, where its rows lie there.
+    """Return a saved tensor without the bytes of its pages; the indices of its pages remain.
 
-    ``gone``: of those on the host too.
+    ``gone``: its pages are offloaded to the host, where they have indices too.
     """
     if not (keeping.page and part.rows and part.saved):
         return part
@@ -42,16 +42,16 @@ def here(part: Saved, keeping: Keeping, gone: bool = False) -> Saved:
 def pages(
     chunks: Sequence[ChunkBlocks], shape: Shape, keeping: Keeping, line: Line
 ) -> tuple[Pages, Pages]:
-    """Return how many pages there are on the device and on the host.
+    """Return the numbers of pages on the device and on the host.
 
-    They are enough for all that is in flight at once where a rank has ``page_load`` times the mean
-    of its rows on average, each tensor in pages of its own.
+    They suffice for all passes in flight if the rank gets on average ``page_load`` times the mean
+    number of rows; each tensor has pages of its own.
 
     Args:
-        chunks: of a rank.
-        shape: of a layer, with its stated room.
-        keeping: with rows of a page.
-        line: the rank's.
+        chunks: chunks of the rank.
+        shape: shape of a layer, with its stated room.
+        keeping: rows per page, load and spill.
+        line: the rank's line in the schedule's table.
     """
     if not keeping.page:
         return Pages(), Pages()
@@ -65,9 +65,9 @@ def pages(
 
 
 class _Used:
-    """Pages in use layer by layer, in the order in which a rank runs its line.
+    """Simulation of the pages in use, layer by layer, as a rank runs its line.
 
-    What :class:`moefold.layers.stash.PagedStash` does with pages follows from that order alone.
+    Use of pages by :class:`moefold.layers.stash.PagedStash` follows from that order alone.
     """
 
     def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, keeping: Keeping) -> None:
@@ -78,10 +78,10 @@ class _Used:
         self._now, self._host, self.most, self.most_host = Pages(), Pages(), Pages(), Pages()
         self._out: deque[tuple[dict[int, str], int, Pages]] = deque()
         self._passes: dict[tuple[int, int], dict[int, str]] = {}
-        """Of each pass in flight where its layers' rows are: here, on their way out, or away."""
+        """Where rows are, by pass in flight and layer: ``here``, ``out`` (in transfer), ``away``."""
 
     def run(self, step: Step) -> None:
-        """Run a step. Of a pair layers take turns: one comes as another goes."""
+        """Run a step; the layers of a pair alternate, one storing rows and one freeing them."""
         layers = [[(one, at) for at in self._order(one)] for one in actions_of(step)]
         for turn in zip_longest(*layers):
             for action, at in filter(None, turn):
@@ -91,14 +91,14 @@ class _Used:
                     self._take(action, at)
 
     def fetch_for(self, steps: Sequence[Step]) -> None:
-        """Bring back what the backward of a step takes first."""
+        """Fetch the pages that the backward of a step reads first."""
         for action in (one for step in steps for one in actions_of(step)):
             if action.kind in "BI" and (action.chunk, action.micro) in self._passes:
                 gone = [at for at in self._order(action) if at < self._gone[action.chunk]]
                 self._fetch(action, gone[0] if gone else -1, self._in_flight - 1)
 
     def _order(self, action: Action) -> list[int]:
-        """Return the layers with pages of a pass, in the order in which it runs them."""
+        """Return the layers with pages of a pass, in order of execution."""
         if action.kind == "W":
             return []
         return sorted(self._sizes[action.chunk], reverse=action.kind != "F")
@@ -129,7 +129,7 @@ class _Used:
         del self._passes[spot][at]
 
     def _fetch(self, action: Action, first: int, more: int) -> None:
-        """Bring a layer back, and so many before it."""
+        """Fetch the pages of a layer, and of ``more`` layers before it."""
         states = self._passes[action.chunk, action.micro]
         for at in range(first, max(first - more, 0) - 1, -1):
             if states.get(at) == "away":
@@ -140,8 +140,8 @@ class _Used:
 
 
 def page_bytes(found: Pages, host: Pages, page: int) -> tuple[int, int]:
-    """Return the bytes of pages here and on the host, with the page for what has none, and here
-    with the places in both rings.
+    """Return the bytes of pages on the device and on the host, each with a page for rows without
+    one; those on the device include both rings of free pages.
     """
     stored = [sum((n + 1) * page * row for row, n in one.items()) for one in (found, host)]
     rings = sum((n + 1) * INDEX + COUNTERS for one in (found, host) for n in one.values())
@@ -149,7 +149,7 @@ def page_bytes(found: Pages, host: Pages, page: int) -> tuple[int, int]:
 
 
 def _of_block(block: Block, shape: Shape, keeping: Keeping) -> Pages:
-    """Return the pages that one block's rows take, by bytes of a row."""
+    """Return the pages of one block's rows, by bytes per row."""
     spec, found = described(block.ffn), Pages()
     if spec.routing is None:
         return found

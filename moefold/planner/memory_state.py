@@ -1,7 +1,6 @@
 """Bytes of weights, gradients, master weights and moments on each rank.
 
-Parameters are listed with global names and shapes, as the built model has them: what decays, what
-an optimizer keeps and what tp cuts follow from both.
+They follow from the global names and shapes of parameters, which are those of the built model.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,15 +17,15 @@ from moefold.spec.decoder import block_weights, embedding, head, last_norm
 from moefold.spec.layer import Weight
 
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
-"""Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
+"""Bytes per element of a weight's codes and scales in low-precision products: one copy for the
 product and one, transposed, for the gradient of its input."""
 GATHERED = {"fp8_tensor": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}
-"""Bytes per element of what data ranks gather of a weight, where one set of codes serves all of its
+"""Bytes per element that data ranks gather of a weight, where one set of codes serves all of its
 products."""
 WIDE_BYTES = 2
-"""Bytes per element of what stays in bfloat16 beside codes."""
+"""Bytes per element of bfloat16 weights next to codes."""
 Part = int | Literal["norm", "head", "embedding"]
-"""Something that ranks hold: a kind of block, as ``case.kinds`` numbers them, or what is named."""
+"""Part of a model: a kind of block by its number in ``case.kinds``, or one of these by name."""
 
 
 @dataclass(frozen=True)
@@ -34,64 +33,64 @@ class State:
     """Bytes on one rank that last from step to step, and gradients."""
 
     weights: float = 0.0
-    """What products read: a copy in the compute dtype, and codes."""
+    """Weights as products read them: a copy in the compute dtype, and codes."""
     gradients: float = 0.0
     master: float = 0.0
     moments: float = 0.0
     away_master: float = 0.0
-    """Of master weights, what lies on the host or on disk between steps; no part of the total."""
+    """Master weights on the host or on disk between steps; not part of the total."""
     away_moments: float = 0.0
     pages: float = 0.0
-    """For experts' rows."""
+    """Pages of experts' saved rows."""
     away_pages: float = 0.0
-    """In the host's memory."""
+    """Pages in host memory; not part of the total."""
     graphs: float = 0.0
-    """What graphs read and leave."""
+    """Static inputs and outputs of CUDA graphs."""
 
     def __add__(self, other: "State") -> "State":
         return State(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, number: int) -> "State":
-        """Return the bytes of so many equal parts."""
+        """Return the bytes of ``number`` equal parts."""
         return State(*(value * number for value in vars(self).values()))
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All bytes on the device."""
         return sum(self.here.values())
 
     @property
     def here(self) -> dict[str, float]:
-        """What lies on the device, by part."""
+        """Bytes on the device by part."""
         found = {name: value for name, value in vars(self).items() if name[:5] != "away_"}
         return {n: size for n, size in found.items() if size or n not in ("pages", "graphs")}
 
     @property
     def away(self) -> float:
-        """What lies elsewhere."""
+        """Bytes of offloaded master weights and moments."""
         return self.away_master + self.away_moments
 
 
 class Split(NamedTuple):
-    """What decides which part of a parameter, and of what belongs to it, a rank holds."""
+    """Inputs that decide which part of a parameter and of its state a rank holds."""
 
     sizes: tuple[int, int, int]
     """tp, ep and etp."""
     copies: int
-    """Ranks that hold the same part of what is no expert's."""
+    """Ranks that hold the same part of parameters outside routed experts."""
     expert_copies: int
     numbers: Numbers
     zero: int
     zero_ranks: int | None
     here: float
-    """Share of master weights and moments that lies on the device."""
+    """Share of master weights and moments on the device."""
     stack: str
     narrowed: bool = False
-    """Whether weights that products read stay on the device where their masters do not."""
+    """Whether weights for products stay on the device where their masters are offloaded."""
 
     @classmethod
     def of(cls, case: Case) -> "Split":
-        """Return a case's."""
+        """Return the split of a case."""
         sizes, folding, keeping = case.sizes, case.folding, case.keeping
         return cls(
             (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp, case.numbers,
@@ -100,7 +99,7 @@ class Split(NamedTuple):
         )  # fmt: skip
 
     def levels(self, expert: bool) -> tuple[int, int]:
-        """Return how many ranks share one copy of a parameter, and how many copies there are."""
+        """Return the number of ranks that shard a copy of a parameter, and the number of copies."""
         ranks = self.expert_copies if expert else self.copies
         inner = gcd(self.zero_ranks or ranks, ranks) if self.zero else 1
         return inner, ranks // inner
@@ -115,9 +114,9 @@ class Split(NamedTuple):
         share = [local / (ranks if self.zero >= stage else 1) for stage in range(4)]
         copied, passing = numbers.weight_bytes, self.stack == "moefold" and self.zero == 3
         if passing and ranks > 1:
-            copied = 0  # gathered of masters for each pass
+            copied = 0  # gathered from masters for each pass
         elif self.stack == "moefold" and not (weight.product and copied):
-            # Read as the master is: gathered where that is shared.
+            # Read in the master's dtype: a gathered copy where masters are sharded.
             copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
         record, past = None, 0
         if isinstance(weight, CodedWeight):
@@ -128,7 +127,7 @@ class Split(NamedTuple):
             wide = numbers.weight_bytes if narrow else numbers.master_bytes
             return State(weights=share[3] * (wide + (codes if record else 0.0)) + past)
         if record is not None:
-            # Codes in two directions are made in each pass of what data ranks gather.
+            # Codes in two directions are recomputed in each pass from the gathered weights.
             shared = 0 < self.zero < 3 and ranks > 1 and record.kind == "mxfp8"
             copied, codes = (WIDE_BYTES, 0.0) if shared else (0, codes)
         elif codes and not weight.product:
@@ -157,7 +156,7 @@ class Split(NamedTuple):
 
 
 def inner_parts(held: Held) -> Iterator[tuple[Part, int]]:
-    """Yield what a rank holds besides embedding and head, and how often."""
+    """Yield each part of a rank besides embedding and head, with its number."""
     yield from held.layers
     yield "norm", int(held.loss)
 
@@ -175,30 +174,30 @@ def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
 
 
 class States:
-    """The states of what ranks hold; of equal parts one is counted."""
+    """State of the parts of a model, cached by part."""
 
     def __init__(self, decoder: Decoder, split: Split) -> None:
         self.decoder, self.split = decoder, split
         self._known: dict[Part, State] = {}
 
     def of(self, part: Part) -> State:
-        """Return that of one part."""
+        """Return the state of one part."""
         if part not in self._known:
             self._known[part] = self.split.state(part_weights(self.decoder, part))
         return self._known[part]
 
     def inner(self, held: Held) -> State:
-        """Return that of all that a rank holds besides embedding and head."""
+        """Return the state of a rank without embedding and head."""
         return sum((self.of(part).times(n) for part, n in inner_parts(held) if n), State())
 
     def held(self, held: Held) -> State:
-        """Return that of all that a rank holds."""
+        """Return the state of a rank."""
         return sum((self.of(part) for part in self._ends(held)), self.inner(held))
 
     def coming(self, held: Held) -> float:
-        """Return the most that is on the device of what lies elsewhere, while it updates that.
+        """Return the peak of offloaded state on the device during its update.
 
-        Two units are there at once; all of it where an optimizer works on all parameters together.
+        That is two units, or all offloaded state if the optimizer updates all parameters together.
         """
         if not self.split.numbers.optimizer.elementwise:
             return self.held(held).away
@@ -216,4 +215,4 @@ class States:
 
 
 states_of = remembered(1 << 12)(States)
-"""The states of what ranks hold, the same for all cases split alike."""
+"""Cached :class:`States`, common to all cases with an equal split."""

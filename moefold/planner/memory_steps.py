@@ -1,4 +1,4 @@
-"""The steps of a rank's line by what its memory depends on, and those that can be the fullest."""
+"""Actions of a rank's line in the table by what memory depends on; candidates for the peak."""
 
 from collections.abc import Iterable, Iterator
 from operator import ge
@@ -11,39 +11,39 @@ from moefold.schedule.table import Line, actions_of
 
 
 class Running(NamedTuple):
-    """A step of a rank's line, by what its memory depends on."""
+    """An action (or pair) of a rank's line, reduced to what its memory depends on."""
 
     forward: int | None
-    """The chunk that goes forward."""
+    """Chunk whose forward runs."""
     backward: int | None
-    """The chunk that goes back."""
+    """Chunk whose backward runs."""
     kind: str
-    """``B``, ``I`` or ``W`` of that."""
+    """``B``, ``I`` or ``W`` of ``backward``, else empty."""
     kept: tuple[int, ...]
-    """Micro-batches whose activations are there before the step, by chunk."""
+    """Micro-batches with saved activations before the action, by chunk."""
     waiting: tuple[int, ...]
-    """Micro-batches whose weights' products wait before the step, by chunk."""
+    """Micro-batches with deferred weight gradients before the action, by chunk."""
     begun: frozenset[int]
-    """Chunks whose gradients are there before the step."""
+    """Chunks whose gradients are allocated before the action."""
 
     @property
     def frees(self) -> bool:
-        """Whether activations go with the step."""
+        """Whether the action frees activations."""
         return self.kind in ("B", "I")
 
     @property
     def adds(self) -> bool:
-        """Whether gradients of weights come with the step."""
+        """Whether the action computes weight gradients."""
         return self.kind in ("B", "W")
 
     def covers(self, other: "Running") -> bool:
-        """Return whether another step that runs the same passes needs no more than this one."""
+        """Return whether another action that runs the same passes needs at most as much memory."""
         mine, theirs = self.kept + self.waiting, other.kept + other.waiting
         return self.begun >= other.begun and all(map(ge, mine, theirs))
 
 
 def steps_of(line: Line, chunks: int) -> Iterator[Running]:
-    """Yield the steps of a rank's line."""
+    """Yield the actions of a rank's line."""
     kept, waiting, begun = [0] * chunks, [0] * chunks, frozenset[int]()
     for step in line:
         forward = backward = None
@@ -65,8 +65,8 @@ def steps_of(line: Line, chunks: int) -> Iterator[Running]:
 
 @remembered(1024)
 def fullest_steps(schedule: Schedule, p: int, v: int, m: int) -> tuple[tuple[Running, ...], ...]:
-    """Return of each rank the steps that no other covers: one of them is the fullest, most likely
-    one of the first.
+    """Return for each rank the actions that no other covers, the likely peak first; one of them is
+    the peak.
     """
     table = table_of(schedule, p, v, m)
     return tuple(_uncovered(steps_of(line, v)) for line in table.lines)

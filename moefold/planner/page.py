@@ -1,4 +1,4 @@
-"""A plan as JSON for programs, and as one self-contained page that needs no network or library."""
+"""A plan as JSON, and as a self-contained HTML page that needs no network or library."""
 
 import html
 import json
@@ -19,17 +19,17 @@ from moefold.schedule.table import Pair, Table, actions_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 LOADS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
-"""Rows of the fullest expert rank over the mean that sensitivity is shown at."""
+"""Rows of the fullest expert rank over the mean for which sensitivity is shown."""
 MOST_CELLS = 24
-"""Ranks along one side of a drawn grid; the rest is left out."""
+"""Most ranks along one side of a drawn grid; the rest is left out."""
 MOST_SPANS = 2600
-"""Actions of a drawn timeline; longer steps are shown from their start."""
+"""Most actions of a drawn timeline; of longer steps the beginning is shown."""
 MOST_MOMENTS = 500
 EXCHANGES = ("tp", "cp", "dispatch", "offload")
 
 
 def facts(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Return a plan as an object that JSON can hold. Times in seconds, memory in GB."""
+    """Return a plan as JSON data. Times are in seconds, memory in GB."""
     task, best = plan.task, plan.best
     cluster, device, software = task.cluster, task.cluster.device, task.software
     expected = plan.expected
@@ -78,7 +78,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
 
 
 def finite(value: float) -> float | None:
-    """Return a number that JSON can hold: None for what never comes."""
+    """Return a number for JSON: None instead of infinity."""
     return value if value < float("inf") else None
 
 
@@ -86,7 +86,7 @@ FIGURES = (
     "layout", "step_time_s", "tflops_per_gpu", "tokens_per_s", "memory_gb", "margin_gb", "fits",
     "sure", "binds", "source", "published_tflops",
 )  # fmt: skip
-"""What JSON has of a layout by the names that Python has for it."""
+"""Properties of a layout that JSON has under the names of :class:`PlannedLayout`."""
 
 
 def _layout(one: PlannedLayout) -> dict[str, Any]:
@@ -120,14 +120,14 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
 
 
 def page(plan: Plan, tokens: float) -> str:
-    """Return the page.
+    """Return the HTML page.
 
     Args:
-        plan: what it explains.
-        tokens: of the whole run, for days, cost and energy.
+        plan: the plan.
+        tokens: tokens of the whole run, for days, cost and energy.
     """
     data = drawn(plan, tokens)
-    # Inside a script element nothing may look like the end of it, nor open a comment.
+    # Data inside a script element must not contain the end of that element or begin a comment.
     packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     task, device = plan.task, plan.task.cluster.device.name
     title = f"{task.name} on {task.cluster.devices:,} {device}"
@@ -136,7 +136,7 @@ def page(plan: Plan, tokens: float) -> str:
 
 
 def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Return the facts with what the page draws of the given and the best layout."""
+    """Return the facts and the data of the page's drawings of the given and the best layout."""
     close = {"given": plan.given, "fastest": plan.best}
     if plan.today and plan.today.choice not in [one.choice for one in close.values() if one]:
         close["fastest today"] = plan.today
@@ -169,7 +169,7 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
 
 
 def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
-    """Return a grid as drawn: the last axis goes down, the others to the right."""
+    """Return a grid as drawn: the last axis downwards, the others to the right."""
     sizes = [grid.sizes[axis] for axis in axes]
     kept, room = [], MOST_CELLS
     for size in sizes[:3]:
@@ -195,7 +195,7 @@ def _letters(chunk: Any) -> str:
 
 
 def _line(one: PlannedLayout) -> list[list[Any]]:
-    """Return the fullest rank's memory over the step: label, then what there is of each part."""
+    """Return the fullest rank's memory during the step: label and GB of each part, per action."""
     moments = one.memory.moments
     step = max(1, -(-len(moments) // MOST_MOMENTS))
     kept = [max(moments[i : i + step], key=lambda m: m.total) for i in range(0, len(moments), step)]
@@ -206,7 +206,7 @@ def _line(one: PlannedLayout) -> list[list[Any]]:
 
 
 def _timeline(one: PlannedLayout) -> dict[str, Any]:
-    """Return what each pipeline rank does when: a step of few micro-batches, stage by stage."""
+    """Return the timeline of all pipeline ranks, for a step with few micro-batches."""
     case, vpp = one.case, one.case.sizes.vpp
     short = min(case.micro_batches, max(3 * case.sizes.pp, 4))
     if any(case.schedule.violations(case.sizes.pp, vpp, short)):
@@ -230,14 +230,14 @@ def _timeline(one: PlannedLayout) -> dict[str, Any]:
 
 
 def _span(span: Span) -> list[Any]:
-    """Return a step of the timeline: its text, kind (P for a pair), chunk, start and end."""
+    """Return an action of the timeline: its text, kind (P for a pair), chunk, start and end."""
     step = span.step
     kind = "P" if isinstance(step, Pair) else step.kind
     return [str(step), kind, actions_of(step)[0].chunk, round(span.start, 5), round(span.end, 5)]
 
 
 def _transfers(table: Table) -> int:
-    """Return how many activations and gradients go from rank to rank in the drawn step."""
+    """Return the number of activations and gradients sent between ranks in the drawn step."""
     actions = ((rank, action) for rank in range(table.ranks) for action in table.actions(rank))
     results = ((rank, table.gives(rank, action)) for rank, action in actions)
     readers = ((rank, table.reader(result)) for rank, result in results if result)
@@ -257,7 +257,7 @@ def _imbalance(one: PlannedLayout) -> Iterator[dict[str, float | bool]]:
 
 
 def _scaling(plan: Plan) -> dict[str, list[dict[str, Any]]] | None:
-    """Return the best layout on more devices, with the same batch and with a growing one."""
+    """Return the strong and weak scaling curves of the best layout."""
     if plan.best is None:
         return None
     found = dict[str, list[dict[str, Any]]]()

@@ -1,6 +1,6 @@
-"""Published models as descriptions, by name: dimensions from ``published_models.json``.
+"""Descriptions of published models, with dimensions from ``published_models.json``.
 
-What a source leaves open is filled in from ``assumed_models.json``, and said.
+Dimensions that sources do not state are taken from ``assumed_models.json`` and reported.
 """
 
 import json
@@ -22,7 +22,7 @@ WINDOW = 128
 
 
 class Undescribed(ValueError):
-    """A model whose dimensions are not known in full."""
+    """Error: a model is unknown, or some of its dimensions are."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class PublishedModel:
     name: str
     decoder: Decoder
     multi_token: int
-    """Multi-token prediction layers it was trained with."""
+    """Number of multi-token prediction layers in training."""
     assumed: str = ""
-    """Which dimensions are assumed; empty where sources print all."""
+    """Which dimensions are assumed; empty if sources state all."""
 
 
 @cache
 def entries() -> dict[str, dict[str, Any]]:
-    """Return every model's dimensions by name, gaps filled; ``assumed`` says with what."""
+    """Return every model's dimensions by name; ``assumed`` describes those that are assumed."""
     folder = files("moefold.planner")
     found = json.loads(folder.joinpath("published_models.json").read_text("utf-8"))
     filled = json.loads(folder.joinpath("assumed_models.json").read_text("utf-8"))["models"]
@@ -52,7 +52,7 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def find(name: str) -> str | None:
-    """Return the full name of a model, whatever case, hyphens and underscores are typed."""
+    """Return the full name of a model, ignoring case and punctuation, or None."""
     wanted = _plain(name)
     return next((known for known in entries() if _plain(known) == wanted), None)
 
@@ -66,7 +66,7 @@ def model(name: str) -> PublishedModel:
     """Return a published model by its full name.
 
     Raises:
-        Undescribed: where there is no such model, or a dimension is missing.
+        Undescribed: there is no such model, or a dimension is missing.
     """
     entry = entries().get(name)
     if entry is None:
@@ -85,7 +85,7 @@ def model(name: str) -> PublishedModel:
 
 
 def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:
-    """Return the blocks of a transformer, dense ones first unless they alternate."""
+    """Return the blocks of a transformer, dense ones first or alternating."""
     mixture = _moe(entry, biased=name.startswith("GPT-OSS"))
     dense = entry.get("dense_layers", 0)
     kinds = [block(attention, mixture) for attention in _attentions(name, entry)]
@@ -99,7 +99,7 @@ def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:
 
 
 def _attentions(name: str, entry: dict[str, Any]) -> list[Record]:
-    """Return the attention of each layer of the pattern that repeats."""
+    """Return the attention of each layer of the repeating pattern."""
     kind = entry["attention"]
     if kind.startswith("MLA"):
         mla = entry["mla"]
@@ -120,13 +120,13 @@ def _attentions(name: str, entry: dict[str, Any]) -> list[Record]:
         return [linear, linear, linear, full]
     if not kind.startswith("GQA"):
         raise ValueError(kind)
-    # Sinks are left out, as what they cost is nothing that published figures show.
+    # Sinks are left out: their cost is not visible in published figures.
     windowed = Windowed(**sizes, window=WINDOW, sinks=False)
     return [windowed, full] if "sliding window" in kind else [full]
 
 
 def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
-    """Return the feed-forward with experts."""
+    """Return the MoE feed-forward."""
     grouped = "8 groups, top-4" in entry.get("router", "")
     router = Router(
         experts=entry["experts"],
@@ -144,7 +144,7 @@ def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
 
 
 def _hybrid(entry: dict[str, Any]) -> list[Block]:
-    """Return the blocks of a pattern of letters: M a state space, * attention, E experts."""
+    """Return the blocks of a letter pattern: M state space, * attention, E experts."""
     attention = Gqa(**{key: entry[key] for key in ("heads", "kv_heads", "head_dim")})
     mixers = {"M": Mamba2(**entry["mamba"]), "*": attention}
     letters, mixture, nothing = entry["hybrid_pattern"], _moe(entry), Nothing()

@@ -1,11 +1,11 @@
-"""Search for the fastest layouts of a task that fit: an enumeration pruned by cheap lower bounds.
+"""Best-first search for the fastest layouts of a task that fit in memory, with lower bounds.
 
-A layout is decided in four steps: the two grids with micro-batch and number format, then the
-pipeline's depth with what is sharded, recomputed and offloaded, then schedule and dispatcher, then
-stages. Each step bounds the seconds of what it has decided so far and drops what cannot fit, and
-the next step is taken for whatever has the lowest bound. So few of millions of layouts are priced
-by :func:`moefold.planner.time.estimate` and ``planner.memory``, and the first priced one that fits
-is the fastest.
+A layout is decided in four steps: the two grids with micro-batch and number format; the pipeline's
+depth with what is sharded, recomputed and offloaded; schedule and dispatcher; stages. Each step
+computes a lower bound of the seconds of a partial layout and drops what cannot fit; the partial
+layout with the lowest bound is extended next. So :func:`moefold.planner.time.estimate` and
+``planner.memory`` evaluate few of millions of layouts, and the first evaluated one that fits is the
+fastest.
 """
 
 import heapq
@@ -52,15 +52,15 @@ from moefold.spec.decoder import has_routing, model_weights
 from moefold.spec.layer import Modules, described
 
 SLACK = 1.1
-"""How much fuller balanced stages may be than those whose ranks take equally long."""
+"""Memory of balanced stages over the limit at which stages of equal time are still tried."""
 
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is offloaded to the host."""
 NOTHING: Kept = (frozenset(), frozenset())
 ENDLESS = MicroBatchTime(1e9, 1e9, {}, 0.0)
-"""Work under which all hides that may run beside work."""
+"""A micro-batch long enough to hide all communication that can overlap with compute."""
 _Bounded = tuple[float, int, int, Any]
-"""What is decided so far: a bound of its seconds, a number, the next step, and itself."""
+"""A partial layout: bound of its seconds, a tie breaker, index of the next step, and the layout."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Found:
     case: Case = field(repr=False)
     seconds: float
     bytes: float
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
 
 
 class Grids(NamedTuple):
-    """What the work of a micro-batch depends on besides its dispatcher and what is kept."""
+    """Inputs of a micro-batch's work except dispatcher, recompute and offload."""
 
     recipe: Recipe
     micro_batch: int
@@ -85,39 +85,39 @@ class Grids(NamedTuple):
     etp: int = 1
 
     def sizes(self, pp: int, vpp: int = 1) -> Sizes:
-        """Return them with a pipeline, unchecked: all that is tried is legal."""
+        """Return the sizes with a pipeline, without checks, as the search tries only legal ones."""
         tp, cp, ep, etp = self[2:]
         return Sizes.model_construct(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
 
 
 class Depth(NamedTuple):
-    """Grids in a pipeline of some depth, with what could be kept, by rising work."""
+    """Grids in a pipeline of some depth, with alternatives of recompute and offload."""
 
     grids: Grids
     pp: int
     m: int
-    """Micro-batches of a data rank."""
+    """Micro-batches per data rank."""
     zero: int
     on_host: float
-    """Share of the optimizer on the host."""
+    """Share of optimizer state on the host."""
     kept: tuple[Kept, ...]
-    """What it keeps, then what keeps less and takes longer."""
+    """The recompute and offload of this layout, then those that save less and take longer."""
 
 
 class Search:
-    """Searches of one task, which share what they have priced."""
+    """Searches of one task, with a common cache."""
 
     def __init__(self, task: TrainingTask) -> None:
         self.task, self.foldings = task, Foldings.of(task)
         blocks, order = kinds(task.decoder)
         layers = Counter(order)
         self.common = layers.most_common(1)[0]
-        """The most common kind of layer, and how many there are."""
+        """The most common kind of layer, and its number."""
         self.whole = Held(tuple(sorted(layers.items())), task.multi_token, True, True)
         self.blocks = [(blocks[kind], number) for kind, number in layers.items()]
-        """The kinds of layers with how many there are, multi-token ones among them."""
+        """The kinds of layers with their numbers, multi-token ones included."""
         routed = [(one, number) for one, number in self.blocks if has_routing(one.ffn)]
-        # Of shared experts the time is decided by attention's grid, of routed ones by their own.
+        # The time of shared experts depends on the attention grid, that of routed ones on theirs.
         self.mixtures = [
             (one.ffn, one.ffn.model_copy(update={"shared": None}), number) for one, number in routed
         ]
@@ -128,16 +128,16 @@ class Search:
         self._known: dict[Any, Any] = {}
 
     def best(self, space: Space, top: int = 5) -> list[Found]:
-        """Return the fastest layouts that fit, each of another folding, the fastest first.
+        """Return the fastest layouts that fit, one per folding, the fastest first.
 
         Args:
-            space: what may be chosen.
-            top: how many.
+            space: values to search over.
+            top: number of layouts.
         """
         return list(islice(self.fitting(space), top))
 
     def fitting(self, space: Space) -> Iterator[Found]:
-        """Yield the layouts of a space that fit, each of another folding, the fastest first."""
+        """Yield the layouts of a space that fit, one per folding, the fastest first."""
         room = self.task.cluster.device.memory_bytes * (1 - RESERVE)
         found = set[tuple[int, ...]]()
         steps = (self.depths, self.schedules, self.stages)
@@ -165,7 +165,7 @@ class Search:
     # --------------------------------------------------------------------------- steps
 
     def grids(self, space: Space) -> Iterator[tuple[float, int, Grids]]:
-        """Yield every format, micro-batch and pair of grids, with a bound of its step."""
+        """Yield every format, micro-batch and pair of grids, with a lower bound of step time."""
         foldings = self.foldings
         for recipe, size, (tp, cp) in product(
             space.recipes, space.micro_batches, foldings.attention
@@ -173,7 +173,7 @@ class Search:
             attention = Grids(recipe, size, tp, cp)
             if not any(self.micro_batches(attention, pp) for pp in foldings.pp):
                 continue
-            # How often a rank's share of all layers runs, over that share: pp is not in it.
+            # Runs of a rank's share of layers times that share, which does not depend on pp.
             turns = self.task.batch * tp * cp / (foldings.world * size)
             dense, experts = self._dense(attention), self._experts(space, attention)
             for ep, etp in foldings.experts(tp, cp):
@@ -181,7 +181,7 @@ class Search:
                 yield bound, 0, Grids(recipe, size, tp, cp, ep, etp)
 
     def depths(self, space: Space, grids: Grids, room: float) -> Iterator[tuple[float, int, Depth]]:
-        """Yield every depth of pipeline with what it can keep, where it could fit."""
+        """Yield every pipeline depth with the recompute and offload choices that could fit."""
         software = software_of(self.task.cluster.device)
         options = self._options(space, grids)
         tensors = (room - software.context) / (1 + software.fragments)
@@ -197,7 +197,7 @@ class Search:
     def schedules(
         self, space: Space, depth: Depth, room: float
     ) -> Iterator[tuple[float, int, Any]]:
-        """Yield every schedule, its virtual stages and a dispatcher; and the depth keeping less."""
+        """Yield every schedule with virtual stages and dispatcher, and the depth that saves less."""
         grids, pp, m = depth.grids, depth.pp, depth.m
         (again, away), *others = depth.kept
         if others:
@@ -223,7 +223,7 @@ class Search:
     def stages(
         self, space: Space, choice: Choice, room: float
     ) -> Iterator[tuple[float, int, Choice]]:
-        """Yield a layout with each way to cut stages, priced, where it may fit."""
+        """Yield a layout with each division into stages and its step time, where it may fit."""
         case = choice.case(self.task)
         if peak_within(case, room * SLACK) is None:
             return
@@ -234,9 +234,9 @@ class Search:
             yield seconds, 3, replace(choice, stages=stages)
 
     def _even_stages(self, case: Case, took: StepTime, moves: bool) -> Iterator[Stages]:
-        """Yield stages whose ranks take equally long, by what balanced ones took.
+        """Yield stages of equal time, by the times of balanced ones.
 
-        ``moves``: also with further tokens off the loss's stage.
+        ``moves``: also with multi-token layers off the stage of the loss.
         """
         sizes = case.sizes
         if sizes.pp == 1:
@@ -273,12 +273,12 @@ class Search:
     # --------------------------------------------------------------------------- time
 
     def micro_batches(self, grids: Grids, pp: int) -> int:
-        """Return the micro-batches of a data rank; 0 where the batch cannot be shared so."""
+        """Return the micro-batches of a data rank; 0 where the batch cannot be divided evenly."""
         share = self.foldings.world // (grids.tp * grids.cp * pp) * grids.micro_batch
         return 0 if self.task.batch % share else self.task.batch // share
 
     def _dense(self, grids: Grids) -> float:
-        """Return the device's seconds of all but routed experts, for one micro-batch."""
+        """Return device seconds of one micro-batch without routed experts."""
         how = self._how(grids, "local")
         ends = PassTime(self.task.decoder, *how).time(Held((), 0, True, True)).device
         total = (1 + self.task.multi_token) * ends
@@ -292,8 +292,8 @@ class Search:
         return total
 
     def _experts(self, space: Space, attention: Grids) -> dict[tuple[int, int], float]:
-        """Return, for each (ep, etp), the device's seconds of routed experts with what must show of
-        exchanges: the same for all attention grids that leave a rank as many rows.
+        """Return, for each (ep, etp), device seconds of routed experts and least exposed seconds of
+        exchanges; cached for all attention grids with equally many rows per rank.
         """
         rows, sides = attention.micro_batch / (attention.tp * attention.cp), _sides(space)
         key = "experts", attention.recipe, rows, space.dispatchers, *sides
@@ -316,7 +316,7 @@ class Search:
         return self._known[key]
 
     def _ways(self, space: Space, grids: Grids) -> list[tuple[Dispatcher, bool]]:
-        """Return the fastest dispatcher, and the fastest beside another micro-batch's computing."""
+        """Return the fastest dispatchers without and with overlap with another micro-batch."""
         if grids.ep * grids.etp == 1:
             return [("local", False)]
         key = "ways", grids, space.dispatchers, *_sides(space)
@@ -330,7 +330,7 @@ class Search:
     def _rank(
         self, grids: Grids, dispatch: Dispatcher, paired: bool, kept: Kept, pp: int
     ) -> tuple[float, float]:
-        """Return the seconds of all layers for one micro-batch, and the least of the slowest rank.
+        """Return seconds of all layers for one micro-batch, and a bound of the slowest rank's.
 
         Some rank has its share of the most common layers, rounded up.
         """
@@ -345,17 +345,17 @@ class Search:
         return work, max(work / pp, -(-self.common[1] // pp) * layer)
 
     def least(self, space: Space, depth: Depth) -> float:
-        """Return the least seconds of a depth, whatever its schedule."""
+        """Return a lower bound of a depth's seconds with any schedule."""
         grids, pp, kept = depth.grids, depth.pp, depth.kept[0]
         ways = (self._rank(grids, *way, kept, pp) for way in self._ways(space, grids))
         slowest = min(slowest for _, slowest in ways)
         return slowest * depth.m + self._fixed(grids, depth.on_host) + self._shared(depth, slowest)
 
     def _shared(self, depth: Depth, slowest: float) -> float:
-        """Return the least seconds of data-parallel communication that show, where passes of the
-        slowest rank take as long or longer: a second more hides less than a second.
+        """Return a lower bound of exposed data-parallel seconds, if the slowest rank's passes take
+        ``slowest`` or longer: a longer pass hides less than it adds.
 
-        A pipeline's slowest rank has its share of the layers' time, the ends of the model aside.
+        A pipeline's slowest rank has at least its share of the layers' time, without model ends.
         """
         grids, pp, key = depth.grids, depth.pp, ("shared", depth.grids, depth.pp, depth.zero)
         how = self._how(grids, "local")
@@ -376,15 +376,15 @@ class Search:
         return least(self._known[key], depth.zero, depth.m, slowest, rates)
 
     def _fixed(self, grids: Grids, on_host: float) -> float:
-        """Return the least seconds outside layers, with a share of the update on the host."""
+        """Return a lower bound of seconds outside layers, with a share of the update on the host."""
         step = self._how(grids, "local")[1].rates.step_s
         return step + on_host * self.parameters / self.foldings.world / HOST_ADAM
 
     # --------------------------------------------------------------------------- memory
 
     def _lasting(self, grids: Grids, pp: int, m: int, zero: int, on_host: float) -> float:
-        """Return the bytes of state that all ranks of a pipeline hold while activations are most:
-        gradients too, unless they only come with the first backward of few micro-batches.
+        """Return the bytes of state on all ranks of a pipeline at the peak of activations, with
+        gradients unless the first backward, after the peak of few micro-batches, allocates them.
         """
         key = "lasting", grids._replace(micro_batch=1, cp=1), pp, zero, on_host
         if key not in self._known:
@@ -394,12 +394,12 @@ class Search:
             self._known[key] = state, sum(map(two, whole_units(case.decoder, split, self.whole)))
         state, passing = self._known[key]
         later = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
-        # What a pass has whole is in use while activations are most; a pipeline's rank has a part.
+        # Unsharded tensors of a pass are in use at the peak; a rank of a pipeline has a part of them.
         return state.total - (state.gradients if later else 0.0) + (passing if pp == 1 else 0.0)
 
     def _options(self, space: Space, grids: Grids) -> list[tuple[Kept, float]]:
-        """Return what can be kept, work rising and bytes falling, with bytes of all layers."""
-        # Ranks of experts share them alike, but one with all of them has copies of its own to drop.
+        """Return recompute and offload choices by rising work, with falling bytes of all layers."""
+        # All ep > 1 are alike; with ep = 1 there are also copies of rows that recompute drops.
         wide = grids._replace(ep=max(self.foldings.ep)) if grids.ep * grids.etp > 1 else grids
         key = "options", wide, space.kept
         if key not in self._known:
@@ -431,7 +431,7 @@ class Search:
     def _how(
         self, grids: Grids, dispatch: Dispatcher, kept: Kept = NOTHING
     ) -> tuple[RankShare, Setting, LayerPolicy]:
-        """Return what decides the time of a layer; settings of a format are made once."""
+        """Return the inputs of a layer's time; settings are cached by format."""
         task, recipe = self.task, grids.recipe
         if recipe not in self._known:
             narrowed = task.numbers.narrowed
@@ -442,7 +442,7 @@ class Search:
         return share, self._known[recipe], LayerPolicy(dispatch, *kept)
 
     def _sample(self, grids: Grids, keeping: Keeping, pp: int = 1) -> Case:
-        """Return a step of one micro-batch on every data rank."""
+        """Return a case with one micro-batch on every data rank."""
         dp = self.foldings.world // (grids.tp * grids.cp * pp)
         task = replace(self.task, batch=dp * grids.micro_batch)
         choice = Choice(grids.sizes(pp), SCHEDULES[0], grids.micro_batch, "alltoall", grids.recipe)
@@ -450,5 +450,5 @@ class Search:
 
 
 def _sides(space: Space) -> list[bool]:
-    """Return whether schedules run exchanges beside computing: no, yes, or some of them."""
+    """Return for which values of ``paired`` (exchanges overlap with compute) there are schedules."""
     return sorted({schedule.paired for schedule in space.schedules})

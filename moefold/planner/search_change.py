@@ -1,4 +1,4 @@
-"""What to change next in a layout: every single change, priced."""
+"""Suggested changes to a layout: all single changes, with their planned time and memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,27 +16,27 @@ from moefold.spec.decoder import ModelNeeds, needs
 
 GRAPHS: tuple[Literal["none", "partial", "step"], ...] = ("none", "partial", "step")
 MOST = 5
-"""Changes that are shown."""
+"""Most changes that are returned."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a layout and what it brings."""
+    """One change of a layout with its effect."""
 
     what: str
     choice: Choice
     faster: float
-    """Seconds saved over seconds of the step; below zero where it is slower."""
+    """Seconds saved over seconds of the step; negative if it is slower."""
     saved_bytes: float
-    """Bytes saved on the fullest device; below zero where it needs more."""
+    """Bytes saved on the fullest device; negative if it needs more."""
     fits: bool
 
 
 def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
     """Return the most useful single changes.
 
-    Where a layout fits, those that fit and are faster, the fastest first. Where it does not, those
-    that make it fit, the fastest first, or else those that save the most memory.
+    If the layout fits, these are changes that fit and are faster, the fastest first; otherwise
+    changes that make it fit, the fastest first, or else those that save most memory.
     """
     case = choice.case(task)
     seconds, bytes_ = estimate(case).seconds, max(totals(case))
@@ -71,7 +71,7 @@ def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
 
 
 def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choice]]:
-    """Yield every change of one policy, and of one size by a factor of two."""
+    """Yield all changes of one policy, or of one size by a factor of two, with descriptions."""
     space, keeping = everything(task), choice.keeping
     model = needs(task.decoder, task.seq)
     bare = replace(choice, stages=None)
@@ -115,7 +115,7 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
 
 
 def _can_be_graphs(choice: Choice, model: ModelNeeds) -> bool:
-    """Whether a run file may ask for a layout's graphs."""
+    """Return whether a run file with a layout's graphs is legal."""
     keeping = choice.keeping
     if choice.graphs == "none":
         return True

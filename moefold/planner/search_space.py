@@ -1,4 +1,4 @@
-"""What a search chooses from: which values of each policy, and which foldings are legal."""
+"""Space of a layout search: the values of each policy, and the legal foldings."""
 
 import math
 from collections.abc import Iterator
@@ -26,21 +26,21 @@ from moefold.spec.layer import NOTHING, Module, Modules
 SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
 )  # fmt: skip
-"""All but GPipe, which takes as long as 1F1B and keeps more."""
+"""All schedules but GPipe, which takes as long as 1F1B and needs more memory."""
 SENDING: tuple[Dispatcher, ...] = (
     "alltoall", "alltoall_once", "two_level", "allgather", "deep_ep", "hybrid_ep"
 )  # fmt: skip
-"""All that move rows into as much room as they need; ``nccl_ep`` is planned as long as
+"""Dispatchers without stated room; ``nccl_ep`` is left out, as it is planned with the time of
 ``hybrid_ep``."""
 MOST_ROWS = 32768
-"""Tokens of a micro-batch beyond which no larger one is tried."""
+"""Most tokens of a micro-batch that is tried."""
 VIRTUAL = 16
-"""The most virtual stages per rank that are tried."""
+"""Most virtual stages per rank that are tried."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The values that a search tries of each policy. Foldings are always all legal ones."""
+    """Values that a search tries for each policy; it tries all legal foldings."""
 
     recipes: tuple[Recipe, ...]
     schedules: tuple[Schedule, ...] = SCHEDULES
@@ -50,26 +50,26 @@ class Space:
     optimizer_offloads: tuple[float, ...] = (0.0,)
     micro_batches: tuple[int, ...] = (1,)
     apart: bool = True
-    """Whether multi-token layers may lie apart from the loss."""
+    """Whether multi-token layers may be on another stage than the loss."""
 
     def shares(self, pp: int) -> Iterator[tuple[int, float]]:
-        """Yield ZeRO stages and shares of the optimizer on the host.
+        """Yield ZeRO stages with shares of optimizer state on the host.
 
-        Stages 2 and 3 only where no pipeline is in the way: with them the longest searches
-        take more than twice as long, and none of twenty finds anything faster. Stage 0 keeps more
-        and gains nothing.
+        Stages 2 and 3 only without a pipeline: with one the longest searches take more than twice
+        as long, and none of twenty finds anything faster. Stage 0 needs more memory than 1 and is
+        never faster.
         """
         return product((1, 2, 3) if pp == 1 else (1,), self.optimizer_offloads)
 
     @cached_property
     def kept(self) -> tuple[tuple[Modules, Modules], ...]:
-        """What is recomputed and what is offloaded: nothing is both."""
+        """Pairs of recompute and offload in which no module is both."""
         pairs = product(self.recomputes, self.offloads)
         return tuple((a, o) for a, o in pairs if not (a & o or (o and "block" in a)))
 
 
 def everything(task: TrainingTask) -> Space:
-    """Return all that can be planned for a task on its device."""
+    """Return the space of all that can be planned for a task on its device."""
     space = replace(
         today(task),
         recipes=formats(task.cluster.device, task.numbers.recipe),
@@ -83,7 +83,7 @@ def everything(task: TrainingTask) -> Space:
 
 
 def today(task: TrainingTask) -> Space:
-    """Return what training executes of it by itself, in the run's own number format."""
+    """Return the space that training executes without other packages, in the run's own format."""
     most = max(1, MOST_ROWS // task.seq)
     return Space(
         recipes=(task.numbers.recipe,),
@@ -95,7 +95,7 @@ def today(task: TrainingTask) -> Space:
 
 
 def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
-    """Return the asked recipe, and the narrower ones that a device has units for."""
+    """Return fp32 if ``asked``, and bf16 and narrower recipes that a device has units for."""
     known, found = dict(device.peaks), list[Recipe]()
     if asked == "fp32":
         found.append("fp32")
@@ -109,7 +109,7 @@ def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
 
 
 def _recomputes(task: TrainingTask) -> Iterator[Modules]:
-    """Yield what can be made again: sets of cheap and dear modules, and whole blocks."""
+    """Yield sets of modules to recompute, and whole blocks."""
     blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
     hidden = task.decoder.hidden
     specs = [spec for block in blocks for _, spec in halves(block)]
@@ -131,7 +131,7 @@ def _recomputes(task: TrainingTask) -> Iterator[Modules]:
 
 @dataclass(frozen=True)
 class Foldings:
-    """The legal sizes of each axis for a model on a number of ranks."""
+    """Legal sizes of each axis for a model on a number of ranks."""
 
     world: int
     layers: int
@@ -143,7 +143,7 @@ class Foldings:
 
     @classmethod
     def of(cls, task: TrainingTask) -> "Foldings":
-        """Return the legal sizes of a task; ``spec.decoder`` states what a model asks."""
+        """Return the legal sizes for a task by the requirements in ``spec.decoder``."""
         model, world = needs(task.decoder, task.seq), task.cluster.devices
         sizes = dict[str, tuple[int, ...]]()
         for axis in ("tp", "cp", "ep", "etp"):
@@ -155,22 +155,22 @@ class Foldings:
 
     @property
     def attention(self) -> tuple[tuple[int, int], ...]:
-        """Every (tp, cp)."""
+        """All legal (tp, cp)."""
         return tuple((t, c) for t in self.tp for c in self.cp if self.world % (t * c) == 0)
 
     def experts(self, tp: int, cp: int) -> list[tuple[int, int]]:
-        """Return every (ep, etp) that goes with a (tp, cp)."""
+        """Return every (ep, etp) that is legal with a (tp, cp)."""
         pairs = product(self.ep, self.etp)
         return [(e, t) for e, t in pairs if self.world % math.lcm(tp * cp, e * t) == 0]
 
     def pipelines(self, tp: int, cp: int, ep: int, etp: int) -> list[int]:
-        """Return every pp that goes with the other axes."""
+        """Return every pp that is legal with the other axes."""
         least = math.lcm(tp * cp, ep * etp)
         return [pp for pp in self.pp if self.world % (least * pp) == 0]
 
 
 def apart(stages: Stages) -> Stages | None:
-    """Return stages with multi-token layers moved off the loss's stage, None where none can."""
+    """Return stages with multi-token layers moved off the loss's stage, None if impossible."""
     last = stages.letters[-1]
     if "m" not in last or len(stages.letters) < 2 or any(x in last for x in LAYERS):
         return None

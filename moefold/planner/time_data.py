@@ -1,9 +1,9 @@
-"""Seconds of what copies of weights exchange in a step, as ``parallel/data`` sends it and when.
+"""Seconds of data-parallel collectives in a step, by the rules of ``parallel/data``.
 
-Parameters of a unit whose copies live on the same ranks, and that products take in the same format,
-are one bucket. Its weights are gathered once a step, or under ZeRO 3 for each forward and each
-backward of a micro-batch; its gradients are summed once a step, or from ZeRO 2 on after each pass.
-``tests/traffic`` counts the same bytes on its own, and real ranks record them.
+Parameters of a unit with copies on the same ranks, read by products in the same format, form one
+bucket. Its weights are gathered once per step, or under ZeRO 3 for each forward and each backward
+of a micro-batch; its gradients are summed once per step, or from ZeRO 2 on after each pass.
+``tests/traffic`` counts these bytes independently and compares them with those of real ranks.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from moefold.spec.layer import Weight
 
 Kind = Literal["dp_cp", "edp", "tp", "stages"]
 HIDDEN_ONCE = 0.8
-"""Share of a micro-batch's pass under which what is sent once a step hides."""
+"""Share of a micro-batch's pass behind which collectives of once per step can be hidden."""
 
 
 class Collective(NamedTuple):
@@ -32,22 +32,22 @@ class Collective(NamedTuple):
 
     kind: Kind
     across: bool
-    """Whether it runs over equal runs of a bucket, of which each rank saw other tokens."""
+    """Whether its ranks hold the same run of a bucket (copies beyond the ZeRO group)."""
     op: Literal["all_gather", "reduce_scatter", "all_reduce"]
     bytes: float
-    """Of a whole bucket, or of what is summed."""
+    """Bytes of the whole bucket, or of the summed run."""
     beside: Literal["forward", "backward", "sums", "between", "end"]
-    """What it runs beside: a pass, whose gradients ``sums`` are of; nothing, ``between`` passes; or
-    nothing, at the end of the step."""
+    """What it overlaps with: ``forward`` or ``backward``; ``sums`` are gradients, during backward;
+    ``between`` passes and at the ``end`` of a step it overlaps with nothing."""
 
     def each(self, zero: int) -> bool:
-        """Return whether a ZeRO stage sends it for each micro-batch, not once a step."""
+        """Return whether a ZeRO stage runs it for each micro-batch, not once per step."""
         return self.beside != "end" and zero >= (2 if self.beside == "sums" else 3)
 
 
 class DataWork(NamedTuple):
-    """Seconds of collectives over copies by what they run beside, of a micro-batch where they are
-    sent for each.
+    """Seconds of collectives over copies by what they overlap with, per micro-batch for those that
+    run in each.
     """
 
     forward: float = 0.0
@@ -57,12 +57,12 @@ class DataWork(NamedTuple):
     end: float = 0.0
 
     def scaled(self, part: float) -> "DataWork":
-        """Return those of a part of the layers."""
+        """Return the seconds of a fraction of the layers."""
         return DataWork(*(part * seconds for seconds in self))
 
 
 class WeightCopies:
-    """What ranks of a layout hold copies of, by what a rank computes; equal parts are counted."""
+    """Data-parallel collectives of a layout's ranks by their layers; equal parts are counted."""
 
     def __init__(self, decoder: Decoder, split: Split) -> None:
         self.decoder, self.split = decoder, split
@@ -70,8 +70,8 @@ class WeightCopies:
         self._known: dict[Held, Counter[Collective]] = {}
 
     def collectives(self, held: Held) -> Counter[Collective]:
-        """Return the collectives of a rank with their number, of a micro-batch where they are sent
-        for each; those of a group of one rank send nothing. Not to be changed.
+        """Return the collectives of a rank and their numbers, per micro-batch for those that run in
+        each. Those of groups of one rank send nothing. A cached object: do not modify.
         """
         if held in self._known:
             return self._known[held]
@@ -89,14 +89,14 @@ class WeightCopies:
         return found
 
     def trained(self, held: Held) -> tuple[float, float]:
-        """Return the trained elements that a rank computes with, and those of them it updates."""
+        """Return the trained elements in a rank's passes, and those that the rank updates."""
         parts = [(once, part) for part, _, once in self.uses(held)]
         return sum(n * one.trained for n, one in parts), sum(n * one.own for n, one in parts)
 
     def uses(self, held: Held) -> Iterator[tuple["PartCopies", int, int]]:
-        """Yield parts, how often a micro-batch uses them, and how many of them there are.
+        """Yield parts, the number of uses of each in a micro-batch, and the number of such parts.
 
-        A tied table is the head too, and each further token looks up rows of it.
+        A tied table is also the head, and each multi-token layer looks up rows of it.
         """
         tied = self.decoder.tied
         table = held.embedding + held.multi_token + (held.loss and tied)
@@ -113,20 +113,20 @@ copies_of = remembered(1 << 10)(WeightCopies)
 
 
 class PartCopies(NamedTuple):
-    """What one part of a model makes ranks exchange."""
+    """Data-parallel collectives of one part of a model."""
 
     buckets: tuple[Collective, ...]
     joined: dict[tuple[Kind, bool], float]
-    """Elements by the group over which all of a rank's are summed at once: of copies that nothing
-    shares out, of what tensor ranks hold whole, and of a table on two stages."""
+    """Gradient elements that are all-reduced together, by group: of unsharded copies, of parameters
+    that tp does not cut, and of a table on two stages."""
     trained: float
-    """Elements that a rank computes with."""
+    """Trained elements on a rank."""
     own: float
-    """Those of them that it updates."""
+    """Trained elements that the rank updates."""
 
     @classmethod
     def of(cls, decoder: Decoder, part: Part, split: Split) -> "PartCopies":
-        """Return that of a part."""
+        """Return the collectives of a part."""
         joined, trained, own = dict[tuple[Kind, bool], float](), 0.0, 0.0
         for weight in part_weights(decoder, part):
             inner = split.levels(weight.expert)[0]
@@ -167,7 +167,7 @@ def _buckets(decoder: Decoder, part: Part, split: Split) -> Iterator[Collective]
 
 
 def _read(weight: Weight, split: Split) -> tuple[bool, float]:
-    """Return whether a weight is gathered as codes, and the bytes of an element."""
+    """Return whether a weight is gathered as codes, and the bytes per element."""
     numbers = split.numbers
     wide, narrow = numbers.master_bytes, numbers.weight_bytes or numbers.master_bytes
     codes = GATHERED.get(weight.codes.kind) if isinstance(weight, CodedWeight) else None
@@ -179,16 +179,16 @@ def _read(weight: Weight, split: Split) -> tuple[bool, float]:
 
 
 def reach_of(case: Case, one: Collective) -> Reach:
-    """Return how the group of a collective lies over domains."""
+    """Return the distribution of a collective's group over domains."""
     sizes, folding, cluster = case.sizes, case.folding, case.cluster
     if one.kind == "tp":
         return reach(cluster, sizes.tp, 1)
-    if one.kind == "stages":  # those that hold the table of tokens
+    if one.kind == "stages":  # stages that hold the embedding table
         tied, stages = case.decoder.tied, enumerate(case.held)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
         return lying(cluster, [folding.on_stage(0, stage) for stage in holds])
     inner, outer = Split.of(case).levels(one.kind == "edp")
-    if case.order != ORDERS[0]:  # a pipeline lies between data ranks
+    if case.order != ORDERS[0]:  # pipeline ranks lie between data ranks
         ranks = folding.group(one.kind, 0)
         return lying(cluster, ranks[::inner] if one.across else ranks[:inner])
     stride = sizes.ep * sizes.etp if one.kind == "edp" else sizes.tp
@@ -196,7 +196,7 @@ def reach_of(case: Case, one: Collective) -> Reach:
 
 
 def data_work(case: Case, held: Held, rates: Rates) -> DataWork:
-    """Return the seconds of a rank's collectives over copies by what it holds."""
+    """Return the seconds of a rank's collectives over copies."""
     found: dict[str, float] = dict.fromkeys(DataWork._fields, 0.0)
     for one, number in copies_of(case.decoder, Split.of(case)).collectives(held).items():
         ways = 2 if one.op == "all_reduce" else 1
@@ -208,16 +208,16 @@ def data_work(case: Case, held: Held, rates: Rates) -> DataWork:
 def shown(
     case: Case, work: DataWork, held: Held, passes: tuple[float, float], rates: Rates
 ) -> tuple[float, float]:
-    """Return the seconds of a step's collectives over copies: what shows, and what hides.
+    """Return exposed and hidden seconds of a step's collectives over copies.
 
-    Weights of a unit come while the one before computes, so that those of a chunk's first do not
-    hide. Gradients go while the next unit's backward runs; where products of weights wait, all are
-    complete at once, when nothing of their chunk is left to hide under.
+    Weights of a unit are gathered while the unit before computes, so that those of a chunk's first
+    unit are exposed. Gradients are reduced during the next unit's backward; deferred weight
+    gradients are complete together, when no compute of their chunk is left to overlap with.
 
     Args:
-        work: what is sent.
-        held: what the rank computes.
-        passes: seconds of its forward and its backward of a micro-batch.
+        work: seconds of collectives.
+        held: layers of the rank.
+        passes: seconds of a micro-batch's forward and backward on the rank.
     """
     zero, v = case.keeping.zero, case.sizes.vpp
     gathers, sums = _times(zero, case.micro_batches)
@@ -225,7 +225,7 @@ def shown(
     layers = held.number + held.multi_token
     ahead = 1 - min(1.0, v / max(layers, 1)) if zero == 3 else 1.0
     if case.software.cuda_graphs == "full":
-        ahead = 0.0  # a step that is one graph begins when all weights are there
+        ahead = 0.0  # a step in one graph begins when all weights are gathered
     schedule, pp = case.schedule, case.sizes.pp
     lines = fullest_steps(schedule, pp, v, settled(schedule, pp, case.micro_batches))
     waits = schedule.paired or any(step.kind == "W" for line in lines for step in line)
@@ -238,7 +238,7 @@ def shown(
 
 
 def least(work: DataWork, zero: int, m: int, seconds: float, rates: Rates) -> float:
-    """Return the least of them that shows beside passes of so many seconds for a micro-batch."""
+    """Return a lower bound of the exposed seconds; a micro-batch computes for ``seconds``."""
     gathers, sums = _times(zero, m)
     moved = gathers * (work.forward + work.backward) + sums * work.sums
     free = max(gathers, sums) * max(HIDDEN_ONCE, rates.hidden_shards) * seconds
@@ -246,5 +246,5 @@ def least(work: DataWork, zero: int, m: int, seconds: float, rates: Rates) -> fl
 
 
 def _times(zero: int, m: int) -> tuple[int, int]:
-    """Return how often a step gathers for passes, and sums."""
+    """Return how often a step gathers weights for passes, and reduces gradients."""
     return m if zero == 3 else 1, m if zero > 1 else 1

@@ -1,8 +1,8 @@
 """Seconds of one layer and one micro-batch on one rank, by part: the work of ``time_work`` at the
-rates of ``curves``, and the layer's collectives on ``network``.
+rates of ``curves``, and the layer's collectives by ``network``.
 
-What many layouts share is made once: halves of a layer by their own shapes, whole layers by all
-that decides them.
+Results are cached for all layouts: halves of a layer by their own shapes, whole layers by all
+inputs.
 """
 
 from collections.abc import Mapping
@@ -41,56 +41,56 @@ PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
     "tp", "cp", "dispatch", "offload",
 )  # fmt: skip
-"""What a rank does in a layer. ``memory`` is element-wise kernels, ``launch`` the device's own time
-per kernel; ``tp``, ``cp``, ``dispatch`` and ``offload`` are what of transfers nothing hides."""
+"""Parts of a layer's time. ``memory`` is element-wise kernels, ``launch`` the fixed device time per
+kernel; ``tp``, ``cp``, ``dispatch`` and ``offload`` are exposed transfers."""
 PLACE = {"attention": "attention", "mla_up": "attention", "core": "attention"} | {
     "experts": "experts", "ffn": "dense", "shared": "dense", "latent": "dense",
     "router": "dense", "head": "head",
 }  # fmt: skip
-"""The part that a part of the work counts as."""
+"""Part of the time by part of the work."""
 CAPTURED = frozenset(("norms", "attention", "mla_up", "core", "router", "shared", "latent", "ffn"))
-"""What partial CUDA graphs hold: all but dispatch, experts and combine."""
+"""Parts of the work in partial CUDA graphs: all but dispatch, experts and combine."""
 HELD: dict[str, frozenset[str]] = {
     "partial": CAPTURED, "experts": CAPTURED | {"experts", "moe_act"}
 }  # fmt: skip
-"""What graphs of parts of blocks hold, each with one launch."""
+"""Parts of the work in graphs of parts of blocks; each has one launch."""
 QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
-"""Least bytes per value: read in bf16 (twice where a scale of the whole tensor comes first), and
-written along rows and along columns."""
+"""Minimum bytes moved per value: read in bf16 (twice if the whole tensor's scale is computed
+first), and written along rows and along columns."""
 SENT_BYTES = 1 + 1 / 32
-"""Bytes per element of rows that travel as codes: 128 share a scale in fp32, 32 one of a byte."""
+"""Bytes per element of rows sent as codes: 128 share an fp32 scale, or 32 a scale of one byte."""
 RECOMPUTED: Mapping[str, Mapping[str, float]] = {
     "attention": {"attention": 1, "mla_up": 1, "core": 1},
     "experts": {"experts": 2 / 3},
     "moe": {"router": 1, "permute": 1, "experts": 1, "moe_act": 1, "latent": 1},
 }
-"""The parts of the work that modules of a recompute policy repeat, and how much of each: of experts
-only the product into their width, two of three matrices; others repeat the part of their name, and
-``block`` all."""
+"""Parts of the work that modules of a recompute policy repeat, with the share of each: for experts
+only the first product, two of three matrices. Other modules repeat the part of their name, and
+``block`` repeats all."""
 NARROW_LAUNCHES = 1.5
-"""Further launches per product of a narrow recipe: quantising, and its scales."""
+"""Additional launches per product of a narrow recipe: quantising, and its scales."""
 SM_COST = 0.2
-"""Share of products' rate that an exchange beside them costs: DeepEP with 20 SMs (arXiv
+"""Slowdown of products, relative to the time of a concurrent exchange: DeepEP with 20 SMs (arXiv
 2603.07685)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What beside its shape decides how long a kernel takes; equal ones are one object."""
+    """Inputs other than shapes that decide the time of kernels; equal settings are one object."""
 
     cluster: Cluster
     rates: Rates
     uncertainty: float
-    """Relative spread of what was predicted with these rates."""
+    """Relative spread of predictions with these rates."""
     recipe: str
     narrowed: frozenset[str]
     graphs: str
     host_speed: float
     fused_quantise: float
-    """What is left of quantising and launches where experts are one fused operation."""
+    """Factor on quantising and launches where experts are one fused operation."""
     overlap_tp: bool
     loss_chunk: int | None
-    """Rows whose logits exist at once; None is all, as in other stacks than Moefold."""
+    """Rows of a chunk of logits; None is all rows, as in stacks other than Moefold."""
 
 
 _setting = remembered(1024)(Setting)
@@ -103,10 +103,10 @@ def setting_of(
     narrowed: frozenset[str],
     given: Constants | None = None,
 ) -> Setting:
-    """Return the setting of a cluster, software and number format, always the same object.
+    """Return the setting of a cluster, software and number format; equal settings are one object.
 
     Args:
-        given: constants of devices and software; those of the package unless given.
+        given: constants of devices and software; default is those of the package.
     """
     given, device, graphs = given or constants(), cluster.device, software.cuda_graphs
     fused = graphs == "full" and software.stack != "moefold"
@@ -122,20 +122,20 @@ def setting_of(
 
 @dataclass
 class Time:
-    """Seconds by part, forward and backward, and what runs beside them."""
+    """Seconds by part, forward and backward, the host's seconds, and the weights involved."""
 
     forward: dict[str, float] = field(default_factory=dict)
     backward: dict[str, float] = field(default_factory=dict)
     host_forward: float = 0.0
     host_backward: float = 0.0
     weights: float = 0.0
-    """Elements of weights on the rank that are trained."""
+    """Elements of trained weights on the rank."""
     experts: float = 0.0
     """Elements of routed experts among them."""
 
     @property
     def device(self) -> float:
-        """Seconds of all parts, the host not among them."""
+        """Seconds of all parts, without the host."""
         return sum(self.forward.values()) + sum(self.backward.values())
 
     def put(self, name: str, forward: float, backward: float) -> None:
@@ -144,7 +144,7 @@ class Time:
         self.backward[name] = self.backward.get(name, 0.0) + backward
 
     def add(self, other: "Time", times: float = 1.0) -> None:
-        """Add another's seconds, ``times`` over."""
+        """Add another time, multiplied by ``times``."""
         for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
             for name, seconds in theirs.items():
                 mine[name] = mine.get(name, 0.0) + seconds * times
@@ -156,9 +156,9 @@ class Time:
 
 @remembered(1 << 15)
 def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
-    """Return the time of a block with its exchanges; not to be changed."""
+    """Return the time of a block with its exchanges: a cached object that must not be modified."""
     plain, parts, once = _once(block, share, setting, policy.dispatch, policy.hops)
-    # Copies of rows that came from other ranks are not made again: nothing else keeps those.
+    # Copies of rows received from other ranks are never recomputed, as nothing else stores them.
     idle = {"permute"} if share.ep * share.etp > 1 else set[str]()
     made = _repeated(plain, parts, policy.recompute - idle)
     if share.tp > 1:
@@ -172,7 +172,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
     if policy.offload or policy.disk or policy.spill:
         _offload(made, block, share, setting, policy)
     if policy.pages:
-        # Read here and written there, and back.
+        # Rows are copied to pages in forward, and back in backward.
         moved = 2 * offload_bytes((half(block.ffn, share),), frozenset({"experts"}))
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
         made.put("memory", copying, copying)
@@ -186,7 +186,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
 def _once(
     block: Block, share: RankShare, setting: Setting, dispatch: str, hops: tuple[int, ...]
 ) -> tuple[Time, Mapping[str, Time], float]:
-    """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
+    """Return a block's compute time without recompute, its parts, and the seconds of exchanges."""
     present = sum(len(norms_of(block, name)) for name, _ in halves(block))
     parts: dict[str, Time] = {}
     for name, record in halves(block):
@@ -206,7 +206,7 @@ def _once(
 
 
 def half_seconds(record: Record, share: RankShare, setting: Setting) -> float:
-    """Return the device's seconds of a half of a layer, forward and backward, once each."""
+    """Return device seconds of a half of a layer: one forward and one backward."""
     return sum(one.device for one in _half(record, share.of_half(record), setting).values())
 
 
@@ -218,8 +218,8 @@ def end_time(
     policy: LayerPolicy,
     frozen: bool = False,
 ) -> Time:
-    """Return the time of the head and the loss over a vocabulary, or, without one, of what joins a
-    multi-token layer's two inputs; not to be changed. ``frozen``: the head is.
+    """Return the time of head and loss over a vocabulary or, without one, of the projection that
+    joins a multi-token layer's inputs: a cached object. ``frozen``: the head is not trained.
     """
     work = joint(share) if vocab is None else head(vocab, share, setting.loss_chunk, frozen)
     parts = _parts(work, setting)
@@ -234,7 +234,7 @@ def _summed(parts: Mapping[str, Time]) -> Time:
 
 
 def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str]) -> Time:
-    """Return a time with the parts of the work that backward computes again."""
+    """Return a time that includes the parts of the work that backward recomputes."""
     shares = dict.fromkeys(parts, 1.0 if "block" in recompute else 0.0)
     for module in recompute:
         for name, share in RECOMPUTED.get(module, {module: 1}).items():
@@ -282,7 +282,7 @@ def _part(name: str, work: Work, setting: Setting) -> Time:
         _moved(fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * trained, setting),
     )
     if narrow:
-        # Where scales are known before, no largest number is looked for.
+        # With delayed scaling no pass over the values for their maximum is needed.
         once = BF16 if "delayed" in setting.narrowed else 0
         each = (QUANTISE_BYTES[setting.recipe] - once) * rates.quantise * setting.fused_quantise
         inward, outward = work.quantised
@@ -312,7 +312,7 @@ def _products(work: Work, setting: Setting, narrow: bool) -> tuple[float, float]
     faster = rates.narrow_attention if narrow and "attention" in setting.narrowed else 1.0
     for flops, length, dim in work.cores:
         forward += attention_seconds(flops, length, dim, rates, wide_peak, False) / faster
-        # Backward makes the scores again: five products for two.
+        # Backward recomputes the scores: five products instead of two.
         backward += attention_seconds(2.5 * flops, length, dim, rates, wide_peak, True) / faster
     return forward, backward
 
@@ -325,9 +325,9 @@ def _moved(count: float, setting: Setting) -> float:
 def dispatch_seconds(
     rows: Rows, share: RankShare, setting: Setting, dispatch: str, hops: tuple[int, ...] = ()
 ) -> float:
-    """Return the seconds of one dispatch, or one combine, with what etp gathers.
+    """Return the seconds of one dispatch or combine, including the all-gather over etp.
 
-    ``hops`` are the rows of each exchange where room is stated, which all ranks fill alike.
+    ``hops`` are the rows of each exchange if room is stated; they are equal on all ranks.
     """
     cluster, rates, copies = setting.cluster, setting.rates, rows.rows * rows.top_k
     group, loads = reach(cluster, share.ep, share.etp), [share.load]
@@ -343,15 +343,15 @@ def dispatch_seconds(
 def tensor_seconds(
     block: Block, share: RankShare, setting: Setting, recompute: frozenset[str]
 ) -> tuple[float, float]:
-    """Return what gathering and scattering rows over tp takes, forward and backward.
+    """Return the seconds of gathering and scattering rows over tp, forward and backward.
 
-    Each half of a layer with products that tp cuts gathers what they read, kept where it is not
-    made again, and scatters their results; backward does both the other way round.
+    Each half of a layer with products that tp cuts gathers their inputs, which are saved unless
+    recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
     """
     how = reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
     ahead, back, rows = 0.0, 0.0, ring_seconds(share.t * share.hidden * BF16, *how)
     if setting.loss_chunk is None:
-        # Other stacks keep their own rows, and gather once more for the gradients of weights.
+        # Other stacks save a rank's own rows, and gather once more for weight gradients.
         shown = rows * (0.5 if setting.overlap_tp else 1.0)
         shown *= sum(spec.routing is None for _, spec in halves(block))
         return 2 * shown, (3 + ("gather" in recompute)) * shown
@@ -364,7 +364,7 @@ def tensor_seconds(
         ahead, back = ahead + read + rows, back + read + rows
         if recompute & {"block", *(kind for part in gathered for kind in part.dropped)}:
             back += read
-        # A feed-forward ends a block, and nothing of its backward reads the sum.
+        # Recompute skips the reduce-scatter at the end of a block: backward does not read its sum.
         if "block" in recompute and (name != "ffn" or spec.routing is not None):
             back += rows
     return ahead, back
@@ -373,9 +373,9 @@ def tensor_seconds(
 def _clone_seconds(
     block: Block, share: RankShare, setting: Setting, slots: int
 ) -> tuple[float, float]:
-    """Return what clones' weights take forward, and again backward with their gradients in fp32.
+    """Return the seconds of exchanging clones' weights, forward, and with fp32 gradients, backward.
 
-    All experts of a rank leave it in pieces, and then as many as fill the slots of all ranks.
+    A rank sends all its experts in pieces, and then as many as fill the slots of all ranks.
     """
     spec = described(block.ffn)
     if spec.routing is None or share.ep == 1:
@@ -392,14 +392,14 @@ def _clone_seconds(
 
 
 DISK_BANDWIDTH = 2e9
-"""Bytes per second in one direction between one rank and its machine's disks: assumed, an eighth of
-four drives of 4 GB/s."""
+"""Bytes/s in one direction between one rank and its machine's disks. Assumed: an eighth of four
+drives of 4 GB/s."""
 
 
 def _offload(
     made: Time, block: Block, share: RankShare, setting: Setting, policy: LayerPolicy
 ) -> None:
-    """Add what sending to host and disk and back costs: memory traffic, and what does not hide."""
+    """Add the cost of offloading to host and disk: memory traffic, and exposed transfers."""
     device = setting.cluster.device
     parts = half(block.attention, share), half(block.ffn, share)
     host = offload_bytes(parts, policy.offload) * policy.offload_share
@@ -408,7 +408,7 @@ def _offload(
     moved = host + disk
     if not moved:
         return
-    # A CPU's host is the device: a copy goes at the rate of its memory.
+    # On a CPU host and device are one: a copy runs at memory bandwidth.
     rate = device.host_bandwidth or device.memory_bandwidth
     for seconds in (made.forward, made.backward):
         work = sum(seconds.values())
@@ -424,10 +424,10 @@ def context_seconds(
     setting: Setting,
     context: Context,
 ) -> tuple[float, float]:
-    """Return what of the exchanges of context ranks shows, forward and backward.
+    """Return the exposed seconds of exchanges between context ranks, forward and backward.
 
-    Attention hides the rounds of a ring; it waits for gathered rows and for exchanged heads, whose
-    gradients go back the same way.
+    Attention hides the rounds of a ring. All-gathers of rows and exchanges of heads are exposed, as
+    are those of their gradients.
 
     Args:
         sent: bytes of a rank's keys and values, and of its queries and outputs.
@@ -453,8 +453,8 @@ def context_seconds(
 
 
 def _rows_of_heads(attention: Record, share: RankShare) -> tuple[float, float]:
-    """Return the bytes of a rank's keys and values, and of its queries and outputs, of kinds that
-    have them.
+    """Return the bytes of a rank's keys and values, and of its queries and outputs; 0 for layers
+    without attention.
     """
     each = share.t * BF16 / share.tp
     for one in described(attention).operations(share.hidden):
@@ -464,6 +464,6 @@ def _rows_of_heads(attention: Record, share: RankShare) -> tuple[float, float]:
 
 
 def rows_sent(routing: RoutingSpec, share: RankShare) -> Rows:
-    """Return what a rank sends to a layer's experts."""
+    """Return the rows that a rank sends to a layer's experts."""
     width = (routing.width or share.hidden) * BF16
     return Rows(share.r, width, routing.top_k, routing.groups_kept, routing.groups)

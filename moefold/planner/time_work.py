@@ -1,8 +1,8 @@
-"""What a micro-batch computes in one layer on one rank, before any rate: products, bytes, launches.
+"""Work of a micro-batch in one layer on one rank, independent of rates: products, bytes, launches.
 
-It follows from the layer's description (``moefold/spec/layer.py``). Bytes count each reading and
-writing of a tensor by an element-wise kernel, in bfloat16. Letters: t tokens of a micro-batch after
-cp, r = t / tp rows between sub-layers.
+It follows from the layer's description (``moefold/spec/layer.py``). Bytes count each read and write
+of a tensor by an element-wise kernel, in bfloat16. Letters: t tokens of a micro-batch after cp,
+r = t / tp rows between sub-layers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,15 +32,15 @@ from moefold.spec.layer import (
 
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
-"""Readings and writings of a row by two norms and two residual sums."""
+"""Reads and writes of a row by two norms and two residual sums."""
 PERMUTING: tuple[Dispatcher, ...] = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
 SCAN_LENGTH, SCAN_DIM = 4096, 64
-"""Sequence and head at whose rate of attention a scan's products run."""
+"""Length of sequences and width of heads at whose attention rate a scan's products run."""
 
 
 class Core(NamedTuple):
-    """Attention's own products."""
+    """Products of attention without its projections: forward FLOPs, length, width of a head."""
 
     flops: float
     length: float
@@ -49,7 +49,7 @@ class Core(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One part of a layer, forward; backward repeats its products twice, frozen ones once."""
+    """Forward work of one part of a layer; backward has twice its products, once if frozen."""
 
     products: tuple[Product, ...] = ()
     cores: tuple[Core, ...] = ()
@@ -57,13 +57,13 @@ class Work:
     moved_backward: float = 0.0
     launches: float = 0.0
     weights: float = 0.0
-    """Elements on this rank."""
+    """Elements of weights on this rank."""
     wide: bool = False
-    """Whether products stay in bf16 whatever the recipe."""
+    """Whether products are in bf16 with every recipe."""
     trained: float = 1.0
-    """Share of those elements that have a gradient."""
+    """Share of ``weights`` that has a gradient."""
     scanned: float = 0.0
-    """Bytes that a scan over the sequence moves, at the least; the same backward, twice."""
+    """Minimum of bytes that a scan over the sequence moves; twice as many in backward."""
 
     @cached_property
     def quantised(self) -> tuple[float, float]:
@@ -75,7 +75,7 @@ class Work:
 
 
 class RankShare(NamedTuple):
-    """What of a micro-batch one rank has."""
+    """One rank's part of a micro-batch."""
 
     hidden: int
     seq: int
@@ -86,13 +86,13 @@ class RankShare(NamedTuple):
     etp: int
     load: float
     fused: bool
-    """Whether dispatch permutes rows itself."""
+    """Whether the dispatcher permutes rows itself."""
     top_k: int = 0
-    """Experts of each row."""
+    """Experts per row."""
 
     @classmethod
     def of(cls, case: Case) -> "RankShare":
-        """Return a case's."""
+        """Return the share of a case."""
         sizes = case.sizes
         return cls(
             case.decoder.hidden, case.seq, case.micro_batch, sizes.tp, sizes.cp, sizes.ep,
@@ -101,11 +101,11 @@ class RankShare(NamedTuple):
 
     @property
     def dense(self) -> "RankShare":
-        """This share for a half without experts: where experts lie changes nothing."""
+        """This share for a half without experts, independent of where experts are."""
         return self._replace(ep=1, etp=1, load=1.0, fused=False)
 
     def of_half(self, record: Record) -> "RankShare":
-        """Return what of it decides a half of a layer."""
+        """Return the share reduced to what a half of a layer depends on."""
         return self if has_routing(record) else self.dense
 
     @property
@@ -131,7 +131,7 @@ class RankShare(NamedTuple):
 
 
 class LayerPolicy(NamedTuple):
-    """What of a layer is sent how, made again or sent away."""
+    """Dispatch, recompute and offload of a layer."""
 
     dispatch: str
     recompute: frozenset[str] = frozenset()
@@ -141,17 +141,17 @@ class LayerPolicy(NamedTuple):
     disk_share: float = 1.0
     context: Context = RING
     clones: int = 0
-    """Slots of a rank for clones of experts."""
+    """Slots per rank for clones of experts."""
     pages: bool = False
-    """Whether experts' rows lie in pages between forward and backward."""
+    """Whether experts' rows are stored in pages between forward and backward."""
     spill: float = 0.0
-    """Share of the layers whose pages go on to the host."""
+    """Share of layers whose pages are offloaded to the host."""
     hops: tuple[int, ...] = ()
-    """Rows that a rank sends hop by hop, where stated room says how many; filled or not."""
+    """Rows that a rank sends in each exchange if room is stated, filled or not."""
 
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
-        """Return a case's."""
+        """Return the policy of a case."""
         kept = case.keeping
         host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
         pages = kept.page > 0 and "block" not in kept.recompute
@@ -165,7 +165,7 @@ Parts = dict[str, Work]
 
 @remembered(1 << 14)
 def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
-    """Return the parts of a half of a block; not to be changed. ``frozen`` names weights in it."""
+    """Return the parts of a half of a block, a cached object; ``frozen`` names weights in it."""
     spec = described(record)
     if spec.absent:
         return {}
@@ -174,7 +174,7 @@ def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset())
     weights, operations = _description(spec, share.hidden)
     made = {one.name: _work(one, weights, share, frozen) for one in operations}
     if routing is not None:
-        # What sorts rows by expert and back, where dispatch does not do it itself.
+        # Kernels that sort rows by expert and back; fewer where the dispatcher sorts them.
         passes = 4 if share.fused else 8
         copied = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
         made["permute"] = Work((), (), copied, copied, 8 if share.fused else 20)
@@ -193,19 +193,19 @@ def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple
 
 
 def norms(share: RankShare, number: int) -> Parts:
-    """Return so many norms of a block, each with a residual sum."""
+    """Return the work of ``number`` norms of a block, each with a residual sum."""
     row = share.r * share.hidden * BF16 * number / 2
     moved, back = NORM_PASSES * row, NORM_PASSES_BACKWARD * row
     return {"norms": Work(moved=moved, moved_backward=back, launches=2 * number)}
 
 
 def head(vocab: int, share: RankShare, chunk: int | None = None, frozen: bool = False) -> Parts:
-    """Return the head and the loss: logits in fp32, which softmax and its gradient pass over.
+    """Return the work of head and loss: logits in fp32, read and written by softmax and gradient.
 
     Args:
         vocab: columns of the logits.
-        share: what the rank has.
-        chunk: rows whose logits exist at once; None is all.
+        share: the rank's part of a micro-batch.
+        chunk: rows of a chunk of logits; None is all rows.
         frozen: whether the matrix has no gradient.
     """
     logits = share.t * vocab / share.tp
@@ -218,7 +218,7 @@ def head(vocab: int, share: RankShare, chunk: int | None = None, frozen: bool = 
 
 
 def joint(share: RankShare) -> Parts:
-    """Return the projection that joins a multi-token layer's two inputs."""
+    """Return the work of the projection that joins a multi-token layer's two inputs."""
     product = Product(share.r, share.hidden, 2 * share.hidden)
     return {"attention": Work((product,), launches=4, weights=2 * share.hidden**2)}
 
@@ -226,7 +226,7 @@ def joint(share: RankShare) -> Parts:
 def _work(
     operation: Operation, weights: Mapping[str, Weight], share: RankShare, frozen: frozenset[str]
 ) -> Work:
-    """Return one operation of a layer in numbers of a rank."""
+    """Return the work of one operation of a layer on a rank."""
     products = tuple(_product(one, weights, share) for one in operation.matmuls)
     moved = back = 0.0
     for one in operation.traffic:
@@ -246,7 +246,7 @@ def _work(
 
 
 def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) -> Product:
-    """Return the sizes of a product on a rank; experts each have as many rows."""
+    """Return the sizes of a product on a rank; experts have equal numbers of rows."""
     found = [weights[name].matrix(share.tp, share.ep, share.etp) for name in matmul.weights]
     _, k, count = found[0]
     rows = share.rows(matmul.rows)
@@ -256,7 +256,7 @@ def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) ->
 
 
 def _core(core: Attention | Scan | None, share: RankShare) -> tuple[tuple[Core, ...], float]:
-    """Return the products of a core, and the bytes that a scan moves."""
+    """Return the products of attention or a scan, and the bytes that a scan moves."""
     if isinstance(core, Attention):
         pairs = core.pairs(share.seq)
         flops = 2 * share.t * pairs * core.query_width / share.tp
@@ -278,11 +278,11 @@ OFFLOADED = {
     "moe_act": ("moe_act",),
     "block": ("attention", "mla_up", "ffn", "shared", "experts"),
 }
-"""Parts of the work whose inputs each module of an offload policy sends to the host."""
+"""Parts of the work whose inputs are offloaded, by module of an offload policy."""
 
 
 def offload_bytes(halves: Iterable[Parts], modules: frozenset[str]) -> float:
-    """Return the bytes of a layer that go to the host: inputs of products or activations."""
+    """Return the offloaded bytes of a layer: inputs of products or of activation functions."""
     names = {name for module in modules for name in OFFLOADED[module]}
     works = [parts[name] for parts in halves for name in names & set(parts)]
     return sum(BF16 * one.quantised[0] if one.products else one.moved / 2 for one in works)
