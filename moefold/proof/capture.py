@@ -1,10 +1,10 @@
-"""What of a step's forward and backward the host reads, which no CUDA graph can hold.
+"""Finds operators of a step's forward and backward that no CUDA graph can capture.
 
-The step is made where tensors have no values (torch's fake tensors), by one rank of each stage of a
-layout: what other ranks send is never there. Where an operator needs values, because the host reads
-one or because the size of its result follows from them, its place is noted and it gets zeros, so
-that the pass goes on; where these fit nothing, it ends there. Operators are those of a CPU; copies
-between host and device are not seen.
+The step runs on fake tensors, without values, on one rank of each stage of a layout; nothing is
+received from other ranks. If an operator needs values, because the host reads one or the shape of
+its result depends on them, its line is recorded and it gets zeros, so that the pass continues; if
+zeros fail, the pass ends there. Operators are those of a CPU; copies between host and device are
+not detected.
 """
 
 import sys
@@ -44,7 +44,7 @@ from moefold.training.step import gradients
 
 PACKAGE = Path(__file__).parents[1]
 ALIGNED = 8
-"""What rows of 16 bits are a multiple of for torch's grouped product."""
+"""Rows of 16-bit elements must be a multiple of this for torch's grouped product."""
 
 
 class HostRead(NamedTuple):
@@ -52,13 +52,13 @@ class HostRead(NamedTuple):
 
     operator: str
     at: str
-    """``file:line`` of the innermost line of the project, or of a plug-in, that runs it."""
+    """``file:line`` of the innermost frame in the package or a plug-in."""
 
 
 class Valueless(FakeTensorMode):
-    """Tensors without values; an operator that needs some is noted, and gets zeros.
+    """Fake tensors, where an operator that needs values is recorded and gets zeros.
 
-    The mode belongs to its tensors: what a pass runs on a second thread comes here too.
+    The mode belongs to its tensors, so that operators on a pass's second thread come here too.
     """
 
     def __init__(self) -> None:
@@ -68,16 +68,16 @@ class Valueless(FakeTensorMode):
 
     @property
     def in_kernel_invocation(self) -> bool:
-        """Whether a kernel runs, which torch asks of a mode; here, of a thread."""
+        """Whether a kernel is running, which torch asks of a mode; tracked per thread here."""
         return getattr(self._here, "inside", False)
 
     @in_kernel_invocation.setter
     def in_kernel_invocation(self, inside: bool) -> None:
-        """Note it of this thread."""
+        """Set the flag of this thread."""
         self._here.inside = inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator."""
+        """Run an operator; if it needs values, record it and run it on zeros."""
         try:
             with self._turn:
                 return super().__torch_dispatch__(func, types, args, kwargs)
@@ -94,7 +94,7 @@ def _zeros(one: Tensor) -> Tensor:
 
 
 def _place() -> str:
-    """Return the innermost line that runs now, outside of libraries and of this file."""
+    """Return the innermost current line outside libraries and this file."""
     frames = ((frame.f_code.co_filename, line) for frame, line in walk_stack(None))
     return next(filter(None, (_line(*one) for one in frames)), "?")
 
@@ -109,16 +109,16 @@ def _line(path: str, line: int) -> str:
 
 
 class Uncaptured(NamedTuple):
-    """What of a step no graph can hold."""
+    """What in a step no graph can capture."""
 
     reads: dict[HostRead, int]
-    """And how often a step does so, on all stages."""
+    """Operators that need values, and how often a step runs them, over all stages."""
     ended: str = ""
-    """The line where a pass ended that zeros did not fit, before its last one."""
+    """The line where zeros made a pass fail; empty if none did."""
 
 
 def uncaptured(case: ProofCase) -> Uncaptured:
-    """Make a step of a case without values, and return what its passes read."""
+    """Run a step of a case without values, and return the operators that need some."""
     found, ended = Counter[HostRead](), ""
     for stage in range(case.layout.split.pp):
         with lone_rank(case.folding, case.folding.on_stage(0, stage)) as world:
@@ -128,11 +128,11 @@ def uncaptured(case: ProofCase) -> Uncaptured:
 
 
 class _Ran(Exception):
-    """Ends a step behind its passes; its text is the line where these ended early."""
+    """Ends a step after its passes; the text is the line where they failed, or empty."""
 
 
 def _of_gpus(decoder: Decoder, layout: Layout) -> Layout:
-    """Return a layout whose experts run as on a GPU, where a CPU would take them one by one."""
+    """Return the layout with experts in one grouped product as on a GPU, not in a CPU's loop."""
     sizes = layout.split
     parts = sizes.tp, sizes.ep, sizes.etp
     specs = (described(block.ffn) for block in decoder.blocks)
@@ -143,9 +143,9 @@ def _of_gpus(decoder: Decoder, layout: Layout) -> Layout:
 
 
 def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
-    """Return a rank's reads, and where its passes ended early."""
+    """Return a rank's operators that need values, and the line where its passes failed."""
     mode, subject = Valueless(), case.subject
-    # Graphs are of GPUs, and of numbers of 32 bits torch has no grouped product without values.
+    # bf16, as graphs are for GPUs, and torch has no grouped product in fp32 without values.
     placed = build(subject.decoder, "bf16", _of_gpus(subject.decoder, case.layout), world)
     for module in placed.model.modules():
         for name, one in list(module.named_parameters(recurse=False)):
@@ -168,7 +168,7 @@ def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
         try:
             with mode:
                 run_step(placed, flows, factors, loss)
-        except Exception as error:  # of zeros in the place of values, whatever they led to
+        except Exception as error:  # any failure that zeros in place of values lead to
             if not mode.reads:
                 raise
             stack = walk_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What a proof runs: a small model on some rows, one layout of it, and how many ranks."""
+"""Cases of a proof: a small model with its data, a layout, and a number of ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,43 +17,43 @@ from moefold.spec.quantised import cut_violations, moment_violations
 from moefold.training.losses.config import CrossEntropy, LossRecord
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
-"""Micro-batches of a step, tried first, so that many layouts share one reference."""
+"""Numbers of micro-batches per step that are tried first, so that layouts share references."""
 BOUND = 1e-10
-"""Largest relative error in fp64."""
+"""Maximum relative error in fp64."""
 IN_A_BLOCK, AT_THE_END = 13, 3
-"""Operations one after another: norm, projection, rotation, scores, softmax, values, projection,
-sum, norm, projection, gate, projection, sum; and norm, head, loss."""
+"""Numbers of consecutive operations: norm, projection, rotation, scores, softmax, values,
+projection, sum, norm, projection, gate, projection, sum; and norm, head, loss."""
 ROUNDING: Mapping[Precision, float] = {"fp32": 8 * 2.0**-23, "bf16": 4 * 2.0**-7}
-"""Bound of an error in a narrow format, before any operation."""
+"""Bound of an error in a narrow format at depth 0."""
 LARGEST = 0.4
-"""Largest bound: a gradient halved, as where one of two ranks' terms is missing, is off by more."""
+"""Largest bound: a gradient halved, as when one of two ranks' terms is missing, is off by more."""
 MEANS = ("lm_loss", "evaluation", "router/")
-"""Quantities that are means over rows, in which most of a rounding goes."""
+"""Quantities that are means over rows, in which roundings mostly cancel."""
 EXACT = ("replicas", "counts")
-"""Quantities of a step, no token of which can go elsewhere, that no rounding changes."""
+"""Quantities that no rounding changes if every token goes to all experts."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is computed, whatever the layout: cases that agree in it share one reference run."""
+    """What is computed in any layout; cases with equal subjects share one reference run."""
 
     decoder: Decoder
     optim: Record
     micro_batches: int = 8
-    """Of a step, over all data ranks."""
+    """Micro-batches of a step, over all data ranks."""
     rows: int = 32
-    """Of each micro-batch, padding included."""
+    """Rows of each micro-batch, padding included."""
     padding: int = 3
     """Micro-batch j ends with ``(j % 3) * padding`` rows of padding."""
     empty: tuple[int, ...] = ()
     """Micro-batches without a valid row."""
     idle: tuple[int, ...] = ()
-    """Experts that no token may choose; a router without a selection bias keeps them."""
+    """Experts that no token may choose; needs routers with a selection bias."""
     precision: Precision = "fp64"
     seed: int = 1
     loss: LossRecord = field(default_factory=CrossEntropy)
     masked: bool = False
-    """Whether the end of each document alone has labels, as an answer has."""
+    """Whether only the end of each document has labels, like an answer."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,22 @@ class ProofCase:
     layout: Layout
     world: int
     precision: Precision | None = None
-    """Number format of the case where it is not the reference's; then no update is made, since
-    an optimizer magnifies roundings as it pleases."""
+    """Number format of the case if it differs from the reference's; no update is made then, since
+    optimizers can magnify roundings without limit."""
     shuffle: int | None = None
-    """Seed of another order in which products are summed: the same maths, other last bits."""
+    """Seed of a shuffled order of sums in products: equal maths, different last bits."""
 
     @property
     def folding(self) -> Folding:
-        """The layout's sizes laid over the ranks."""
+        """Folding of the layout's axis sizes over the ranks."""
         return Folding(self.layout.split, self.world, self.layout.order)
 
     def bound_of(self, quantity: str) -> float:
-        """Return the largest relative error of a quantity that the number format explains.
+        """Return the largest relative error of a quantity that rounding explains.
 
-        ``c * 1.03^depth * eps``, and 0.4 at most; *depth* is the operations that a gradient has
-        behind it, forward and backward; c is 8 in fp32, whose sums processors of different vector
-        width add up in another order, and 4 in bf16. Of means over rows an eighth of ``c * eps``.
+        ``c * 1.03^depth * eps``, and 0.4 at most; *depth* is the number of operations, forward and
+        backward, before a gradient; c is 8 in fp32, which processors of different vector width sum
+        in different orders, and 4 in bf16. For means over rows, an eighth of ``c * eps``.
         """
         rounding = ROUNDING.get(self.precision or "fp64")
         if rounding is None:
@@ -93,7 +93,7 @@ class ProofCase:
         return min(rounding * 1.03 ** (2 * operations), LARGEST)
 
     def refused(self) -> Iterator[str]:
-        """Yield, in words, what makes the case illegal; nothing where it can run."""
+        """Yield the rules that the case breaks; none if it can run."""
         model = needs(self.subject.decoder, self.subject.rows)
         layout = self.layout
         found = [*layout.violations(model)]
@@ -115,7 +115,7 @@ class ProofCase:
 
 
 def fills(layout: Layout, micro_batches: int) -> bool:
-    """Whether a layout's schedule has a table for so many micro-batches on each data rank."""
+    """Return whether a layout's schedule has a table for so many micro-batches per data rank."""
     try:
         layout.table(micro_batches)
     except RunError:
@@ -124,13 +124,13 @@ def fills(layout: Layout, micro_batches: int) -> bool:
 
 
 def enough(layout: Layout, world: int) -> int:
-    """Return micro-batches of a step for a layout that is legal on ``world`` ranks.
+    """Return the number of micro-batches of a step for a layout that is legal on ``world`` ranks.
 
     Each data rank gets as many, at least two and enough to fill a pipeline, and the schedule has a
     table for them.
 
     Raises:
-        RunError: where no number of micro-batches is inside the schedule's domain.
+        RunError: if the schedule has no table for any number of micro-batches.
     """
     sizes = layout.split
     dp = world // (sizes.pp * sizes.cp * sizes.tp)

@@ -1,8 +1,8 @@
-"""Holds what the ranks of a layout found against one rank's run of the same subject.
+"""Comparison of the results of a layout's ranks with one rank's run of the same subject.
 
-The error of a tensor is ``|a - b| / max(|b|, 1e-6 |all| sqrt(n / n_all))`` in the 2-norm, *all*
-being every tensor of its kind: where a tensor is small beside the others by a millionfold, its
-last bits say nothing. Tensors on that floor are named.
+The error of a tensor is ``|a - b| / max(|b|, 1e-6 |all| sqrt(n / n_all))`` in the 2-norm, where
+*all* is every tensor of its kind: relative errors of a tensor a million times smaller than the
+others are mostly rounding. Tensors at that floor are named.
 """
 
 import hashlib
@@ -25,35 +25,35 @@ from moefold.proof.rank_run import RankResult, micro_batches
 from moefold.spec.layer import LayerSpec
 
 NEGLIGIBLE = 1e-6
-"""A quantity below this proves nothing."""
+"""Below this magnitude a quantity is degenerate: agreement on it proves nothing."""
 FLOOR = 1e-6
 SEPARATOR = "|"
 Tensors = dict[str, tuple[float, Sequence[int]]]
-"""Norm and shape of each tensor of a kind, in the reference."""
+"""Norm and shape of each tensor of a kind in the reference, by name."""
 Item = tuple[str, str]
 """A quantity, and its tensor or step."""
 Row = Sequence[Any]
-"""A piece: its tensor's name, its box, its squared error, and a digest of its bits."""
+"""One piece of a tensor: name, box, squared error, and a digest of its bits."""
 
 
 @dataclass
 class Outcome:
-    """What a case came to."""
+    """The outcome of a case."""
 
     errors: dict[str, float] = field(default_factory=dict)
-    """The largest relative error by quantity."""
+    """The largest relative error of each quantity."""
     where: dict[str, str] = field(default_factory=dict)
     """The tensor or step of that error."""
     each: dict[Item, float] = field(default_factory=dict)
     """The largest relative error of each tensor, or of each step, over all ranks."""
     floored: tuple[str, ...] = ()
-    """Tensors so small beside the others of their kind that the floor is their measure."""
+    """Tensors so much smaller than others of their kind that errors are relative to the floor."""
     problems: tuple[str, ...] = ()
-    """What is wrong beside errors: pieces missing, copies that differ, narrow tensors."""
+    """Problems other than errors: missing pieces, degenerate quantities, narrow tensors."""
     zero: tuple[str, ...] = ()
-    """Gradients that are zero by the run's own maths, each with its reason."""
+    """Gradients that are zero by the run's maths, each with its reason."""
     sites: tuple[Site, ...] = ()
-    """Call-sites of exchanges between ranks that it recorded."""
+    """Call sites of the exchanges between ranks that were recorded."""
     seconds: float = 0.0
 
 
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def write_reference(path: Path, subject: Subject, found: RankResult) -> None:
-    """Write what one rank found, to be read by the ranks of layouts."""
+    """Write the results of one rank to a file that the ranks of layouts read."""
     tensors = {
         kind + SEPARATOR + piece.name: piece.tensor.contiguous()
         for kind, pieces in found.pieces.items()
@@ -85,15 +85,15 @@ def write_reference(path: Path, subject: Subject, found: RankResult) -> None:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """Return all of a reference but its tensors."""
+    """Return a reference's facts: everything but its tensors."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["facts"])
 
 
 def degenerate(subject: Subject, found: RankResult) -> list[str]:
-    """Return what in a reference run is so small that agreeing on it proves nothing.
+    """Return the degenerate quantities of a reference run: too small to prove anything, or tied.
 
-    What is zero by the maths of the run is not: it is so in every layout, and so it should.
+    Gradients that are zero by the run's maths are excepted: they must be zero in every layout.
     """
     words = []
     for name, values in found.figures.items():
@@ -119,9 +119,9 @@ def degenerate(subject: Subject, found: RankResult) -> list[str]:
 
 
 def _ties(subject: Subject) -> Iterator[str]:
-    """Yield where an expert may have to choose between equal rows, which a rounding decides.
+    """Yield micro-batches in which experts may choose between equal rows, a tie for roundings.
 
-    First rows of documents that begin with one token are equal, as they see nothing before it.
+    The first rows of documents that begin with equal tokens are equal: nothing precedes them.
     """
     ffns = (block.ffn for block in subject.decoder.blocks)
     if not any(isinstance(spec, LayerSpec) and spec.compares_rows for spec in ffns):
@@ -135,7 +135,7 @@ def _ties(subject: Subject) -> Iterator[str]:
 def zero(decoder: Decoder) -> dict[str, str]:
     """Return parameters whose gradient is zero by the maths of a decoder, each with the reason.
 
-    Each layer says so of its own, such as a router's where a softmax weighs its one expert.
+    Layers declare them (``without_gradient``), such as a router whose softmax is over one expert.
     """
     return {
         f"layers.{number}.{spec.prefix or name}.{weight}": reason
@@ -160,9 +160,9 @@ def _idle_words(what: str, values: Sequence[float], subject: Subject, least: flo
 
 
 def measure(path: Path, found: RankResult) -> dict[str, Any]:
-    """Return a rank's findings beside the reference, as data that JSON can hold.
+    """Return a rank's results compared with the reference, as data that JSON can hold.
 
-    Each piece comes with its place, its squared error, and a digest of its bits.
+    Each piece has its tensor's name, its box, its squared error, and a digest of its bits.
     """
     told: dict[str, list[Any]] = {}
     with safe_open(path, "pt") as file:
@@ -171,7 +171,7 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
             told[kind] = []
             for piece in pieces:
                 key = kind + SEPARATOR + piece.name
-                error = math.nan  # where the reference has no such tensor
+                error = math.nan  # if the reference has no such tensor
                 if key in known:
                     place = tuple(slice(start, end) for start, end in piece.box)
                     wanted = file.get_slice(key)[place or ...].double()
@@ -192,7 +192,7 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
 
 
 def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
-    """Return the outcome of a case from the reference's facts and what each rank told."""
+    """Return the outcome of a case from the reference's facts and each rank's ``measure``."""
     outcome = Outcome()
     problems = [f"degenerate: {words}" for words in facts["degenerate"]]
     narrow = sorted({words for rank in told for words in rank["narrow"]} | set(facts["narrow"]))
@@ -216,7 +216,7 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
 def _note(
     outcome: Outcome, quantity: str, error: float, what: str, rank: int | None = None
 ) -> None:
-    """Keep the larger error of a tensor or step and of its quantity; NaN is the largest."""
+    """Record an error of a tensor or step if it is the largest so far; NaN is the largest."""
     if _exceeds(error, outcome.each.get((quantity, what))):
         outcome.each[quantity, what] = error
     if _exceeds(error, outcome.errors.get(quantity)):
@@ -242,7 +242,7 @@ def _judge_figures(
 
 
 def _judge_norm(outcome: Outcome, tensors: Tensors, told: Sequence[dict[str, Any]]) -> None:
-    """Hold the first step's norm against the gradients themselves: one rank may be wrong alike."""
+    """Compare the first step's norm with the gradients: the reference's norm may be wrong too."""
     whole = math.hypot(*(norm for norm, _ in tensors.values()))
     for number, rank in enumerate(told):
         for have in rank["figures"].get("grad_norm", [])[:1]:
@@ -253,7 +253,7 @@ def _judge_norm(outcome: Outcome, tensors: Tensors, told: Sequence[dict[str, Any
 def _judge_counts(
     outcome: Outcome, wanted: dict[str, list[int]], told: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Note the share of tokens that were counted elsewhere; returns what no rank counted."""
+    """Record the share of tokens counted for other experts; return the counts that are missing."""
     seen = set()
     for number, rank in enumerate(told):
         for name, have in rank["counts"].items():
@@ -268,9 +268,9 @@ def _judge_counts(
 def _judge_kind(
     outcome: Outcome, kind: str, tensors: Tensors, rows: Sequence[Row], replicas: list[str]
 ) -> Iterator[str]:
-    """Note the error of each tensor of a kind, those on the floor, and copies that differ.
+    """Record the error of each tensor of a kind, tensors at the floor, and copies that differ.
 
-    Yields tensors of which the ranks' pieces do not make up the whole, exactly once.
+    Yields the tensors that the ranks' pieces do not cover exactly once.
     """
     held: dict[str, dict[Box, list[Row]]] = {name: {} for name in tensors}
     for row in rows:

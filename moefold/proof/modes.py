@@ -1,9 +1,9 @@
-"""Dispatch modes of PyTorch that watch or change the operations of a proof's step.
+"""PyTorch dispatch modes that observe or change the operations of a proof's step.
 
-``NarrowWatch`` notes where a step in fp64 makes a tensor of a narrower floating-point format.
-``ShuffledSums`` adds products up in another order: what any layout may do to a number format's
-last bits, on one rank. A product's inner dim is dealt out to two halves by chance; each half is
-multiplied on its own and rounded, then both are added, as two ranks would.
+``NarrowWatch`` records where a step in fp64 creates a tensor of a narrower floating-point format.
+``ShuffledSums`` changes the order of sums in matrix products, to show on one rank what a layout may
+do to the last bits. The inner dim of a product is split at random into two halves, which are
+multiplied and rounded separately and then added, as on two ranks.
 """
 
 import sys
@@ -27,25 +27,25 @@ ALLOWED: Mapping[str, str] = {
     "comm/world.py:World._warm_up": "a group's first word carries no value of the step",
     "moe/balance.py:sum_counters": "the mean probability of experts is reported and enters no loss",
 }
-"""Functions that may make narrower tensors, each with its reason."""
+"""Functions that may create narrower tensors, each with its reason."""
 QUANTISERS = ("kernels/quantise/", "kernels/scaled/", "layers/history.py")
-"""Where numbers are fp32 by definition before they become codes."""
+"""Code in which values are fp32 by definition before they are quantised."""
 
 
 class NarrowWatch(TorchDispatchMode):
-    """Notes where a narrower tensor is made; what is only handed on or updated is not."""
+    """Records where narrower tensors are created, not where they are passed on or updated."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
-        """Operations and the lines of the package that ran them."""
+        """Operations, each with the package's line that ran it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
-        """Run an operation and look at what it makes."""
+        """Run an operation and check the tensors that it creates."""
         out = func(*args, **(kwargs or {}))
-        # Most make one tensor: looked at without taking results and arguments apart.
+        # Fast path: most operations return one tensor.
         leaves = (out,) if isinstance(out, Tensor) else tree_leaves(out)
         if narrow := [leaf for leaf in leaves if _narrow(leaf)]:
             given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
@@ -67,7 +67,7 @@ def _narrow(value: Any) -> bool:
 
 
 def _place() -> tuple[str, str, int]:
-    """Return file, function and line of the package's innermost frame, this room left out."""
+    """Return file, function and line of the package's innermost frame outside ``proof/``."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -79,9 +79,9 @@ def _place() -> tuple[str, str, int]:
 
 
 class ShuffledSums(TorchDispatchMode):
-    """Runs matrix products in two shuffled halves; everything else as it is.
+    """Runs matrix products in two shuffled halves; other operations are unchanged.
 
-    Halves of products on codes, which are summed in fp32, are rounded to what ranks exchange.
+    Halves of quantised products, which are summed in fp32, are rounded to the exchanged dtype.
     """
 
     def __init__(self, seed: int, exchanged: torch.dtype) -> None:
@@ -91,7 +91,7 @@ class ShuffledSums(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
-        """Run an operation."""
+        """Run an operation, in two halves if it is a matrix product."""
         if func in (aten.mm.default, aten.bmm.default):
             return self._product(func, *args)
         if func is aten.mm.out and kwargs is not None:

@@ -1,8 +1,8 @@
-"""Shows that a proof can fail: everything that ranks say to each other is broken once.
+"""Negative controls, which show that a proof can fail: every exchange between ranks is broken once.
 
-For each call-site that cases recorded, its result is replaced by what it were had no other rank
-taken part, and a gradient's by its half. Each must make the proof fail. So must one parameter's
-gradient that one rank scales by 1 + 1e-8, and the proof must name the parameter.
+For each recorded call site, the result is replaced by what it would be had no other rank taken
+part, and for gradients also by its half. Each break must make the proof fail. So must scaling one
+parameter's gradient by 1 + 1e-8 on one rank, and the proof must name the parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +18,18 @@ from moefold.proof.rank_run import InjectedFault
 from moefold.proof.rounding_noise import RoundingNoise
 
 UNSEEN = ("send",)
-"""Operations without a result: the other end's receive is broken instead."""
+"""Operations without a result; the corresponding receive is broken instead."""
 GUARDS = {
     "room": "it names the room that a step lacked, and no case is such a step",
     "warm-up": "a group's first word carries no value of the step",
 }
-"""Modules whose exchanges decide nothing in a case that passes, each with its reason."""
+"""Labels of exchanges that decide nothing in a case that passes, each with its reason."""
 TIME_OUT_S = 20.0
-"""How long ranks wait for each other where what they were told may be wrong."""
+"""Time-out of communication in seconds, since a wrong result may make ranks wait in vain."""
 
 
 class Control(NamedTuple):
-    """A break, and what the proof said."""
+    """An injected fault, and whether the proof noticed it."""
 
     case: str
     broken: InjectedFault
@@ -42,9 +42,9 @@ Recorded = Sequence[tuple[ProofCase, Sequence[Site]]]
 
 
 def cover(recorded: Recorded) -> list[tuple[ProofCase, tuple[Site, ...]]]:
-    """Return few cases that make every call-site of each number of ranks, and which each is for.
+    """Return few cases that cover all call sites at each number of ranks, with the sites of each.
 
-    Greedy: the case that adds most call-sites comes first; of several, the one asked for first.
+    Greedy: the case that adds the most call sites is taken first; of equal ones, the earliest.
     """
     chosen = []
     for world in sorted({case.world for case, _ in recorded}):
@@ -58,7 +58,7 @@ def cover(recorded: Recorded) -> list[tuple[ProofCase, tuple[Site, ...]]]:
 
 
 def faults_of(covering: Recorded) -> list[tuple[ProofCase, InjectedFault]]:
-    """Return every break of every call-site, in the case that is to show it."""
+    """Return every fault of every call site, with the case that covers it."""
     found = []
     for case, sites in covering:
         for site in sites:
@@ -69,7 +69,7 @@ def faults_of(covering: Recorded) -> list[tuple[ProofCase, InjectedFault]]:
 
 
 def halves(site: Site) -> bool:
-    """Whether a call-site's result is gradients, so that halving it means something."""
+    """Return whether a call site's result is gradients, so that halving it is meaningful."""
     return site.direction == BACKWARD or site.label == "gradients"
 
 
@@ -78,10 +78,10 @@ def control(
     told: Callable[[Control], None] | None = None,
     noise: Mapping[Subject, RoundingNoise] = MappingProxyType({}),
 ) -> list[Control]:
-    """Run cases with their faults and return what the proof said of each.
+    """Run cases with their faults; return for each whether the proof noticed it.
 
-    One step is enough to notice most; the updates are made where it is not. ``noise`` gives the
-    bounds of what is proved in its own format.
+    Most are noticed in one step; the others run again with updates. ``noise`` has the bounds of
+    subjects that are proved in their own format.
     """
     noises = [noise.get(case.subject) for case, _ in planned]
     planned = [

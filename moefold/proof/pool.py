@@ -1,8 +1,8 @@
-"""Runs cases one after another on one set of processes, each case with groups of its own.
+"""Runs a proof's cases one after another on one set of processes, with new groups for each case.
 
-References come first, dealt out over the ranks; then the cases, the widest first, so that no rank
-waits for others that have work left without it. What fails ends the processes; the cases left
-start anew.
+References come first, distributed over the ranks; then the cases, those with most ranks first, so
+that no rank waits for cases that it is not in. An error ends the processes; the remaining cases
+run in new ones.
 """
 
 import re
@@ -30,13 +30,13 @@ from moefold.proof.rank_run import InjectedFault, RankResult, run_rank
 
 TIME_OUT_S = 120.0
 DRAWS = 16
-"""How many seeds are tried for a reference in which every expert has tokens."""
+"""Maximum number of seeds tried for a reference that is not degenerate."""
 PLAIN = Layout()
 
 
 @dataclass(frozen=True)
 class CaseTask:
-    """A case, where its reference lies, and what goes wrong in it on purpose."""
+    """A case, the path of its reference, and the fault to inject, if any."""
 
     case: ProofCase
     reference: str
@@ -44,11 +44,11 @@ class CaseTask:
 
 
 class CaseFailed(RuntimeError):
-    """A case or its reference ended with an error on this rank; the text is its number and that."""
+    """A case or its reference failed on this rank; the text is the case's number and the error."""
 
 
 Told = Callable[[int, Outcome], None]
-"""Called with a case's number and outcome as it is known."""
+"""Called with the number and the outcome of each case when it ends."""
 
 
 def run_cases(
@@ -58,9 +58,9 @@ def run_cases(
     told: Told | None = None,
     time_out_s: float = TIME_OUT_S,
 ) -> list[Outcome]:
-    """Run cases and return their outcomes in order; those of one subject share its reference.
+    """Run cases and return their outcomes in order; cases of one subject share its reference.
 
-    ``faults`` are, for each case, what goes wrong in it on purpose.
+    ``faults``: the fault to inject into each case, or nothing.
     """
     outcomes: dict[int, Outcome] = {}
 
@@ -80,7 +80,7 @@ def run_cases(
         while len(outcomes) < len(cases):
             left = {number: task for number, task in tasks.items() if number not in outcomes}
             error = _run(left, keep, time_out_s)
-            if error is not None:  # of a case that it names, else of the one that ranks were at
+            if error is not None:  # of the case that it names, else of the first one left
                 named = (int(n) for n in re.findall(rf"{CaseFailed.__name__}: (\d+)", error))
                 ended = next(n for n in (*named, *left) if n not in outcomes)
                 keep(ended, Outcome(problems=(error,)))
@@ -89,7 +89,7 @@ def run_cases(
 
 
 def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | None:
-    """Run tasks until one fails; returns what the first that failed had to say."""
+    """Run tasks until one fails; return the error, or None."""
     ours, theirs = Pipe(duplex=False)
     ranks = max(task.case.world for task in tasks.values())
     given = list(tasks.items()), theirs, time_out_s
@@ -103,7 +103,7 @@ def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | Non
         finally:
             theirs.close()
 
-    # Beside the main thread, which a signal then ends, and the ranks with it.
+    # In a thread, so that a signal can end the main thread, and the ranks with it.
     launcher = threading.Thread(target=start, daemon=True)
     launcher.start()
     while True:
@@ -121,7 +121,7 @@ def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | Non
 def _work(
     spot: Spot, tasks: list[tuple[int, CaseTask]], told: Connection, time_out_s: float
 ) -> None:
-    """Run every task that this rank is in."""
+    """Run every task in which this rank takes part."""
     with World.open(Folding(Sizes(), spot.world), "cpu", time_out_s) as everyone:
         subjects = {Path(task.reference): (number, task.case.subject) for number, task in tasks}
         for turn, (path, (number, subject)) in enumerate(subjects.items()):
@@ -150,7 +150,7 @@ def _work(
 
 @contextmanager
 def _naming(number: int) -> Iterator[None]:
-    """Let an error within say which case it ends."""
+    """Add the case's number to errors in the context."""
     try:
         yield
     except Exception as error:
@@ -158,10 +158,10 @@ def _naming(number: int) -> Iterator[None]:
 
 
 def draw(subject: Subject) -> tuple[Subject, RankResult]:
-    """Return the subject with the first seed by which nothing is degenerate, and what came of it.
+    """Return the subject with the first seed for which nothing is degenerate, and its results.
 
-    Where a token goes to few experts, one may be left out by chance. What is degenerate by every
-    seed is so by more than that: then the first is kept, and the proof fails by it.
+    If a token goes to few experts, one of them may get none by chance. If the results of all seeds
+    are degenerate, it is not by chance: the first is returned, and the proof fails.
     """
     tries = []
     for seed in range(subject.seed, subject.seed + DRAWS):

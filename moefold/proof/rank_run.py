@@ -1,8 +1,8 @@
 """One rank's part of a case: gradients of a step, an evaluation, and three updates.
 
-What it finds is kept by *kind*: ``gradients``, ``weights`` (what three steps changed) and
-``optimizer/<state>``, each a tensor's piece and its place in the whole tensor. Documents are
-packed, of uneven lengths, and most micro-batches end with padding.
+Its results are tensor pieces with their boxes, by *kind*: ``gradients``, ``weights`` (the change
+over three steps) and ``optimizer/<state>``. Documents are packed and of uneven lengths, and most
+micro-batches end with padding.
 """
 
 import re
@@ -37,19 +37,19 @@ from moefold.training.step import gradients
 
 STEPS = 3
 LOSS_CHUNK = 24
-"""Rows whose logits exist at once: less than a micro-batch, so that there are several chunks."""
+"""Rows whose logits exist at a time: fewer than a micro-batch, so that there are several chunks."""
 
 
 # --------------------------------------------------------- rows and values, functions of a subject
 
 BIAS = 0.1
-"""Spread of the selection bias at the start."""
+"""Initial selection biases range from -BIAS to BIAS."""
 NEVER = -100.0
 """Selection bias of an expert that no token may choose."""
 
 
 def micro_batches(subject: Subject) -> list[MicroBatch]:
-    """Return the micro-batches of a step, whole: three documents each, or two pairs; or none."""
+    """Return the whole micro-batches of a step: three documents each, two pairs, or empty."""
     made = []
     for number in range(subject.micro_batches):
         valid = subject.rows - (number % 3) * subject.padding
@@ -73,10 +73,10 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
 
 @torch.no_grad()
 def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> None:
-    """Give this rank's pieces their values; vectors and selection biases differ by place too."""
+    """Initialise this rank's parameters, with random vectors and uneven selection biases too."""
     initialise(model, subject.decoder, subject.seed, shards)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 or name.endswith(LORA_B):  # which begins at zero elsewhere
+        if parameter.dim() == 1 or name.endswith(LORA_B):  # in training B starts at zero
             parameter.add_(normal_piece(subject.seed, shards[name], 0.1))
     for _, mixture in model.mixtures():
         bias_E = mixture.router.selection_bias
@@ -90,54 +90,54 @@ def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """Something done wrong on purpose, to show that a proof notices."""
+    """A deliberate fault, to show that a proof notices it."""
 
     site: Site | None = None
-    """The call-site, in its plain form, whose result is replaced on every rank each time."""
+    """The call site, in the form of ``plain``, whose result every rank replaces each time."""
     how: str = "alone"
-    """``alone``: by what it were had no other rank taken part; ``half``: by its half."""
+    """``alone``: by what it would be had no other rank taken part; ``half``: by its half."""
     parameter: str = ""
-    """The parameter whose first gradient is scaled where its first element is, on one rank."""
+    """The parameter of which one rank, that with its first element, scales the first gradient."""
     factor: float = 1.0
 
     @property
     def words(self) -> str:
-        """What is wrong, in words."""
+        """Description of the fault."""
         if self.site is None:
             return f"gradient of {self.parameter} on one rank times {self.factor!r}"
         label, op, group, direction = self.site
         return f"{op} over {group} in {label or 'the step'}, {direction}: {self.how}"
 
     def alter(self, record: Operation, result: Tensor, alone: Tensor) -> Tensor:
-        """Return the wrong result of an operation at the site, the right one of all others."""
+        """Return an operation's result, replaced if the operation is at the site."""
         if plain(record.site) != self.site:
             return result
         return alone if self.how == "alone" else result / 2
 
 
 def plain(site: Site) -> Site:
-    """Return a call-site without the layer's number and other names of the same ranks."""
+    """Return a call site without layer numbers and further names of its group."""
     label, group = re.sub(r"\d+", "*", site.label), site.group.partition("+")[0]
     return site._replace(label=label, group=group)
 
 
 @dataclass
 class RankResult:
-    """What one rank saw."""
+    """Results of one rank."""
 
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """Loss, norm, clip factor and router terms of each step; those of an evaluation."""
+    """Loss, norm, clip factor and router terms of each step; losses of an evaluation."""
     counts: dict[str, list[int]] = field(default_factory=dict)
-    """Tokens by expert of each layer here, over the whole first step."""
+    """Tokens by expert of each layer on this rank, over the whole first step."""
     pieces: dict[str, list[LocalSlice]] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
-    """Operations that made a narrower tensor in an fp64 step."""
+    """Operations that created a narrower tensor in an fp64 step."""
     sites: tuple[Site, ...] = ()
-    """Call-sites whose result a proof can replace."""
+    """Call sites of exchanges, in the form of ``plain``."""
 
 
 def run_rank(case: ProofCase, world: World, fault: InjectedFault | None = None) -> RankResult:
-    """Run a case on this rank and return what came of it."""
+    """Run a case on this rank and return its results."""
     trial = RankRun(case, world)
     world.recorder.alter = None if fault is None or fault.site is None else fault.alter
     dtype = DTYPES[trial.precision]
@@ -167,11 +167,11 @@ class RankRun:
         self.found = RankResult()
 
     def run(self, fault: InjectedFault | None) -> RankResult:
-        """Make the steps; the first one is looked at closely."""
+        """Run the steps; gradients and counts are recorded in the first one."""
         before = _pieces(self.data.weights())
         found = self.found
         spot = self.world.attention
-        # Ranks of a stage run the same operations: one of them watches.
+        # All ranks of a stage run the same operations: it is enough to watch one.
         watched = self.precision == "fp64" and not (spot.tp or spot.cp or spot.dp)
         watch = NarrowWatch() if watched else None
         with watch or nullcontext():
@@ -194,7 +194,7 @@ class RankRun:
         return found
 
     def _note_changes(self, before: list[LocalSlice]) -> None:
-        """Note what the steps changed, and the optimizer's state after them."""
+        """Record the change of weights over the steps, and the optimizer's state after them."""
         pieces = self.found.pieces
         after = _pieces(self.data.weights())
         pieces["weights"] = [
@@ -205,7 +205,7 @@ class RankRun:
             pieces.setdefault(f"optimizer/{what}", []).append(replace(piece, name=parameter))
 
     def _gradients(self, fault: InjectedFault | None) -> float:
-        """Compute a step's gradients, note its figures, and return the clipping factor."""
+        """Compute a step's gradients, record its figures, and return the clipping factor."""
         figures = gradients(self.data, self.batches, LOSS_CHUNK, objective=self.objective)
         lacked = {
             "dispatch.max_rows": figures.needed_rows, "offload.pages.load": figures.needed_load

@@ -1,8 +1,8 @@
-"""Bounds of errors in a run's own number format, from what orders of the same sums differ by.
+"""Error bounds in a run's own number format, measured by reordering sums on one rank.
 
-One rank runs several times more with its sums shuffled. Each tensor, and each step's figure, may be
-off by a few times what these runs differ by, and by less than what a missing exchange changes.
-Where shuffled sums come near that, the format is too coarse to tell.
+One rank runs several more times with its sums shuffled. Each tensor, and each step's figure, may be
+off by a few times what these runs differ by, but by less than what a missing exchange changes.
+If shuffled sums come near that, the format is too coarse for the quantity.
 """
 
 import math
@@ -18,46 +18,46 @@ from moefold.proof.compare import Item, Outcome
 from moefold.proof.pool import DRAWS, run_cases
 
 SHUFFLED = range(1, 9)
-"""Seeds of the one-rank runs: a token that goes elsewhere by a rounding does so in some of them."""
+"""Seeds of the one-rank runs: enough that a token that a rounding can re-route is in some."""
 SPREAD = 4
-"""Largest error, in units of the largest that shuffled sums showed."""
+"""Bound of an error, as a multiple of the largest difference between shuffled sums."""
 TRIES = 5
-"""How many seeds are tried for a subject of which the format can tell."""
+"""Maximum number of seeds tried for a subject for which the format is too coarse."""
 COARSE = 0.25
-"""What shuffled sums may differ by at most where the largest bound can tell anything."""
+"""A quantity is too coarse to compare if shuffled sums differ by more."""
 ROUTED = ("counts", "router/")
-"""Quantities that a token changes which goes elsewhere, by about its share."""
+"""Quantities that one re-routed token changes by about its share."""
 UPDATED = ("weights", "optimizer/")
 LATER = ("step 2", "step 3")
-"""What is seen after an update, which may magnify any rounding: of two signs there is no middle."""
+"""Quantities after an update, which may magnify any rounding: a sign can only flip."""
 
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """What errors of a subject are held against in its own format."""
+    """Bounds of a subject's errors in its own number format."""
 
     subject: Subject
-    """With the seed by which most can be told."""
+    """The subject, with the seed for which the fewest quantities are too coarse."""
     bounds: Mapping[Item, float]
-    """Of each tensor and step that the format is fine enough for."""
+    """Bound of each tensor and step for which the format is fine enough."""
     coarse: Mapping[Item, float]
-    """What shuffled sums differ by, of the others."""
+    """Difference between shuffled sums, for the other tensors and steps."""
     least: float
-    """Bound of what shuffled sums do not show."""
+    """Bound of items that are not among the results of shuffled runs."""
     failed: tuple[str, ...] = ()
-    """Why runs with shuffled sums came to nothing."""
+    """Errors that ended runs with shuffled sums."""
 
     @classmethod
     def of(cls, subject: Subject, shuffled: Sequence[Outcome]) -> "RoundingNoise":
-        """Return the bounds that runs with shuffled sums give."""
+        """Return the bounds that follow from runs with shuffled sums."""
         eps = torch.finfo(DTYPES[subject.precision]).eps
-        # A mean over rows, such as the loss, is finer than one number of 16 bits.
+        # A mean over rows, such as the loss, is more precise than one 16-bit number.
         least = min(4 * eps, 2.0**-13)
         seen: dict[Item, float] = {}
         for outcome in shuffled:
             for item, error in outcome.each.items():
                 seen[item] = max(seen.get(item, least), error)
-        # Any layer's token may be the next one that goes elsewhere, in any step.
+        # A token can be re-routed in any layer and in any step.
         moved = max([2 * eps, *(e for (name, _), e in seen.items() if name == "counts")])
         seen |= {item: max(e, moved) for item, e in seen.items() if item[0].startswith(ROUTED)}
         fine = {item: error for item, error in seen.items() if error <= COARSE}
@@ -68,7 +68,7 @@ class RoundingNoise:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What no update excuses of that for which the format is too coarse, in words; failures."""
+        """Quantities before an update for which the format is too coarse, and failed runs."""
         words = "sums in other orders differ by {:.0%}, too much to tell: prove it in fp32 or fp64"
         failed = tuple(f"one rank, sums shuffled: {why}" for why in self.failed)
         return failed + tuple(
@@ -78,9 +78,9 @@ class RoundingNoise:
         )
 
     def held(self, outcome: Outcome) -> tuple[Outcome, dict[str, float]]:
-        """Return an outcome with each quantity's worst tensor or step beside its bound, and bounds.
+        """Return an outcome with each quantity's worst item relative to its bound, and the bounds.
 
-        What the format is too coarse for is left out.
+        Items for which the format is too coarse are left out.
         """
         worst: dict[str, tuple[float, str, float]] = {}
         for item, error in outcome.each.items():
@@ -97,10 +97,10 @@ class RoundingNoise:
 
 
 def noise_of(subjects: Iterable[Subject]) -> dict[Subject, RoundingNoise]:
-    """Run each subject's sums shuffled and return the bounds that this gives.
+    """Run each subject with shuffled sums and return the bounds that follow.
 
-    Where a token is close to a tie, a rounding moves much. So what is too coarse to tell is drawn
-    anew, as what is degenerate is.
+    If a token is close to a tie, a rounding changes much. Subjects for which the format is too
+    coarse are therefore redrawn with other seeds, like degenerate ones.
     """
     found: dict[Subject, RoundingNoise] = {}
     left = list(dict.fromkeys(subjects))

@@ -1,8 +1,8 @@
-"""Makes any run small enough to prove on a laptop, and keeps what kinds of parts it is made of.
+"""Shrinks any run until it can be proved on a laptop, with the same kinds of parts.
 
 Kept: the pattern of layers, kinds of attention and feed-forward, norms on queries and keys, biases,
-groups of experts, shared experts, capacity, tied embeddings, every router term. Made small: sizes.
-Torch-free.
+groups of experts, shared experts, capacity, tied embeddings, every router term. Shrunk: sizes.
+Imports no torch.
 """
 
 import math
@@ -24,31 +24,31 @@ from moefold.spec.quantised import cut_violations, moment_violations
 
 HIDDEN, VOCAB, ROWS = 16, 64, 32
 BLOCKS = 4, 2
-"""Elements of a quantised block: several in each matrix."""
+"""Elements of a quantised block, so that each matrix has several; the second if the first fails."""
 CLIP = 0.05
-"""Largest gradient norm of a shrunk run that clips: always exceeded, so that the factor is seen."""
+"""``clip_norm`` of a shrunk run that clips: always exceeded, so that the clip factor matters."""
 RATE = 0.01
 STD, STEADY_STD = 0.3, 0.2
-"""Size of weights: so large that every part of the model matters to the loss; and where roundings
-count, which larger ones magnify from layer to layer."""
+"""Scale of weights: large enough that every part of the model affects the loss; and for narrow
+formats, whose roundings larger weights magnify from layer to layer."""
 STEADY_EPS = 0.1
-"""Adam's eps where roundings count: with less its first update is a sign, which one may turn."""
+"""Adam's eps in narrow formats: if smaller, the first update is a sign, which a rounding flips."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What some layouts ask a model's dims to be divisible by."""
+    """Requirements of several layouts on a model's sizes."""
 
     by: Sizes
-    """Of each axis the least common multiple."""
+    """Least common multiple of each axis's sizes, by which dims must be divisible."""
     stages: int = 1
-    """Stages of the longest pipeline."""
+    """Number of stages of the longest pipeline."""
     named_layers: int | None = None
-    """Layers, where a layout names each stage's."""
+    """Number of layers, if a layout lists its stages explicitly."""
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> "Asked":
-        """Return what several layouts ask together."""
+        """Return the joint requirements of several layouts."""
         sizes = [layout.split for layout in layouts]
         axes = {a: math.lcm(*(getattr(s, a) for s in sizes)) for a in ("tp", "cp", "ep", "etp")}
         named = [layout.stages_of(0).layers for layout in layouts if layout.stages is not None]
@@ -57,7 +57,7 @@ class Asked:
 
 
 def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -> Subject:
-    """Return what a proof of a run computes, small and of the same kinds.
+    """Return the shrunk subject of a proof of a run, with the same kinds of parts.
 
     All of ``layouts`` are legal for it.
     """
@@ -76,7 +76,7 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
 
 
 def as_proved(decoder: Decoder) -> Decoder:
-    """Return a decoder whose codes are the same in every layout, which alone can be proved."""
+    """Return a decoder whose quantisation does not depend on the layout, as proofs require."""
     if not isinstance(decoder.quantise, Quantise):
         return decoder
     changed = decoder.quantise.model_copy(update={"rows": "micro_batch"})
@@ -84,7 +84,7 @@ def as_proved(decoder: Decoder) -> Decoder:
 
 
 def in_blocks(decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Decoder:
-    """Return a small decoder with the first length of quantised blocks that no layout cuts."""
+    """Return a small decoder with the first size of quantised blocks that no layout cuts."""
     given = decoder.quantise
     if not isinstance(given, Quantise):
         return decoder
@@ -98,7 +98,7 @@ def in_blocks(decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Decoder
 
 
 def in_groups(optim: Record, decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Record:
-    """Return an optimizer with the first size of moments' groups that no layout cuts."""
+    """Return an optimizer with the first size of groups of moments that no layout cuts."""
     for size in BLOCKS if isinstance(optim, Optim) and optim.group else ():
         optim = optim.model_copy(update={"moment_group": size})
         assert isinstance(optim, Optim)
@@ -109,13 +109,13 @@ def in_groups(optim: Record, decoder: Decoder, layouts: Sequence[Layout], rows: 
 
 
 def small_optimizer(optim: Record) -> Record:
-    """Return an optimizer that moves weights visibly, and clips where it ever does."""
+    """Return an optimizer with a high learning rate that always clips, if it clips at all."""
     clips = getattr(optim, "clip_norm", None) is not None
     return optim.model_copy(update={"lr": RATE} | ({"clip_norm": CLIP} if clips else {}))
 
 
 def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
-    """Return a small decoder with each kind of layer that the given one has."""
+    """Return a small decoder with every kind of layer of the given one."""
     main, later = decoder.blocks[: decoder.layers], decoder.blocks[decoder.layers :]
     blocks = (*_some(main, asked), *later)
     small = (
@@ -135,7 +135,7 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
 
 
 def _some(blocks: tuple[Block, ...], asked: Asked) -> tuple[Block, ...]:
-    """Return as many layers as layouts ask, in order, each kind among them."""
+    """Return as many layers as the layouts require, in order, each kind among them."""
     if asked.named_layers is not None:
         return blocks[: asked.named_layers]
     wanted = max(asked.stages, len(set(blocks)), min(len(blocks), 2))
@@ -149,5 +149,5 @@ def _some(blocks: tuple[Block, ...], asked: Asked) -> tuple[Block, ...]:
 
 
 def small_part(record: Record, asked: Asked) -> Record:
-    """Return a layer's record with small sizes; one that describes nothing stays as it is."""
+    """Return a layer's record with small sizes; unchanged if it is not a ``LayerSpec``."""
     return record.shrunk(asked.by) if isinstance(record, LayerSpec) else record

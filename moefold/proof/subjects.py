@@ -1,4 +1,4 @@
-"""Small models that the matrix proves, each of some kinds of parts, by name. Torch-free."""
+"""Small models for the matrix, by name, each with some kinds of parts. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from itertools import cycle
@@ -73,7 +73,7 @@ UNCOMMON: Mapping[str, tuple[Record, Record]] = {
         Chunked(heads=8, kv_heads=4, head_dim=4, rope=None, temperature=FEW),
     ),
 }
-"""Attentions that only some families have: of the layers of a model, by turns."""
+"""Attentions that only some families have; a model's layers alternate between the two."""
 
 ROUTER = Router(experts=8, top_k=2)
 DEEPSEEK = Router(
@@ -90,11 +90,11 @@ ADAMW = AdamW(lr=RATE, clip_norm=CLIP)
 DENSE = Dense(width=16)
 
 PARTED = tuple(Dense(width=16, latent=rank, blocks=n) for rank, n in ((8, 1), (None, 2), (8, 2)))
-"""Feed-forwards of a low rank, of blocks, and of both."""
+"""Feed-forwards of low rank, in blocks, and both."""
 
 
 def moe(**changes: Any) -> Moe:
-    """Return a mixture of eight experts of width 16."""
+    """Return an MoE layer of eight experts of width 16, with ``changes``."""
     usual: dict[str, Any] = {"width": 16, "router": ROUTER, "balance": TERMS}
     return Moe(**(usual | changes))
 
@@ -105,7 +105,7 @@ SHARED = moe(shared=Shared(width=16, gate=True))
 def decoder(
     attention: Record, *ffns: Record, other: Record | None = None, **changes: Any
 ) -> Decoder:
-    """Return a decoder of one block for each feed-forward; ``other`` is every other attention."""
+    """Return a decoder with a block for each feed-forward; ``other`` is every second attention."""
     by_turns = cycle((attention, other or attention))
     stacks = tuple(Stack(blocks=(Block(attention=next(by_turns), ffn=f),)) for f in ffns)
     usual: dict[str, Any] = {"vocab": 64, "hidden": 16, "init_std": 0.3, "init_out_scale": 1.0}
@@ -113,7 +113,7 @@ def decoder(
 
 
 def by_turns(name: str, *ffns: Record) -> Decoder:
-    """Return a decoder with two attentions that only some families have."""
+    """Return a decoder with the two attentions of ``UNCOMMON`` by this name."""
     first, second = UNCOMMON[name]
     return decoder(first, *ffns, other=second)
 
@@ -124,7 +124,7 @@ def subject(described: Decoder, **changes: Any) -> Subject:
 
 
 def scaled_decoder() -> Decoder:
-    """Return one with every factor, no positions, norms after rotation and a least sum."""
+    """Return a decoder with all scale factors, no RoPE, norms after it, and a router's floor."""
     plain = GQA.model_copy(update={"rope": None, "scale": 0.7})
     after = GQA.model_copy(update={"norm_after_rope": True})
     router = Router(experts=8, top_k=2, floor=0.4, selection_bias=True)
@@ -136,7 +136,7 @@ def scaled_decoder() -> Decoder:
 
 
 def normed_decoder() -> Decoder:
-    """Return one whose norms stand in each other way, with gates on attention's output."""
+    """Return a decoder with every uncommon placement of norms, and gated attention outputs."""
     gated, mixture = GQA.model_copy(update={"gate": True}), moe(shared=Shared(width=16), scale=0.5)
     places = (("both", DENSE), ("after", mixture), ("shared", mixture), ("both", mixture))
     given = ({"attention": gated, "ffn": ffn, "norms": norms} for norms, ffn in places)
@@ -145,20 +145,20 @@ def normed_decoder() -> Decoder:
 
 
 def centred_decoder() -> Decoder:
-    """Return one of delta nets and gated attention, with norms whose factors are one more."""
+    """Return a decoder of delta nets and gated attention, with zero-centred norms."""
     gated = GQA.model_copy(update={"qk_norm": "zero_centred", "gate": True})
     return decoder(DELTA, DENSE, SHARED, other=gated, norm="zero_centred")
 
 
 def formed() -> Moe:
-    """Return a mixture whose experts and router have biases, with a clamped activation."""
+    """Return an MoE layer with biases of experts and router, and a clamped activation."""
     router = Router(experts=8, top_k=2, order="topk_first", bias=True)
     bounded = Activation(alpha=1.7, limit=0.5, offset=1.0)
     return moe(router=router, expert_bias=True, activation=bounded)
 
 
 def entered() -> Moe:
-    """Return a mixture whose experts read weighed rows, and one with biases of them."""
+    """Return an MoE layer with routing weights applied to the experts' input, and biases."""
     router = Router(experts=8, top_k=2, score="sigmoid", renormalise=False)
     return moe(router=router, weigh="input", shared=Shared(width=16), expert_bias=True)
 
@@ -207,7 +207,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def terms() -> Iterator[tuple[str, Subject]]:
-    """Yield a subject for each kind of balance and each population it can be over, alone."""
+    """Yield a subject for each kind of balance over each population, by itself."""
     for kind, record in BALANCE.kinds.items():
         fields = record.model_fields
         given: dict[str, Any] = {"coefficient": 1.0} if "coefficient" in fields else {}
@@ -219,7 +219,7 @@ def terms() -> Iterator[tuple[str, Subject]]:
 
 
 def router_kinds() -> Iterator[tuple[str, Subject]]:
-    """Yield a subject for each router in turn, and for what is drawn by chance."""
+    """Yield a subject for each kind of router, and for random jitter and drops."""
     usual = {"experts": 8, "top_k": 2}
     kinds = {kind: record for kind, record in ROUTER_SLOT.kinds.items() if kind != "topk"}
     mixtures = {n: moe(router=record.model_validate(usual)) for n, record in kinds.items()}

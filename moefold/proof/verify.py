@@ -1,8 +1,8 @@
-"""Proves that layouts do not change the maths of a run, or of the whole matrix.
+"""Proofs that layouts compute what one rank computes, for a run or for the whole matrix.
 
-A layout passes where every error beside one rank's run is within its bound: 1e-10 in fp64; in a
-run's own number format a few times what orders of the same sums differ by on one rank; in a narrow
-format beside fp64 what its rounding explains.
+A layout passes if every error relative to one rank's run is within its bound: 1e-10 in fp64; in a
+run's own number format, a few times the differences that reordered sums cause on one rank; in a
+narrow format against fp64, what its rounding explains.
 """
 
 import math
@@ -31,7 +31,7 @@ from moefold.spec.quantised import cut_violations
 from moefold.training.machine import settled
 
 ALIGNMENT = 16
-"""Bytes that divide a row which the grouped product takes."""
+"""Rows of the grouped product must be a multiple of this many bytes."""
 
 
 class Row(NamedTuple):
@@ -47,19 +47,19 @@ class Row(NamedTuple):
 
 @dataclass
 class LayoutVerdict(Outcome):
-    """What one layout came to, beside the bounds of its errors."""
+    """The outcome of one layout, with the bounds of its errors."""
 
     layout: str = ""
     world: int = 1
     bound: float = BOUND
     bounds: Mapping[str, float] = field(default_factory=dict)
-    """Of quantities that have one of their own."""
+    """Bounds by quantity, where they differ from ``bound``."""
     coarse: tuple[str, ...] = ()
-    """What the number format is too coarse for, and was not compared."""
+    """Quantities that were not compared, because the number format is too coarse for them."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Each compared quantity."""
+        """One row for each compared quantity."""
         return tuple(
             Row(self.layout, name, error, self.bounds.get(name, self.bound), self.where[name])
             for name, error in self.errors.items()
@@ -73,7 +73,7 @@ class LayoutVerdict(Outcome):
 
     @property
     def worst(self) -> Row | None:
-        """The row furthest beyond, or nearest to, its bound."""
+        """The row with the largest ratio of error to bound."""
 
         def excess(row: Row) -> float:
             error = row.max_relative_error
@@ -84,11 +84,11 @@ class LayoutVerdict(Outcome):
 
 @dataclass(frozen=True)
 class Proof:
-    """What several layouts came to."""
+    """The outcomes of several layouts."""
 
     verdicts: tuple[LayoutVerdict, ...]
     noise: Mapping[Subject, RoundingNoise] = field(default_factory=dict)
-    """What errors in a run's own format were held against."""
+    """Measured rounding noise of each subject that was proved in its own format."""
 
     @property
     def passed(self) -> bool:
@@ -110,13 +110,13 @@ def cases_of(
     """Return a run's layouts as cases of its shrunk model.
 
     Args:
-        run: the run; schedule, dispatcher and all else of its layout but the sizes are kept.
-        layouts: axis sizes such as ``tp2 ep2``; those of the run where left out.
-        world: number of ranks; default the fewest of each layout, and two at least.
+        run: the run, whose layout is used except for its axis sizes.
+        layouts: axis sizes such as ``tp2 ep2``; default: the run's own.
+        world: number of ranks; default: the fewest that each layout needs, at least two.
         as_run: keep the run's number format instead of fp64.
 
     Raises:
-        RunError: for a layout that is not legal for the run on so many ranks, with the nearest.
+        RunError: if a layout is illegal for the run on ``world`` ranks; names the nearest legal.
     """
     records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
     precision = settled(run.train.precision, torch.device("cpu")) if as_run else "fp64"
@@ -134,7 +134,7 @@ def cases_of(
 
 
 def _layout(run: Run, sizes: str) -> Layout:
-    """Return the run's layout with other sizes; named stages go where they fit no longer."""
+    """Return the run's layout with other sizes; explicit stages are dropped if they do not fit."""
     asked = run.layout.model_copy(update={"sizes": sizes})
     if asked.stages is not None and asked.split.pp * asked.split.vpp != len(
         asked.stages_of(0).letters
@@ -144,7 +144,7 @@ def _layout(run: Run, sizes: str) -> Layout:
 
 
 def prove(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
-    """Run cases against one rank in fp64."""
+    """Run cases and compare each with one rank in its subject's number format."""
     found: dict[int, LayoutVerdict] = {}
 
     def tell(number: int, outcome: Outcome) -> None:
@@ -163,15 +163,15 @@ def prove(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
 def controls_of(
     cases: Sequence[ProofCase], proof: Proof, told: Callable[[Control], None] | None = None
 ) -> list[Control]:
-    """Break every exchange that cases recorded, once at each number of ranks."""
+    """Break every exchange that the cases recorded, once for each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
     return control(faults_of(cover(recorded)), told, proof.noise)
 
 
 def within_spread(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
-    """Hold cases in their own format against what shuffled sums on one rank differ by.
+    """Run cases in their own format, with bounds from shuffled sums on one rank.
 
-    What the format is too coarse for is named; before an update nothing may be.
+    Quantities for which the format is too coarse are named; one before an update fails the case.
     """
     noise = noise_of(case.subject for case in cases)
     found: dict[int, LayoutVerdict] = {}
@@ -197,10 +197,10 @@ def prove_low_precision(
     told: Told | None = None,
     experts: str = "grouped",
 ) -> Proof:
-    """Run one step of cases in a narrow format against one rank in fp64, fast forms forced.
+    """Run one step of cases in a narrow format, and compare with one rank in fp64.
 
-    A rounding may change which experts a token takes, and then everything. So tokens go to all
-    experts here, nothing is dropped, and values are of a size that magnifies little.
+    A rounding could change a token's experts, and with them everything. Therefore tokens go to all
+    experts, nothing is dropped, and weights have a scale that magnifies little.
     """
     return prove([low_precision_case(case, precision, experts) for case in cases], told)
 
@@ -208,9 +208,9 @@ def prove_low_precision(
 def low_precision_case(
     case: ProofCase, precision: Precision, experts: str = "grouped"
 ) -> ProofCase:
-    """Return a case in a narrow format, its grouped product forced.
+    """Return a case in a narrow format, with the grouped product ``experts`` forced.
 
-    The library's, ``grouped``, is forced where it takes the widths.
+    The library's, ``grouped``, is forced only if it supports the widths.
     """
     decoder, etp = steady(case.subject.decoder), case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())
@@ -225,7 +225,7 @@ def low_precision_case(
 
 
 def steady(decoder: Decoder) -> Decoder:
-    """Return a decoder none of whose choices hangs on a rounding."""
+    """Return a decoder without choices that a rounding could change."""
     stacks = patterns(
         b.model_copy(
             update={"attention": described(b.attention).steady(), "ffn": described(b.ffn).steady()}
