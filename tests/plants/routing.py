@@ -133,8 +133,8 @@ PLANTS = (
         "the router does not heed the decision it is given",
         BALANCE + "test_b16_a_rerun_counts_the_same_choices_for_the_terms",
         "moe/router.py",
-        "        if decision is None:\n            decision = self._decide",
-        "        if decision is not self:\n            decision = self._decide",
+        "        decision = decision or self._decide",
+        "        decision = self._decide",
     ),
     Plant(
         "b16",
