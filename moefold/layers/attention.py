@@ -1,4 +1,4 @@
-"""Causal self-attention inside segments: grouped-query, its windows and chunks, and latent.
+"""Causal self-attention within segments: grouped-query, windowed, chunked and latent attention.
 
 T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value dims per head.
 """
@@ -23,19 +23,19 @@ from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm, ZeroCentredNor
 
 
 class SoftmaxAttention(nn.Module):
-    """Base of attention whose logits may be watched."""
+    """Base of softmax attention that records its largest logits for QK-clip."""
 
     largest_H: Tensor | None = None
-    """Of this rank's heads, the largest logit over a step's passes; None where nobody asks."""
+    """Largest logit of each head on this rank over a step's passes; None if not recorded."""
 
     def start_step(self) -> None:
-        """Begin to note the largest logits anew."""
+        """Reset the largest logits."""
         if self.largest_H is not None:
             self.largest_H.zero_()
 
 
 class GroupedQueryAttention(SoftmaxAttention):
-    """Each group of query heads shares one key and value head."""
+    """Grouped-query attention: each group of query heads shares a key and value head."""
 
     def __init__(self, record: Gqa, hidden: int, epsilon: float) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class GroupedQueryAttention(SoftmaxAttention):
         return self.o.shift(flow.scatter(self.o.product(out_TO, whole)), flow)
 
     def heads(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return the outputs of this rank's heads [T, H, d] for the rows of its tensor group."""
+        """Return the outputs [T, H, v] of this rank's heads for the rows of its tensor group."""
         q_THd = self._turned_heads(self.q(x_TD, flow), self.q_norm, flow)
         k_TGd = self._turned_heads(self.k(x_TD, flow), self.k_norm, flow)
         v_TGv = self.v(x_TD, flow).unflatten(1, (-1, self.record.value_dim))
@@ -78,25 +78,25 @@ class GroupedQueryAttention(SoftmaxAttention):
         return self.attend(q_THd, k_TGd, v_TGv, flow)
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
-        """Return what rows of turned queries see; kinds that see otherwise replace this."""
+        """Return attention's output for rotated queries and keys; subclasses override this."""
         return attended(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, flow)
 
     def _turned_heads(self, rows: Tensor, norm: RmsNorm | UnitNorm | None, flow: Flow) -> Tensor:
-        """Cut rows into heads, normed per head or before the cut, and turn them."""
+        """Return rows split into heads, normed (before or after the split) and rotated."""
         if norm is not None and self.record.qk_norm == "projection":
             rows, norm = norm(rows, flow), None
         x_THd, rope = rows.unflatten(1, (-1, self.record.head_dim)), self.record.rope
         if rope is None or self.record.norm_after_rope:
             x_THd = x_THd if rope is None else _turned(x_THd, rope, flow)
             x_THd = x_THd if norm is None else norm(x_THd, flow)
-            flow.keeper.owns("attention", x_THd)  # what attention reads, whatever made it last
+            flow.keeper.owns("attention", x_THd)  # attention's input, even if a norm made it
             return x_THd
         assert not isinstance(norm, UnitNorm), "it comes after rotation"
         return _turned(x_THd, rope, flow, norm)
 
 
 class WindowedAttention(GroupedQueryAttention):
-    """Each row sees the last ``window`` rows of its document, and sinks take weight from them."""
+    """Attention to the last ``window`` rows of a document, optionally with attention sinks."""
 
     def __init__(self, record: Windowed, hidden: int, epsilon: float) -> None:
         super().__init__(record, hidden, epsilon)
@@ -104,18 +104,18 @@ class WindowedAttention(GroupedQueryAttention):
         self.window = record.window
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
-        """Return what rows of turned queries see within the window."""
+        """Return the output of attention within the window."""
         scale = self.record.softmax_scale
         return attended(self, q_THd, k_TGd, v_TGv, scale, flow, self.window, self.sinks)
 
 
 class ChunkedAttention(GroupedQueryAttention):
-    """A chunk's end is a document's end to attention; positions go on."""
+    """Attention within chunks of a document; positions continue across chunks."""
 
     record: Chunked
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
-        """Return what rows of turned queries see of their chunk."""
+        """Return the output of attention within chunks, with queries scaled by temperature."""
         chunk, temperature = self.record.chunk, self.record.temperature
         if temperature is not None:
             steps_T = (flow.rows.positions_T + 1) // temperature.every
@@ -128,8 +128,9 @@ class ChunkedAttention(GroupedQueryAttention):
 
 
 class LatentAttention(SoftmaxAttention):
-    """Queries, keys and values come from low-rank latents; all heads share a key's position part.
+    """Multi-head latent attention: queries, keys and values are projected from low-rank latents.
 
+    All heads share the rotary part of a key.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
@@ -158,7 +159,7 @@ class LatentAttention(SoftmaxAttention):
         q = x_TD
         if self.q_down is not None and self.q_norm is not None:
             q = self.q_norm(self.q_down(x_TD, flow), flow)
-        # Latents are what tensor ranks gather: narrower than rows, and made once.
+        # Tensor ranks gather latents, which are narrower than rows, and computed only once.
         rows = () if self.out_gate is None or q is x_TD else (x_TD,)
         q, kv, k_rope, *rows = flow.gather_all(q, kv, k_rope, *rows)
         factor = 1.0 if record.rope is None else record.rope.softmax_factor
@@ -189,7 +190,7 @@ class LatentAttention(SoftmaxAttention):
         return q_THd, *expand(kv_THd, k_rope, *angles, record.nope_dim, layout)
 
     def _queries(self, q: Tensor, flow: Flow) -> Tensor:
-        """Return the turned queries of all heads."""
+        """Return the rotated queries of all heads."""
         record, up = self.record, self.q if self.q_up is None else self.q_up
         assert up is not None
         q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
@@ -211,10 +212,10 @@ class LatentAttention(SoftmaxAttention):
         cache: KeyValueCache,
         flow: Flow,
     ) -> Tensor | None:
-        """Keep the latents of this pass, and return what its rows see of all; None of whole texts.
+        """Cache this pass's latents and return the output over all; None in a pass of whole texts.
 
-        What makes keys and values of latents is multiplied with queries, and with what they see, so
-        that no latent is expanded (section 2.1.2 of the source).
+        The up-projections of keys and values are absorbed into queries and outputs, so that no
+        latent is expanded (section 2.1.2 of the source).
         """
         record = self.record
         k_T1d = torch.cat([kv[:, None], self._turned(k_rope[:, None], flow)], 2)
@@ -257,11 +258,11 @@ def attended(
     sinks: nn.Parameter | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return ``out_THv`` of causal attention, from the layer's cache where texts are being written.
+    """Return ``out_THv`` of causal attention, with the layer's cache in generation.
 
-    Queries and keys are turned, of the tensor group's rows. A row sees ``window`` rows, itself
-    among them, and of its ``chunk``, which segments of the pass say and the cache does not;
-    ``sinks`` are a learned logit of each head whose value is zero.
+    Queries and keys are rotated, of the tensor group's rows. A row attends to ``window`` rows,
+    including itself, and to its own ``chunk`` only; in a pass without cache the segments of
+    ``flow`` express chunks. ``sinks`` is a learned logit per head whose value is zero.
     """
     given = [q_THd, k_TGd, v_TGv]
     if sinks is not None:

@@ -1,7 +1,7 @@
-"""What layers keep of texts that are being written, so that a token costs one row and not a text.
+"""Key-value cache of generation, with which a new token costs one row instead of the whole text.
 
-T rows, P texts, C columns of which the newest L are seen, H query heads, G key-value heads with
-R = H / G query heads each, d query-key dims and v value dims per head.
+T rows, P texts, C columns, of which the newest L are attended to, H query heads, G key-value heads
+with R = H / G query heads each, d query-key dims and v value dims per head.
 """
 
 from collections.abc import Sequence
@@ -18,30 +18,30 @@ from moefold.model.config import Decoder
 
 
 class KeyValueCache:
-    """What layers keep of each text's rows: turned keys, and values of all heads here; of latent
-    attention the latents and the turned key that all heads share; else a state, and last rows.
+    """Cached tensors of each text: rotated keys and values of this rank's heads; for latent
+    attention latents and the shared rotated key; for other mixers a state and the last rows.
 
-    A text that goes on one of the last pass by one token has one new row in the next. Where any
-    text does not (the first pass, a window that moved on), all rows are computed anew.
+    If every text extends one of the last pass by one token, a pass has one new row per text.
+    Otherwise (first pass, moved window) all rows are recomputed.
     """
 
     def __init__(self) -> None:
         self._texts: list[list[int]] = []
         self.continues = False
-        """Whether this pass has one row of each text, which goes on one of the last pass."""
+        """Whether this pass has one row per text, each of which extends one of the last pass."""
         self._kept: dict[nn.Module, _Kept] = {}
         self.states: dict[tuple[nn.Module, str], Tensor] = {}
-        """What does not grow with a text, [P, ...], by layer and name: none before a first pass."""
+        """Tensors [P, ...] of fixed size, by layer and name; empty before the first pass."""
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self | None:
-        """Return an empty one; None where a layer is not known to keep all that later rows see."""
+        """Return an empty cache; None if any kind of layer does not declare that it caches."""
         parts = [part for block in decoder.blocks for part in (block.attention, block.ffn)]
-        # What a class says of itself: one from outside that inherits may mix rows in another way.
+        # Not inherited: a plug-in's subclass may mix rows in another way.
         return cls() if all(vars(type(part)).get("caches") for part in parts) else None
 
     def rows(self, texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
-        """Return the rows that the next pass has to compute: of each text the last, or all."""
+        """Return the rows of the next pass: the last one of each text, or all."""
         places = {tuple(text): i for i, text in enumerate(self._texts)}
         found = [places.get(tuple(text[:-1])) for text in texts]
         there, self.continues = list(range(len(self._texts))), None not in found
@@ -57,12 +57,12 @@ class KeyValueCache:
         return last_rows(texts, pad_to)
 
     def spans(self) -> list[slice]:
-        """Return the rows of each text in this pass: its last, where it goes on, or all."""
+        """Return the slice of rows of each text in this pass."""
         ends = [*accumulate(1 if self.continues else len(text) for text in self._texts)]
         return [slice(start, end) for start, end in pairwise([0, *ends])]
 
     def goes_on(self, layer: nn.Module) -> bool:
-        """Whether this pass has one row of each text, after those that are kept."""
+        """Whether the layer has cached rows, after which this pass has one row per text."""
         return layer in self._kept
 
     def attend(
@@ -76,11 +76,11 @@ class KeyValueCache:
         sinks_H: Tensor | None = None,
         chunk: int | None = None,
     ) -> Tensor | None:
-        """Keep a layer's keys and values of this pass, and return what its rows see of all.
+        """Cache a layer's keys and values of this pass, and return attention over all cached ones.
 
-        Values may be the first so many features of keys. Rows see the last ``window`` of a text,
-        or those of its last ``chunk``; ``sinks_H`` is a logit of each head whose value is zero.
-        Returns None in a pass of whole texts, whose rows see no others.
+        An integer ``v_TGv`` means that values are the first so many features of keys. Rows attend
+        to the last ``window`` rows of a text, or to its last ``chunk``; ``sinks_H`` is a logit per
+        head whose value is zero. Returns None in a pass of whole texts, which needs no cache.
         """
         lengths, texts = [len(text) for text in self._texts], len(self._texts)
         kept = self._kept.get(layer)
@@ -102,13 +102,13 @@ class KeyValueCache:
         else:
             out_PGRv = _beside(sinks_H, (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale), seen, v_PGLv)
         out_PHv = out_PGRv.flatten(1, 2)
-        # Padding, which tensor ranks share too, sees nothing.
+        # Padding rows, added for tensor ranks, attend to nothing.
         padding = len(q_THd) - texts
         return F.pad(out_PHv, (0, 0, 0, 0, 0, padding)) if padding else out_PHv
 
 
 def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: Tensor) -> Tensor:
-    """Return the values that queries see beside a logit of each head whose value is zero."""
+    """Return the output of attention with a sink logit per head, whose value is zero."""
     if seen is not None:
         logits_PGRL.masked_fill_(~seen, -torch.inf)
     sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(*logits_PGRL.shape[1:3], 1)
@@ -119,10 +119,10 @@ def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: T
 
 
 class _Kept:
-    """A layer's keys and values, a column a row of each text; the newest of all stand last."""
+    """Cached keys and values of a layer, right-aligned: texts end in one column."""
 
     def __init__(self, given: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """Keep those of whole texts, which end in one column; before them there are zeros."""
+        """Store keys and values of whole texts, with zeros before shorter ones."""
         columns = self._columns = max(lengths)
         self._parts: list[Tensor] = []
         for x_TGd in given:
@@ -132,13 +132,13 @@ class _Kept:
             self._parts.append(x_PGCd)
 
     def choose(self, texts: list[int]) -> None:
-        """Keep some of the texts, in this order."""
+        """Keep only the texts with these indices, in this order."""
         self._parts = [_chosen(x, texts) for x in self._parts]
 
     def grown(self, given: Sequence[Tensor], window: int | None) -> list[Tensor]:
-        """Add a column, and return those that its rows see, [P, G, L, d]."""
+        """Append a column, and return the columns that its rows attend to, [P, G, L, d]."""
         if self._columns == self._parts[0].shape[2]:
-            # Columns that a window has left behind make room; else there is twice as much.
+            # Drop columns before the window and double the rest.
             columns = min(self._columns, window or self._columns)
             kept = (x[:, :, self._columns - columns :] for x in self._parts)
             self._parts = [F.pad(x_PGLd, (0, 0, 0, columns)) for x_PGLd in kept]
@@ -151,5 +151,5 @@ class _Kept:
 
 
 def _chosen(x: Tensor, texts: list[int]) -> Tensor:
-    """Return what is kept of some texts, in this order."""
+    """Return the entries of the texts with these indices."""
     return x[torch.tensor(texts, device=x.device)]

@@ -1,4 +1,4 @@
-"""The dense SwiGLU feed-forward, of a block, or as a MoE layer's shared expert."""
+"""The dense SwiGLU feed-forward of a block, and the shared expert of an MoE layer."""
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from moefold.layers.linear import Adaptable, Linear
 class SwiGlu(Adaptable):
     """``w_out (silu(w_gate x) * w_up x)``. T rows, D hidden, F width.
 
-    ``gated`` scales the output by a sigmoid of the row (Qwen2's shared expert). Of several
-    ``blocks`` each has an equal share of the features and of the width to itself.
+    ``gated`` scales the output by a learned sigmoid of the row (Qwen2's shared expert). With
+    ``blocks`` both weights are block-diagonal, with equal blocks.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class SwiGlu(Adaptable):
         self._kind, self._blocks = kind, blocks
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return [T, D]."""
+        """Return the output [T, D], under the activation policy of this kind of module."""
         return flow.keeper.run(self._kind, lambda x_TD: self.rows(x_TD, flow), x_TD)
 
     def rows(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return [T, D], by no policy of what is kept."""
+        """Return the output [T, D], without an activation policy."""
         whole = flow.whole
         if self.narrow:
             codes_in, codes_out = (
@@ -52,20 +52,20 @@ class SwiGlu(Adaptable):
         return y_TD if self.gate is None else y_TD * self.share(x_TD, flow)
 
     def share(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return what the gate scales each row's output by [T, 1]."""
+        """Return the gate's factors [T, 1] on the rows' outputs."""
         assert self.gate is not None
         return self.gate(x_TD, flow).sigmoid()
 
 
 class LowRankFfn(SwiGlu):
-    """A feed-forward between a projection to few features and one back, of each rank's own rows."""
+    """A SwiGLU between projections to a latent width and back, which tp does not cut."""
 
     def __init__(self, hidden: int, latent: int, width: int, blocks: int) -> None:
         super().__init__(latent, width, blocks=blocks)
         self.down, self.up = Linear(hidden, latent), Linear(latent, hidden)
 
     def rows(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return [T, D], by no policy of what is kept."""
+        """Return the output [T, D], without an activation policy."""
         return self.up(super().rows(self.down(x_TD, flow), flow), flow)
 
 

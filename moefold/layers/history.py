@@ -1,10 +1,9 @@
-"""Scales of whole matrices by steps before: a history of largest magnitudes for each of a weight's
-operands, by the rule of TransformerEngine's delayed scaling with margin 0.
+"""Delayed scaling: scales of whole matrices from a history of largest magnitudes (amax) for each
+operand of a weight's products, by the rule of TransformerEngine with margin 0.
 
-A step's codes are made by what the history says when it begins, and what they do not reach is the
-largest of the format. What the step saw, a maximum over all of its passes and ranks, enters the
-history with the update; a step that is given up leaves no trace. R roles, M matrices of the whole
-weight, H steps.
+The codes of a step use the scales at its beginning, and larger values saturate. The step's amax, a
+maximum over all passes and ranks, enters the history with the update; an abandoned step changes
+nothing. R roles, M matrices of the whole weight, H steps.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,9 +19,9 @@ ROLES: tuple[Role, ...] = ("rows", "weight", "gradient")
 
 
 class AmaxHistory(nn.Module):
-    """The largest magnitudes of the operands of one weight's products, whole on each rank.
+    """Amax history of the operands of one weight's products, whole on each rank.
 
-    Its buffers are fp32 and state of training, not of the model.
+    Its buffers are fp32, and belong to the training state, not to the model.
     """
 
     past_RMH: Tensor
@@ -31,24 +30,25 @@ class AmaxHistory(nn.Module):
     def __init__(self, matrices: int, steps: int, latest: bool, device: torch.device) -> None:
         super().__init__()
         self._latest, shape = latest, (len(ROLES), matrices, 1 + steps)
-        # First what scales now, 0 for a scale of 1; then those of steps, the last one first.
+        # First the amax that scales now (0: scale 1), then those of past steps, latest first.
         past_RMH = torch.zeros(shape, dtype=torch.float32, device=device)
         self.register_buffer("past_RMH", past_RMH, persistent=False)
         self.register_buffer("seen_RM", past_RMH[..., 0].clone(), persistent=False)
 
     @torch.no_grad()
     def scaling(self, amax: Tensor, role: Role, matrices: Sequence[int], notes: bool) -> Tensor:
-        """Return what matrices are scaled by in place of their own largest magnitudes.
+        """Return the amax to scale by, in place of the present one.
 
         Args:
-            amax: fp32, of the parts that are here, one of each matrix; what is not finite stays.
-            role: what they are to the product.
-            matrices: which of the weight's they belong to.
-            notes: whether the step is to remember them.
+            amax: fp32 largest magnitude of this rank's part of each matrix; non-finite ones are
+                returned as they are.
+            role: operand of the product.
+            matrices: indices of the matrices in the weight.
+            notes: whether to record ``amax`` for the history.
         """
         place, first, end = ROLES.index(role), matrices[0], matrices[0] + len(matrices)
         seen_M, now_M = self.seen_RM[place], self.past_RMH[place, :, 0]
-        if list(matrices) == [*range(first, end)]:  # no index is brought to the device
+        if list(matrices) == [*range(first, end)]:  # no index tensor to copy to the device
             noted_M, now_M = seen_M[first:end], now_M[first:end]
             if notes:
                 torch.maximum(noted_M, amax.flatten(), out=noted_M)
@@ -61,17 +61,17 @@ class AmaxHistory(nn.Module):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Take what the step saw into the history."""
+        """Append the step's amax to the history, and compute the next scales."""
         past_RMH, seen_RM = self.past_RMH, self.seen_RM
         past_RMH[..., 2:] = past_RMH[..., 1:-1].clone()
         past_RMH[..., 1] = torch.where(seen_RM.isfinite(), seen_RM, 0)
         chosen_RM = past_RMH[..., 1 : 2 if self._latest else None].amax(-1)
-        # What no step of the history had any of keeps its scale.
+        # Matrices without a positive amax in the history keep their scale.
         past_RMH[..., 0] = torch.where(chosen_RM > 0, chosen_RM, past_RMH[..., 0])
 
 
 def share_seen(histories: Collection[AmaxHistory], ranks: Group) -> None:
-    """Make what a step saw the maximum over all ranks that have parts of the same layers."""
+    """All-reduce the step's amax by maximum over ranks that share the layers."""
     if ranks.size == 1 or not histories:
         return
     seen = [one.seen_RM for one in histories]

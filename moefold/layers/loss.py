@@ -1,9 +1,9 @@
-"""Head and cross-entropy where tensor ranks share the vocabulary.
+"""Head and cross-entropy with the vocabulary cut over tensor ranks.
 
-T rows here, P rows of the tensor group, C rows of a chunk, D hidden, V vocabulary, v of it here.
+T local rows, P rows of the tensor group, C rows of a chunk, D hidden, V vocabulary, v of it local.
 
-Each rank computes the logits of its share; each row's log-sum-exp over it, and its label's logit
-where that is in it, are all that ranks exchange, so that the logits never exist as a whole.
+Each rank computes the logits of its part of the vocabulary. Ranks exchange only each row's
+log-sum-exp over their part, and the label's logit if it is in it, never the logits.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,16 @@ from moefold.layers.flow import Flow
 def loss_and_gradients(
     x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of the summed loss (unscaled), and ``scale * d loss / d x_TD``.
+    """Return this rank's part of the summed loss (unscaled), and ``scale * d loss / d x_TD``.
 
     The head's gradient, times ``scale``, is added to the master's ``.grad``.
 
     Args:
         x_TD: normed rows of this rank.
-        head: the head's matrix [V, D], this rank's share of its rows.
+        head: this rank's rows of the head's matrix [V, D].
         flow: the pass.
-        scale: factor on the gradients, of all rows or [P] of each of the tensor group's.
-        chunk: rows whose logits exist at once.
+        scale: factor on the gradients, or a factor [P] for each row of the tensor group.
+        chunk: number of rows whose logits exist at once.
     """
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
     how: dict[str, Any] = {"scale": scale, "chunk": chunk}
@@ -47,7 +47,7 @@ def loss_and_gradients(
 
     def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
         total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **how)
-        # Every tensor rank computed the same loss: one of them states it.
+        # All tensor ranks computed the same loss: only one of them reports it.
         return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
 
     return widening(product, x_TD, head, flow.n_valid)
@@ -59,9 +59,9 @@ def widening(
     head: Operand,
     n_valid: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a loss and its gradient by the rows, of a head with its adapter if it has one.
+    """Return a loss and its gradient with respect to rows, for a head with or without an adapter.
 
-    The gradient of the adapter's A is added to its master's.
+    The gradient of the adapter's A is added to its master's ``.grad``.
     """
     if head.low_rank is None:
         return product(x_TD, head)
@@ -75,7 +75,7 @@ def widening(
 
 
 def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
-    """Return rows and head side by side with those of the head's adapter: one product of both."""
+    """Return rows and head, each concatenated with the adapter's, so that one product has both."""
     low = head.low_rank
     assert low is not None
     inner_TR = (low.dropped(x_TD) @ low.a.value.t()).mul_(low.scale)
@@ -84,20 +84,20 @@ def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
 
 
 def _share(head: Operand, ranks: Group) -> dict[str, Any]:
-    """Return which share of the vocabulary is here, and how statistics of all are brought
-    together."""
+    """Return arguments of ``chunked``: this rank's first token id, and how to combine ranks'
+    statistics."""
     return {"first": ranks.index * len(head.value), "combine": partial(_combined, ranks=ranks)}
 
 
 def _combined(stats_2C: Tensor, ranks: Group) -> Tensor:
-    """Return log-sum-exp and label's logit [2, C] of rows from those of each share."""
+    """Return log-sum-exp and label logit [2, C] over the vocabulary from those of each rank."""
     normaliser_RC, picked_RC = gather(stats_2C, ranks).unbind(1)
     return torch.stack([normaliser_RC.logsumexp(0), picked_RC.sum(0)])
 
 
 @torch.no_grad()
 def summed_loss(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
-    """Return this rank's share of the summed cross-entropy, without gradients."""
+    """Return this rank's part of the summed cross-entropy, without gradients."""
     total = label_losses(x_TD, head, flow, chunk=chunk).sum()
     return total if flow.world.group("tp").index == 0 else torch.zeros_like(total)
 
@@ -106,7 +106,7 @@ def summed_loss(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tenso
 def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
     """Return the cross-entropy [P] of the tensor group's rows, on each of its ranks.
 
-    It is 0 where a row has no label.
+    Rows without a label have 0.
     """
     if head.low_rank is not None:
         x_TD, head = widened(x_TD, head)

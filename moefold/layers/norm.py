@@ -1,4 +1,4 @@
-"""RMSNorm as a layer. T rows, D width."""
+"""RMSNorm and its variants as layers. T rows, D width."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ class RmsNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dim."""
 
     adds = True
-    """Whether an own kernel adds rows and norms the sum in one."""
+    """Whether an own kernel computes the sum of rows and its norm at once."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class RmsNorm(nn.Module):
         self.epsilon = epsilon
 
     def scale(self, flow: Flow) -> Operand:
-        """Return what normed rows are multiplied by."""
+        """Return the factors on normed rows as an operand."""
         return flow.operand(self.weight, self.weight.dtype)
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
@@ -45,7 +45,7 @@ class RmsNorm(nn.Module):
 
     def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return ``x + more``, the residual rows, and their norm."""
-        # What makes normed rows again starts from the sum, which is kept where they are dropped.
+        # Recompute of the norm starts from the sum, which is then saved as its input.
         if "norms" in flow.keeper.kinds or not (self.adds and fused(x)):
             total = x + more
             return total, self(total, flow)
@@ -59,29 +59,29 @@ class RmsNorm(nn.Module):
         """Return normed heads, rotated by their rows' angles."""
         if not fused(x_THd):
             return rotate(self(x_THd, flow), *angles, layout)
-        # Nothing keeps a normed head that is not turned, so recompute has nothing to drop.
+        # Normed heads that are not rotated are never saved, so that recompute drops nothing.
         weight, how = self.scale(flow), {"n_valid": flow.n_valid, "sink": flow.sink}
         with flow.keeper.scope("norms", x_THd):
             return norm_and_turn(x_THd, weight, self.epsilon, *angles, layout, **how)
 
 
 class LayerNorm(RmsNorm):
-    """RMSNorm of rows less their mean; keeps those in place of the rows."""
+    """LayerNorm without bias: RMSNorm of rows minus their mean, which are what it saves."""
 
     adds = False
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows."""
-        # In 16 bits a mean is off by a share of itself, which may be much of what is left.
+        # A 16-bit mean has a relative error that may be large against the differences.
         mean = x.mean(-1, keepdim=True, dtype=wide_dtype(x))
         return super().forward((x - mean).to(x.dtype), flow)
 
 
 class ZeroCentredNorm(RmsNorm):
-    """RMSNorm whose factors are one more than its weight, which decay then draws to one."""
+    """RMSNorm with factors ``1 + weight``, which weight decay pulls towards one."""
 
     def scale(self, flow: Flow) -> Operand:
-        """Return one more than the weight."""
+        """Return ``1 + weight``."""
         weight = super().scale(flow)
         return replace(weight, value=weight.value + 1)
 
@@ -91,11 +91,11 @@ NORMS: Mapping[str, type[RmsNorm]] = {
     "layer": LayerNorm,
     "zero_centred": ZeroCentredNorm,
 }
-"""Norms of rows by kind."""
+"""Norms of residual rows by kind (``Decoder.norm``)."""
 
 
 class RmsNormAcross(RmsNorm):
-    """RMSNorm over a width that tensor ranks share: the mean square is the whole row's."""
+    """RMSNorm over a width that tp cuts: the mean square is of the whole row."""
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return this rank's part [T, D / tp] of the normed rows."""
@@ -128,7 +128,7 @@ class UnitNorm(nn.Module):
 
 
 class _Unit(Function):
-    """Keeps rows and one number of each, as RMSNorm does."""
+    """Saves the rows and one number per row, as RMSNorm does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
@@ -146,7 +146,7 @@ class _Unit(Function):
 
 
 class _Scaled(Function):
-    """Rows times a factor each, and columns times a weight: only what comes in is kept."""
+    """``x_TD * scale_T1 * weight_D``, for which only the inputs are saved."""
 
     @staticmethod
     def forward(

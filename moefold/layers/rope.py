@@ -1,4 +1,4 @@
-"""Rotary angles: plain frequencies, or stretched: by YaRN (arXiv 2309.00071), or in bands."""
+"""Rotary angles with plain frequencies, or scaled by YaRN (arXiv 2309.00071) or by bands."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Angles(NamedTuple):
     def of(cls, positions_T: Tensor, rope: Rope, dim: int, dtype: torch.dtype) -> "Angles":
         """Compute the angles of rows at ``positions_T`` for ``dim`` rotary dims.
 
-        Angles are fp32 whatever the compute dtype, as in every published model.
+        Angles are computed in fp32 for any compute dtype, as in every published model.
         """
         on = positions_T.device
         made = _on_device if on.type == "cuda" else _made
@@ -36,8 +36,8 @@ def _made(rope: Rope, dim: int, device: torch.device) -> Tensor:
 
 
 _on_device: Callable[[Rope, int, torch.device], Tensor] = lru_cache(maxsize=64)(_made)  # type: ignore[assignment]
-"""Copied to a GPU once: the host would wait for each copy, and no graph makes one. Records hash,
-which their types do not say."""
+"""Cached, as the host waits for a copy to a GPU, and CUDA graphs cannot capture one. Records are
+hashable, though their types do not say so."""
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
@@ -59,7 +59,7 @@ def _banded(plain: Tensor, bands: Bands) -> Tensor:
 def _stretched(period: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
     """Interpolate slow dims by ``factor``, leave fast dims, blend between the two boundaries.
 
-    Rounded where transformers rounds: the bits are its own.
+    Operations are rounded as in transformers, so that results are bitwise equal.
     """
 
     def dim_of(turns: float) -> float:

@@ -1,8 +1,8 @@
-"""Bytes of codes that training holds where products read few bits; without torch.
+"""Bytes of codes and scales that training holds for quantised products; without torch.
 
-What backward keeps of a product's rows are codes along the rows with their scales, once for all
-weights that read them (``moefold/kernels/scaled``). What something else reads too stays wide beside
-them. A weight's codes lie along both of its dims, in one copy where blocks are as wide as long.
+For backward a quantised product saves codes along its rows, with scales, once for all weights that
+read the rows (``moefold/kernels/scaled``). Rows with other consumers are saved wide as well. A
+weight has codes along both of its dims, in a single copy if blocks are square.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,30 +28,30 @@ from moefold.spec.layer import (
 from moefold.spec.quantised import narrow_weights
 
 SCALE = {"fp8_tensor": 0, "fp8_block": 4, "mxfp8": 1, "nvfp4": 1}
-"""Bytes of a block's scale."""
+"""Bytes of the scale of a block."""
 MATRIX_SCALE = {"fp8_tensor": 4, "nvfp4": 4}
-"""Bytes of the scale of a whole matrix, of kinds that have one."""
+"""Bytes of the scale of a whole matrix, for kinds that have one."""
 CHECKPOINTED = ("ffn", "shared", "experts")
-"""Modules whose recompute runs their products again."""
+"""Modules whose recompute reruns their products."""
 
 
 class CodedBlock(Block):
-    """A block some of whose products read codes."""
+    """A block with quantised products."""
 
     codes: Quantise
     narrow: tuple[str, ...] = ()
-    """Weights that are read as codes, by their names within the block."""
+    """Names, within the block, of the weights of quantised products."""
 
 
 @dataclass(frozen=True)
 class CodedWeight(Weight):
-    """A weight that products read as codes."""
+    """A weight of quantised products."""
 
     codes: Quantise = field(kw_only=True)
 
 
 def coded(decoder: Decoder, recipe: str) -> Decoder:
-    """Return a decoder whose products run in a recipe: its own record of that kind, or another."""
+    """Return a decoder quantised by a recipe: its own record, if of this kind, or the default."""
     own = getattr(decoder.quantise, "kind", None)
     if own == (recipe if recipe in SCALE else None):
         return decoder
@@ -60,7 +60,7 @@ def coded(decoder: Decoder, recipe: str) -> Decoder:
 
 
 def coded_blocks(decoder: Decoder) -> tuple[Block, ...]:
-    """Return the blocks of a decoder, those whose products read codes as such."""
+    """Return the blocks of a decoder, those with quantised products as :class:`CodedBlock`."""
     record, blocks, found = decoder.quantise, decoder.blocks, list[Block]()
     if not isinstance(record, Quantise):
         return blocks
@@ -75,7 +75,7 @@ def coded_blocks(decoder: Decoder) -> tuple[Block, ...]:
 
 
 def with_codes(weights: tuple[Weight, ...], block: Block, at: str) -> tuple[Weight, ...]:
-    """Return weights of a block, whose names begin with ``at``, with what they are read in."""
+    """Return a block's weights, quantised ones as :class:`CodedWeight`; ``at``: name prefix."""
     if not isinstance(block, CodedBlock):
         return weights
     narrow, record = {at + name for name in block.narrow}, block.codes
@@ -83,18 +83,18 @@ def with_codes(weights: tuple[Weight, ...], block: Block, at: str) -> tuple[Weig
 
 
 class WeightProduct(NamedTuple):
-    """What the product of a weight reads and gives on a rank."""
+    """Shape of the product of rows and a weight on one rank."""
 
     weight: Weight
     rows: int
     runs: int
-    """Runs that the rows come in, all as long."""
+    """Number of equal runs of rows with scales of their own."""
     outputs: float
     inputs: float
 
 
 def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
-    """Return the products of a block with the names of their weights, which some read twice."""
+    """Return the products of a block, each with its weight's name, which may occur twice."""
     found = list[tuple[str, WeightProduct]]()
     for half, spec in halves(block):
         for _, matmul, weights in spec.products(shape.hidden):
@@ -109,7 +109,7 @@ def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
 
 
 def rows_of(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
-    """Return the rows that an operation reads on a rank."""
+    """Return the number of rows that an operation reads on a rank."""
     if kind == "routed":
         assert spec.routing is not None
         return shape.received(spec.routing)
@@ -117,7 +117,7 @@ def rows_of(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
 
 
 def _runs(spec: LayerSpec, shape: Shape, record: Quantise) -> int:
-    """Return how many runs experts' rows come in: of each expert, and of each micro-batch."""
+    """Return the number of runs of experts' rows: one for each expert and micro-batch."""
     assert spec.routing is not None
     together = shape.ep * shape.etp // (shape.tp * shape.cp)
     micro_batches = max(together, 1) if record.by_run else 1
@@ -125,7 +125,7 @@ def _runs(spec: LayerSpec, shape: Shape, record: Quantise) -> int:
 
 
 def code_bytes(record: Quantise, features: float, rows: int, runs: int) -> int:
-    """Return the bytes of codes along rows [features, rows], and of their scales."""
+    """Return the bytes of codes along rows [features, rows], with their scales."""
     length = record.block or record.length
     each = MATRIX_SCALE.get(record.kind, 0)
     if record.length is None or length is None:
@@ -136,7 +136,7 @@ def code_bytes(record: Quantise, features: float, rows: int, runs: int) -> int:
 
 
 def gradient_bytes(block: Block, name: str, product: WeightProduct, shape: Shape) -> float:
-    """Return the bytes of the gradient of what a product gives, as that of its weight reads it."""
+    """Return the bytes of a product's output gradient, as the weight gradient reads it."""
     rows, outputs = product.rows, product.outputs
     if isinstance(block, CodedBlock) and name in block.narrow and block.codes.wgrad == "narrow":
         return code_bytes(block.codes, outputs, rows, product.runs)
@@ -144,9 +144,9 @@ def gradient_bytes(block: Block, name: str, product: WeightProduct, shape: Shape
 
 
 def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: float) -> float:
-    """Return the bytes of the codes of a rank's matrices for either dim, with their scales.
+    """Return the bytes of codes of a rank's matrices along both dims, with their scales.
 
-    Where steps before scale, the largest number of each stays beside them for every step.
+    Delayed scaling also stores the largest magnitude of each matrix.
     """
     length, each = record.block or record.length, MATRIX_SCALE.get(record.kind, 0)
     if record.length is None or length is None:
@@ -160,16 +160,16 @@ def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: floa
 
 
 def history_bytes(weight: CodedWeight) -> int:
-    """Return the bytes of what scales a weight's operands by steps before, whole on each rank."""
+    """Return the bytes of the amax history of delayed scaling, which each rank holds whole."""
     record = weight.codes
     if not isinstance(record, Fp8Tensor) or record.scaling == "current":
         return 0
-    # What scales now, the history, and what the present step has seen.
+    # The current scale, the history, and the maximum of the present step.
     return 3 * (weight.shape[0] if weight.expert else 1) * (record.history + 2) * STATISTIC
 
 
 def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
-    """Yield what a block saves for backward: codes in place of rows where products read those."""
+    """Yield what a block saves for backward, with codes in place of rows of quantised products."""
     parts = list(block_saved(block, shape))
     if not isinstance(block, CodedBlock):
         yield from parts
@@ -178,7 +178,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     first, sent = "moe.experts.w_in", shape.ep * shape.etp > 1
     if record.by_run and sent and first in block.narrow:
         yield Saved("experts.order", known[first].rows * INDEX, module="moe")
-    # What recompute of gathered rows starts from, where nobody keeps these.
+    # Inputs for recomputing gathered rows that nothing saves.
     gone = {
         part.name.replace(".gathered", "_norm.output")
         for part in parts
@@ -195,10 +195,10 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
         if part.name == f"{part.module}.hidden":
             yield _hidden(part, block, known)
             continue
-        if narrow and part.name == "offsets":  # no rows: it says where those of an expert end
+        if narrow and part.name == "offsets":  # ends of experts, not rows
             continue
         if not narrow or record.wgrad == "wide":
-            # Wide products keep their activation too, whose codes are made in forward alone.
+            # Wide weight gradients also save the activation, which only forward quantises.
             yield replace(part, kept=True) if narrow else part
             continue
         others = tuple(name for name in part.operand if name not in block.narrow)
@@ -211,15 +211,15 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
 
 @dataclass(frozen=True)
 class _Copied(Saved):
-    """Rows whose copies are made again, which nothing keeps but where experts are made again."""
+    """Rows from which discarded copies are recomputed, saved only if experts are recomputed."""
 
     def stays(self, recompute: Modules) -> bool:
-        """Return whether they are kept under a recompute policy."""
+        """Return whether the rows are saved under a recompute policy."""
         return "experts" in recompute and super().stays(recompute)
 
 
 def _hidden(part: Saved, block: CodedBlock, known: Mapping[str, WeightProduct]) -> Saved:
-    """Return a pre-activation as backward reads it."""
+    """Return a pre-activation as it is saved: wide, or as codes with scales."""
     path = {"experts": "moe.experts.w_in", "shared": "moe.shared.w_in"}.get(part.module, "ffn.w_in")
     length = block.codes.hidden_block
     if not length or path not in block.narrow:
@@ -230,7 +230,7 @@ def _hidden(part: Saved, block: CodedBlock, known: Mapping[str, WeightProduct]) 
 
 
 def _codes(name: str, weights: list[str], product: WeightProduct, record: Quantise) -> Saved:
-    """Return the codes of the rows that weights read."""
+    """Return the saved codes of the rows that ``weights`` read."""
     size = code_bytes(record, product.inputs, product.rows, product.runs)
     path = weights[0].split(".")
     module = next((one for one in CHECKPOINTED if one in path), path[0])

@@ -1,5 +1,5 @@
-"""What follows for a whole decoder from the descriptions of its layers: parameters, legal sizes,
-and which weights the logits of attention can be clipped by."""
+"""Properties of a whole decoder that follow from the descriptions of its layers: parameters, legal
+sizes, saved tensors, and the weights that QK-clip scales."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,32 +23,32 @@ from moefold.spec.layer import (
 )
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""Endings of the names of an adapter's weights, after that of the weight it belongs to."""
+"""Suffixes of the names of an adapter's A and B, after the name of the adapted weight."""
 
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What legality reads of a model."""
+    """Facts about a model that decide which layouts are legal."""
 
     needs: tuple[Units, ...]
-    """What the axes of a layout share, each once: an axis divides their number."""
+    """Distinct units that the axes of a layout must divide."""
     mixtures: tuple[bool, ...]
-    """For each layer, whether it has experts; those of further tokens are not among them."""
+    """For each layer, without those of multi-token prediction, whether it has experts."""
     specs: tuple[LayerSpec, ...] = ()
-    """The different layers that are described."""
+    """Distinct descriptions of layers."""
     outside: bool = False
-    """Whether there are layers from outside that describe nothing."""
+    """Whether there are plug-in layers without a description."""
     multi_token: int = 0
     """Number of layers of multi-token prediction."""
 
     @property
     def modules(self) -> frozenset[str]:
-        """The kinds of module of which layers save something for backward."""
+        """Kinds of module that save tensors for backward."""
         one = Shape(hidden=1, rows=1)
         return frozenset({"block", *(part.module for s in self.specs for part in s.saved(one))})
 
     def made_again(self, tp: int) -> frozenset[str]:
-        """The kinds of module whose recompute drops something that layers save, cut over tp."""
+        """Kinds of module whose recompute frees saved tensors, given the size of tp."""
         shape = Shape(hidden=1, rows=1, tp=tp)
         return frozenset(
             kind for s in self.specs for part in s.saved(shape) for kind in part.dropped
@@ -61,12 +61,12 @@ class ModelNeeds:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The different numbers of heads and of key-value heads that layers have."""
+        """Distinct numbers of heads and key-value heads of the layers."""
         return tuple(dict.fromkeys(need.number for need in self.needs if need.heads))
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """The different numbers of experts that layers have, as their needs state them."""
+        """Distinct numbers of experts of the layers."""
         stated = tuple(need.number for need in self.needs if need.axis == "ep")
         return stated if any(self.mixtures) else ()
 
@@ -74,9 +74,9 @@ class ModelNeeds:
 def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     """Return the rules of legal layouts for a decoder.
 
-    A sequence of ``seq`` tokens, where that is known, is cut into ``2 * cp`` pieces, of which a
-    rank takes one from either end, so that each has the same work under a causal mask. A kind of
-    layer from outside without a description asks nothing.
+    A sequence of ``seq`` tokens, if known, is cut into ``2 * cp`` pieces, of which a rank takes one
+    from either end, so that all have equal work under a causal mask. A plug-in layer without a
+    description has no rules.
     """
     found = [Units("tp", decoder.vocab, "the vocabulary")]
     if seq is not None:
@@ -104,17 +104,17 @@ def has_routing(record: Record) -> bool:
 
 
 def embedding(decoder: Decoder) -> Weight:
-    """Return the matrix of tokens, which is the head too where they are tied."""
+    """Return the description of the embedding matrix, which is also the head's if tied."""
     return replace(_table(decoder, "embed.weight"), product=decoder.tied, looked_up=True)
 
 
 def head(decoder: Decoder) -> Weight:
-    """Return the matrix of the head where it is not the embedding's."""
+    """Return the description of the head's matrix of a decoder that is not tied."""
     return _table(decoder, "head.weight")
 
 
 def last_norm(decoder: Decoder) -> Weight:
-    """Return the weight of the norm before the head."""
+    """Return the description of the norm before the head."""
     weight = norm("norm.weight", decoder.hidden, start="norm")
     return replace(weight, frozen=weight.name in decoder.frozen)
 
@@ -125,10 +125,10 @@ def _table(decoder: Decoder, name: str) -> Weight:
 
 
 def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
-    """Return every parameter of a model once, by its global name and in its order.
+    """Return descriptions of all parameters of a model, with global names, in the model's order.
 
     Raises:
-        ValueError: where a layer from outside describes nothing.
+        ValueError: if a plug-in layer has no description.
     """
     for block in decoder.blocks:
         for record in (block.attention, block.ffn):
@@ -137,7 +137,7 @@ def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
 
 
 def known_weights(decoder: Decoder) -> Iterator[Weight]:
-    """Yield the parameters of a model without those of layers that describe nothing."""
+    """Yield descriptions of a model's parameters, leaving out layers without a description."""
     yield embedding(decoder)
     for number, block in enumerate(decoder.blocks):
         yield from block_weights(block, decoder.hidden, number)
@@ -147,10 +147,10 @@ def known_weights(decoder: Decoder) -> Iterator[Weight]:
 
 
 def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
-    """Yield the halves of a block that are there, each with the name of its norm's half.
+    """Yield the halves that a block has, each with its name, ``attention`` or ``ffn``.
 
     Raises:
-        ValueError: where a layer from outside describes nothing.
+        ValueError: if a plug-in layer has no description.
     """
     for name, record in (("attention", block.attention), ("ffn", block.ffn)):
         spec = described(record)
@@ -159,11 +159,11 @@ def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
 
 
 def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
-    """Yield the parameters of one block, the norms of a half first; a half that is not there has
-    none, and one that describes nothing is left out.
+    """Yield descriptions of the parameters of one block, the norms of a half first.
 
-    A block of a further token joins two inputs besides (arXiv 2412.19437, section 2.2), on each
-    tensor rank its own rows.
+    Absent halves and those without a description have none. A block of multi-token prediction also
+    has the matrix that joins its two inputs (arXiv 2412.19437, section 2.2), not cut by tp, and its
+    norms.
     """
     found = list[Weight]()
     for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
@@ -181,19 +181,19 @@ def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
 
 
 def norms_of(block: Block, half: str) -> tuple[str, ...]:
-    """Return the names of the norms of ``attention`` or ``ffn``."""
+    """Return the names of the norms of half ``attention`` or ``ffn``."""
     there = zip((f"{half}_norm", f"{half}_out_norm"), block.normed(half), strict=True)
     return tuple(name for name, present in there if present)
 
 
 def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
-    """Yield what a block saves for backward: its input and what its halves list, as norms stand.
+    """Yield what a block saves for backward: its input and what its halves state.
 
-    Kinds of layer list what each half saves with a norm before it. Without one its products read
-    the residual rows, which are kept; halves that share a norm keep its output once. A norm after
-    a half keeps that half's output.
+    Layers state what a half saves with a norm before it. Without that norm, products read the saved
+    residual rows; halves that share a norm save its output once. A norm after a half saves the
+    half's output.
     """
-    if block.multi_token is not None:  # which is one part in every schedule
+    if block.multi_token is not None:  # schedules never split such a block
         shape = replace(shape, apart=False)
     kinds = (("attention", block.attention), ("ffn", block.ffn))
     parts = {name: tuple(_by_block(described(one), name, shape)) for name, one in kinds}
@@ -220,7 +220,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             yield Saved(f"{name}_out_norm.statistic", statistic, module="norms")
     if block.multi_token is None:
         return
-    # Rows that are not normed are kept by the norm that follows them.
+    # Residual rows are saved by the last norm, which reads them too.
     if block.multi_token.reads == "normed":
         yield Saved("rows", shape.row, NORMS, saved=False)
     yield Saved("embedded", shape.row)
@@ -230,7 +230,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
 
 
 def _by_block(spec: LayerSpec, half: str, shape: Shape) -> Iterator[Saved]:
-    """Yield what a half saves, with the names that weights have in the block."""
+    """Yield what a half saves, with names of weights relative to the block."""
     for part in spec.saved(shape):
         names = tuple(f"{spec.prefix or half}.{name}" for name in part.operand)
         yield replace(part, operand=names) if names else part
@@ -240,7 +240,7 @@ _OUTPUTS = ("attention_norm.output", "ffn_norm.output")
 
 
 def with_adapters(weights: Iterable[Weight], adapters: Sequence[LowRank]) -> Iterator[Weight]:
-    """Yield weights, each followed by the two of its adapter where it has one."""
+    """Yield weights, each followed by A and B of its adapter, if it has one."""
     ranks = {adapter.weight: adapter.rank for adapter in adapters}
     for weight in weights:
         yield weight
@@ -249,14 +249,14 @@ def with_adapters(weights: Iterable[Weight], adapters: Sequence[LowRank]) -> Ite
 
 
 def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return A and B of a weight's adapter, for ``[..., out, in]`` ``[..., rank, in]`` and
-    ``[..., out, rank]``.
+    """Return A ``[..., rank, in]`` and B ``[..., out, rank]`` of the adapter of a weight
+    ``[..., out, in]``.
 
-    Whatever cuts the inputs cuts A, whatever cuts the outputs cuts B, and experts have their own.
-    A product is linear, so that ranks need no exchange for either: what is whole has a share of
-    its gradient on each of them. Gate and up of an expert share A, as PEFT has it; those of other
-    feed-forwards have one each. A starts with the spread that PEFT gives it and B at zero, so that
-    an adapter adds nothing at first.
+    An axis that cuts the inputs cuts A, one that cuts the outputs cuts B, and each expert has its
+    own. As products are linear, ranks need no communication for them: the one that is whole has a
+    partial gradient on each rank. Gate and up of an expert share A, as in PEFT; those of other
+    feed-forwards have one each. A starts with PEFT's std and B at zero, so that an adapter
+    initially adds nothing.
     """
     lead, last = weight.shape[: 1 if weight.expert else -2], len(weight.shape) - 1
     kept = tuple((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
@@ -271,7 +271,7 @@ def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 
 
 def rows_of_heads(decoder: Decoder) -> dict[str, int]:
-    """Return the number of heads of each weight that tensor ranks cut by its heads' rows."""
+    """Return the number of heads of each weight that tp cuts along dim 0 by heads."""
     found = dict[str, int]()
     for weight in known_weights(decoder):
         by_rows = [units for dim, units in weight.cuts if dim == 0 and units.heads]
@@ -280,7 +280,7 @@ def rows_of_heads(decoder: Decoder) -> dict[str, int]:
 
 
 def clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
-    """Yield why the logits of a decoder do not follow weights that are trained."""
+    """Yield why QK-clip cannot bound a decoder's logits: norms, or weights that are not trained."""
     for number, block in enumerate(decoder.blocks):
         spec = block.attention
         if not isinstance(spec, LayerSpec):
@@ -300,7 +300,7 @@ def clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
 
 
 def with_multi_token(decoder: Decoder, losses: Sequence[MultiToken]) -> Decoder:
-    """Return a decoder whose last layer is there once more for each further token."""
+    """Return a decoder with a copy of its last layer appended for each multi-token loss."""
     main = decoder.blocks[: decoder.layers]
     more = (main[-1].model_copy(update={"multi_token": one}) for one in losses)
     return decoder.model_copy(update={"stacks": patterns((*main, *more))})

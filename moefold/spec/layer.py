@@ -1,11 +1,11 @@
-"""What a layer is, without torch: its weights, its operations, and what it saves for backward.
+"""Descriptions of layers without torch: weights, operations, and tensors saved for backward.
 
-Each kind of layer is a record (:class:`LayerSpec`) that answers three questions, once. Everyone who
-does not run it derives from the answers: which layouts are legal, how parameters are cut, counts
-and FLOPs, planned memory and time, and the small models of ``verify``.
+Each kind of layer is a record (:class:`LayerSpec`) that states these three once. All code that does
+not run the layer derives from them: legal layouts, cuts of parameters, counts and FLOPs, planned
+memory and time, and the small models of ``verify``.
 
-T rows of a rank between sub-layers, P rows that its tensor group holds together, R rows after
-dispatch, D hidden features.
+T rows of a rank between sub-layers, P rows of its tensor group, R rows after dispatch, D hidden
+features.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ from moefold.mesh.config import Sizes
 
 Axis = Literal["tp", "cp", "ep", "etp"]
 Rows = Literal["own", "group", "routed"]
-"""Rows that an operation reads: T of this rank, P of its tensor group, or R after dispatch."""
+"""Rows that an operation reads: T of the rank, P of its tensor group, or R after dispatch."""
 Module = Literal[
     "block",
     "norms",
@@ -34,14 +34,14 @@ Module = Literal[
     "moe",
     "moe_act",
 ]
-"""What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
-``moe_act`` the experts' activation alone; the rest are those of ``layers.config.Kind``."""
+"""Kinds of module that can be recomputed or offloaded. ``block`` is a whole block, ``moe`` router
+to combine, ``moe_act`` the experts' activation; the others are those of ``layers.config.Kind``."""
 Modules = frozenset[Module]
 Start = Literal["normal", "output", "zeros", "ones", "norm"] | float | Callable[[float], float]
-"""Values of a parameter before the first step: ``normal``, with the decoder's spread; ``output``,
-with that spread over the root of twice the layers, for what ends in a block's rows (GPT-2);
-``norm``, a factor of one as the decoder's norms have it; normal with a spread of its own; or a
-function of how far along the first dim an element stands, between 0 and 1."""
+"""Initial values of a parameter: ``normal``, with std ``init_std``; ``output``, with ``init_std *
+init_out_scale``, for weights that write to the residual (GPT-2); ``norm``, so that the decoder's
+norms multiply by 1; a float, normal with that std; or a function of the relative position along dim
+0, between 0 and 1."""
 NOTHING: Modules = frozenset()
 NORMS: Modules = frozenset(("norms",))
 CORE: Modules = frozenset(("attention",))
@@ -50,25 +50,25 @@ COPIES: Modules = frozenset(("permute",))
 GATHER: Modules = frozenset(("gather",))
 
 STATISTIC = 4
-"""Bytes of a statistic, score or weight of routing: fp32 whatever the compute dtype."""
+"""Bytes of a statistic, router score or routing weight: fp32 for any compute dtype."""
 INDEX = 8
-"""Bytes of an expert's id, of a row's place and of a token's."""
+"""Bytes of an int64 expert id or index of a row or token."""
 RING = Ring()
 SMALL_WIDTH, SMALL_HEAD = 16, 4
-"""Width of a feed-forward and dims of a head in the small models that ``verify`` computes."""
+"""Width of a feed-forward and dims of a head in the small models of ``verify``."""
 
 
 class Units(NamedTuple):
-    """What the ranks of an axis share: whole heads, columns of a width, experts."""
+    """Units that the ranks of an axis divide among them: heads, columns of a width, experts."""
 
     axis: Axis
     number: int
     name: str
-    """In words, for the rule that the axis divides their number."""
+    """Name of the units in the rule that the axis divides their number."""
     heads: bool = False
-    """Whether context ranks may share them further."""
+    """Whether context ranks may divide them further."""
     said: str = ""
-    """The rule in other words, where those say more."""
+    """Text of the rule in place of the default one."""
 
     @property
     def rule(self) -> str:
@@ -76,57 +76,56 @@ class Units(NamedTuple):
         return self.said or f"{self.axis} divides {self.name} ({self.number})"
 
     def fraction(self, ranks: int) -> float:
-        """Return the fraction that one rank computes; no rank computes less than one unit."""
+        """Return the fraction of the units that one rank computes, at least one unit."""
         return max(self.number, ranks) / (self.number * ranks)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of a layer, named within it."""
+    """Description of one parameter of a layer, by its name in the layer."""
 
     name: str
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, Units], ...] = ()
-    """Dims that an axis cuts, each with the units that a rank gets whole."""
+    """Dims that an axis cuts, each with the units of which a rank gets whole ones."""
     counted: str = "attention"
-    """What counts list it under: attention, norms, ffn, experts, router or shared."""
+    """Category in parameter counts: attention, norms, ffn, experts, router or shared."""
     product: bool = True
-    """Whether products read it in the compute dtype; others read the master itself."""
+    """Whether products read it in the compute dtype; otherwise layers read the master."""
     looked_up: bool = False
-    """Whether rows are read from it in the master's dtype, whatever products read."""
+    """Whether rows are also looked up in it, in the master's dtype."""
     latent: bool = False
-    """Whether it is the norm of a latent, which counts of FLOPs take for one product."""
+    """Whether it is the norm of a latent, which FLOP counts treat as one product."""
     frozen: bool = False
-    """Whether it is not trained: then it exists in the format that it is read in alone."""
+    """Whether it is not trained: it then exists only in the format that it is read in."""
     stacked: bool = False
-    """Whether matrices of several outputs are read in one product: it has no adapter and stays
-    wide."""
+    """Whether it stacks matrices of several outputs that one product reads: such a weight has no
+    adapter and is not quantised."""
     summed: bool = False
-    """Whether its gradient is a sum over rows, which is made at once and waits as such, though it
-    is no vector."""
+    """Whether its gradient is a sum over rows, which is computed at once and never deferred,
+    though it is no vector."""
     start: Start | None = None
-    """Values before the first step; None is ``zeros`` for a vector, ``output`` for what is added
-    to a block's rows, and ``normal`` for other matrices."""
+    """Initial values; None is ``zeros`` for a vector, ``output`` if ``added``, else ``normal``."""
     added: bool = False
-    """Whether a block adds what its product gives to its rows, unscaled."""
+    """Whether the output of its product is added to the residual, unscaled."""
 
     @property
     def begins(self) -> Start:
-        """``start``, or what it is by default."""
+        """``start``, or its default."""
         usual: Start = "output" if self.added else "normal"
         return self.start or ("zeros" if len(self.shape) == 1 else usual)
 
     @property
     def narrow(self) -> bool:
-        """Whether all that is read of it is in the compute dtype, so that a frozen one is too.
+        """Whether the compute dtype is enough for all reads, and thus for a frozen weight.
 
-        Rows that are looked up are rounded to it once they are found.
+        Rows that are looked up are rounded to the compute dtype afterwards.
         """
         return self.product or self.looked_up
 
     @property
     def master(self) -> bool:
-        """Whether it is a matrix that is read as the master is; vectors are so anyway."""
+        """Whether it is a matrix that is read in the master's dtype, as all vectors are."""
         return self.looked_up or (not self.product and len(self.shape) > 1)
 
     @property
@@ -136,20 +135,20 @@ class Weight:
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to routed experts, which ep shares."""
+        """Whether it belongs to routed experts, which ep cuts."""
         return any(units.axis == "ep" for _, units in self.cuts)
 
     def dim(self, axis: Axis) -> int | None:
-        """Return the dim that an axis cuts; None where it leaves the weight whole."""
+        """Return the dim that an axis cuts; None if it cuts none."""
         return next((dim for dim, units in self.cuts if units.axis == axis), None)
 
     def part(self, tp: int, ep: int, etp: int) -> float:
-        """Return the elements that one rank holds before data ranks share them."""
+        """Return the number of elements on one rank, before sharding over data ranks."""
         sizes = {"tp": tp, "ep": ep, "etp": etp}
         return self.elements / prod(sizes[units.axis] for _, units in self.cuts)
 
     def matrix(self, tp: int, ep: int, etp: int) -> tuple[float, float, float]:
-        """Return outputs and inputs of its product on one rank, and how many such it has."""
+        """Return outputs, inputs and number of the weight's matrices on one rank."""
         sizes, local = {"tp": tp, "ep": ep, "etp": etp}, [float(size) for size in self.shape]
         for dim, units in self.cuts:
             local[dim] *= units.fraction(sizes[units.axis])
@@ -164,34 +163,34 @@ def norm(
     latent: bool = False,
     start: Start = "ones",
 ) -> Weight:
-    """Return the weight of an RMSNorm, cut where its features are."""
+    """Return the weight of an RMSNorm, cut by ``units`` if given."""
     cuts = () if units is None else ((0, units),)
     return Weight(name, (width,), cuts, "norms", product=False, latent=latent, start=start)
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix product, or a grouped one: rows times the outputs of one or several weights."""
+    """A matrix product, or grouped product, of rows with one or several weights."""
 
     weights: tuple[str, ...]
-    """Read in one product, their outputs side by side."""
+    """Names of weights that one product reads, with their outputs concatenated."""
     rows: Rows = "group"
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal softmax attention: one row per token, documents apart."""
+    """Causal softmax attention within documents, one row per token."""
 
     heads: int
     kv_heads: int
     qk_dim: int
     v_dim: int
     window: int | None = None
-    """Tokens that a row sees, itself among them; None is all before it."""
+    """Number of tokens that a row attends to, including itself; None is no limit."""
     head_norms: bool = False
-    """Whether queries and keys pass norms of their own."""
+    """Whether queries and keys are normed."""
     chunk: int | None = None
-    """Tokens among which a row sees those before it; None is all."""
+    """Length of chunks within which rows attend; None is the whole document."""
 
     @property
     def key_value_width(self) -> int:
@@ -200,11 +199,11 @@ class Attention:
 
     @property
     def query_width(self) -> int:
-        """Features of a row's queries and outputs, which is also multiply-adds per pair."""
+        """Features of a row's queries and outputs; also the multiply-adds per query-key pair."""
         return self.heads * (self.qk_dim + self.v_dim)
 
     def pairs(self, seq: int) -> float:
-        """Return how many tokens a row of a sequence sees on average."""
+        """Return the average number of tokens that a row of a sequence attends to."""
         if self.chunk is not None and self.chunk < seq:
             whole, rest = divmod(seq, self.chunk)
             return (whole * self.chunk**2 + rest**2) / (2 * seq)
@@ -214,12 +213,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Scan:
-    """A recurrence over the sequence that runs in chunks; numbers are per row, before tp."""
+    """A recurrence over the sequence, computed in chunks; figures are per row and before tp."""
 
     products: float
     """Multiply-adds."""
     moved: float
-    """Elements that it reads and writes at the least."""
+    """Least number of elements read and written."""
     chunk: int
     state: float
     """Elements of the state between chunks."""
@@ -227,69 +226,69 @@ class Scan:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Element-wise kernels: how often each of a row's features is read or written."""
+    """Memory traffic of element-wise kernels: reads and writes of each feature of a row."""
 
     features: float
     forward: float
     backward: float
     rows: Rows = "group"
     units: Units | None = None
-    """What the features belong to, where an axis cuts them."""
+    """Units of the features, if an axis cuts them."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a layer: matrix products or a core, and the element-wise kernels around it."""
+    """One step of a layer: matrix products or a core, and the element-wise kernels around them."""
 
     name: str
     matmuls: tuple[Matmul, ...] = ()
     core: Attention | Scan | None = None
     traffic: tuple[Traffic, ...] = ()
     launches: float | None = None
-    """Kernels of a forward; None is one for each product."""
+    """Number of kernels in a forward; None is one per product."""
     wide: bool = False
-    """Whether products stay in the compute dtype whatever the recipe, and FLOPs leave them out."""
+    """Whether products are never quantised, and are left out of FLOP counts."""
 
 
 class RoutingSpec(NamedTuple):
-    """What a layer with experts tells of its router to those who send rows."""
+    """Routing of a layer with experts, as planner and dispatchers read it."""
 
     experts: int
     top_k: int
     width: int | None = None
-    """Features of the rows that are sent; None is D."""
+    """Features of dispatched rows; None is D."""
     groups: int = 1
     groups_kept: int | None = None
     places: int = 0
-    """Places for experts in a row of a decision; 0 is ``top_k``."""
+    """Columns of ``experts_TK`` in a decision; 0 is ``top_k``."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that stays alive between a layer's forward and its backward, or after that."""
+    """One tensor that lives from a layer's forward until its backward, or longer."""
 
     name: str
     bytes: int
     dropped: Modules = NOTHING
-    """Recomputing one of these drops it; recomputing whole blocks drops all but the input."""
+    """Kinds whose recompute frees it; recomputing whole blocks frees all but the input."""
     only: Modules = NOTHING
-    """It is kept only where one of these is recomputed, as its input; nothing: always."""
+    """Kinds whose recompute needs it as an input: it is saved only then. Empty: always saved."""
     saved: bool = True
-    """Whether autograd saves it; what is not saved is a decision that any second run needs."""
+    """Whether autograd saves it; otherwise it is part of a decision, which recompute needs."""
     module: Module = "block"
-    """What it belongs to, for offloading."""
+    """Kind of module that it belongs to, for offloading."""
     operand: tuple[str, ...] = ()
-    """Weights, by name within the layer, the products of whose gradients read it: a schedule that
-    puts these off holds it until then, and holds it again where backward made it again."""
+    """Names, within the layer, of weights whose gradients read it: a schedule that defers weight
+    gradients holds it until then, and holds it anew if backward recomputed it."""
     kept: bool = True
-    """Whether forward leaves it; else backward makes it."""
+    """Whether forward saves it; otherwise backward computes it."""
     rows: int = 0
-    """Rows of experts that there is stated room for, of which fewer may count; 0: all count."""
+    """Rows of an experts' buffer of fixed room, some of which may be unused; 0: all are used."""
     beside: "Saved | None" = None
-    """What of it something else keeps, where those products read codes of it in its place."""
+    """What another consumer saves of it even if those gradients read codes in its place."""
 
     def stays(self, recompute: Modules) -> bool:
-        """Return whether it is kept under a recompute policy."""
+        """Return whether it is saved under a recompute policy."""
         if "block" in recompute:
             return self.name == "input" or not self.saved
         if self.only and not self.only & recompute:
@@ -299,7 +298,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of rows and of bytes on the fullest rank of a layer."""
+    """Numbers of rows, bytes and ranks that determine a layer's tensors on the fullest rank."""
 
     hidden: int
     rows: int
@@ -307,77 +306,77 @@ class Shape:
     tp: int = 1
     etp: int = 1
     load: float = 1.0
-    """Rows of the most loaded expert rank over the mean."""
+    """Rows of the most loaded expert rank relative to the mean."""
     width: int = 2
     """Bytes of an element of the compute dtype."""
     cp: int = 1
     context: Context = RING
-    """How ``cp`` ranks see each other's rows."""
+    """Kind of context parallelism."""
     ep: int = 1
     room: int | None = None
-    """Rows that the dispatcher receives in any case, where its shapes are fixed."""
+    """Rows of the dispatcher's receive buffer, if its shapes are fixed."""
     places: int = 0
-    """Places of rows that it notes then, beyond those of entries and of rows received."""
+    """Further indices that such a dispatcher saves (``FixedRoom.places``)."""
     apart: bool = False
-    """Whether a schedule runs a block's exchanges as parts of their own, beside other work."""
+    """Whether a schedule runs a block's exchanges as separate segments, to overlap them."""
     clones: int = 0
     """Slots of a rank for clones of other ranks' experts."""
 
     @property
     def piece(self) -> int:
-        """P: rows that attention and a dense feed-forward see."""
+        """P: rows that attention and a dense feed-forward read."""
         return self.rows * self.tp
 
     @property
     def row(self) -> int:
-        """Bytes of all T rows."""
+        """Bytes of T rows."""
         return self.rows * self.hidden * self.width
 
     @property
     def gathered(self) -> int:
-        """Context ranks whose keys and values each of them gathers."""
+        """Number of context ranks whose keys and values a rank gathers."""
         return self.cp if self.context.gathers else 1
 
     @property
     def exchanged(self) -> bool:
-        """Whether context ranks attend with a share of the heads of more rows than their own."""
+        """Whether context ranks exchange rows for heads (Ulysses)."""
         return self.context.sharing_heads(self.cp) > 1
 
     def received(self, routing: RoutingSpec) -> int:
-        """R: rows of the most loaded rank's experts; alone it has room for every place."""
+        """R: rows on the most loaded expert rank; on a single one, a row for every place."""
         top_k = (routing.places if self.ep * self.etp == 1 else 0) or routing.top_k
         return self.room or round(self.rows * top_k * self.etp * self.load)
 
 
 Side = Literal["query", "key", "alone"]
-"""What rows of a weight make: part of a query or key, or of a query whose key all heads share."""
+"""Outputs of weight rows: part of a query, of a key, or of a query whose key all heads share."""
 
 
 class LogitRows(NamedTuple):
-    """A weight or bias whose rows scale logits, head by head."""
+    """A weight or bias of query or key projections, as QK-clip scales its rows by head."""
 
     weight: str
-    """Named within the layer."""
+    """Name within the layer."""
     heads: int
     parts: tuple[tuple[int, Side | None], ...]
-    """Of each head so many rows of a side, one part after the other; None leaves logits alone."""
+    """(number of rows, side) of consecutive rows of a head; None: the rows do not affect logits."""
 
 
 class LayerSpec(Record):
-    """One half of a block, attention or feed-forward: the base of every kind of layer."""
+    """Base record of every kind of layer: one half of a block, attention or feed-forward."""
 
     prefix: ClassVar[str | None] = None
-    """What its module is called in a block; None is ``attention`` or ``ffn``."""
+    """Name of the module in a block; None is ``attention`` or ``ffn``."""
     absent: ClassVar[bool] = False
-    """Whether the half is not there, nor its norm."""
+    """Whether the half, with its norm, does not exist."""
     untrained: ClassVar[str | None] = None
-    """For kinds that are planned but cannot be trained: what they are, in words."""
+    """Description of a kind that can be planned but not trained; None for others."""
     caches: ClassVar[bool] = False
-    """Whether a row reaches later rows by what the layer keeps of texts in ``Flow.cache`` alone.
-    Each class says so for itself; it is not inherited."""
+    """Whether rows affect later rows only through ``Flow.cache``, so that generation may use it.
+    Each class declares this itself; it is not inherited."""
 
     def weights(self, hidden: int) -> Iterable[Weight]:
-        """Yield the parameters, in the order of the module's own."""
+        """Yield the parameters, in the order of the module's parameters."""
         raise _undescribed(self)
 
     def operations(self, hidden: int) -> Iterable[Operation]:
@@ -385,7 +384,7 @@ class LayerSpec(Record):
         raise _undescribed(self)
 
     def saved(self, shape: Shape) -> Iterable[Saved]:
-        """Yield what a forward saves for backward, the input of the half's norm apart."""
+        """Yield the tensors that a forward saves for backward, without the input of the norm."""
         raise _undescribed(self)
 
     def products(self, hidden: int) -> Iterator[tuple[Operation, Matmul, tuple[Weight, ...]]]:
@@ -396,40 +395,40 @@ class LayerSpec(Record):
                 yield operation, matmul, tuple(weights[name] for name in matmul.weights)
 
     def activation_width(self, shape: Shape) -> float:
-        """Return how many features a feed-forward or routed experts read last, on a rank."""
+        """Return the input width, on a rank, of the last product of a feed-forward or experts."""
         found = [w for one, _, w in self.products(shape.hidden) if one.name in ("ffn", "experts")]
         return found[-1][0].matrix(shape.tp, shape.ep, shape.etp)[1] if found else 0.0
 
     @property
     def routing(self) -> RoutingSpec | None:
-        """What its router does; None without experts."""
+        """Description of the routing; None without experts."""
         return None
 
     @property
     def compares_rows(self) -> bool:
-        """Whether experts choose among rows by their scores, so that equal rows are a tie."""
+        """Whether rows compete by router score, so that equal rows are a tie."""
         return False
 
     @property
     def logits(self) -> tuple[LogitRows, ...]:
-        """Weights that attention's logits grow with."""
+        """Weights to which attention logits are proportional, for QK-clip."""
         return ()
 
     @property
     def words(self) -> str:
-        """The kind and its size, as a line of the banner says it."""
+        """Kind and size of the layer, for the banner."""
         return type(self).__name__
 
     def units(self, hidden: int) -> tuple[Units, ...]:
-        """Return what axes of a layout share, each once."""
+        """Return the distinct units that axes of a layout divide."""
         cuts = (units for weight in self.weights(hidden) for _, units in weight.cuts)
         return tuple(dict.fromkeys(cuts))
 
     def shrunk(self, by: Sizes) -> Self:
         """Return a small record of the same kind whose units the sizes of a layout divide.
 
-        Whole numbers above the small width fall to it, rounded up to a multiple of all axes; where
-        the record's own rules refuse that, it stays as it is.
+        By default, integers above the small width become that width, rounded up to a multiple of
+        all axes; if the record's rules refuse the result, the record itself is returned.
         """
         least = rounded_up(SMALL_WIDTH, lcm(by.tp, by.cp, by.ep, by.etp))
         wide = {n: least for n, v in self if type(v) is int and v > least}
@@ -437,28 +436,28 @@ class LayerSpec(Record):
         return self if any(True for _ in small.rules()) else small
 
     def steady(self) -> Self:
-        """Return a record none of whose choices can change with a rounding."""
+        """Return a record without discrete choices that rounding could change."""
         return self
 
     def violations(self, hidden: int) -> Iterator[Violation]:
-        """Yield what of the record does not go with the width of its model."""
+        """Yield values of the record that do not fit the hidden size of the model."""
         yield from ()
 
     @property
     def draws(self) -> bool:
-        """Whether a pass draws by the step's number, which its decision then depends on."""
+        """Whether routing draws random numbers, so that decisions depend on the step."""
         return False
 
     def without_gradient(self) -> Iterator[tuple[str, str]]:
-        """Yield weights whose gradient is zero by the maths, each with the reason."""
+        """Yield weights whose gradient is mathematically zero, each with the reason."""
         yield from ()
 
 
 def described(record: Record) -> LayerSpec:
-    """Return a record as the description that it is.
+    """Return a record as a :class:`LayerSpec`.
 
     Raises:
-        ValueError: for a kind from outside that describes nothing.
+        ValueError: if a plug-in's record is none.
     """
     if isinstance(record, LayerSpec):
         return record
@@ -466,7 +465,7 @@ def described(record: Record) -> LayerSpec:
 
 
 def words_of(record: Record) -> str:
-    """Return a kind and its size in words; the name alone of one that describes nothing."""
+    """Return ``words`` of a record; its class name if it is no :class:`LayerSpec`."""
     return record.words if isinstance(record, LayerSpec) else type(record).__name__
 
 
@@ -479,14 +478,14 @@ def _undescribed(record: Record) -> ValueError:
 
 
 def rounded_up(number: int, multiple: int) -> int:
-    """Return the least multiple that is not below a number."""
+    """Return the least multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 
 def small_heads(heads: int, by: Sizes) -> int:
-    """Return few heads that tp divides, and tp * cp where it divides the given ones.
+    """Return a small number of heads that tp divides, and tp * cp if it divides ``heads``.
 
-    Context ranks may share heads that tensor ranks share already.
+    Context ranks may divide the heads of a tensor rank further.
     """
     few = rounded_up(min(heads, 2), gcd(by.tp * by.cp, heads))
     return rounded_up(few, by.tp)

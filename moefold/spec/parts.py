@@ -1,4 +1,4 @@
-"""What common parts of layers save for backward, and the kernels around a feed-forward."""
+"""Saved tensors of common parts of layers, and the traffic of a gated activation."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ def saved_norm(
     only: Modules = NOTHING,
     again: Modules = NOTHING,
 ) -> Iterator[Saved]:
-    """Yield a norm's statistic and its output: read by weights, or ``only`` to start again."""
+    """Yield a norm's statistic and its output, which weights read, or recompute of ``only``."""
     yield Saved(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
     size = shape.rows * width * shape.width
     output = Saved(f"{name}.output", size, NORMS, only, module="norms")
@@ -38,9 +38,9 @@ def saved_norm(
 
 
 def saved_rows(operand: tuple[str, ...], shape: Shape) -> Iterator[Saved]:
-    """Yield the norm before attention, and the rows that its projections read.
+    """Yield what the norm before attention saves, and the rows that projections read.
 
-    Rows that a tensor group gathers are kept in place of the norm's output.
+    Under tp the gathered rows are saved in place of the norm's output.
     """
     only = GATHER if shape.tp > 1 else NOTHING
     yield from saved_norm("attention_norm", shape.hidden, shape, operand, only)
@@ -52,8 +52,8 @@ def saved_rows(operand: tuple[str, ...], shape: Shape) -> Iterator[Saved]:
 def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
     """Yield queries, keys, values, the output of attention and its statistics.
 
-    What context ranks gather or exchange stays only where attention is recomputed: it reads a copy
-    of it. Where heads go back for rows, the projection keeps a copy of the output.
+    If context ranks gather or exchange these, attention saves the moved copies, and the originals
+    are saved only to recompute it. With Ulysses the output projection saves another output copy.
     """
     heads, groups, width = core.heads // shape.tp, core.kv_heads // shape.tp, shape.width
     rows = shape.piece
@@ -78,9 +78,9 @@ def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -
 def saved_feed_forward(
     module: Module, features: int, shape: Shape, rows: int | None = None
 ) -> Iterator[Saved]:
-    """Yield what a gated feed-forward saves: gathered rows where tp cuts it, and pre-activations.
+    """Yield what a gated feed-forward saves: rows gathered over tp, and pre-activations.
 
-    The activation is made again in any case. ``rows`` are those of routed experts, here already.
+    The activation is always recomputed. ``rows``: number of dispatched rows of routed experts.
     """
     dropped: Modules = frozenset((module,))
     at = "" if module == "ffn" else f"{module}."
@@ -98,5 +98,5 @@ def saved_feed_forward(
 def gated_traffic(
     width: float, rows: Rows = "group", units: Units | None = None, gates: int = 2
 ) -> Traffic:
-    """Return the activation of a feed-forward with so many inner products per feature."""
+    """Return the traffic of an activation with ``gates`` inputs per feature."""
     return Traffic(width, gates + 1, 2 * gates + 1, rows, units)

@@ -1,4 +1,4 @@
-"""Which weights of a decoder enter products in few bits, and what no layout cuts of codes; without
+"""Weights of a decoder that quantised products read, and layouts that quantisation permits; without
 torch."""
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ CUT = "train.quantise cuts no block"
 
 
 def narrow_weights(decoder: Decoder) -> dict[str, int]:
-    """Return the weights that the decoder's recipe quantises by global name, with a number each.
+    """Return the global names of the weights that the decoder's recipe quantises, with numbers.
 
-    They are those that the descriptions of its blocks name in products that are not wide; the
-    number tells them apart for stochastic rounding, whatever is kept wide.
+    These are the weights in products that blocks do not describe as wide. The number identifies a
+    weight in stochastic rounding, and does not depend on which others are kept wide.
     """
     record = decoder.quantise
     if not isinstance(record, Quantise):
@@ -38,13 +38,13 @@ def narrow_weights(decoder: Decoder) -> dict[str, int]:
 
 
 def _narrow_experts(decoder: Decoder) -> bool:
-    """Say whether products of routed experts read codes."""
+    """Return whether products of routed experts are quantised."""
     narrow = narrow_weights(decoder)
     return any(weight.expert and name in narrow for name, weight, _ in _products(decoder))
 
 
 def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
-    """Yield the name and the description of each weight that may be quantised, and its rows."""
+    """Yield name, description and rows of each weight that may be quantised."""
     for number, block in enumerate(decoder.blocks):
         for half, spec in halves(block):
             at = f"layers.{number}.{spec.prefix or half}."
@@ -55,18 +55,18 @@ def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
 
 
 class _Cuts(NamedTuple):
-    """What a layout may cut of products on codes."""
+    """How a layout may cut the operands of quantised products."""
 
     units: tuple[Units, ...]
-    """What the ranks of an axis share: whole blocks."""
+    """Units, of whole blocks of codes, that axes must divide."""
     bands: int
-    """Rows of a block where products read a tensor rank's own rows; 0 where none does."""
+    """Rows of a block, if products read a tensor rank's own rows; otherwise 0."""
     experts: bool
-    """Whether the rows of a micro-batch and expert belong together."""
+    """Whether an expert's rows of a micro-batch share scales or blocks, and need one rank."""
 
     @classmethod
     def of(cls, decoder: Decoder, record: Quantise, seq: int) -> "_Cuts":
-        """Read them from the descriptions of what is quantised."""
+        """Derive the cuts from the descriptions of quantised weights."""
         names, found = set(narrow_weights(decoder)), list[Units]()
         block = record.block or record.length or 1
         along_rows = block if record.wgrad == "narrow" else 1
@@ -94,7 +94,7 @@ class _Cuts(NamedTuple):
         return cls(tuple(dict.fromkeys(found)), bands, experts and tensor_wide)
 
     def broken(self, sizes: Sizes, seq: int) -> Iterator[str]:
-        """Yield the rules that sizes break."""
+        """Yield the rules that the sizes of a layout violate."""
         asked = dict(sizes)
         yield from (one.rule for one in self.units if one.number % asked[one.axis])
         if self.bands and sizes.tp > 1 and seq % (sizes.tp * sizes.cp * self.bands):
@@ -108,14 +108,14 @@ class _Cuts(NamedTuple):
             )
 
     def violations(self, decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
-        """Yield the rules that a layout breaks, with the nearest sizes that keep all."""
+        """Yield the rules that a layout violates, with the nearest sizes that satisfy all."""
         sizes = layout.split
         if rules := list(self.broken(sizes, seq)):
             nearest = self.nearest(sizes, needs(decoder, seq), seq).text
             yield from (Violation(("sizes",), sizes.text, rule, nearest) for rule in rules)
 
     def nearest(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
-        """Return the legal sizes with the least change by ratio."""
+        """Return the legal sizes with the least product of ratios to the given ones."""
         axes, kept = ("tp", "cp", "ep", "etp"), list[list[int]]()
         for axis in axes:
             most = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
@@ -134,10 +134,9 @@ class _Cuts(NamedTuple):
 
 
 def rows_within(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
-    """Return which rows share blocks where training runs a decoder's recipe in a layout.
+    """Return the value of ``train.quantise.rows`` with which a recipe is legal in a layout.
 
-    They are those that the recipe says, or a rank's where these do not fit; None where it runs in
-    neither.
+    This is the recipe's own value or, if that does not fit, ``rank``; None if neither fits.
     """
     record = decoder.quantise
     if not isinstance(record, Quantise) or any(True for _ in quantise_violations(decoder)):
@@ -150,8 +149,8 @@ def rows_within(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
 
 
 def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
-    """Yield where a layout cuts blocks of codes, or what shares a scale of a whole matrix; and
-    where it does not tell rows apart, by which random bits are drawn."""
+    """Yield parts of a layout that would cut blocks of codes, or rows with one scale of a whole
+    matrix, or that do not transport the row numbers needed for random numbers."""
     record = decoder.quantise
     if any(layout.rules()):
         return
@@ -184,7 +183,7 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
 def moment_violations(
     decoder: Decoder, optim: Optim, layout: Layout, seq: int
 ) -> Iterator[Violation]:
-    """Yield where a layout cuts elements of a row whose moments share a scale."""
+    """Yield axes that would cut a group of elements whose optimizer moments share a scale."""
     group, found = optim.group, list[Units]()
     if not group or any(layout.rules()):
         return
@@ -194,13 +193,13 @@ def moment_violations(
             axis, name = cut.axis, f"{weight.name} ({size} wide)"
             rule = f"{axis} is 1, or {axis} * {group} divides {name}: optim.moments cuts no group"
             found.append(Units(axis, size // group if size % group == 0 else 1, name, said=rule))
-    # One of each kind of layer says enough.
+    # Report only one weight for each axis and number of units.
     named = {(units.axis, units.number): units for units in reversed(found)}
     yield from _Cuts(tuple(named.values()), 0, False).violations(decoder, layout, seq)
 
 
 def _draw_violations(layout: Layout, what: str, experts: bool) -> Iterator[Violation]:
-    """Yield where a layout does not say of each row which it is."""
+    """Yield parts of a layout in which rows' numbers, and thus random numbers, are unknown."""
     if layout.graphs != "none":
         rule = f"replays a step's draws, and {what} draws anew"
         yield Violation(("graphs",), layout.graphs, rule, "none")
@@ -214,7 +213,7 @@ def _draw_violations(layout: Layout, what: str, experts: bool) -> Iterator[Viola
 
 
 def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
-    """Yield what the recipe keeps that is not there, and what it does not go with."""
+    """Yield settings of the recipe that do not fit the decoder or each other."""
     record = decoder.quantise
     if not isinstance(record, Quantise):
         return

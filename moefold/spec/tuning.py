@@ -1,6 +1,6 @@
-"""Which parameters of a decoder are trained, and its low-rank adapters, without torch.
+"""Frozen parameters and low-rank adapters of a decoder, without torch.
 
-Patterns are those of a shell, of global names: ``layers.*.moe.router.*``, ``embed.weight``.
+Parameters are chosen by shell patterns of global names, such as ``layers.*.moe.router.*``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from moefold.training.config import LAYER_TARGETS, MORE_TARGETS, Lora
 
 
 def tuned(decoder: Decoder, frozen: Sequence[str], adapter: Record | None) -> Decoder:
-    """Return a decoder as a run trains it; with adapters these alone."""
+    """Return a decoder with a run's frozen parameters, or with its adapters and the rest frozen."""
     return adapt(decoder, adapter) if isinstance(adapter, Lora) else freeze(decoder, frozen)
 
 
 def tuning_violations(
     decoder: Decoder, frozen: Sequence[str], adapter: Record | None
 ) -> Iterator[Violation]:
-    """Yield what of a run's ``train.freeze`` and ``adapter`` does not fit its model."""
+    """Yield values of a run's ``train.freeze`` and ``adapter`` that do not fit its model."""
     for violation in freeze_violations(decoder, frozen):
         yield violation.under("train", "freeze")
     if isinstance(adapter, Lora):
@@ -38,10 +38,10 @@ def tuning_violations(
 
 
 def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
-    """Return a decoder whose parameters of these names are not trained.
+    """Return a decoder in which the parameters that match ``frozen`` are not trained.
 
     Raises:
-        ValueError: where a layer from outside describes nothing, so that it has no names.
+        ValueError: if a plug-in layer has no description, and so no names of parameters.
     """
     if not frozen:
         return decoder
@@ -58,7 +58,7 @@ def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
 
 
 def trainable(decoder: Decoder) -> Decoder:
-    """Return a decoder without adapters of which nothing is frozen, and no product quantised."""
+    """Return a decoder without adapters, frozen parameters and quantised products."""
     decoder = decoder.model_copy(update={"quantise": None}) if decoder.quantise else decoder
     tuned = (decoder, *decoder.blocks)
     if not any(one.frozen or one.adapters for one in tuned):
@@ -69,10 +69,10 @@ def trainable(decoder: Decoder) -> Decoder:
 
 
 def adapt(decoder: Decoder, lora: Lora) -> Decoder:
-    """Return a decoder whose targets have adapters, which alone are trained.
+    """Return a decoder whose target weights have adapters, and which trains only these.
 
     Raises:
-        ValueError: where a layer from outside describes nothing, so that it has no names.
+        ValueError: if a plug-in layer has no description, and so no names of parameters.
     """
     decoder = freeze(decoder, ("*",))
     chosen = [w for w in model_weights(decoder) if is_target(w, lora.targets)]
@@ -98,7 +98,7 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
 
 
 def adapter_scales(decoder: Decoder) -> dict[str, float]:
-    """Return what ``B A`` is multiplied by, by the global name of each weight with an adapter."""
+    """Return the scale of ``B A`` by the global name of each weight with an adapter."""
     found = {one.weight: one.scale for one in decoder.adapters}
     for number, block in enumerate(decoder.blocks):
         found |= {f"layers.{number}.{one.weight}": one.scale for one in block.adapters}
@@ -106,9 +106,9 @@ def adapter_scales(decoder: Decoder) -> dict[str, float]:
 
 
 def is_target(weight: Weight, targets: Sequence[str]) -> bool:
-    """Return whether a weight gets an adapter: products' matrices that a word or a pattern names.
+    """Return whether a weight gets an adapter: a matrix of products that a target names.
 
-    A gate, which has one output, is named by a pattern alone.
+    Targets are words, such as ``attention``, or patterns; gates (one output) need a pattern.
     """
     if len(weight.shape) < 2 or weight.looked_up or weight.stacked or weight.summed:
         return False
@@ -119,7 +119,7 @@ def is_target(weight: Weight, targets: Sequence[str]) -> bool:
 
 
 def adapter_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
-    """Yield targets that match no weight of a decoder, and a rank that experts cannot divide."""
+    """Yield targets that match no weight of a decoder, and a rank that top-k does not divide."""
     weights = [w for w in model_weights(decoder) if is_target(w, ("*",))]
     for place, target in enumerate(lora.targets):
         if not any(is_target(weight, (target,)) for weight in weights):
@@ -138,7 +138,7 @@ def adapter_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
 
 
 def first_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
-    """Yield where adapters are not as those that they begin as: other weights, rank or scale."""
+    """Yield differences in weights, rank or scale from the adapter that a run starts from."""
     assert lora.start is not None
     try:
         first = read_adapter(Path(lora.start), decoder).adapters
@@ -171,7 +171,7 @@ def first_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
 
 
 def freeze_violations(decoder: Decoder, frozen: Sequence[str]) -> Iterator[Violation]:
-    """Yield patterns that match no parameter of a decoder, and a list that leaves none to train."""
+    """Yield patterns that match no parameter, and a list that leaves no parameter to train."""
     if not frozen:
         return
     names = [weight.name for weight in model_weights(decoder)]
@@ -184,7 +184,7 @@ def freeze_violations(decoder: Decoder, frozen: Sequence[str]) -> Iterator[Viola
 
 
 def nearest_name(pattern: str, names: Sequence[str]) -> str:
-    """Return what is most like a pattern that matches none: a name, or one with ``*`` before it."""
+    """Return the name, or pattern ``*.name``, that is closest to a pattern without matches."""
     found: dict[str, None] = {}
     for words in dict.fromkeys(tuple(name.split(".")) for name in names):
         if words[0] == "layers":
