@@ -17,10 +17,10 @@ from moefold.convert.adapter import AdapterTensors, write_adapter
 from moefold.convert.importer import import_folder
 from moefold.convert.source import ConvertError
 from moefold.files import read_json, write_json
-from moefold.model.config import Decoder, LowRank, patterns
+from moefold.model.config import MODEL, Decoder, LowRank, patterns
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import read_config
-from moefold.model.families.peft import CONFIG, TENSORS, read_adapter
+from moefold.model.families.peft import CONFIG, TENSORS, read_adapter, settings
 from moefold.model.families.registry import from_hf
 from moefold.run import Run
 from moefold.spec.decoder import LORA_B
@@ -292,3 +292,13 @@ def test_an_adapter_of_no_folder_goes_out_merged_alone(tmp_path: Path) -> None:
         job.save()
     with pytest.raises(ConvertError, match="no Hugging Face folder; --merged"):
         api.export(tmp_path / "out", tmp_path / "alone")
+
+
+def test_experts_that_lie_transposed_are_refused_for_that() -> None:
+    """Names of adapters do not say it, and nobody's gate and up are to blame."""
+    sizes = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    sizes |= {"experts": 2, "top_k": 2, "expert_width": 8}
+    record: Any = MODEL.kinds["gpt_oss"].model_validate({"family": "gpt_oss", "shape": sizes})
+    low = LowRank(weight="layers.0.moe.experts.w_out", rank=2, scale=1.0)
+    with pytest.raises(ValueError, match="lies transposed there"):
+        settings(record.describe(40), {low.weight: low}, "base")

@@ -150,9 +150,10 @@ def settings(
     known = {site.weight.name for site in every}
     if foreign := [name for name in adapters if name not in known]:
         raise ValueError(
-            f"{', '.join(foreign)}: PEFT has one A for gate and up of it where this run has "
-            "two, or it is of a block of further tokens, which transformers does not have; leave "
-            "it out of adapter.targets, or write the merged weights"
+            f"{', '.join(foreign)}: PEFT adapts no such weight: its matrix is one with others in "
+            "transformers (gate and up of a shared expert), lies transposed there (experts of "
+            "gpt_oss and llama4_text), or is not there (a block of further tokens); leave it out "
+            "of adapter.targets, or write the merged weights (--merged)"
         )
     chosen = [site for site in every if site.weight.name in adapters]
     sizes = {name: (one.rank, one.scale) for name, one in adapters.items()}
