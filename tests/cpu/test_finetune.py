@@ -1,6 +1,7 @@
 """The recipe of adapters on a folder, from conversations made of docstrings to an answer."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -107,6 +108,9 @@ def test_a_folder_is_tuned_by_the_recipe_and_answers(
             torch.testing.assert_close(share_E[: len(want_E)], want_E, rtol=1e-3, atol=0)
     assert main(["export", str(tuned), str(out)]) == 0
     assert (out / "adapter_config.json").is_file() and not (out / "config.json").exists()
+    onwards = re.escape(f"moefold train {folder} 'adapter={{kind: lora, from: {out}}}'")
+    with pytest.raises(ValueError, match=onwards):
+        load_run(out)
     capsys.readouterr()
     speaks = ["sample", str(tuned), "--chat", "--prompt", "What is a shelf?", "--tokens", "4"]
     assert main([*speaks, "--json"]) == 0
