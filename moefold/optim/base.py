@@ -20,7 +20,7 @@ class Wholes(Protocol):
     """Gathers whole matrices of parameters of which this rank updates only some elements.
 
     Each matrix is assigned to one rank, or to a few that compute the same update; they change the
-    tensors that ``gather`` returns in place.
+    tensors that ``gather`` returns in place, or make others of them for ``scatter``.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -46,7 +46,10 @@ class LocalMatrices:
         return [p.view(-1, *self.shapes[name][-2:]) for name, p in pieces.items()]
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors, which were changed in place through the matrices."""
+        """Return the tensors as the matrices are, whether these were changed in place or not."""
+        for matrix, piece in zip(matrices, like.values(), strict=True):
+            if matrix.untyped_storage()._cdata != piece.untyped_storage()._cdata:
+                piece.copy_(matrix.view(piece.shape))
         return dict(like)
 
 

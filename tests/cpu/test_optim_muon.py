@@ -13,6 +13,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.model.init import initialise
 from moefold.optim import muon
 from moefold.optim.adamw import AdamWOptimizer
+from moefold.optim.base import LocalMatrices
 from moefold.optim.config import AdamWRule, Muon
 from moefold.optim.muon import (
     MuonOptimizer,
@@ -253,6 +254,15 @@ def test_scale_is_a_factor_on_the_gradient(dtype: torch.dtype) -> None:
     run(second, range(3), scale=1 / 16)
     assert equal(plain, scaled)
     assert equal(first.state(), second.state())
+
+
+def test_matrices_that_were_made_anew_come_back_as_those_changed_in_place() -> None:
+    """An optimizer from outside may do either, on one rank as on several."""
+    wholes = LocalMatrices({"w": (2, 3)})
+    for doubled in (lambda matrix: matrix * 2, lambda matrix: matrix.mul_(2)):
+        pieces = {"w": torch.ones(2, 3)}
+        matrices = [doubled(matrix) for matrix in wholes.gather(pieces)]
+        assert torch.equal(wholes.scatter(matrices, pieces)["w"], torch.full((2, 3), 2.0))
 
 
 def test_b13_an_expert_without_tokens_keeps_its_momentum_and_decays() -> None:
