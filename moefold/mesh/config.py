@@ -1,4 +1,4 @@
-"""Layout sizes: how many ways each axis is split. Text form: ``tp2 cp2 pp4 vpp2 ep8 etp1``."""
+"""Parallel sizes of a layout, one per axis. Text form: ``tp2 cp2 pp4 vpp2 ep8 etp1``."""
 
 import math
 import re
@@ -14,7 +14,8 @@ PATTERN = rf"^\s*(({'|'.join(AXES)})[1-9][0-9]*(\s+|$))*$"
 STAGES = r"^[EtdxmL|()*0-9, ]+$"
 
 Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
-"""Orders of ranks, the axis of neighbouring ranks first; ep and dp stand for the experts' too."""
+"""Orders of ranks, from the axis of neighbouring ranks outwards; ep and dp stand for the experts'
+axes too."""
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 StagesText = Annotated[str, Field(pattern=STAGES)]
@@ -22,7 +23,7 @@ SizesText = Annotated[str, Field(pattern=PATTERN, examples=["tp2 pp2 ep4"])]
 
 
 class Sizes(Record):
-    """Sizes of the axes of a layout; data-parallel sizes follow from the number of ranks."""
+    """Sizes of a layout's axes; the data-parallel sizes follow from the number of ranks."""
 
     tp: Annotated[int, Field(ge=1)] = 1
     cp: Annotated[int, Field(ge=1)] = 1
@@ -33,10 +34,10 @@ class Sizes(Record):
 
     @classmethod
     def parse(cls, text: str) -> "Sizes":
-        """Read the text form, sizes in any order, 1 where left out.
+        """Parse the text form; axes are in any order, and 1 if omitted.
 
         Raises:
-            ValueError: where an axis is unknown, named twice, or has no positive size.
+            ValueError: if an axis is unknown, named twice, or has no positive size.
         """
         sizes: dict[str, int] = {}
         for word in text.split():
@@ -51,14 +52,14 @@ class Sizes(Record):
 
     @property
     def smallest_world(self) -> int:
-        """The fewest ranks that both grids fit on: ``pp * lcm(tp * cp, ep * etp)``."""
+        """The fewest ranks that both grids fit: ``pp * lcm(tp * cp, ep * etp)``."""
         return self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp)
 
     @property
     def text(self) -> str:
-        """The text form as a run file has it, axes of size 1 left out."""
+        """The text form for run files, without axes of size 1."""
         return " ".join(f"{axis}{size}" for axis, size in self if size > 1)
 
     def __str__(self) -> str:
-        """Return the text form, or words where nothing is split."""
+        """Return the text form, or ``one rank`` if no axis is split."""
         return self.text or "one rank"

@@ -1,6 +1,6 @@
 """One order of ranks and two grids over it: attention ``(pp, dp, cp, tp)``, experts ``(pp, edp,
-ep, etp)``. Only pp must agree, so expert parallelism may run over what tp, cp and dp are to
-attention (MoE Parallel Folding, arXiv 2504.14960). Arithmetic alone: no process is needed.
+ep, etp)``. Only pp must agree, so that expert parallelism may span the ranks of tp, cp and dp of
+attention (MoE Parallel Folding, arXiv 2504.14960). Pure arithmetic, without processes.
 """
 
 from typing import NamedTuple
@@ -14,16 +14,16 @@ Ranks = tuple[int, ...]
 
 
 class Kind(NamedTuple):
-    """A kind of group: the grid and the axes it runs over, and what it is for."""
+    """A kind of group: its grid, the axes that it spans, and its purpose."""
 
     grid: str
     axes: tuple[str, ...]
     purpose: str
     ends: bool = False
-    """Whether only the first and the last rank of those are in it."""
+    """Whether it has only the first and the last rank along the axes."""
 
     def runs(self, grid: Grid) -> Runs:
-        """Return how its groups lie in their grid: equal for kinds of the same groups."""
+        """Return the strides and sizes that its groups span; equal for kinds with equal groups."""
         runs = grid.runs(self.axes)
         return tuple((stride * (size - 1), 2) for stride, size in runs) if self.ends else runs
 
@@ -50,11 +50,11 @@ KINDS: dict[str, Kind] = {
     "world": Kind(ATTENTION, ("tp", "cp", "dp", "pp"), "all ranks"),
     EMBEDDING: Kind(ATTENTION, ("pp",), "first and last stage", ends=True),
 }
-"""Every kind of group by its name. ``tp_ep`` runs over the experts' own tensor axis, etp."""
+"""Every kind of group by name. In ``tp_ep``, tp is the experts' tensor axis, etp."""
 
 
 class AttentionSpot(NamedTuple):
-    """Where a rank stands in the attention grid."""
+    """A rank's coordinates in the attention grid."""
 
     pp: int
     dp: int
@@ -63,7 +63,7 @@ class AttentionSpot(NamedTuple):
 
 
 class ExpertSpot(NamedTuple):
-    """Where a rank stands in the expert grid."""
+    """A rank's coordinates in the expert grid."""
 
     pp: int
     edp: int
@@ -72,18 +72,18 @@ class ExpertSpot(NamedTuple):
 
 
 class Folding:
-    """Sizes laid over a number of ranks. Groups are made when they are asked for."""
+    """Parallel sizes applied to a number of ranks; groups are computed on demand."""
 
     def __init__(self, sizes: Sizes, world: int, order: Order = ORDERS[0]) -> None:
-        """Lay ``sizes`` over ``world`` ranks.
+        """Apply ``sizes`` to ``world`` ranks.
 
         Args:
-            sizes: ways to split each axis; data-parallel sizes follow.
+            sizes: size of each axis; the data-parallel sizes follow.
             world: number of ranks.
-            order: axes, the fastest first. With pp before dp both grids must agree on pp.
+            order: axes, fastest first. With pp before dp both grids must agree on pp.
 
         Raises:
-            RunError: a ``ValueError`` with everything that does not fit, and what nearly would.
+            RunError: a ``ValueError`` with every violation and the nearest legal values.
         """
         broken = folding_violations(sizes, world, order)
         if broken:
@@ -115,34 +115,34 @@ class Folding:
         return self.attention.rank(self.attention_spot(rank)._replace(pp=stage)._asdict())
 
     def groups(self, kind: str) -> tuple[Ranks, ...]:
-        """Return all groups of a kind, by their smallest rank; ranks in a group ascend.
+        """Return all groups of a kind, sorted by smallest rank; ranks in a group ascend.
 
         Raises:
-            ValueError: where there is no such kind.
+            ValueError: if there is no such kind.
         """
         grid, axes, offsets = self._parts(kind)
         return tuple([shifted(offsets, start) for start in grid.starts(axes)])
 
     def group(self, kind: str, rank: int) -> Ranks:
-        """Return the one group of a kind that a rank is in, without making the others.
+        """Return a rank's group of a kind, without computing the others.
 
-        A rank of a middle stage is in no embedding group: its group is empty.
+        For the embedding group it is empty on ranks of middle stages.
         """
         grid, axes, offsets = self._parts(kind)
         ranks = shifted(offsets, grid.start(self._inside(rank), axes))
         return ranks if rank in ranks else ()
 
     def same(self) -> dict[str, str]:
-        """Return for each kind the first kind that has the same groups, which may be itself.
+        """Return for each kind the first kind with equal groups, possibly itself.
 
-        Kinds have all their groups in common or none: whatever the kind, the groups are shifted
-        copies of the one that holds rank 0, and that one can be laid over the ranks in one way.
+        Two kinds have all groups in common or none: the groups of any kind are shifted copies of
+        the one with rank 0, which determines them.
         """
         first: dict[Offsets, str] = {}
         return {kind: first.setdefault(self._parts(kind)[2], kind) for kind in KINDS}
 
     def _parts(self, kind: str) -> tuple[Grid, tuple[str, ...], Offsets]:
-        """Return a kind's grid and axes, and its ranks' offsets from the smallest of a group."""
+        """Return a kind's grid and axes, and the offsets of a group's ranks from its smallest."""
         found = KINDS.get(kind)
         if found is None:
             raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")

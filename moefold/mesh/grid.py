@@ -1,4 +1,4 @@
-"""A numbering of ranks by named axes, the fastest first: strides, coordinates, offsets."""
+"""A numbering of ranks by named axes, fastest first: strides, coordinates, offsets."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from itertools import accumulate
 from operator import mul
 
 Offsets = range | tuple[int, ...]
-"""Ascending, from 0; a range wherever they are evenly spaced, so that equal ones are equal."""
+"""Ascending offsets from 0; a range if evenly spaced, so that equal offsets compare equal."""
 Runs = tuple[tuple[int, int], ...]
-"""Strides and sizes of what offsets run over, the smallest first, with neighbours joined."""
+"""(stride, size) pairs that offsets span, smallest stride first, with adjacent ones merged."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """Ranks ``0 .. world - 1`` as a mixed-radix number over axes.
 
-    A group that runs over some of the axes is ``{start + offset}``: its smallest rank, at which
-    those axes are 0, plus offsets that are the same for every group of its kind.
+    A group that spans some of the axes is ``{start + offset}``: its smallest rank, at which those
+    axes are 0, plus offsets that are equal for every group of its kind.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -25,28 +25,28 @@ class Grid:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes by axis, the fastest first."""
+        """Sizes by axis, fastest first."""
         return dict(self.axes)
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Distance between ranks that differ by one in an axis and in nothing else."""
+        """Distance between ranks that differ only by one along an axis."""
         steps = accumulate(self.sizes.values(), mul, initial=1)
         return dict(zip(self.sizes, steps, strict=False))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Return where a rank stands on one axis."""
+        """Return a rank's coordinate along an axis."""
         return rank // self.strides[axis] % self.sizes[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank stands on every axis, the fastest first."""
+        """Return a rank's coordinates along all axes, fastest first."""
         return {axis: self.coordinate(rank, axis) for axis in self.sizes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank at coordinates; an axis left out is at 0.
+        """Return the rank at coordinates; an omitted axis is at 0.
 
         Raises:
-            ValueError: where a coordinate lies outside its axis.
+            ValueError: if a coordinate is outside its axis.
         """
         for axis, at in coordinates.items():
             if not 0 <= at < self.sizes[axis]:
@@ -54,7 +54,7 @@ class Grid:
         return sum(at * self.strides[axis] for axis, at in coordinates.items())
 
     def runs(self, axes: Collection[str]) -> Runs:
-        """Return what the ranks at which every axis but ``axes`` is 0 run over."""
+        """Return the strides and sizes spanned by ranks at which all axes but ``axes`` are 0."""
         found: list[tuple[int, int]] = []
         for axis, size in self.axes:
             if axis in axes and size > 1:
@@ -66,7 +66,7 @@ class Grid:
         return tuple(found)
 
     def offsets(self, axes: Collection[str]) -> Offsets:
-        """Return the ranks at which every axis but ``axes`` is 0, ascending."""
+        """Return the ranks at which all axes but ``axes`` are 0, ascending."""
         return offsets_of(self.runs(axes))
 
     def starts(self, axes: Collection[str]) -> Offsets:
@@ -74,12 +74,12 @@ class Grid:
         return self.offsets([axis for axis in self.sizes if axis not in axes])
 
     def start(self, rank: int, axes: Collection[str]) -> int:
-        """Return the smallest rank of the group over ``axes`` that a rank is in."""
+        """Return the smallest rank of a rank's group over ``axes``."""
         return rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
 
 
 def offsets_of(runs: Runs) -> Offsets:
-    """Return the offsets that runs make."""
+    """Return the offsets that strides and sizes span."""
     if len(runs) < 2:
         stride, size = runs[0] if runs else (1, 1)
         return range(0, stride * size, stride)

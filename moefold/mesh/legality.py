@@ -1,6 +1,6 @@
-"""Whether sizes fit a number of ranks and a model: everything that does not, and what would.
+"""Checks sizes against a number of ranks and a model: all violations with nearest legal values.
 
-The nearest legal values of one answer fit together: put in all at once they are legal.
+The nearest values of one result are legal together.
 """
 
 import math
@@ -12,11 +12,11 @@ from moefold.mesh.pipeline import Stages
 from moefold.spec.decoder import ModelNeeds
 
 SPLIT = ("pp", "tp", "cp", "ep", "etp")
-"""Axes that split ranks, in the order in which they are kept near to what was asked."""
+"""Axes that split ranks, in the order in which nearest legal sizes are chosen."""
 
 
 def folding_violations(sizes: Sizes, world: int, order: Order = ORDERS[0]) -> list[Violation]:
-    """Return what keeps sizes from being laid over ``world`` ranks in an order of them."""
+    """Return why sizes cannot be applied to ``world`` ranks in a given order."""
     return [*world_violations(sizes, world), *order_violations(sizes, order)]
 
 
@@ -27,9 +27,9 @@ def size_violations(
     order: Order = ORDERS[0],
     stages: str | None = None,
 ) -> list[Violation]:
-    """Return all of what is asked that is not legal, each with the nearest legal value.
+    """Return all violations of requested sizes, each with the nearest legal value.
 
-    ``world`` is the number of ranks, where it is fixed; without ``stages`` these are balanced.
+    ``world`` is the number of ranks, if fixed; ``stages`` are balanced if not given.
     """
     most = max(model.layers, _stage_count(stages))
     fits = world is not None and world > 0 and world % sizes.smallest_world == 0
@@ -45,7 +45,7 @@ def size_violations(
 
 
 def _stage_count(stages: str | None) -> int:
-    """Return how many stages a text names; 0 where it cannot be read, which is said elsewhere."""
+    """Return the number of stages in a text; 0 if it is invalid, which is reported elsewhere."""
     try:
         return 0 if stages is None else len(Stages.parse(stages).letters)
     except ValueError:
@@ -70,7 +70,7 @@ def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
 def world_violations(
     sizes: Sizes, world: int, model: ModelNeeds | None = None, most: int | None = None
 ) -> Iterator[Violation]:
-    """Yield a violation where a number of ranks is no multiple of what both grids need."""
+    """Yield a violation if the number of ranks is no multiple of what both grids need."""
     smallest = sizes.smallest_world
     if world > 0 and world % smallest == 0:
         return
@@ -84,7 +84,7 @@ def world_violations(
 
 
 def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
-    """Yield a violation where the grids disagree on which ranks are a stage."""
+    """Yield a violation if the grids disagree on which ranks form a stage."""
     attention, experts = sizes.tp * sizes.cp, sizes.ep * sizes.etp
     if order.endswith("pp") or sizes.pp == 1 or attention == experts:
         return
@@ -96,7 +96,7 @@ def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
 
 
 def stage_violations(text: str, sizes: Sizes, model: ModelNeeds) -> Iterator[Violation]:
-    """Yield what is wrong with a pipeline layout for sizes and a model."""
+    """Yield the violations of a pipeline layout for sizes and a model."""
     try:
         stages = Stages.parse(text)
     except ValueError as error:
@@ -119,7 +119,7 @@ def nearest_sizes(
     ``most`` bounds the number of stages.
     """
     asked, chosen = dict(sizes), dict[str, int]()
-    # Schedules ask for virtual stages, two of each rank at the least: its ranks give way to them.
+    # Schedules with virtual stages need two or more per rank, so pp is reduced for them.
     deepest = most if most is None or sizes.vpp == 1 else most // 2 or most
     for axis in SPLIT:
         legal = _choices(axis, model, deepest)
@@ -127,14 +127,14 @@ def nearest_sizes(
             fitting = [d for d in divisors(world) if legal is None or d in legal]
             legal = [d for d in fitting if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
         one = asked[axis]
-        # The nearest by ratio, the smaller of two.
+        # The nearest by ratio, the smaller in a tie.
         chosen[axis] = min(legal or (), key=lambda d: (max(d / one, one / d), d), default=one)
     virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
     return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)
 
 
 def _choices(axis: str, model: ModelNeeds | None, most: int | None) -> Sequence[int] | None:
-    """Return the sizes of an axis that a model allows; None is every one."""
+    """Return the sizes of an axis that a model allows; None for all."""
     if axis == "pp":
         return None if most is None else range(1, most + 1)
     sizes = [need.number for need in model.needs if need.axis == axis] if model else []

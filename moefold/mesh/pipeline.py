@@ -1,10 +1,10 @@
-"""Which layers each stage of a pipeline holds, written as text: ``Et*3|(tt|)*29m|L``.
+"""The layers of each pipeline stage, with a text notation: ``Et*3|(tt|)*29m|L``.
 
 ``E`` is the embedding, ``t`` a layer (``d`` one that must be dense, ``x`` one that must have
 experts), ``m`` a multi-token prediction layer, ``L`` head and loss; ``|`` ends a stage; ``*n``
-repeats what stands before it, one letter or a part in parentheses. A stage may be empty. Blanks and
-commas mean nothing. Stages are counted in the order of the model: with p ranks and v virtual stages
-each, p * v of them (the notation of Megatron-LM's uneven pipelines, arXiv 2603.07685, §7.5).
+repeats the letter or parenthesised part before it. A stage may be empty. Blanks and commas are
+ignored. Stages are in model order: with p ranks and v virtual stages each, there are p * v (the
+notation of Megatron-LM's uneven pipelines, arXiv 2603.07685, §7.5).
 """
 
 import re
@@ -23,16 +23,16 @@ KINDS = {
 }
 LAYERS = "tdx"
 LONGEST = 10_000
-"""Places and breaks in all, beyond which a text is taken for a slip of the pen."""
+"""Most places and breaks; a longer text is refused as a typing error."""
 SMALL_CHANGE = 64
-"""Layers that are moved one by one to mend a layout; beyond, it is balanced anew."""
+"""Most layers that are moved one by one to correct a layout; beyond, it is balanced again."""
 
 Way = Literal["round", "v"]
-"""How virtual stages go over ranks: always from first to last, or there and back, as a V."""
+"""How virtual stages map to ranks: always from first to last, or there and back, as a V."""
 
 
 class Place(NamedTuple):
-    """One thing a stage computes: its kind, and its number among those of the kind."""
+    """One part of a stage: its kind, and its index among the parts of that kind."""
 
     kind: str
     index: int = 0
@@ -40,18 +40,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """A pipeline layout: what each stage computes, in the order of the model."""
+    """A pipeline layout: the parts of each stage, in model order."""
 
     letters: tuple[str, ...]
-    """For each stage its places, by their letters and written out."""
+    """For each stage the letters of its parts, with repeats expanded."""
 
     @classmethod
     def parse(cls, text: str) -> "Stages":
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            ValueError: where a letter is unknown, a parenthesis has no partner, or a ``*`` no
-                number; with the place in the text.
+            ValueError: with the position in the text, if a letter is unknown, a parenthesis
+                unmatched, or a ``*`` without number.
         """
         return cls(tuple(_written_out(text).split("|")))
 
@@ -65,14 +65,14 @@ class Stages:
         way: Way = "round",
         ends: tuple[float, float] = (0.0, 0.0),
     ) -> "Stages":
-        """Spread layers evenly: over virtual stages and over ranks, none has two more than another.
+        """Spread layers evenly over virtual stages and over ranks, which differ by at most one.
 
-        The stages with the embedding and with the loss are the last to get one more. ``ends`` says
-        how many layers' time those two take besides theirs, where ranks are to take equally long.
+        The stages with embedding and loss are the last to get one more. ``ends``, the time of
+        embedding and loss in layers, balances the ranks' time instead of their number of layers.
         """
         count = pp * vpp
         rank = [home(k, pp, way) for k in range(count)]
-        # Where the ends weigh, no stage need have as many as others, and they come last by that.
+        # With weighted ends stages may differ by any number, and their load puts the ends last.
         each, more = (0, layers) if any(ends) else divmod(layers, count)
         last = () if any(ends) else (0, count - 1)
         held, load = [each] * count, [float(each * vpp)] * pp
@@ -89,7 +89,7 @@ class Stages:
 
     @property
     def text(self) -> str:
-        """The text form, with runs of equal letters and of equal stages folded."""
+        """The text form, with equal letters and equal stages written as repeats."""
         ended = [_folded(stage) + "|" for stage in self.letters[:-1]]
         parts = []
         for stage, same in groupby(ended):
@@ -100,11 +100,11 @@ class Stages:
 
     @property
     def layers(self) -> int:
-        """Number of layers, those of multi-token prediction not among them."""
+        """Number of layers, without multi-token prediction layers."""
         return sum(_layers(stage) for stage in self.letters)
 
     def places(self) -> tuple[tuple[Place, ...], ...]:
-        """Return what each stage computes, in the order of the model."""
+        """Return the parts of each stage, in model order."""
         counted: dict[str, int] = {}
         found = []
         for stage in self.letters:
@@ -117,10 +117,10 @@ class Stages:
         return tuple(found)
 
     def table(self, pp: int, way: Way = "round") -> tuple[tuple[tuple[Place, ...], ...], ...]:
-        """Return what each virtual stage of each of ``pp`` ranks computes: ``[rank][virtual]``.
+        """Return the parts of each virtual stage of each of ``pp`` ranks: ``[rank][virtual]``.
 
         Raises:
-            ValueError: where ``pp`` does not divide the number of stages.
+            ValueError: if ``pp`` does not divide the number of stages.
         """
         if len(self.letters) % pp:
             raise ValueError(f"{len(self.letters)} stages cannot be dealt out to pp{pp} evenly")
@@ -160,10 +160,10 @@ class Stages:
         return found
 
     def nearest(self, count: int, mixtures: Sequence[bool], multi_token: int = 0) -> "Stages":
-        """Return a legal layout like this one: a layer more or less where that is enough.
+        """Return a legal layout near this one.
 
-        Layers are taken from the fullest stages and given to the emptiest; where that does not
-        help, the answer is the balanced layout.
+        Layers are removed from the fullest or added to the emptiest stages; if that does not
+        suffice, the balanced layout is returned.
         """
         stages = [re.sub("m", "", re.sub("[dx]", "t", stage)) for stage in self.letters]
         stages[-1] = re.sub("(?=L$)", "m" * multi_token, stages[-1])
@@ -183,7 +183,7 @@ class Stages:
 
 
 def home(stage: int, pp: int, way: Way) -> int:
-    """Return the rank that holds a stage; on the way back, ranks come from last to first."""
+    """Return the rank of a stage; with ``v`` every second turn goes from last rank to first."""
     turn, at = divmod(stage, pp)
     return pp - 1 - at if way == "v" and turn % 2 else at
 
@@ -193,13 +193,13 @@ def _layers(stage: str) -> int:
 
 
 def _folded(stage: str) -> str:
-    """Write runs of a letter as ``t*4``; two stay ``tt``."""
+    """Write three or more equal letters as ``t*4``."""
     runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
     return "".join(f"{letter}*{n}" if n > 2 else letter * n for letter, n in runs)
 
 
 def _written_out(text: str) -> str:
-    """Return the text with every repeat written out: letters and breaks alone."""
+    """Return the text with all repeats expanded: only letters and breaks."""
     levels: list[list[str]] = [[]]
     for token in re.finditer(r"\*\s*(\d*)|[\s,]+|.", text, re.DOTALL):
         word = token[0]

@@ -1,19 +1,18 @@
-"""How ranks share elements and things among them: what training does and plans count."""
+"""Alignment and balanced assignment to ranks, as used by training and counted by plans."""
 
 from collections.abc import Sequence
 
 ALIGN = 64
-"""Elements to a multiple of which parameters and runs begin: 128 bytes in bf16, as products like
-them best."""
+"""Alignment, in elements, of parameters and runs: 128 bytes in bf16, best for matrix products."""
 
 
 def aligned(count: int) -> int:
-    """Return the next multiple of ``ALIGN``."""
+    """Round up to a multiple of ``ALIGN``."""
     return -(-count // ALIGN) * ALIGN
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return an owner for each thing: the largest first, each to the rank that has least."""
+    """Assign items to ranks, largest first, each to the least loaded rank; return the owners."""
     load = [0] * ranks
     owners = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

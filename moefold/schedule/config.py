@@ -1,4 +1,4 @@
-"""Records of the pipeline schedules: which exist, and for which sizes each is defined.
+"""Records of the pipeline schedules, with the sizes for which each is defined.
 
 A new schedule is one file with its table and one record here. p pipeline ranks, v stage chunks per
 rank, m micro-batches per step and data rank.
@@ -22,9 +22,9 @@ class Schedule(Record):
     """A pipeline schedule; its owner is ``table(record, p, v, m) -> Table``."""
 
     way: ClassVar[Way] = "round"
-    """How it lays a rank's chunks over the ranks."""
+    """How stages map to ranks."""
     paired: ClassVar[bool] = False
-    """Whether it runs one micro-batch's exchanges beside another's computing."""
+    """Whether it overlaps one micro-batch's exchanges with another's compute."""
 
     @property
     def name(self) -> str:
@@ -32,25 +32,25 @@ class Schedule(Record):
         return type(self).model_fields["kind"].default
 
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
-        """Yield what is outside the schedule's domain, paths ``vpp``, ``micro_batches``, ``group``.
+        """Yield violations of the schedule's domain: ``vpp``, ``micro_batches`` or ``group``.
 
-        The nearest values together are inside it. Sizes are at least 1.
+        The nearest values are legal together. Sizes are at least 1.
         """
         yield from ()
 
 
 class Grouped(Schedule):
-    """A schedule in which micro-batches go through a rank's chunks in groups."""
+    """A schedule in which groups of micro-batches pass through a rank's chunks in turn."""
 
     group: Annotated[int, Field(ge=1)] | None = None
-    """Micro-batches per group when a rank has several chunks; the number of ranks unless set."""
+    """Micro-batches per group when a rank has several chunks; None: the number of ranks."""
 
     def grouped(self, p: int, m: int) -> int:
-        """Return the micro-batches of a full group; there is no more to it than there are."""
+        """Return the micro-batches of a full group, at most ``m``."""
         return min(self.group or p, m)
 
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
-        """Groups, and what is left over at the end, are long enough to reach the last rank."""
+        """Every group, a shorter last one too, has at least as many micro-batches as ranks."""
         if v == 1:
             return
         group = max(p, self.group or p)
@@ -62,7 +62,7 @@ class Grouped(Schedule):
             if group > p:
                 rule += f", the last one may be shorter, down to {p}"
             near = (n for n in range(max(1, m - group), m + group + 1) if _fills(n, p, group))
-            nearest = min(near, key=lambda n: (abs(n - m), -n))  # the larger of two
+            nearest = min(near, key=lambda n: (abs(n - m), -n))  # the larger in a tie
             yield Violation(("micro_batches",), m, rule, nearest)
 
 
@@ -72,12 +72,12 @@ def _fills(m: int, p: int, group: int) -> bool:
 
 
 class Vee(Schedule):
-    """A schedule whose chunks lie in the shape of a V: down the ranks, and back up."""
+    """A schedule whose stages form a V: from the first rank to the last and back."""
 
     way = "v"
 
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
-        """Two chunks, and micro-batches enough to fill both directions."""
+        """There are two chunks, and enough micro-batches to fill both directions."""
         if v != 2:
             yield Violation(("vpp",), v, "a V has two chunks on each rank", 2)
         if m < 2 * p:
@@ -117,7 +117,7 @@ class Interleaved(Grouped):
 
 @SCHEDULE.register
 class ZeroBubbleH1(Grouped):
-    """1F1B whose weight gradients fill gaps; with v > 1, m fills groups."""
+    """1F1B with weight gradients in the bubbles; with v > 1, m fills groups."""
 
     kind: Literal["zb_h1"] = "zb_h1"
     owner = "moefold.schedule.one_f_one_b:zb_h1"
@@ -125,7 +125,7 @@ class ZeroBubbleH1(Grouped):
 
 @SCHEDULE.register
 class ZeroBubbleV(Vee):
-    """Two chunks in a V, weight gradients fill gaps. v = 2, m >= 2 p."""
+    """Two chunks in a V, with weight gradients in the bubbles. v = 2, m >= 2 p."""
 
     kind: Literal["zb_v"] = "zb_v"
     owner = "moefold.schedule.v_shape:zb_v"
@@ -133,7 +133,7 @@ class ZeroBubbleV(Vee):
 
 @SCHEDULE.register
 class DualPipeV(Vee):
-    """Two chunks in a V, forwards beside backwards. v = 2, m >= 2 p."""
+    """Two chunks in a V, with forwards overlapping backwards. v = 2, m >= 2 p."""
 
     kind: Literal["dualpipe_v"] = "dualpipe_v"
     paired = True
@@ -142,7 +142,7 @@ class DualPipeV(Vee):
 
 @SCHEDULE.register
 class Merged(Grouped):
-    """1F1B whose forwards run beside backwards; with v > 1, m fills groups. Any p, 1 too."""
+    """1F1B with forwards overlapping backwards; with v > 1, m fills groups. Any p, 1 too."""
 
     kind: Literal["merged"] = "merged"
     paired = True

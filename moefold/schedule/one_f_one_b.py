@@ -1,12 +1,12 @@
-"""Schedules whose stages lie down the ranks, v times round: GPipe and the family of 1F1B.
+"""Schedules whose stages map to ranks round-robin, v times: GPipe and the 1F1B family.
 
-Letters as in ``schedule.config``: p pipeline ranks, v stage chunks per rank, m micro-batches per
-step, groups of g micro-batches. "In flight" counts the chunks whose activations a rank keeps at
-once; F, B, I and W are the times of the actions of ``schedule.table``. Each function is the owner
-of one record: it takes the record, p, v and m, and returns the table.
+Letters: p pipeline ranks, v stage chunks per rank, m micro-batches per step, groups of g
+micro-batches. "In flight" is the number of chunks whose activations a rank saves at once; F, B, I
+and W are the times of the actions of ``schedule.table``. Each function is the owner of one record:
+it takes the record, p, v and m, and returns the table.
 
-Micro-batches go through several chunks in groups of g >= p: a group through chunk 0, the same group
-through chunk 1, and so on (interleaved 1F1B, arXiv 2104.04473).
+Micro-batches pass through several chunks in groups of g >= p: a group through chunk 0, then this
+group through chunk 1, and so on (interleaved 1F1B, arXiv 2104.04473).
 """
 
 import itertools
@@ -20,8 +20,8 @@ def gpipe(record: GPipe, p: int, v: int, m: int) -> Table:
     """Return the table of GPipe (arXiv 1811.06965): all forwards, then all backwards.
 
     With several chunks per rank, breadth first (arXiv 2211.05953): a chunk's micro-batches, then
-    the next chunk's. Bubble (p - 1)(F + B) from m = p on; all m * v chunks are in flight at the
-    turn. Every rank has the same line.
+    the next chunk's. Bubble (p - 1)(F + B) for m >= p; all m * v chunks are in flight before the
+    first backward. Every rank has the same line.
     """
     return Table((_steady(m * v, v, m, m),) * p, v, m)
 
@@ -29,7 +29,7 @@ def gpipe(record: GPipe, p: int, v: int, m: int) -> Table:
 def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:
     """Return the table of 1F1B (PipeDream-flush, arXiv 2006.09503), one chunk per rank.
 
-    The earliest backward that can run, runs. Bubble (p - 1)(F + B), as GPipe's; rank r keeps
+    Each backward runs as early as possible. Bubble (p - 1)(F + B), as GPipe's; rank r has
     min(m, p - r) micro-batches in flight.
     """
     return Table(tuple(_steady(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
@@ -39,25 +39,23 @@ def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
     """Return the table of interleaved 1F1B (arXiv 2104.04473); with v = 1 it is 1F1B itself.
 
     Bubble (p - 1)(F + B) of *one chunk*, a fraction (p - 1) / (v m) of the step. In flight on rank
-    0: (v - 1) g + 2 (p - 1) + 1 chunks, which for g = p is 1 + (p - 1) / (p v) times what 1F1B
-    keeps.
+    0: (v - 1) g + 2 (p - 1) + 1 chunks, for g = p 1 + (p - 1) / (p v) times the memory of 1F1B.
     """
     group = record.grouped(p, m)
-    # A chunk's output goes round all ranks before the rank sees the first gradient: two forwards
-    # per rank below it. A single chunk sees it sooner.
+    # An output passes all later ranks and its gradient returns before the rank's first backward:
+    # two forwards per later rank. With a single chunk it is one.
     ahead = [p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * group for r in range(p)]
     return Table(tuple(_steady(count, v, m, group) for count in ahead), v, m)
 
 
 def merged(record: Merged, p: int, v: int, m: int) -> Table:
-    """Return the table of combined 1F1B: each steady forward runs beside another's backward.
+    """Return the table of combined 1F1B: each steady forward overlaps with another's backward.
 
-    The exchanges of one micro-batch hide under the work of the other; only the warm-up's forwards
-    and the drain's backwards stay exposed (arXiv 2603.07685, section 4.2.3). The order is
-    interleaved 1F1B's with one more forward in the warm-up, because a forward cannot run beside a
-    backward that needs it. Every rank below adds two forwards, with one chunk too: a pair gives
-    nothing before it ends. In flight on rank 0: (v - 1) g + 2 (p - 1) + 2 chunks. One rank is
-    enough.
+    The exchanges of one micro-batch hide under the compute of the other; only the warm-up's
+    forwards and the drain's backwards stay exposed (arXiv 2603.07685, section 4.2.3). The order is
+    interleaved 1F1B's with one more forward in the warm-up, because a forward cannot overlap with
+    its own backward. Each later rank adds two forwards, even with one chunk: a pair has no results
+    before it ends. In flight on rank 0: (v - 1) g + 2 (p - 1) + 2 chunks. Works on one rank too.
     """
     group = record.grouped(p, m)
     ahead = [2 * (p - r - 1) + (v - 1) * group + 1 for r in range(p)]
@@ -65,8 +63,7 @@ def merged(record: Merged, p: int, v: int, m: int) -> Table:
 
 
 def _steady(ahead: int, v: int, m: int, group: int, paired: bool = False) -> Line:
-    """Return a line with ``ahead`` forwards before the first backward, then one of each, in turn or
-    ``paired``."""
+    """Return a line: ``ahead`` forwards, then a forward and a backward in turn or ``paired``."""
     forward, backward = _forwards(v, m, group), _backwards(v, m, group)
     ahead = min(ahead, m * v)
     both = zip(forward[ahead:], backward, strict=False)
@@ -75,13 +72,12 @@ def _steady(ahead: int, v: int, m: int, group: int, paired: bool = False) -> Lin
 
 
 def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
-    """Return the table of ZB-H1 (arXiv 2401.10241): weight gradients fill what 1F1B leaves idle.
+    """Return the table of ZB-H1 (arXiv 2401.10241): weight gradients fill the bubbles of 1F1B.
 
-    Rank r puts its weight gradients off by r micro-batches, so that all ranks keep what rank 0 of
-    1F1B keeps (p v chunks) and gradients are passed on sooner. Bubble (p - 1)(F + I - W) where W is
-    the shortest of the three; otherwise (p - 1) max(F, I), for then weight gradients stand in the
-    way. That is from m = p on. With v > 1 chunks the order of interleaved 1F1B with the shorter
-    warm-up.
+    Rank r delays its weight gradients by r micro-batches, so that all ranks need the memory of rank
+    0 in 1F1B (p v chunks) and gradients are sent sooner. Bubble, for m >= p: (p - 1)(F + I - W) if
+    W is the shortest of the three; otherwise (p - 1) max(F, I), since weight gradients then delay
+    other actions. With v > 1 chunks, the order of interleaved 1F1B with the shorter warm-up.
     """
     group = record.grouped(p, m)
     return Table(tuple(_delayed_weights(r, p, v, m, group) for r in range(p)), v, m)
@@ -93,17 +89,17 @@ def _delayed_weights(rank: int, p: int, v: int, m: int, group: int) -> Line:
     ahead = min((v - 1) * group + p - rank - 1, m * v)
     line = [forward.popleft() for _ in range(ahead)]  # 1. warm-up
     for backward in _backwards(v, m, group):
-        if forward:  # 2. steady: forward, input gradient, a weight gradient put off before
+        if forward:  # 2. steady: forward, input gradient, an earlier weight gradient
             line.append(forward.popleft())
-        line.append(backward._replace(kind="I"))  # 3. drain: input and weight gradients alone
+        line.append(backward._replace(kind="I"))  # 3. drain: only input and weight gradients
         weights.append(backward._replace(kind="W"))
         if len(weights) > rank:
             line.append(weights.popleft())
-    return (*line, *weights)  # 4. the rest of the weight gradients
+    return (*line, *weights)  # 4. the remaining weight gradients
 
 
 def _forwards(v: int, m: int, group: int) -> list[Action]:
-    """Return the forwards of every rank: groups of micro-batches, each through all chunks."""
+    """Return the forwards of a rank in order: groups of micro-batches, each through all chunks."""
     return [
         Action("F", chunk, micro)
         for start in range(0, m, group)
@@ -113,5 +109,5 @@ def _forwards(v: int, m: int, group: int) -> list[Action]:
 
 
 def _backwards(v: int, m: int, group: int) -> list[Action]:
-    """Return the backwards of every rank, the last chunk first."""
+    """Return the backwards of a rank in order: as the forwards, but the last chunk first."""
     return [Action("B", v - 1 - action.chunk, action.micro) for action in _forwards(v, m, group)]

@@ -1,7 +1,7 @@
-"""Simulation of a table: an order in which it can run, its timeline, and who waits how long.
+"""Simulation of a table: an order in which it can run, its timeline, and the ranks' idle time.
 
-Ranks follow their lines and start a step as soon as its inputs have come. All times are in one
-unit, whatever it is.
+Ranks follow their lines and start a step as soon as its inputs are available. All times are in one
+arbitrary unit.
 """
 
 from collections import deque
@@ -13,12 +13,12 @@ from moefold.schedule.table import ActionResult, Step, Table, actions_of
 
 
 class Deadlock(ValueError):
-    """Ranks that wait for each other: no order runs the table to its end."""
+    """Ranks wait for each other: no order runs the table to its end."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """How long one stage takes for one micro-batch; B takes I and W together."""
+    """Times of one stage for one micro-batch; B takes the sum of I and W."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -42,13 +42,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation found: the spans of every rank, in order."""
+    """Result of a simulation: the spans of every rank, in order."""
 
     spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(line[-1].end for line in self.spans)
 
     @property
@@ -58,13 +58,14 @@ class Timeline:
 
 
 def simulate(table: Table, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
-    """Return the timeline of a table, whose results are on other ranks at once.
+    """Return the timeline of a table, with messages that take no time.
 
     Args:
-        costs: of every stage alike (the default: F = I = W = 1), or one per stage.
+        table: the schedule.
+        costs: one for all stages (default: F = I = W = 1), or one per stage.
 
     Raises:
-        Deadlock: where the table cannot run to its end.
+        Deadlock: if the table cannot run to its end.
     """
     costs = Costs() if costs is None else costs
     each = [costs] * table.stages if isinstance(costs, Costs) else costs
@@ -83,10 +84,10 @@ def simulate(table: Table, costs: Costs | Sequence[Costs] | None = None) -> Time
 
 
 def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
-    """Yield (rank, step) so that each rank's order holds and every input is there.
+    """Yield (rank, step) in each rank's order, with every step after those that produce its inputs.
 
     Raises:
-        Deadlock: where some step's input never comes, naming each stuck rank and what it awaits.
+        Deadlock: if a step's input is never produced, with each stuck rank and what it waits for.
     """
     done: set[ActionResult] = set()
     waiting: dict[ActionResult, list[int]] = {}

@@ -1,7 +1,7 @@
-"""The table of a pipeline schedule: what every rank does, in order.
+"""The table of a pipeline schedule: each rank's actions, in order.
 
-Letters: p pipeline ranks, v stage chunks per rank, m micro-batches. The p * v stages are numbered
-along the model; a rank's chunks are numbered along the model too.
+Letters: p pipeline ranks, v stage chunks per rank, m micro-batches. The p * v stages, and the
+chunks of each rank, are numbered in model order.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One pass over one chunk of the rank for one micro-batch."""
+    """One pass of a micro-batch through one chunk of the rank."""
 
     kind: Kind
     chunk: int
@@ -27,10 +27,10 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward of two micro-batches that run side by side.
+    """A forward and a backward of two micro-batches that run concurrently.
 
-    Each computes while the other one waits for its exchanges between ranks. Both inputs must be
-    there before the pair starts; both results are there when it ends.
+    Each computes while the other waits for exchanges between ranks. The pair starts when both
+    inputs are available; both results are available when it ends.
     """
 
     forward: Action
@@ -45,7 +45,7 @@ Line = tuple[Step, ...]
 
 
 class ActionResult(NamedTuple):
-    """What an action leaves for others: the output of a stage, or the gradient of its input."""
+    """Result of an action for other stages: a stage's output, or the gradient of its input."""
 
     what: Literal["output", "gradient"]
     stage: int
@@ -59,7 +59,7 @@ def actions_of(step: Step) -> tuple[Action, ...]:
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule: one line of steps per rank, and where the stages lie."""
+    """A schedule: one line of steps per rank, and the mapping of stages to ranks."""
 
     lines: tuple[Line, ...]
     chunks: int
@@ -78,25 +78,25 @@ class Table:
 
     @cached_property
     def has_pairs(self) -> bool:
-        """Whether any rank runs a forward beside a backward."""
+        """Whether any rank runs a forward concurrently with a backward."""
         return any(isinstance(step, Pair) for line in self.lines for step in line)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """Yield the actions of a rank in order, those of a pair one after the other."""
+        """Yield the actions of a rank in order, the forward of a pair first."""
         for step in self.lines[rank]:
             yield from actions_of(step)
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Return the stage that a chunk of a rank is."""
+        """Return the stage number of a rank's chunk."""
         start = chunk * self.ranks
-        return start + self.home(start + rank)  # a turn is its own inverse
+        return start + self.home(start + rank)  # the mapping of each turn is its own inverse
 
     def home(self, stage: int) -> int:
-        """Return the rank on which a stage lies."""
+        """Return the rank that has a stage."""
         return home(stage, self.ranks, self.way)
 
     def needs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
-        """Return what must be there before an action starts, own results included."""
+        """Return the results that an action needs, including those of its own stage."""
         stage, micro = self.stage(rank, action.chunk), action.micro
         if action.kind == "F":
             return (ActionResult("output", stage - 1, micro),) if stage else ()
@@ -107,22 +107,22 @@ class Table:
         return (own,) if last else (own, ActionResult("gradient", stage + 1, micro))
 
     def gives(self, rank: int, action: Action) -> ActionResult | None:
-        """Return what an action leaves for others; weight gradients stay where they are."""
+        """Return an action's result for other stages; None for weight gradients."""
         if action.kind == "W":
             return None
         what = "output" if action.kind == "F" else "gradient"
         return ActionResult(what, self.stage(rank, action.chunk), action.micro)
 
     def step_needs(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
-        """Return what must be there before a step starts; a pair waits for both of its inputs."""
+        """Return the results that a step needs before it starts, for a pair those of both."""
         return tuple(need for action in actions_of(step) for need in self.needs(rank, action))
 
     def step_gives(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
-        """Return what a step leaves for others once it has ended."""
+        """Return a step's results, available once it has ended."""
         given = (self.gives(rank, action) for action in actions_of(step))
         return tuple(result for result in given if result is not None)
 
     def reader(self, result: ActionResult) -> int | None:
-        """Return the rank that reads a result, None past either end of the model."""
+        """Return the rank that reads a result; None at either end of the model."""
         stage = result.stage + (1 if result.what == "output" else -1)
         return self.home(stage) if 0 <= stage < self.stages else None
