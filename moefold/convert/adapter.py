@@ -1,7 +1,7 @@
-"""Adapters alone in PEFT's format, in and out; which base they are of.
+"""Reads and writes adapters in PEFT's format, with the identity of their base.
 
-E experts, r rank. A of experts is ``[E, r, in]`` with us and ``[E * r, in]`` there, B is
-``[E, out, r]`` with us (gate above up) and ``[out, r * E]`` there, experts fastest.
+E experts, r rank. A of experts is ``[E, r, in]`` in the model and ``[E * r, in]`` in PEFT; B is
+``[E, out, r]`` in the model (gate above up) and ``[out, r * E]`` in PEFT, experts fastest.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,15 +36,15 @@ from moefold.model.families.peft import (
 from moefold.spec.decoder import LORA_A, LORA_B
 
 IDENTITY_ROWS = 8
-"""Rows of each matrix that tell one base from another."""
+"""Rows of each matrix in the digest that identifies a base."""
 Part = Callable[[str, Box], Tensor]
-"""Reads a box of a tensor."""
+"""``part(name, box)`` reads a box of a tensor."""
 
 
 def identity(shapes: Mapping[str, tuple[int, ...]], part: Part) -> str:
-    """Return the digest of a base: of some rows from the middle of each of its matrices.
+    """Return a digest that identifies a base, of some rows from the middle of each matrix.
 
-    They are rounded to bf16, so that it is the same in whatever of its types a base is kept.
+    Rows are rounded to bf16, so that the digest does not depend on the stored dtype.
     """
     digest = sha256()
     for name, shape in sorted(shapes.items()):
@@ -76,15 +76,15 @@ def write_adapter(
     Args:
         decoder: the base.
         adapters: by the names of their weights.
-        tensors: A and B by the names of their weights and an ending.
+        tensors: A and B, named after their weights with a suffix.
         folder: a new or empty folder.
-        base: its folder, and its identity.
-        tokenizer: written beside the adapter.
-        dtype: of A and B on disk.
+        base: the base's folder and identity.
+        tokenizer: written into the folder too.
+        dtype: dtype of A and B on disk.
 
     Raises:
-        ConvertError: where the folder is not empty.
-        ValueError: where PEFT cannot adapt a weight as it is adapted here.
+        ConvertError: if the folder is not empty.
+        ValueError: if PEFT cannot represent an adapter.
     """
     demand_new(folder)
     said, chosen = settings(decoder, adapters, base[0])
@@ -122,7 +122,7 @@ def _theirs(
 
 
 class AdapterTensors(Mapping[str, Tensor]):
-    """A and B of an adapter's folder by our names; each is read when it is asked for."""
+    """A and B of an adapter's folder by the model's names, each read on access."""
 
     def __init__(self, found: PeftFolder) -> None:
         self.found = found
@@ -139,10 +139,10 @@ class AdapterTensors(Mapping[str, Tensor]):
         return isinstance(name, str) and name[: -len(LORA_A)] in self.found.adapters
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one of the two, whole, in fp32.
+        """Read A or B, whole, in fp32.
 
         Raises:
-            ConvertError: where it holds NaN.
+            ConvertError: if it contains NaN.
         """
         weight, end = name[: -len(LORA_A)], name[-len(LORA_A) :]
         parts = [self._ours(stored, end) for stored in self.found.stored[weight]]
@@ -152,7 +152,7 @@ class AdapterTensors(Mapping[str, Tensor]):
         return whole
 
     def _ours(self, stored: Stored, end: str) -> Tensor:
-        """Return A or B of one site as we hold it."""
+        """Return A or B of one site in the model's layout."""
         site, rank = stored.site, self.found.adapters[stored.site.weight.name].rank
         wants_a = end == LORA_A
         raw = self._file.get_tensor(stored.a if wants_a != stored.turned else stored.b).float()
@@ -166,5 +166,5 @@ class AdapterTensors(Mapping[str, Tensor]):
         return (each if wants_a else each.reshape(*site.weight.shape[:-1], rank)).contiguous()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._opened.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""From our tensors to a Hugging Face folder, one tensor in memory at a time."""
+"""Export to a Hugging Face folder, with one tensor in memory at a time."""
 
 import os
 import shutil
@@ -37,22 +37,22 @@ def export_folder(
     special_tokens: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[str]:
-    """Write a folder that ``transformers`` loads; return notes on what it cannot hold.
+    """Write a folder that ``transformers`` loads; return notes on what it cannot represent.
 
     Args:
         decoder: the description.
-        tensors: exactly the decoder's tensors; each is asked for once per file that needs it.
+        tensors: exactly the decoder's tensors; each is read once per file that needs it.
         folder: a new or empty folder.
-        tokenizer: written beside the weights.
-        dtype: type of the weights; the selection bias stays fp32, as transformers keeps it.
-        layout: experts each on their own, which most programs read, or all in one tensor.
-        special_tokens: ``eos_token_id`` and its like; those beside the tokenizer where left out.
+        tokenizer: written into the folder too.
+        dtype: dtype of the weights; the selection bias stays fp32, as in transformers.
+        layout: one tensor per expert, which most programs read, or all experts in one tensor.
+        special_tokens: ``eos_token_id`` and similar; by default those of the tokenizer's files.
         shard_bytes: most bytes of data in one file.
 
     Raises:
-        ConvertError: where the folder is not empty, or tensors are missing, unexpected, or of
-            another shape.
-        ValueError: where no known family has this decoder.
+        ConvertError: if the folder is not empty, or tensors are missing, unexpected, or of another
+            shape.
+        ValueError: if no known family has this decoder.
     """
     folder = Path(folder)
     demand_new(folder)
@@ -79,14 +79,14 @@ def export_folder(
 
 
 def demand_new(folder: Path) -> None:
-    """Raise ``ConvertError`` where a folder to write is there already and holds anything."""
+    """Raise ``ConvertError`` if a folder to write exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvertError(folder, ["is there already; name a new folder"])
 
 
 @contextmanager
 def staged_for(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which becomes ``folder`` where nothing fails within."""
+    """Yield a temporary folder, which is renamed to ``folder`` if the context succeeds."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     staged.mkdir()
@@ -101,7 +101,7 @@ def staged_for(folder: Path) -> Iterator[Path]:
 
 
 def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
-    """Write the safetensors files under their usual names, and an index of several."""
+    """Write the safetensors files under their usual names, with an index if there are several."""
     names = ["model.safetensors"]
     if len(files) > 1:
         names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
@@ -115,7 +115,7 @@ def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
 
 
 class _Reader:
-    """Cuts tensors on disk out of ours; keeps the one in use, as its parts follow each other.
+    """Cuts tensors on disk out of the model's; caches the last one, whose parts are consecutive.
 
     Raises:
         ConvertError: unless the tensors are exactly the decoder's; shapes are checked when read.
@@ -133,7 +133,7 @@ class _Reader:
             raise ConvertError(folder, problems)
 
     def read(self, sent: Sent) -> Tensor:
-        """Return the tensor on disk that a part of ours is, or parts of several, in its type."""
+        """Return a tensor on disk, from parts of one or more of the model's tensors."""
         made = None
         for one in (sent, *sent.others):
             made = one.to_theirs(self._part(one), made)
@@ -142,7 +142,7 @@ class _Reader:
 
     def _part(self, sent: Sent) -> Tensor:
         if self._held is None or self._held[0] != sent.ours:
-            self._held = None  # let go before the next is read
+            self._held = None  # freed before the next is read
             tensor = self._tensors[sent.ours].detach().cpu()
             if tensor.shape != sent.whole:
                 shapes = f"{list(tensor.shape)}, expected {list(sent.whole)}"

@@ -1,18 +1,18 @@
 """Larger and smaller mixtures from trained models: upcycling, copies, pruning, depth and width.
 
-Every rule is a function from the name of a tensor of the new model to its values, made of those of
-the old one; they stand on each other and hold one tensor at a time.
+Every rule is a function from the name of a tensor of the new model to its values, computed from
+those of the old one; rules compose, and hold one tensor at a time.
 
 - *Upcycling* (arXiv 2212.05055): experts are copies of a dense feed-forward. With granularity G
   (arXiv 2410.07524) it is cut into G shards, expert ``g * C + c`` is shard g of copy c of C, and
   the router's rows for a copy's shards are equal, so that a token's ``top_k = G * k`` experts are
   all shards of k copies. Their weights sum to 1, a shard's share is 1 / G of its copy's, and a
-  factor G on ``w_out`` gives the dense output whatever is chosen. The published factor, the cube
-  root of G on each of three matrices, does not.
-- *Copies* of a mixture's experts, m of each beside one another: m times ``top_k`` are chosen.
-- *Depth*: a new layer repeats the one before it with outputs of zero, and so changes no row.
-- *Width* (Net2Net, arXiv 1511.05641): what a product writes stands m times, what it reads counts
-  1 / m each.
+  factor G on ``w_out`` reproduces the dense output whatever is chosen. The published factor, the
+  cube root of G on each of three matrices, does not.
+- *Copies* of a mixture's experts, m consecutive ones of each: m times ``top_k`` are chosen.
+- *Depth*: a new layer repeats the one before it with zero output weights, and so changes no row.
+- *Width* (Net2Net, arXiv 1511.05641): outputs of a product are repeated m times, and weights on
+  its repeated inputs divided by m.
 
 Shapes: E experts, F width, D hidden.
 """
@@ -39,30 +39,30 @@ OUTPUTS = (
     ".attention.o.weight", ".attention.o.bias", ".attention.out.weight", ".ffn.w_out",
     ".moe.shared.w_out", *EXPERT_OUTPUTS,
 )  # fmt: skip
-"""What the halves of a block end in."""
+"""Name suffixes of the output weights of attention and feed-forward."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What a new model has more or less of; 1 and None leave a size as it is."""
+    """Changes of size for a new model; 1 and None leave a size unchanged."""
 
     experts: int | None = None
     top_k: int | None = None
-    """Experts of a token; None is two copies of a dense model, or as many times more as copies."""
+    """Experts per token; None: two copies of a dense model, or the source's times the copies."""
     granularity: int = 1
     scale: Literal["exact", "cube_root"] = "exact"
     """Factors of virtual groups: G on ``w_out``, or its cube root on each matrix."""
     layers: int | None = None
     hidden_times: int = 1
-    """How often hidden dims and heads stand side by side."""
+    """Factor on hidden dims and heads."""
     width_times: int = 1
-    """How often the units of feed-forwards do."""
+    """Factor on the widths of feed-forwards."""
     seed: int = 0
-    """Of a new router's weights."""
+    """Seed of a new router's weights."""
 
 
 class Grown(Mapping[str, Tensor]):
-    """The new model's tensors by name, each made when it is asked for."""
+    """The new model's tensors by name, each computed on access."""
 
     def __init__(self, model: Family, decoder: Decoder, read: Read, notes: Sequence[str]) -> None:
         self.model, self.decoder, self.notes = model, decoder, tuple(notes)
@@ -75,17 +75,17 @@ class Grown(Mapping[str, Tensor]):
         return len(self._targets)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Make one tensor."""
+        """Compute one tensor."""
         return tiled(name, self._read(name), self._targets[name].shape)
 
 
 def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: Growth) -> Grown:
-    """Return a mixture whose experts are copies of dense models' feed-forwards, in turns.
+    """Return a mixture whose experts are copies of dense models' feed-forwards, in turn.
 
-    All else is the mean of the models, which is one's own where there is one.
+    All other tensors are the mean over the models.
 
     Raises:
-        ValueError: where experts cannot be shared out among the models.
+        ValueError: if the experts cannot be divided evenly among the models.
     """
     router = mixture.model.chosen_router
     shards, copies = wanted.granularity, router.experts // wanted.granularity
@@ -120,9 +120,9 @@ def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: G
 
 
 def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: int) -> float:
-    """Return how far the first layer's experts are from the dense output, over its norm.
+    """Return the relative error of the first layer's experts against the dense output.
 
-    On 64 rows of chance, in fp64; all shards of one copy are chosen, as in any choice.
+    On 64 random rows, in fp64; all shards of one copy are chosen, as in any routing.
     """
     draw = torch.Generator().manual_seed(0)
     x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1], generator=draw).double()
@@ -146,13 +146,13 @@ def grow(
     """Return a mixture with more or fewer experts, and more layers or width.
 
     Args:
-        source: the mixture's ``config.json``.
+        source: the mixture, as read from its ``config.json``.
         tensors: its tensors.
-        wanted: what the new one has.
-        loads: what each expert of a layer took, by the layer's number, to keep the busiest.
+        wanted: sizes of the new one.
+        loads: tokens of each expert by layer number, to keep the busiest experts.
 
     Raises:
-        ValueError: where there is no such model.
+        ValueError: if there is no such model.
     """
     router, notes = source.model.chosen_router, list[str]()
     have, want = router.experts, wanted.experts or router.experts
@@ -167,11 +167,11 @@ def grow(
     top_k = wanted.top_k or min(want, router.top_k * max(1, times))
     if want < have or top_k != router.top_k * times or not (times == 1 or _shared_out(source)):
         notes.append("another function than the source's: other experts, or other weights of them")
-    # Of weights that nothing divides, copies have as many times more.
+    # Routing weights without normalisation would sum to ``times`` as much over the copies.
     free = router.score != "softmax" and not router.renormalise
     share = 1 / times if times > 1 and free else 1.0
     shape = source.model.shape.model_copy(update={"experts": want, "top_k": top_k})
-    for name in ("dense_width", "shared_width"):  # which may follow from top_k
+    for name in ("dense_width", "shared_width"):  # their defaults may depend on top_k
         if getattr(shape, name, 0) is None and _present(source.decoder, name):
             value = getattr(source.model.shape, f"width_of_{name.removesuffix('_width')}")
             shape = shape.model_copy(update={name: value})
@@ -196,7 +196,7 @@ def grow(
 def deepened(
     source: Family, decoder: Decoder, read: Read, wanted: Growth, notes: Sequence[str]
 ) -> Grown:
-    """Return a model with more layers, spread evenly behind dense ones, and with more width."""
+    """Return a model with more layers, spread evenly after leading dense ones, and more width."""
     blocks, shape, times = decoder.blocks, source.shape, wanted.hidden_times
     layers = wanted.layers or len(blocks)
     if layers < len(blocks):
@@ -234,12 +234,12 @@ def deepened(
 
 
 def tiled(name: str, found: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a weight as often side by side as ``shape`` has room; what a product sums, shared.
+    """Repeat a weight to ``shape``, divided by the repeats of the dim over which its product sums.
 
-    The last dim of a matrix is what its product sums, but for the embedding, which is looked up.
+    That is the last dim of a matrix, except for the embedding, which is looked up.
 
     Raises:
-        ValueError: where a dim is no multiple.
+        ValueError: if a dim is no multiple.
     """
     if tuple(found.shape) == tuple(shape):
         return found
@@ -251,18 +251,18 @@ def tiled(name: str, found: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _shared_out(source: Reading) -> bool:
-    """Return whether copies of an expert are chosen together and make what it made alone."""
+    """Return whether copies of an expert are chosen together and together give its output."""
     router, moe = source.model.chosen_router, first_moe(source.decoder)
     soft = router.score == "softmax"
     if soft and router.order == "score_first" and router.selection_bias:
-        return False  # probabilities are as many times less, the bias is not
+        return False  # probabilities are divided by the copies, the bias is not
     if moe.weigh == "input" and (soft or router.renormalise):
         return False
     return soft or not router.renormalise or max(router.epsilon, router.floor) < 1e-12
 
 
 def _present(decoder: Decoder, name: str) -> bool:
-    """Return whether a model has the feed-forward whose width this is."""
+    """Return whether a model has the feed-forward whose width has this name."""
     if name == "shared_width":
         return first_moe(decoder).shared is not None
     return not all(has_routing(block.ffn) for block in decoder.blocks)

@@ -1,6 +1,6 @@
-"""From a Hugging Face folder to our tensors: strict, one tensor in memory at a time.
+"""Import of a Hugging Face folder: strict, with one tensor in memory at a time.
 
-E experts, F expert width, D hidden (see ``model/families/names.py`` for how weights lie on disk).
+E experts, F expert width, D hidden (``model/families/names.py`` describes the layouts on disk).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _HEAD, _EMBED = "head.weight", "embed.weight"
 
 
 class FolderTensors(Mapping[str, Tensor]):
-    """Our tensors by name, each read from the folder when it is asked for, and never kept."""
+    """The model's tensors by name, each read from the folder on access and not cached."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._source, self._plan, self._copies = source, plan, copies
         self._adapter = adapter
         self.targets = plan.targets
-        """Shape and type of each tensor, without its values."""
+        """Each tensor's shape and dtype, without values."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.targets)
@@ -55,21 +55,20 @@ class FolderTensors(Mapping[str, Tensor]):
         return name in self.targets  # the inherited one would read the tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one tensor, whole; see :meth:`part`."""
+        """Read one whole tensor by :meth:`part`."""
         return self.part(name, tuple((0, size) for size in self.targets[name].shape))
 
     def identity(self) -> str:
-        """Return what tells the folder's weights from others."""
+        """Return a digest that identifies the folder's weights."""
         return identity({name: tuple(t.shape) for name, t in self.targets.items()}, self.part)
 
     def part(self, name: str, box: Box) -> Tensor:
-        """Read a box of one tensor in the type of the model's parameter, and nothing beside it.
+        """Read only a box of one tensor, in the dtype of the model's parameter.
 
-        Where the folder is an adapter's, it is that of the weight with its adapter in it.
+        For an adapter's folder, the adapter is merged into the weight.
 
         Raises:
-            ConvertError: where NaN is left in it, from the folder or because a part was not
-                written.
+            ConvertError: if it contains NaN, from the folder or because a part was not filled.
         """
         target = self.targets[name]
         wanted = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
@@ -102,7 +101,7 @@ class FolderTensors(Mapping[str, Tensor]):
         return merged(wanted, a, b, low.scale)
 
     def _read(self, piece: TensorPiece, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Return a box of the tensor on disk ``piece``, which has ``shape`` with us."""
+        """Return a box of ``piece``, a tensor on disk that has ``shape`` in the model."""
         scale = self._plan.scales.get(piece.name)
         if scale is not None and self._plan.block is not None:
             codes, scales = self._source.read(piece.name), self._source.read(scale)
@@ -114,17 +113,17 @@ class FolderTensors(Mapping[str, Tensor]):
             ends = [n + 1 for n in places if n + 1 not in places]
             spans = zip(starts, ends, strict=True)
             return torch.cat([self._source.read_box(piece.name, (s, *box[1:])) for s in spans])
-        if piece.order:  # on disk dims lie otherwise, and whole experts are read
+        if piece.order:  # dims on disk are permuted, so whole experts are read
             stored = self._experts(piece.name + CODES if scale else piece.name, box)
             stored = multiplied(stored, self._experts(scale, box)) if scale else stored
             ours = piece.to_ours(stored, (len(stored), *shape[1:]))
             return ours[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
         if piece.shape == shape:
             return self._source.read_box(piece.name, box)
-        if len(piece.shape) > len(shape):  # dims of one around it
+        if len(piece.shape) > len(shape):  # additional dims of size 1
             small = self._source.read(piece.name).reshape(shape)
             return small[tuple(slice(*bounds) for bounds in box)]
-        # [E, 2, F, D] with us, [E, 2 * F, D] on disk; or both without E
+        # [E, 2, F, D] in the model, [E, 2 * F, D] on disk; or both without E
         (*experts, halves, rows, columns), width = box, shape[-2]
         parts = [
             self._source.read_box(
@@ -135,29 +134,29 @@ class FolderTensors(Mapping[str, Tensor]):
         return torch.stack(parts, len(experts))
 
     def _experts(self, name: str, box: Box) -> Tensor:
-        """Return whole experts of a tensor on disk, those of a box."""
+        """Return the whole experts of a box from a tensor on disk."""
         rest = self._source.tensors[name].shape[1:]
         return self._source.read_box(name, (box[0], *((0, size) for size in rest)))
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A Hugging Face folder, read."""
+    """An opened Hugging Face folder."""
 
     decoder: Decoder
     model: Family
     """The family's record, with the sizes that users write."""
     tensors: FolderTensors
     special_tokens: Mapping[str, Any]
-    """``bos_token_id`` and its like."""
+    """``bos_token_id`` and similar."""
     notes: tuple[str, ...]
-    """What the reader should know: defaults taken, files and tensors left out."""
+    """Notes for the user: defaults used, files and tensors left out."""
     left_out: tuple[str, ...]
-    """Those of the notes that are about files and tensors left out, each with the folder."""
+    """The notes about files and tensors left out, each with the folder."""
     source: Weights
-    """Keeps the files open."""
+    """Holds the files open."""
     adapter: AdapterTensors | None = None
-    """Of an adapter's folder."""
+    """The adapter, if the folder is an adapter's."""
 
     def __enter__(self) -> Self:
         return self
@@ -175,16 +174,16 @@ class Imported:
 def import_folder(
     folder: str | Path, weights: str | Path | None = None, reading: Reading | None = None
 ) -> Imported:
-    """Open a Hugging Face folder and account for everything in it; no weight is read yet.
+    """Open a Hugging Face folder and match all its tensors with the model's, without reading any.
 
-    An adapter's folder is its base's, with the adapter in the weights. ``weights`` names a pickled
-    checkpoint to take them from instead, see ``pickled.py``; ``reading`` says what ``config.json``
-    describes where no family does. What is returned is a context manager, and closed when the
-    tensors are no longer needed.
+    For an adapter's folder, the base is opened, with the adapter merged into the weights.
+    ``weights`` is a pickled checkpoint to read instead (:mod:`moefold.convert.pickled`);
+    ``reading`` describes the model if no family reads its ``config.json``. The result is a context
+    manager, which is closed when the tensors are no longer needed.
 
     Raises:
-        ValueError: where ``config.json`` has anything that is not supported.
-        ConvertError: listing every tensor that is missing, unexpected, or of another shape.
+        ValueError: if ``config.json`` has anything unsupported.
+        ConvertError: with every tensor that is missing, unexpected, or of another shape.
     """
     own, folder = Path(folder), base_of(Path(folder))
     reading = reading or read_config(folder)
@@ -246,7 +245,7 @@ def import_folder(
 
 
 def _copies(reading: Reading, head: str) -> dict[str, tuple[str, ...]]:
-    """Return names on disk of what a folder may hold though it is the embedding, or the head."""
+    """Return names on disk of redundant copies of the embedding or head, by the model's name."""
     found = dict(reading.model.copies(reading.decoder))
     if reading.decoder.tied:
         found[_EMBED] = (*found.get(_EMBED, ()), head, *found.pop(_HEAD, ()))
@@ -254,10 +253,10 @@ def _copies(reading: Reading, head: str) -> dict[str, tuple[str, ...]]:
 
 
 def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors) -> AdapterTensors:
-    """Open an adapter's folder, which is to be closed.
+    """Open an adapter's folder; the caller closes the result.
 
     Raises:
-        ConvertError: where it is the adapter of another base.
+        ConvertError: if the adapter belongs to another base.
     """
     found = AdapterTensors(read_adapter(own, decoder))
     try:
@@ -291,9 +290,9 @@ def _left_out(plan: ImportPlan) -> Iterator[str]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Multiply FP8 codes [R, C] out with the scale of each ``block`` of rows and columns.
+    """Dequantise FP8 codes [R, C] with a scale per ``block`` of (rows, columns); return fp32.
 
-    Returns fp32; the arithmetic of DeepSeek-V3's release (arXiv 2412.19437, section 3.3).
+    The arithmetic is that of DeepSeek-V3's release (arXiv 2412.19437, section 3.3).
     """
     rows, columns = codes.shape
     spread = scales.float().repeat_interleave(block[0], 0)[:rows]
@@ -301,9 +300,9 @@ def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def multiplied(codes: Tensor, scales: Tensor) -> Tensor:
-    """Multiply MXFP4 codes [E, O, I / 32, 16] out with scales of E8M0; return fp32 [E, I, O].
+    """Dequantise MXFP4 codes [E, O, I / 32, 16] with E8M0 scales; return fp32 [E, I, O].
 
-    A byte holds two numbers of E2M1, the first in its low half (OCP Microscaling Formats 1.0).
+    A byte has two E2M1 numbers, the first in its low half (OCP Microscaling Formats 1.0).
     """
     numbers = value_e2m1(unpack(codes), torch.float32)
     return (numbers * scales.view(E8M0).float()[..., None]).flatten(2).transpose(1, 2)

@@ -1,9 +1,9 @@
-"""Pickled weights of other programs as a source of tensors, read behind allow-lists.
+"""Pickled weights of other programs as a source of tensors, read with allow-lists.
 
-State dicts of ``torch.save`` go through torch's own unpickler, which makes tensors and plain data
-and nothing else. Folders of ``torch.distributed.checkpoint`` (DCP) have a pickle of their own,
-which that library reads without a list: here ``_MetadataUnpickler`` reads it, which knows the names
-of the few classes that describe tensors and makes plain fields of them. Any other name is refused.
+State dicts of ``torch.save`` are read by torch's restricted unpickler, which builds only tensors
+and plain data. Folders of ``torch.distributed.checkpoint`` (DCP) have a pickle that this library
+reads without restriction; ``_MetadataUnpickler`` knows only the few classes that describe tensors,
+and builds plain fields for them. Any other name is refused.
 """
 
 import io
@@ -24,14 +24,14 @@ from moefold.layers.placement import Box, inside, shared_box
 METADATA = ".metadata"
 METADATA_LIMIT = 256 * 2**20
 PARTS = ("pytorch_model*.bin", "*.pt", "*.pth")
-"""Files in a folder that hold weights; the first kind that is there."""
+"""Patterns of weight files in a folder; the first that matches is used."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEPTH = 4
-"""Dictionaries in each other; optimizers' states lie no deeper, and a cycle ends here."""
+"""Most levels of nested dictionaries; optimizer state has no more, and cycles end here."""
 
 
 class _Fields:
-    """What stands for an object of a known class: its fields, and nothing that it could do."""
+    """Replaces objects of known classes: their fields, without behaviour."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
@@ -56,12 +56,12 @@ ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES},
     ("torch", "Size"): tuple,
 }
-"""What a folder's metadata may name, and what is made of it."""
+"""Names that a folder's metadata may contain, with their replacements."""
 
 
 @dataclass(frozen=True)
 class _Pickled:
-    """One tensor: what is said of it, and its boxes, each with what reads it."""
+    """One tensor: its description, and its boxes with functions that read them."""
 
     info: TensorInfo
     boxes: list[tuple[Box, Callable[[], Tensor]]]
@@ -72,12 +72,12 @@ class PickledWeights(Weights):
 
     Args:
         path: a state dict of ``torch.save``, a folder of them, or a DCP folder with ``.metadata``.
-        anchor: the name of a tensor that must be there. What other names have in front of it, such
-            as ``module.``, all that belong to the model have, and it is left off.
+        anchor: the name of a tensor that must exist. Its prefix in the checkpoint, such as
+            ``module.``, is removed from all names; tensors without it are left out.
 
     Raises:
-        ConvertError: where there is none, it holds more than tensors and plain data, or it has no
-            such tensor, or several.
+        ConvertError: if there is no checkpoint, it has more than tensors and plain data, or not
+            exactly one such tensor.
     """
 
     def __init__(self, path: Path, anchor: str) -> None:
@@ -94,7 +94,7 @@ class PickledWeights(Weights):
         super().__init__(path, {name: p.info for name, p in self._held.items()}, notes)
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Return a box of one tensor as it is stored."""
+        """Return a box of one tensor as stored."""
         size = [end - start for start, end in box]
         wanted = torch.empty(size, dtype=DTYPES[self.tensors[name].dtype])
         for held, read in self._held[name].boxes:
@@ -104,7 +104,7 @@ class PickledWeights(Weights):
         return wanted
 
     def close(self) -> None:
-        """Let go of the files; tensors already read stay."""
+        """Close the files; tensors already read stay valid."""
         self._held.clear()
 
 
@@ -126,10 +126,10 @@ def _saved(path: Path) -> Iterator[tuple[str, _Pickled]]:
 
 
 def _distributed(folder: Path) -> dict[str, _Pickled]:
-    """Return the tensors of a DCP folder, each box of which was saved by itself.
+    """Return the tensors of a DCP folder, which saves each box separately.
 
     Raises:
-        ConvertError: where the metadata does not describe tensors that are there.
+        ConvertError: if the metadata is not as expected, or names missing data.
     """
     said, problems = _metadata(folder / METADATA), list[str]()
     found: dict[str, _Pickled] = {}
@@ -162,7 +162,7 @@ def _distributed(folder: Path) -> dict[str, _Pickled]:
 
 
 def _misplaced(folder: Path, name: str, info: Any) -> Iterator[str]:
-    """Yield what is wrong with where a box is said to lie."""
+    """Yield the problems of a box's place in the metadata."""
     file, start, size = str(info.relative_path), int(info.offset), int(info.length)
     path = folder / file
     if file != path.name or "\0" in file or not path.is_file():
@@ -176,7 +176,7 @@ def _misplaced(folder: Path, name: str, info: Any) -> Iterator[str]:
 def _read_box(
     folder: Path, name: str, info: Any, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Read one saved box, which must be the tensor that the metadata names."""
+    """Read one saved box, and check its shape and dtype against the metadata."""
     path = folder / str(info.relative_path)
     with path.open("rb") as file:
         file.seek(int(info.offset))
@@ -192,7 +192,7 @@ def _read_box(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that finds nothing but what describes tensors."""
+    """An unpickler that knows only classes that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
@@ -204,7 +204,7 @@ def _metadata(path: Path) -> Any:
     """Read the metadata of a folder.
 
     Raises:
-        ConvertError: where it is too large, damaged, or names what is not on the allow-list.
+        ConvertError: if it is too large, damaged, or has a name that is not on the allow-list.
     """
     size = path.stat().st_size
     if size > METADATA_LIMIT:
@@ -216,7 +216,7 @@ def _metadata(path: Path) -> Any:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of weights at a path."""
+    """Return the weight files at a path."""
     if path.is_file():
         return [path]
     for pattern in PARTS:
@@ -227,7 +227,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _flat(found: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested dictionaries, their keys joined with dots."""
+    """Yield the tensors of nested dictionaries, with keys joined by dots."""
     if isinstance(found, Tensor):
         yield prefix.removesuffix("."), found
     elif isinstance(found, Mapping) and depth < DEPTH:

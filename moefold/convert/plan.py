@@ -1,7 +1,7 @@
-"""Which tensor on disk fills which part of which parameter, accounted for before a byte is read.
+"""Maps tensors on disk to parts of parameters, before any byte is read.
 
-Every parameter is written once and whole; every tensor on disk is used once or stands on a list
-of what is left out, with the reason. Anything else is refused with the full list.
+Every parameter is filled once and completely; every tensor on disk is used once or listed as left
+out, with the reason. Anything else is refused with the full list.
 """
 
 from collections import Counter
@@ -29,33 +29,30 @@ from moefold.model.families.registry import family_of
 
 Dtype = Literal["float32", "bfloat16"]
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Types that weights are written in."""
+"""Dtypes in which weights are written."""
 SCALE = "_scale_inv"
-"""Ending of the name of an FP8 tensor's scales."""
+"""Name suffix of an FP8 tensor's scales."""
 CODES, SCALES = "_blocks", "_scales"
-"""Endings of the names of an MXFP4 tensor's codes, and of their scales."""
+"""Name suffixes of an MXFP4 tensor's codes and their scales."""
 MXFP4 = 32
-"""Elements that share a scale, two to a byte."""
+"""Elements that share a scale, two per byte."""
 
 
 def targets(decoder: Decoder) -> dict[str, Tensor]:
-    """Return every tensor that a decoder's checkpoint holds, in the model's order, without values.
-
-    They are the model's own, built on the meta device.
-    """
+    """Return every tensor of a decoder's checkpoint, in model order, on the meta device."""
     return DecoderModel(decoder, precision="fp32", device="meta").state_dict()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sent(TensorPiece):
-    """One tensor of a Hugging Face folder, and which part of ours it is."""
+    """One tensor of an exported folder, and the part of the model's tensor that it is."""
 
     dtype: torch.dtype
     ours: str
     whole: tuple[int, ...]
-    """Shape of ours."""
+    """Shape of the model's tensor ``ours``."""
     others: "tuple[Sent, ...]" = ()
-    """Further ones of ours whose rows are in the tensor."""
+    """Further tensors of the model whose rows are in this one."""
 
 
 def contract(
@@ -64,16 +61,16 @@ def contract(
     layout: Layout = "per_expert",
     exact: str = ".router.",
 ) -> list[Sent]:
-    """Return every tensor that a decoder is handed on as, in order.
+    """Return every tensor of an exported folder or a weight stream, in order.
 
     Args:
         decoder: the description.
-        dtype: type of the tensors.
-        layout: experts each on their own, or all in one tensor.
-        exact: what has this in its name stays float32.
+        dtype: dtype of the tensors.
+        layout: one tensor per expert, or all experts in one tensor.
+        exact: tensors with this in their name stay float32.
 
     Raises:
-        ValueError: where no known family has this decoder, or none writes this type or layout.
+        ValueError: if no known family has this decoder, or dtype or layout are unknown.
     """
     for name, asked, known in (("dtype", dtype, Dtype), ("layout", layout, Layout)):
         if asked not in get_args(known):
@@ -93,18 +90,18 @@ def contract(
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """What is read into what, and what is not read at all."""
+    """The tensors on disk from which each parameter is read, and those that are not read."""
 
     parts: Mapping[str, tuple[TensorPiece, ...]]
-    """The tensors on disk that each parameter consists of."""
+    """The tensors on disk of which each parameter consists."""
     left_out: Mapping[str, str]
-    """Tensors on disk that are not used, and why."""
+    """Tensors on disk that are not used, with the reason."""
     scales: Mapping[str, str]
-    """The scales that belong to each FP8 tensor on disk, and to each that lies as MXFP4 codes."""
+    """Name of the scales of each FP8 or MXFP4 tensor on disk."""
     targets: Mapping[str, Tensor]
-    """Shape and type of each parameter."""
+    """Shape and dtype of each parameter."""
     block: tuple[int, int] | None
-    """Rows and columns that share a scale, where the folder is quantised."""
+    """Rows and columns that share a scale, if the folder is FP8."""
 
 
 def make_plan(
@@ -119,16 +116,16 @@ def make_plan(
     """Match parameters with tensors on disk.
 
     Args:
-        where: the folder, for the message.
+        where: the folder, for messages.
         table: names of the family.
-        targets: every parameter that must be filled.
-        present: every tensor there is.
-        ignored: says why a tensor is left out, or None.
-        block: rows and columns that share a scale, where the folder is quantised.
+        targets: every parameter to be filled.
+        present: every tensor on disk.
+        ignored: returns why a tensor is left out, or None.
+        block: rows and columns that share a scale, if the folder is FP8.
 
     Raises:
-        ConvertError: listing all that is missing, unexpected, doubly used, or of another shape
-            or type.
+        ConvertError: with all tensors missing, unexpected, used twice, or of another shape or
+            dtype.
     """
     parts: dict[str, tuple[TensorPiece, ...]] = {}
     for name, (row, layer) in find(table, targets).items():
@@ -177,7 +174,7 @@ def make_plan(
 def _scales(
     wanted: list[TensorPiece], present: Mapping[str, TensorInfo], block: tuple[int, int] | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Find the scales of each FP8 tensor; without them its numbers mean nothing."""
+    """Return the scales' name for each FP8 tensor, and all problems with scales."""
     scales: dict[str, str] = {}
     problems: list[str] = []
     for piece in wanted:
@@ -201,9 +198,9 @@ def _scales(
 
 
 def _code_problems(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Yield what is wrong with a tensor ``[E, in, out]`` that lies as MXFP4 codes.
+    """Yield the problems of a tensor ``[E, in, out]`` stored as MXFP4 codes.
 
-    Those are bytes ``[E, out, in / 32, 16]``, their scales ``[E, out, in / 32]``.
+    Codes are bytes ``[E, out, in / 32, 16]``, their scales ``[E, out, in / 32]``.
     """
     codes, scales = piece.name + CODES, piece.name + SCALES
     if scales not in present:

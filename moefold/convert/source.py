@@ -1,7 +1,7 @@
-"""A Hugging Face folder as a source of tensors: what is there by its headers, and single tensors.
+"""A Hugging Face folder as a source of tensors: lists them by headers, and reads single ones.
 
-Nothing in the folder is trusted: names stay inside it, headers are bounded, pickles are refused
-and code is never run.
+Nothing in the folder is trusted: file names must stay inside it, headers are bounded, pickles are
+refused and code is never run.
 """
 
 import json
@@ -23,22 +23,22 @@ from moefold.model.families.folder import INDEX, INDEX_LIMIT
 
 SINGLE = "model.safetensors"
 PLAIN_NAME = re.compile(r"[^/\\:\0]*\.safetensors")
-"""Names without a path in them, in any system's notation."""
+"""File names without a path, in the notation of any system."""
 _INNER = re.compile(r"^(model\.)?language_model\.")
-"""What is in front of a language model's names in a larger model."""
+"""Prefix of the language model's tensor names in a multimodal model."""
 BESIDE = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|mm_projector)")
-"""Names of other parts of a larger model."""
+"""Tensor names of other parts of a multimodal model."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 SHOWN = 40
-"""Problems that one message lists; the rest are counted."""
+"""Most problems that one message lists; the rest are counted."""
 
 DTYPES = {name: STORED[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3")}
-"""Types that weights may be stored in."""
+"""Dtypes in which weights may be stored."""
 
 
 class ConvertError(ValueError):
-    """A folder cannot be converted: where, and every reason found."""
+    """A folder cannot be converted; the text has the place and all reasons."""
 
     def __init__(self, where: Path | str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -49,41 +49,41 @@ class ConvertError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor on disk, by its file's header."""
+    """One tensor on disk, as described by its file's header."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     stored: str | None = None
-    """Its name there, where it is another."""
+    """Its name on disk, if different."""
 
 
 class Weights(ABC):
-    """Where the tensors of a model are read from, one at a time.
+    """A source of a model's tensors, which are read one at a time.
 
     Args:
-        folder: where they lie.
-        tensors: every tensor there is, by name.
-        notes: what the reader should know of the folder.
+        folder: their folder.
+        tensors: every tensor in it, by name.
+        notes: notes on the folder for the user.
     """
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo], notes: list[str]) -> None:
         self.folder, self.tensors, self.notes = folder, tensors, notes
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor as it is stored, on the host."""
+        """Return one tensor as stored, on the host."""
         return self.read_box(name, tuple((0, size) for size in self.tensors[name].shape))
 
     @abstractmethod
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of one tensor as it is stored."""
+        """Return a box of one tensor as stored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the files; tensors already read stay."""
+        """Close the files; tensors already read stay valid."""
 
     def enter(self) -> None:
-        """Name the tensors of a larger model's language model as they are named without it."""
+        """Rename the language model's tensors of a multimodal model as in a text-only one."""
         inner = {name: _INNER.sub(r"\1", name) for name in self.tensors}
         twice = [name for name in self.tensors if inner[name] != name and inner[name] in inner]
         if twice:
@@ -94,10 +94,10 @@ class Weights(ABC):
 
 
 class SafetensorsWeights(Weights):
-    """The tensors of a folder's safetensors files, found by their headers and mapped into memory.
+    """The tensors of a folder's safetensors files, found by headers and mapped into memory.
 
     Raises:
-        ConvertError: where the index and the files contradict each other, or there are no files.
+        ConvertError: if the index and the files contradict each other, or there are no files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,12 +111,12 @@ class SafetensorsWeights(Weights):
             raise
 
     def close(self) -> None:
-        """Unmap the files; tensors already read stay."""
+        """Unmap the files; tensors already read stay valid."""
         self._open.clear()
         self._stack.close()
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of one tensor as it is stored; only the pages it lies on are read."""
+        """Return a box of one tensor as stored; only its pages are read."""
         stored = self.tensors[name]
         try:
             view = self._file(stored.file).get_slice(stored.stored or name)
@@ -125,7 +125,7 @@ class SafetensorsWeights(Weights):
             raise ConvertError(self.folder / stored.file, [f"{name}: {error}"]) from None
 
     def _find(self, files: dict[str, set[str] | None]) -> None:
-        """Fill ``tensors``; ``files`` says which names the index puts in each file, if any does."""
+        """Fill ``tensors``; ``files`` has the names of each file by the index, or None without."""
         problems: list[str] = []
         for file, indexed in files.items():
             try:
@@ -154,7 +154,7 @@ class SafetensorsWeights(Weights):
 
 
 def _files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
-    """Return the files that hold the weights, with the names that the index puts in each."""
+    """Return the files of weights, each with its tensors' names by the index, or None without."""
     if not folder.is_dir():
         raise ConvertError(folder, ["is not a folder"])
     present = sorted(p.name for p in folder.iterdir())
@@ -187,7 +187,7 @@ def _indexed(folder: Path) -> dict[str, set[str]]:
     """Read the index; return the tensor names of each file.
 
     Raises:
-        ConvertError: where it is malformed, or a file's name leads out of the folder.
+        ConvertError: if it is malformed, or a file name leads out of the folder.
     """
     try:
         weight_map = read_json(folder / INDEX, limit=INDEX_LIMIT).get("weight_map")

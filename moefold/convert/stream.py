@@ -1,13 +1,13 @@
-"""Weights of a run that trains, handed on to a consumer from any layout, a bucket at a time.
+"""Streams a training run's weights to a consumer, from any layout, one bucket at a time.
 
 The consumer (a server, an actor of reinforcement learning) gets the tensors of a Hugging Face
-folder, with its names and shapes. Every rank takes part; the first one holds a bucket and what one
-other rank sends for it, never more. Ranks that hold copies of a weight: the first of them sends.
+folder, with its names and shapes. Every rank takes part; the first one holds a bucket and one other
+rank's message, never more. Of ranks with copies of a weight, the first sends it.
 
-The contract: :func:`moefold.convert.plan.contract` lists name, shape and type of each tensor, in
-the order in which they come, before anything is sent. A tensor larger than a bucket comes as
-several spans of rows. Router weights and selection bias stay float32 whatever the type asked for,
-so that the consumer's router decides as the trained one does.
+The contract: :func:`moefold.convert.plan.contract` lists name, shape and dtype of each tensor, in
+stream order, before anything is sent. A tensor larger than a bucket is sent as several ranges of
+rows. Router weights and selection bias stay float32 whatever ``dtype`` is, so that the consumer's
+router decides as the trained one.
 """
 
 import math
@@ -35,13 +35,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of a tensor in a bucket: all of them unless the tensor is larger than a bucket."""
+    """Rows of a tensor in a bucket: all, unless the tensor is larger than a bucket."""
 
     sent: Sent
     first: int
     end: int
     offset: int
-    """Where its bytes begin in the bucket."""
+    """Offset of its first byte in the bucket."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class RowRange:
 
     @property
     def box(self) -> Box:
-        """These rows as a box of our tensor; all of it where its rows are not those on disk."""
+        """These rows as a box of the model's tensor; all of it if rows do not correspond."""
         if not by_rows(self.sent):
             return whole_box(self.sent)
         fixed = tuple((at, at + 1) for at in self.sent.index)
@@ -64,18 +64,18 @@ class RowRange:
 
 
 def whole_box(sent: Sent) -> Box:
-    """Return all of our tensor."""
+    """Return the box of the whole tensor of the model."""
     return tuple((0, size) for size in sent.whole)
 
 
 def by_rows(sent: Sent) -> bool:
-    """Return whether rows of a tensor on disk are rows of ours, so that it can come in spans."""
+    """Return whether rows of a tensor on disk are rows of the model's, so that it can be split."""
     return sent.rows is None and sent.shape[:1] == sent.whole[len(sent.index) :][:1]
 
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Some tensors' bytes. They are valid until the next bucket is asked for."""
+    """A bucket: the bytes of some tensors, valid until the next bucket is requested."""
 
     spans: tuple[RowRange, ...]
     sha256: tuple[str, ...]
@@ -84,10 +84,10 @@ class TensorBatch:
     """uint8, on the host."""
 
     def tensors(self) -> Iterator[tuple[RowRange, Tensor]]:
-        """Yield each span with its values, once its bytes are found to be those that were sent.
+        """Yield each span with its values, after verifying its digest.
 
         Raises:
-            ConvertError: naming the tensor whose bytes are others.
+            ConvertError: with the tensor whose bytes differ.
         """
         for span, digest in zip(self.spans, self.sha256, strict=True):
             raw = self.data[span.offset : span.offset + span.size]
@@ -104,16 +104,16 @@ def stream(
 ) -> Iterator[TensorBatch]:
     """Yield the weights of a run on its first rank, and nothing on the others.
 
-    Every rank calls it between two steps and goes through it to its end.
+    Every rank calls it between two steps and exhausts the iterator.
 
     Args:
         data: the run's state.
-        dtype: type of the weights, but for those that stay float32.
-        layout: experts each on their own, or all in one tensor.
+        dtype: dtype of the weights, except those that stay float32.
+        layout: one tensor per expert, or all experts in one tensor.
         bucket_bytes: most bytes of a bucket.
 
     Raises:
-        ValueError: where a row of a tensor is larger than a bucket, or the run trains adapters.
+        ValueError: if a row of a tensor is larger than a bucket, or the run trains adapters.
     """
     ranks, decoder = data.placed.world.on_host, data.placed.model.record
     if adapter_scales(decoder):
@@ -155,18 +155,18 @@ Named = tuple[str, Box]
 
 
 class Part(NamedTuple):
-    """Where a box that a rank holds reaches into a span."""
+    """The intersection of a box that a rank holds with a span."""
 
     span: RowRange
     held: Named
     box: Box
-    """What they share, as a box of our tensor."""
+    """The intersection, as a box of the model's tensor."""
     sent: Sent
-    """What of the span's tensor it is."""
+    """The entry of the span's tensor, or of its ``others``, for the model's tensor."""
 
     @property
     def shape(self) -> list[int]:
-        """Shape of what they share."""
+        """Shape of the intersection."""
         return [end - start for start, end in self.box]
 
     @property
@@ -176,7 +176,7 @@ class Part(NamedTuple):
 
 
 def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[RowRange, ...]]:
-    """Yield tensors in their order, as many as a bucket takes; larger ones by rows."""
+    """Yield tensors in order, as many as fit each bucket; larger ones are split by rows."""
     spans: list[RowRange] = []
     offset = 0
     for each in sent:
@@ -184,7 +184,7 @@ def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[RowRange,
         if row > bucket_bytes:
             raise ValueError(f"bucket_bytes={bucket_bytes}: a row of {each.name} has {row} bytes")
         first = 0
-        if not by_rows(each):  # comes whole
+        if not by_rows(each):  # never split
             row //= each.shape[0]
         while first < each.shape[0]:
             small = each.shape[0] * row <= bucket_bytes
@@ -203,7 +203,7 @@ def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[RowRange,
 
 
 def _shared(spans: Iterable[RowRange], mine: Sequence[Named]) -> Iterator[Part]:
-    """Yield which boxes reach into which spans, in one order on all ranks."""
+    """Yield the intersections of boxes with spans, in one order on all ranks."""
     by_name: dict[str, list[Named]] = {}
     for named in mine:
         by_name.setdefault(named[0], []).append(named)
@@ -217,7 +217,7 @@ def _shared(spans: Iterable[RowRange], mine: Sequence[Named]) -> Iterator[Part]:
 
 
 def _packed(parts: Iterable[Part], held: dict[Named, Tensor]) -> Tensor:
-    """Return what is here for a bucket as bytes, one part after the other."""
+    """Return this rank's parts of a bucket as bytes, concatenated."""
     found = [torch.empty(0, dtype=torch.uint8)]
     for span, named, box, _ in parts:
         cut = held[named][inside(box, named[1])]
@@ -226,7 +226,7 @@ def _packed(parts: Iterable[Part], held: dict[Named, Tensor]) -> Tensor:
 
 
 def _unpack(parts: Iterable[Part], packed: Tensor, into: Tensor) -> None:
-    """Put a rank's parts into their places in a bucket."""
+    """Copy a rank's parts into a bucket."""
     at = 0
     for part in parts:
         span, dtype = part.span, part.span.sent.dtype

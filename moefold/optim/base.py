@@ -57,9 +57,8 @@ class Optimizer(ABC):
     """Updates parameters in place from their ``grad``; frozen ones are ignored.
 
     ``params`` maps global names to parameters, or to this rank's elements of them: flat in the last
-    dim, with the parameter's number of dims. A tensor that does not require a gradient when the
-    optimizer is built has no state and is never changed. State is float32, or float64 for float64
-    parameters.
+    dim, with the parameter's number of dims. A tensor that requires no gradient when the optimizer
+    is built has no state and never changes. State is float32, or float64 for float64 parameters.
 
     Every optimizer is built as ``build(record, params)``. Raises ``ValueError`` if one tensor has
     two names.
