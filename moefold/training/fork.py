@@ -11,6 +11,7 @@ from moefold.config.base import to_dict
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
 from moefold.optim.base import PREFIX
+from moefold.spec.decoder import LORA_A, LORA_B
 from moefold.training.model_checkpoint import tokenizer_of
 from moefold.training.resume import as_known_today, differences
 from moefold.training.run_folder import TOKENIZER_FILE
@@ -60,7 +61,14 @@ def fork(
         job.progress = restore(path, job.data, None if weights_only else job.optimizer)
     except MismatchError as error:
         names = (*error.missing, *error.unexpected, *error.mismatched)
-        if not all(name.startswith(f"{PREFIX}.") for name in names):
+        weights = [name for name in names if not name.startswith(f"{PREFIX}.")]
+        if weights and all(name.endswith((LORA_A, LORA_B)) for name in weights):
+            raise CheckpointError(
+                f"{path} has other adapters than this run, or one of both has none; give the "
+                "adapter of that run, or write its model, with any adapters in the weights, and "
+                f"train that: moefold export {path} HF_FOLDER --merged"
+            ) from None
+        if weights:
             raise
         seen = all(name.endswith(".amaxes") for name in names)
         what = "magnitudes of other products (train.quantise)"

@@ -151,6 +151,10 @@ def test_a_fork_takes_all_or_weights_alone(trained: Path, tmp_path: Path, capsys
     assert main(["train", "--folder", str(trained), *delayed, "--fork", str(tmp_path / "no")]) == 2
     assert "magnitudes of other products" in (said := capsys.readouterr().err)
     assert "--weights-only" in said
+    low = ["adapter={kind: lora, rank: 2}", "--fork", str(tmp_path / "no")]
+    for more in ([], ["--weights-only"]):
+        assert main(["train", "--folder", str(trained), *low, *more]) == 2
+        assert f"moefold export {newest} HF_FOLDER --merged" in capsys.readouterr().err
     words = ["--fork", str(tmp_path / "weights"), "--weights-only", "--until", "2"]
     assert main(["train", "--folder", str(trained), *muon, *words]) == 0
     said = fork_of(tmp_path / "weights")
