@@ -78,7 +78,7 @@ class _Used:
         self._now, self._host, self.most, self.most_host = Pages(), Pages(), Pages(), Pages()
         self._out: deque[tuple[dict[int, str], int, Pages]] = deque()
         self._passes: dict[tuple[int, int], dict[int, str]] = {}
-        """Where rows are, by pass in flight and layer: ``here``, ``out`` (in transfer), ``away``."""
+        """Where rows are, by pass in flight and layer: ``here``, ``out`` (moving) or ``away``."""
 
     def run(self, step: Step) -> None:
         """Run a step; the layers of a pair alternate, one storing rows and one freeing them."""

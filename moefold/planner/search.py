@@ -197,7 +197,7 @@ class Search:
     def schedules(
         self, space: Space, depth: Depth, room: float
     ) -> Iterator[tuple[float, int, Any]]:
-        """Yield every schedule with virtual stages and dispatcher, and the depth that saves less."""
+        """Yield every schedule with virtual stages and dispatcher, and a depth that saves less."""
         grids, pp, m = depth.grids, depth.pp, depth.m
         (again, away), *others = depth.kept
         if others:
@@ -376,7 +376,7 @@ class Search:
         return least(self._known[key], depth.zero, depth.m, slowest, rates)
 
     def _fixed(self, grids: Grids, on_host: float) -> float:
-        """Return a lower bound of seconds outside layers, with a share of the update on the host."""
+        """Return a lower bound of seconds outside layers, including updates on the host."""
         step = self._how(grids, "local")[1].rates.step_s
         return step + on_host * self.parameters / self.foldings.world / HOST_ADAM
 
@@ -394,7 +394,7 @@ class Search:
             self._known[key] = state, sum(map(two, whole_units(case.decoder, split, self.whole)))
         state, passing = self._known[key]
         later = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
-        # Unsharded tensors of a pass are in use at the peak; a rank of a pipeline has a part of them.
+        # Unsharded tensors of a pass are in use at the peak; a pipeline's rank has a part of them.
         return state.total - (state.gradients if later else 0.0) + (passing if pp == 1 else 0.0)
 
     def _options(self, space: Space, grids: Grids) -> list[tuple[Kept, float]]:
@@ -450,5 +450,5 @@ class Search:
 
 
 def _sides(space: Space) -> list[bool]:
-    """Return for which values of ``paired`` (exchanges overlap with compute) there are schedules."""
+    """Return the values of ``paired`` (exchanges overlap with compute) among the schedules."""
     return sorted({schedule.paired for schedule in space.schedules})

@@ -1,13 +1,13 @@
-"""Attention block by block: each row's softmax statistics are merged as blocks come.
+"""Attention block by block with online softmax: statistics of each row are merged over blocks.
 
 T rows of queries, U rows of keys, H query heads, G key-value heads, d and v dims per head; in a
 kernel N segments of S rows.
 
-With ``lse`` the logarithm of a row's denominator over the keys of one block, two blocks make
+With ``lse`` the logarithm of a row's denominator over the keys of one block, two blocks give
 ``lse = log(e^lse_1 + e^lse_2)`` and ``out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)``.
-Backward needs no order: given the whole row's ``out`` and ``lse``, each block gives its share.
+Backward sums over blocks in any order, given ``out`` and ``lse`` of whole rows.
 
-A sink is one more logit of each head, learned, whose value is zero: it only takes weight away
+A sink is an additional learned logit of each head with a value of zero: it only takes weight
 (gpt-oss). So a row begins with the sink as its denominator and an output of zeros.
 """
 
@@ -24,35 +24,35 @@ from moefold.kernels.function import Function
 from moefold.kernels.rows import wide_dtype
 
 SCORES = 1 << 24
-"""Scores that exist at once where the largest is looked for."""
+"""Scores per chunk of :func:`largest_logits`."""
 
 
 class Band(NamedTuple):
-    """A diagonal stripe: query a sees key b where ``0 <= behind + a - b < window``."""
+    """A diagonal band: query a sees key b where ``0 <= behind + a - b < window``."""
 
     behind: int
-    """How far the first query lies behind the first key."""
+    """Number of rows from the first key to the first query."""
     window: int
 
 
 class Tile(NamedTuple):
-    """Which rows see which."""
+    """A range of queries, a range of keys, and the mask between them."""
 
     queries: slice
     keys: slice
     segments: int = 0
-    """Queries and keys are so many segments of one length, each causal inside; with 0 every query
-    sees every key."""
+    """Number of segments of equal length, each with a causal mask; with 0 every query sees every
+    key."""
     band: Band | None = None
-    """What a query sees of its segment where a window ends in it."""
+    """Mask in place of the causal one, where a window ends in the tile."""
 
     def moved(self, keys: int) -> "Tile":
-        """Return the tile over keys that lie so many rows further on."""
+        """Return the tile with its keys shifted by ``keys`` rows."""
         return self._replace(keys=slice(self.keys.start + keys, self.keys.stop + keys))
 
 
 def causal_tiles(lengths: Iterable[int]) -> list[Tile]:
-    """Return the tiles of neighbouring segments, each causal inside; equal lengths share a tile."""
+    """Return causal tiles of consecutive segments; neighbours of equal length share a tile."""
     tiles, start = list[Tile](), 0
     for length, same in groupby(length for length in lengths if length):
         count = len(list(same))
@@ -63,9 +63,9 @@ def causal_tiles(lengths: Iterable[int]) -> list[Tile]:
 
 
 def choose(tile: Tile, q_NHSd: Tensor, v_NGUv: Tensor) -> tuple[ModuleType, tuple[Any, ...]]:
-    """Return the kernels for a tile's queries and values, and what they are told of its sight.
+    """Return the kernels for a tile's queries and values, and their arguments for its mask.
 
-    Fused ones where they fit; bands are written out.
+    Fused kernels are chosen where they support the shapes; bands use plain torch.
     """
     if tile.band is not None:
         return block_plain, (False, tile.band)
@@ -74,12 +74,12 @@ def choose(tile: Tile, q_NHSd: Tensor, v_NGUv: Tensor) -> tuple[ModuleType, tupl
 
 
 class OnlineSoftmax:
-    """What rows have seen so far; a row that has seen nothing gives zeros."""
+    """Output and softmax statistics of rows over the keys so far; zeros for rows without keys."""
 
     def __init__(
         self, q_THd: Tensor, v_dim: int, scale: float, sinks_H: Tensor | None = None
     ) -> None:
-        """Begin with nothing seen but each head's sink, in fp32 or wider."""
+        """Begin without keys, with each head's sink if there are sinks, in fp32 or wider."""
         wide = wide_dtype(q_THd)
         self._q_THd, self._scale = q_THd, scale
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
@@ -88,14 +88,14 @@ class OnlineSoftmax:
             self.lse_TH.copy_(sinks_H)
 
     def see(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> None:
-        """Let the tile's queries see its keys."""
+        """Merge attention of a tile's queries to its keys."""
         q, k, v = _of_kernel(tile, self._q_THd, k_UGd, v_UGv)
         kernel, sight = choose(tile, q, v)
         part, lse = kernel.forward(q, k, v, self._scale, *sight)
         out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
         lse = lse.transpose(1, 2).flatten(0, 1)
         merged_SH = torch.logaddexp(lse_SH, lse)
-        # A row that has seen nothing yet has no statistics to come from.
+        # Rows without keys so far: avoid inf - inf.
         base_SH = merged_SH.masked_fill(merged_SH == float("-inf"), 0.0)
         out_SHv.mul_((lse_SH - base_SH).exp_()[..., None])
         out_SHv.add_(rows_of(part) * (lse - base_SH).exp_()[..., None])
@@ -103,7 +103,7 @@ class OnlineSoftmax:
 
 
 class Seen(NamedTuple):
-    """What backward knows of rows: queries, outputs, statistics, and the outputs' gradient."""
+    """Inputs of backward: queries, outputs, log-sum-exp, and gradients of outputs."""
 
     q_THd: Tensor
     out_THv: Tensor
@@ -112,7 +112,7 @@ class Seen(NamedTuple):
     scale: float
 
     def gradients(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the shares of one tile: of its queries' rows, its keys' and its values'."""
+        """Return one tile's contributions to the gradients of its queries, keys and values."""
         q, k, v = _of_kernel(tile, self.q_THd, k_UGd, v_UGv)
         grad, out = (segments_of(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
         lse_NHS = segments_of(self.lse_TH[tile.queries], tile)
@@ -121,7 +121,7 @@ class Seen(NamedTuple):
         return tuple(rows_of(x) for x in shares)  # type: ignore[return-value]
 
     def sink_gradient(self, sinks_H: Tensor | None) -> Tensor | None:
-        """Return the gradient of sinks: each takes its weight times what the row's output gives."""
+        """Return the gradient of sinks: minus the sum over rows of weight times dout . out."""
         if sinks_H is None:
             return None
         weights_TH = (sinks_H.to(self.lse_TH.dtype) - self.lse_TH).exp()
@@ -130,7 +130,7 @@ class Seen(NamedTuple):
 
 
 class Sums:
-    """Gradients as the tiles' shares are added to them, in the statistics' format."""
+    """Accumulators of gradients over tiles, in the dtype of the statistics."""
 
     def __init__(self, q_THd: Tensor, k_UGd: Tensor, v_UGv: Tensor, dtype: torch.dtype) -> None:
         """Begin with zeros."""
@@ -138,16 +138,16 @@ class Sums:
         self._sums = [torch.zeros_like(x, dtype=dtype) for x in (q_THd, k_UGd, v_UGv)]
 
     def add_queries(self, rows: slice, dq: Tensor) -> None:
-        """Add a share to rows of the queries."""
+        """Add a contribution to rows of the queries."""
         self._sums[0][rows] += dq
 
     def add_keys(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add shares to rows of the keys and values."""
+        """Add contributions to rows of the keys and values."""
         self._sums[1][rows] += dk
         self._sums[2][rows] += dv
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values in their own format."""
+        """Return the gradients of queries, keys and values in the queries' dtype."""
         dq, dk, dv = (total.to(self._dtype) for total in self._sums)
         return dq, dk, dv
 
@@ -191,15 +191,15 @@ def attention(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return ``out_THv``: each row sees the keys that the tiles say; a row of no tile gives zeros.
+    """Return attention ``out_THv`` with a mask given by tiles; rows of no tile get zeros.
 
     Args:
         q_THd: queries.
-        k_UGd: keys; the rows may be others than the queries'.
-        v_UGv: their values.
-        tiles: who sees whom, each pair of rows at most once.
+        k_UGd: keys; their rows may differ from those of the queries.
+        v_UGv: values.
+        tiles: pairs of queries and keys; each pair of rows occurs at most once.
         scale: factor on the scores.
-        sinks_H: a logit of each head that takes weight and gives nothing.
+        sinks_H: logit of each head's sink.
     """
     args = (q_THd, k_UGd, v_UGv, sinks_H, tuple(tiles), scale)
     return _Tiled.apply(*args)  # type: ignore[return-value]
@@ -207,9 +207,9 @@ def attention(
 
 @torch.no_grad()
 def largest_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float) -> Tensor:
-    """Return [H] in fp32 or wider; zero where every logit is below, and of heads that see nothing.
+    """Return the largest logit of each head, or zero if that is larger, [H] in fp32 or wider.
 
-    Scores are computed once more, some queries at a time: fused attention does not tell.
+    Scores are recomputed in chunks of queries, as fused attention does not return them.
     """
     largest_H = q_THd.new_zeros(q_THd.shape[1], dtype=wide_dtype(q_THd))
     for tile in tiles:
@@ -232,10 +232,10 @@ def _of_kernel(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def segments_of(rows: Tensor, tile: Tile) -> Tensor:
-    """Turn a tile's rows [N * S, H, ...] into segments [N, H, S, ...], as the kernels take them."""
+    """Return a tile's rows [N * S, H, ...] as segments [N, H, S, ...] for the kernels."""
     return rows.unflatten(0, (max(tile.segments, 1), -1)).transpose(1, 2)
 
 
 def rows_of(x_NHSd: Tensor) -> Tensor:
-    """Turn segments [N, H, S, d] into rows [N * S, H, d] again."""
+    """Return segments [N, H, S, d] as rows [N * S, H, d]."""
     return x_NHSd.transpose(1, 2).flatten(0, 1)

@@ -1,8 +1,8 @@
-"""Attention of one block by the fused kernels under ``scaled_dot_product_attention``.
+"""Attention of one block by the flash kernels behind ``scaled_dot_product_attention``.
 
-They return the softmax statistics that blocks are merged by, and their backward takes those of the
-merged row. Their heads have one width, so narrower ones are padded with zeros. Shapes as in
-``block_plain``.
+They return the log-sum-exp needed to merge blocks, and their backward accepts that of merged rows.
+Keys and values must have equal widths, so that narrower ones are padded with zeros. Shapes are
+those of ``block_plain``.
 """
 
 import torch
@@ -14,18 +14,18 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 _CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 _CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 CUDA_WIDTH = 256
-"""Widest head of the CUDA kernel, which reads dims in vectors of eight."""
+"""Largest head width of the CUDA kernel, which reads dims in vectors of eight."""
 WIDE_UP_TO = 1 << 14
-"""Elements of a head's queries up to which a CPU's backward of 16-bit rows is faster in fp32: its
-products are of small blocks, each prepared anew. Of rows of 32 dims 512 take 0.7 of the time."""
+"""Elements of a head's queries up to which backward of 16-bit rows is faster in fp32 on a CPU,
+where each small block is repacked for its products: 512 rows of 32 dims take 0.7 of the time."""
 
 
 def fits(q_NHSd: Tensor, v_NGUv: Tensor) -> bool:
-    """Whether there is a kernel for the device, the number format and the width of heads."""
+    """Return whether there is a kernel for the device, dtype and head widths."""
     if q_NHSd.is_cpu:
         return True
     narrow = q_NHSd.dtype in (torch.bfloat16, torch.float16)
-    # Shapes alone stand for those of a GPU.
+    # Tensors on meta are treated as on a GPU.
     there = q_NHSd.is_cuda or q_NHSd.is_meta
     return there and narrow and _width(q_NHSd, v_NGUv) <= CUDA_WIDTH
 
@@ -33,7 +33,7 @@ def fits(q_NHSd: Tensor, v_NGUv: Tensor) -> bool:
 def forward(
     q_NHSd: Tensor, k_NGUd: Tensor, v_NGUv: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ``out_NHSv`` in the queries' format, and ``lse_NHS`` in fp32 or wider."""
+    """Return ``out_NHSv`` in the queries' dtype, and ``lse_NHS`` in fp32 or wider."""
     width, v_dim = _width(q_NHSd, v_NGUv), v_NGUv.shape[-1]
     q, k, v = (_padded(x, width) for x in (q_NHSd, k_NGUd, v_NGUv))
     if q.is_cpu:
@@ -53,7 +53,7 @@ def backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values in the queries' format."""
+    """Return the gradients of queries, keys and values in the queries' dtype."""
     width, d, v_dim = _width(q_NHSd, v_NGUv), q_NHSd.shape[-1], v_NGUv.shape[-1]
     widened = q_NHSd.is_cpu and q_NHSd.shape[-2] * width <= WIDE_UP_TO
     dtype = lse_NHS.dtype if widened else q_NHSd.dtype
@@ -63,7 +63,7 @@ def backward(
     if q.is_cpu:
         dq, dk, dv = _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     else:
-        # Where dropout would have drawn from, which is read by nobody.
+        # Placeholder for the random state of dropout, which is off.
         drawn = torch.empty(2, dtype=torch.uint64, device=q.device)
         rows, keys = q.shape[2], k.shape[2]
         more = (None, None, rows, keys, 0.0, causal, drawn, drawn[:0])

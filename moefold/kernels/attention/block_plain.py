@@ -1,6 +1,6 @@
-"""Attention of one block written out: what the fused kernels are compared with, on any device.
+"""Attention of one block in plain torch, on any device: the reference of the fused kernels.
 
-N segments, S queries and U keys of each, H query heads, G key-value heads, d and v dims per head.
+N segments with S queries and U keys, H query heads, G key-value heads, d and v dims per head.
 """
 
 import torch
@@ -19,8 +19,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return ``out_NHSv`` and the logarithm of each row's softmax denominator, fp32 or wider.
 
-    With ``band = (behind, window)`` query a sees key b where ``0 <= behind + a - b < window``; a
-    row that sees nothing gives zeros and minus infinity.
+    With ``band = (behind, window)`` query a sees key b where ``0 <= behind + a - b < window``. Rows
+    that see no key get zeros and minus infinity.
     """
     q, k, v = alike(q_NHSd, k_NGUd, v_NGUv, wide_dtype(q_NHSd))
     scores_NHSU = scores(q, k, scale, causal, band)
@@ -42,7 +42,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, fp32 or wider.
 
-    ``out_NHSv`` and ``lse_NHS`` are those of the whole row, which may have seen other blocks too.
+    ``out_NHSv`` and ``lse_NHS`` are those of whole rows, merged over all blocks.
     """
     wide = lse_NHS.dtype
     kv_heads = k_NGUd.shape[1]
@@ -58,7 +58,7 @@ def backward(
 
 
 def alike(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all in one format, keys and values repeated for each query head."""
+    """Return all in ``dtype``, with keys and values repeated for each query head."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(repeat, 1) for x in (k, v))
     return q.to(dtype), k, v
@@ -71,7 +71,7 @@ def scores(
     causal: bool,
     band: tuple[int, int] | None,
 ) -> Tensor:
-    """Return the scores of alike queries and keys, minus infinity where a row does not see."""
+    """Return scaled scores of the results of :func:`alike`, minus infinity where masked."""
     scores_NHSU = q_NHSd @ k_NHUd.mT * scale
     queries, keys = scores_NHSU.shape[-2:]
     if band is None and not causal:

@@ -1,7 +1,7 @@
-"""Causal attention inside segments by ``scaled_dot_product_attention``.
+"""Causal attention within segments by ``scaled_dot_product_attention``.
 
-Neighbouring segments of equal length form one batch, so that a micro-batch of whole sequences is
-one call and no pair of rows from different segments is ever computed.
+Consecutive segments of equal length form one batch, so that a micro-batch of whole sequences is one
+call and no pair of rows from different segments is ever computed.
 
 T rows, H query heads, G key-value heads, d and v dims per head.
 """
@@ -21,11 +21,11 @@ from moefold.kernels.function import Function
 def attention(
     q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, ...], scale: float
 ) -> Tensor:
-    """Return ``out_THv``; rows beyond the segments give zeros.
+    """Return ``out_THv``; rows beyond the segments get zeros.
 
-    Where values are narrower than keys, and cuDNN does not take them so, the fused kernels take
-    them padded with zeros (their fallback is more than twice as slow), and on a CPU 16-bit rows of
-    short segments are widened for backward; what is kept for backward is narrow.
+    Values narrower than keys are padded with zeros for the fused kernels, unless cuDNN takes them
+    (torch's fallback is more than twice as slow), and on a CPU 16-bit rows of short segments are
+    converted to fp32 for backward. Saved tensors are neither padded nor converted.
     """
     narrower = v_TGv.shape[-1] < q_THd.shape[-1]
     changed = narrower or (q_THd.is_cpu and q_THd.dtype.itemsize == 2)
@@ -33,7 +33,7 @@ def attention(
         return _KeptNarrow.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
     given = (q_THd, k_TGd, v_TGv)
     tiles, parts = _parts(lengths, q_THd.shape[0])
-    # A split in one would be joined again in backward, by copies.
+    # No split into one piece, whose backward would copy.
     pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in given), strict=True)
     run = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
     grouped, out = q_THd.shape[1] != k_TGd.shape[1], list[Tensor]()
@@ -41,15 +41,15 @@ def attention(
         q, k, v = (segments_of(x, tile) for x in piece)
         out.append(rows_of(run(q, k, v, enable_gqa=grouped)))
     if not out:
-        # Zeros that lead back to the rows: their weights get gradients of zero, never none.
+        # Zeros that depend on the inputs, so that weights get zero gradients rather than None.
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
         return zero.expand(*q_THd.shape[:2], v_TGv.shape[-1])
     return _joined(out, q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1]))
 
 
 def _cudnn_takes(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
-    """Whether cuDNN's kernels are there and take values narrower than keys: on Hopper, 2.2 times
-    as fast as padded ones."""
+    """Return whether cuDNN's kernels are available and take values narrower than keys; on Hopper
+    they are 2.2 times as fast as padded ones."""
     if not q_THd.is_cuda:
         return False
     q, k, v = (x[None].transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
@@ -59,7 +59,7 @@ def _cudnn_takes(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
 
 
 def _parts(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]:
-    """Return the tiles of segments, and of ``count`` rows those of each, then those beyond."""
+    """Return the tiles of segments, and the row counts of each tile and of the rows beyond."""
     tiles = causal_tiles(lengths)
     parts = [tile.queries.stop - tile.queries.start for tile in tiles]
     tail = count - sum(parts)
@@ -67,7 +67,7 @@ def _parts(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]
 
 
 def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
-    """Return the rows of pieces, and zeros for those that are missing to the rows of another."""
+    """Concatenate pieces, followed by zeros up to the shape of ``like_THd``."""
     tail = like_THd.shape[0] - sum(piece.shape[0] for piece in pieces)
     if tail or not pieces:
         pieces = [*pieces, like_THd.new_zeros(tail, *like_THd.shape[1:])]
@@ -75,7 +75,7 @@ def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
 
 
 class _KeptNarrow(Function):
-    """Attention of rows that are padded or widened for the kernels, and kept as they came."""
+    """Attention whose inputs are padded or converted for the kernels but saved unchanged."""
 
     @staticmethod
     def forward(

@@ -1,13 +1,13 @@
-"""A short causal convolution of each channel, in plain torch: between two gates, as LFM2 has it,
+"""Short causal depthwise convolution in plain torch: between two gates, as in LFM2,
 
     y_t = c_t * sum over j < K of w[K - 1 - j] * (b * x)_(t - j)
 
-or, as delta nets have it, an activation of the sum over ``x`` alone,
+or of ``x`` alone, followed by SiLU, as in delta nets,
 
     y_t = silu(sum over j < K of w[K - 1 - j] * x_(t - j))
 
-over rows of one document: a row at position p has p before it. T rows, C channels, K taps, P runs
-of rows that lie apart, each with the J = K - 1 rows before it, which may be on another rank.
+over the rows of a document: a row at position p has p rows before it. T rows, C channels, K taps, P
+separate runs of rows, each with the J = K - 1 rows before it, which may be on another rank.
 """
 
 from collections.abc import Iterator
@@ -33,17 +33,17 @@ def short_convolution(
     n_valid: int | None = None,
     sink: GradientSink = RETURNED,
 ) -> Tensor:
-    """Return ``y_TC`` in the rows' dtype; only what comes in is kept.
+    """Return ``y_TC`` in the rows' dtype; only the inputs are saved for backward.
 
     Args:
-        x_TX: of each row b, c and x, one after the other, where it is gated; else x alone.
-        before_PJC: what is convolved, ``b * x`` or x, of the rows before each run; None where one
-            run has all rows.
-        weight: operand [C, 1, K]; the last tap is of the row itself.
-        positions_T: of each row in its document.
-        gated: whether it stands between gates, or before an activation.
-        n_valid: the first so many rows count in the weight's gradient; None where all do.
-        sink: where the weight's gradient goes.
+        x_TX: b, c and x of each row, concatenated, if gated; else x.
+        before_PJC: input of the convolution, ``b * x`` or x, of the rows before each run; None if
+            one run has all rows.
+        weight: operand [C, 1, K]; the last tap is that of the row itself.
+        positions_T: position of each row in its document.
+        gated: whether there are gates, or SiLU.
+        n_valid: number of leading rows in the weight's gradient; None is all.
+        sink: takes the weight's gradient.
     """
     given = weight.master, weight.value, positions_T, n_valid, sink, gated
     return _Convolution.apply(x_TX, before_PJC, *given)  # type: ignore[no-any-return]
@@ -83,11 +83,11 @@ class _Convolution(Function):
         du = djoined[:, taps - 1 :].flatten(0, 1)
         dbefore = None if before_PJC is None else djoined[:, : taps - 1].to(before_PJC.dtype)
         dw = None
-        if ctx.needs_input_grad[2]:  # a sum, made at once
+        if ctx.needs_input_grad[2]:  # a sum over rows, computed immediately
             found = torch.stack(sums[::-1], 1)[:, None].to(ctx.master.dtype)
             dw = ctx.sink.deliver(ctx.master, made(found))
         if b is None:
-            dx = du.to(x_TX.dtype, copy=True)  # and not the rows before, too
+            dx = du.to(x_TX.dtype, copy=True)  # a copy, so as not to hold the rows before
         else:
             dx = torch.cat([du * x, dy * z, du * b], 1).to(x_TX.dtype)
         return dx, dbefore, dw, None, None, None, None, None
@@ -100,8 +100,8 @@ def _mixed(
     positions_T: Tensor,
     gated: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
-    """Return b, c (without gates none) and x of the rows, in wide numbers, each run with the rows
-    before it, [P, J + T / P, C], and the convolution's rows [T, C]."""
+    """Return b, c (None without gates) and x in a wide dtype, the convolution's input with the rows
+    before each run, [P, J + T / P, C], and its output [T, C]."""
     b, c, x = wide(x_TX).chunk(3, 1) if gated else (None, None, wide(x_TX))
     u_TC, taps = x if b is None else b * x, value_C1K.shape[-1]
     if before_PJC is None:
@@ -117,7 +117,7 @@ def _mixed(
 
 
 def _places(taps: int, joined: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield how far each tap reaches back, and which of a run's joined rows it reads."""
+    """Yield each tap's distance in rows, and the slice of a run's joined rows that it reads."""
     for back in range(taps):
         start = taps - 1 - back
         yield back, slice(start, start + joined.shape[1] - taps + 1)

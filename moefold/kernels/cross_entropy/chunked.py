@@ -1,17 +1,17 @@
-"""Head and cross-entropy over chunks of rows: never the whole logits, never a second head gradient.
+"""Output head and cross-entropy in chunks of rows, without storing all logits.
 
-T rows, C rows of a chunk, D hidden, V vocabulary. Two forms with the same arithmetic:
+T rows, C rows of a chunk, D hidden, V vocabulary. There are two forms with equal arithmetic:
 
-``loss_and_gradients`` is what training calls. The loss is the last thing a step computes and its
-scale is known beforehand, so one pass over the chunks yields the loss, the gradient of ``x`` and
-the head's gradient, which is added to ``.grad`` in place: three products.
+``loss_and_gradients`` is for training. The loss ends the forward and its scale is known before, so
+that one pass over the chunks computes the loss, the gradient of ``x`` and the head's gradient,
+which is added to ``.grad`` in place: three products.
 
-``cross_entropy_sum`` is differentiable like any other function; its backward computes the logits
-again: four products, but free of assumptions.
+``cross_entropy_sum`` is an ordinary differentiable function; its backward recomputes the logits:
+four products.
 
-Rows without a label enter each product as zeros, selected and not multiplied: what stands in them
-(padding may hold anything) reaches nothing. On a GPU softmax, loss and the logits' gradient are two
-kernels, and the gradient takes the logits' memory.
+Rows without a label enter each product as zeros (selected, not multiplied), as padding may hold
+anything. On a GPU statistics and the logits' gradient are two kernels, and the gradient overwrites
+the logits.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from moefold.kernels.rows import row_pieces, wide, wide_dtype
 
 TILE = {"cpu": 1 << 22}
 TILE_ELSEWHERE = 1 << 27
-"""Elements of one tile of the head's gradient, the only temporary of that shape: on a CPU a few
-megabytes, elsewhere as few launches as a quarter of a gigabyte allows."""
+"""Elements of a tile of the head's gradient, the only temporary of its kind: a few megabytes on a
+CPU; elsewhere a quarter of a gigabyte, for few launches."""
 IGNORED = -100
-"""The label of rows without one, torch's own number."""
+"""Label of rows without one, as in torch."""
 Combine = Callable[[Tensor], Tensor]
-"""Makes the statistics [2, C] of a share of the vocabulary those of the whole."""
+"""Reduces the statistics [2, C] of vocabulary shards to those of the whole vocabulary."""
 
 
 @torch.no_grad()
@@ -52,15 +52,15 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss (fp32 or wider, unscaled) and ``scale * d loss / d x_TD``.
 
-    The head's gradient, times ``scale``, is added to the master's ``.grad``. Rows may have a scale
-    each, [T]. The head may be a share of the vocabulary from ``first`` on: then ``combine`` brings
-    the shares' statistics together, and the gradient of ``x`` is what this share adds to it.
+    The head's gradient, times ``scale``, is added to the master's ``.grad``. ``scale`` may be one
+    number per row, [T]. The head may be a shard of the vocabulary from ``first`` on: then
+    ``combine`` reduces the statistics of all shards, and the gradient of ``x`` is a partial sum.
     """
     value, counted_T = head.value, labels_T != IGNORED
     x_TD = torch.where(counted_T[:, None], x_TD, 0)
     weight_T = counted_T.to(wide_dtype(x_TD)).mul_(scale)
     dx_TD, stats = torch.empty_like(x_TD), [weight_T.new_zeros(2, 0)]
-    # One memory for all chunks: large ones come from the system page by page.
+    # One buffer for all chunks, as the system provides large buffers page by page.
     all_CV = x_TD.new_empty(min(chunk, x_TD.shape[0]), value.shape[0])
     for rows in _chunks(x_TD.shape[0], chunk):
         x_CD, labels_C = x_TD[rows], labels_T[rows]
@@ -84,7 +84,7 @@ def _chunks(rows: int, chunk: int) -> list[slice]:
 def statistics(
     logits_CV: Tensor, labels_C: Tensor, first: int = 0, combine: Combine | None = None
 ) -> Tensor:
-    """Return [2, C]: each row's log-sum-exp, and its label's logit, 0 where that is no column."""
+    """Return [2, C]: each row's log-sum-exp, and the logit of its label, 0 if not in this shard."""
     made = kernels.statistics if fused(logits_CV) else _plain
     stats_2C = made(logits_CV, labels_C, first)
     return stats_2C if combine is None else combine(stats_2C)
@@ -97,7 +97,7 @@ def _to_gradients(
     first: int,
     combine: Combine | None,
 ) -> Tensor:
-    """Replace logits by ``(softmax - label) * weight``; returns their statistics."""
+    """Replace logits by ``(softmax - label) * weight`` in place; return their statistics."""
     if combine is None and not fused(logits_CV):
         return _plain(logits_CV, labels_C, first, weight_C)
     stats_2C = statistics(logits_CV, labels_C, first, combine)
@@ -115,9 +115,9 @@ def _plain(
     weight_C: Tensor | None = None,
     normaliser_C: Tensor | None = None,
 ) -> Tensor:
-    """Return statistics; with a weight logits become gradients, by the normaliser if one is given.
+    """Return statistics; with weights replace logits by gradients, for a normaliser if given.
 
-    The passes are over wide numbers, one piece at a time: in 16 bits a CPU takes longer for each.
+    Each piece is converted to a wide dtype first, as a CPU is slower in 16 bits.
     """
     label_C1 = labels_C[:, None] - first
     mine_C1 = (label_C1 >= 0) & (label_C1 < logits_CV.shape[1])
@@ -145,7 +145,7 @@ def _plain(
 
 
 def accumulate_head(head: Operand, dlogits_CV: Tensor, x_CD: Tensor) -> None:
-    """Add the chunk's gradient to the head's; to B's, whose rows stand last in ``x_CD``."""
+    """Add a chunk's gradient to the head's, and to adapter B's, whose inputs end ``x_CD``."""
     if head.master.requires_grad:
         accumulate(head.master, partial(head_gradient, dlogits_CV, x_CD))
     if head.low_rank is not None:
@@ -154,13 +154,13 @@ def accumulate_head(head: Operand, dlogits_CV: Tensor, x_CD: Tensor) -> None:
 
 
 def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> Tensor:
-    """Add the chunk's ``dlogits^T x`` to ``into_VD``, tile by tile of the vocabulary."""
+    """Add a chunk's ``dlogits^T x`` to ``into_VD`` by tiles of the vocabulary."""
     vocab, hidden = dlogits_CV.shape[1], x_CD.shape[1]
     if into_VD is None:
         into_VD = x_CD.new_zeros(vocab, hidden, dtype=wide_dtype(x_CD))
     tile = max(1, TILE.get(x_CD.device.type, TILE_ELSEWHERE) // hidden)
     if x_CD.dtype.itemsize == 2 and sums_in_fp32(x_CD.device.type):
-        tile = vocab  # adds in place; from any column on it would take twice as long
+        tile = vocab  # the product adds in place; on slices of columns it takes twice as long
     for start in range(0, vocab, tile):
         rows = slice(start, start + tile)
         weight_gradient(dlogits_CV[:, rows], x_CD, into_VD[rows])

@@ -1,6 +1,6 @@
-"""Cross-entropy over rows of logits as two Triton kernels; the gradient takes the logits' place.
+"""Cross-entropy over rows of logits as two Triton kernels; the gradient overwrites the logits.
 
-C rows, V columns of the vocabulary, which may be one rank's share of it. The maths is fp32.
+C rows, V columns of the vocabulary, which may be one rank's shard. Arithmetic is fp32.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
 
 COLUMNS = 4096
-"""Of a block at most."""
+"""Most columns of a block."""
 WARPS = 8
 
 
@@ -58,7 +58,7 @@ def _gradient(
 def cross_entropy_statistics(logits_CV: Tensor, labels_C: Tensor, first: int) -> Tensor:
     """Return fp32 [2, C]: each row's log-sum-exp, and the logit of its label.
 
-    ``first`` is the number of the first column; a label that is no column has a logit of 0.
+    ``first`` is the vocabulary index of column 0; a label outside the columns has a logit of 0.
     """
     rows, width = logits_CV.shape
     stats_2C = _statistics_result(logits_CV, labels_C, first)
@@ -79,7 +79,7 @@ def cross_entropy_gradient(
 ) -> None:
     """Replace contiguous logits by ``(softmax - label) * weight``.
 
-    ``normaliser_C`` is the log-sum-exp of the whole row; a row of weight 0 becomes zeros.
+    ``normaliser_C`` is the log-sum-exp of the whole row; a row with weight 0 becomes zeros.
     """
     rows, width = logits_CV.shape
     columns = min(COLUMNS, power_of_2(width))

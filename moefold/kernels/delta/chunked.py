@@ -1,17 +1,17 @@
 """Gated linear attention and the gated delta rule over documents, in chunks of rows.
 
-The recurrence of each head, with log decays g of a head or of each key channel:
+The recurrence of each head, with log decays g per head or per key channel:
 
     S_t = diag(exp(g_t)) S_(t-1) + k_t u_t^T        o_t = S_t^T q_t
-    u_t = b_t (v_t - (diag(exp(g_t)) S_(t-1))^T k_t)    by the delta rule, else v_t
+    u_t = b_t (v_t - (diag(exp(g_t)) S_(t-1))^T k_t)    with the delta rule, else v_t
 
 where S is zero before a document's first row. Within a chunk the u are the solution of a unit
-triangular system (arXiv 2406.06484; decays: 2412.06464 and, of each channel, 2510.26692), so that
-the scan has a step for each chunk. With G the sum of log decays since the chunk's first row only
-exp(G_i - G_j), i >= j, is ever taken, which does not overflow.
+triangular system (arXiv 2406.06484; decays: 2412.06464 and, per channel, 2510.26692), so that the
+scan has one step per chunk. With G the sum of log decays since the chunk's first row, only
+exp(G_i - G_j), i >= j, is computed, which does not overflow.
 
-T rows in P runs that lie apart, N chunks of C rows in each run; H heads, of which H / G share a
-query and key head; k key and v value dims.
+T rows in P separate runs, N chunks of C rows per run; H heads, of which H / G share a query and key
+head; k key and v value dims.
 """
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 CHUNK = 64
 LEAF = 8
-"""Rows between which decays of channels are multiplied pair by pair."""
+"""Rows of a block in which decays per channel are computed for each pair of rows."""
 
 
 def step(
@@ -31,7 +31,7 @@ def step(
     decay_PHk: Tensor,
     beta_PH: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o_PHv`` of one row of each of P documents, and the states after it."""
+    """Compute one row of each of P documents; return ``o_PHv`` and the states after it."""
     q_PHk, k_PHk = of_heads(q_PGk, v_PHv), of_heads(k_PGk, v_PHv)
     state_PHkv = state_PHkv * decay_PHk.exp()[..., None]
     if beta_PH is not None:
@@ -42,7 +42,7 @@ def step(
 
 
 def of_heads(x_TGk: Tensor, v_THv: Tensor) -> Tensor:
-    """Return queries or keys of every head: neighbouring heads share one."""
+    """Return queries or keys of every value head; neighbouring heads share one."""
     return x_TGk.repeat_interleave(v_THv.shape[1] // x_TGk.shape[1], 1)
 
 
@@ -59,19 +59,19 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """Return ``o_THv`` and the state ``[P, H, k, v]`` after each run; differentiable.
 
-    All that is read must be finite, of padding too.
+    All inputs must be finite, those of padding too.
 
     Args:
         q_TGk: queries.
         k_TGk: keys.
         v_THv: values.
-        decay_THk: log decays, at most zero; the last dim is k, or 1 for one of each head.
+        decay_THk: log decays, at most zero; the last dim is k, or 1 for decays per head.
         beta_TH: rates of the delta rule; None is plain linear attention.
-        positions_T: of each row in its document; where it is 0 the state is.
+        positions_T: position of each row in its document; position 0 resets the state.
         chunk: C.
-        runs: P, where a run may go on a document of rows that are elsewhere. All is linear in the
-            state S before a run: outputs and states then have k columns more, what S is to be
-            multiplied by to be added. None: one run, before which there is nothing.
+        runs: P, if runs may continue documents from other ranks. Results are linear in the state S
+            before a run: outputs and states then have k more columns, the factors of S in a term
+            to be added. None is one run with nothing before it.
     """
     dims, length = k_TGk.shape[-1], len(v_THv) // (runs or 1)
     if runs is not None:
@@ -80,7 +80,7 @@ def chunked(
     q, k, v, g = (_cut(x, runs or 1, chunk) for x in parts)
     beta = None if beta_TH is None else _cut(beta_TH[..., None], runs or 1, chunk)
     total = g.cumsum(-2)
-    # Documents are numbered within a run: 0 is the one that came before it.
+    # Documents are numbered within a run; 0 is one that continues from before the run.
     start_PL = positions_T.view(runs or 1, -1) == 0
     document = F.pad(start_PL, (0, -length % chunk)).cumsum(1).unflatten(1, (-1, chunk))[:, None]
     last = document[..., -1:]
@@ -110,7 +110,7 @@ def chunked(
 
 
 def _cut(x_THx: Tensor, runs: int, chunk: int) -> Tensor:
-    """Return rows as ``[P, H, N, C, x]``, each run with zeros after it."""
+    """Return rows as ``[P, H, N, C, x]``, each run padded with zeros."""
     x = x_THx.unflatten(0, (runs, -1)).transpose(1, 2)
     return F.pad(x, (0, 0, 0, -x.shape[2] % chunk)).unflatten(2, (-1, chunk))
 
@@ -119,7 +119,7 @@ def decayed(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
     """Return ``sum over k of rows_i k_j exp(G_i - G_j)`` for j <= i, else zero, ``[..., C, C]``."""
     length = k.shape[-2]
     if total.shape[-1] > 1 and length > LEAF:
-        # What decays between halves does so up to the border, and from there.
+        # Decays between halves are products of the decay to their border and the one from there.
         half, cut = length // 2, (length // 2, length - length // 2)
         (r1, r2), (k1, k2), (g1, g2) = (x.split(cut, -2) for x in (rows, k, total))
         border = g1[..., -1:, :]

@@ -1,4 +1,4 @@
-"""Dropout that is a function of seed, step, weight, row and feature: the same in every layout."""
+"""Dropout as a pure function of seed, step, weight, row and feature: equal in every layout."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,23 @@ from moefold.kernels.quantise.philox import MASK, chance
 
 
 class Dropout(NamedTuple):
-    """Leaves features of rows out, and scales those that stay. As its own gradient it is linear.
+    """Zeroes features of rows and scales the others; applied to gradients it is its own backward.
 
-    N rows, I features here. Calling it again gives the same features, so that none are kept.
+    N rows, I features on this rank. The mask is recomputed in each call, so that none is saved.
     """
 
     rate: float
-    """Share that is left out, in multiples of 2^-16."""
+    """Share of features that are zeroed, in multiples of 2^-16."""
     key: tuple[int, int]
-    """Of the run and of the weight that reads the rows."""
+    """Key of the run and of the weight that reads the rows."""
     step: int
     columns: range
-    """Which of the weight's inputs are here."""
+    """Indices of the weight's inputs on this rank."""
     number_N: Tensor
     """int64 number of each row in the step."""
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        """Return rows [N, I]."""
+        """Return rows [N, I] with dropout."""
         key = self.key[0] & MASK, self.key[1] & MASK
         drawn_NI = chance(self.number_N, self.columns, key, self.step)
         return x_NI.masked_fill(drawn_NI < self.rate, 0).mul_(1 / (1 - self.rate))

@@ -1,7 +1,7 @@
-"""The one linear product ``y_TO = x_TI w_OI^T`` and its two gradients.
+"""The linear product ``y_TO = x_TI w_OI^T`` of all layers, and its two gradients.
 
-T rows, I in, O out. Padding rows come last and are cut off before the weight's gradient: never
-masked by multiplication, so that a NaN in one stays in its row, and no bit depends on their number.
+T rows, I in, O out. Padding rows come last and are sliced off for the weight's gradient, not masked
+by multiplication, so that a NaN in one stays in its row and results do not depend on their number.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from moefold.kernels.operand import Operand
 from moefold.kernels.rows import row_step, wide
 
 Drawn = Callable[[Tensor], Tensor]
-"""A function of rows, linear and elementwise, that draws the same each time: its own gradient."""
+"""A linear, elementwise and repeatable function of rows, such as dropout; its own gradient."""
 
 
 def _as_they_are(x_TI: Tensor) -> Tensor:
@@ -32,14 +32,14 @@ def linear(
     sink: GradientSink = RETURNED,
     drawn: Drawn = _as_they_are,
 ) -> Tensor:
-    """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype, its adapter's added.
+    """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype, plus that of its adapter.
 
     Args:
-        x_TI: rows, in the operand's dtype or narrower (then widened inside and kept narrow).
-        weight: operand [O, I], or several such, whose outputs stand side by side.
-        n_valid: the first so many rows count in the weight's gradient; None where all do.
-        sink: where the weight's gradient goes.
-        drawn: makes what is multiplied of the rows, which alone are kept.
+        x_TI: rows in the operand's dtype or a narrower one, in which they are then saved.
+        weight: operand [O, I], or several stacked [..., O, I], whose outputs are concatenated.
+        n_valid: number of leading rows in the weight's gradient; None is all.
+        sink: takes the weight's gradient.
+        drawn: applied to the rows before the product; only its input is saved.
     """
     y_TO = _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, drawn)
     low = weight.low_rank
@@ -56,15 +56,15 @@ def linear(
 def add_bias(
     y_TO: Tensor, bias: Operand, *, n_valid: int | None = None, sink: GradientSink = RETURNED
 ) -> Tensor:
-    """Return ``y_TO + bias_O`` in the rows' dtype; arguments as :func:`linear` takes them."""
+    """Return ``y_TO + bias_O`` in the rows' dtype; other arguments as of :func:`linear`."""
     return _AddBias.apply(y_TO, bias.master, bias.value, n_valid, sink)
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tensor:
     """Return ``dy^T x`` of shape [O, I], added to ``into_OI`` in place where given.
 
-    Where the device can, the sum of 16-bit factors is fp32 from the first product on: nothing is
-    rounded to the factors' dtype before it is added.
+    Where the device supports it, products of 16-bit factors are summed and returned in fp32,
+    without rounding to the factors' dtype.
     """
     if x_TI.dtype.itemsize == 2 and sums_in_fp32(x_TI.device.type):
         if into_OI is None:
@@ -73,7 +73,7 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
             return torch.addmm(into_OI, dy_TO.t(), x_TI, out_dtype=torch.float32, out=into_OI)
     rest = x_TI.shape[0] % row_step(x_TI.shape[0], x_TI)
     if rest:
-        # Zeros make the rest as many rows as there may be: a product that is compiled already.
+        # Zeros pad the remaining rows to a step, for which a product is compiled already.
         made_OI = weight_gradient(dy_TO[:-rest], x_TI[:-rest], into_OI)
         into_OI = wide(made_OI) if into_OI is None else into_OI
         padding = (0, 0, 0, row_step(x_TI.shape[0], x_TI) - rest)
@@ -86,7 +86,7 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
 
 
 def sums_in_fp32(device: str) -> bool:
-    """Say whether the library's product of 16-bit factors gives fp32 there; ``meta`` is as CUDA."""
+    """Return whether torch multiplies 16-bit factors to fp32 on a device; ``meta`` is as CUDA."""
     return device == "meta" or (device == "cuda" and not torch.version.hip)
 
 
@@ -101,7 +101,7 @@ class _Linear(Function):
         sink: GradientSink,
         drawn: Drawn,
     ) -> Tensor:
-        # The rows are read for the weight's gradient alone.
+        # Only the weight's gradient reads the rows.
         ctx.shape, value_OI = value_OI.shape, value_OI.flatten(0, -2)
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, value_OI)
         ctx.dtype = x_TI.dtype
@@ -115,7 +115,7 @@ class _Linear(Function):
         dx = ctx.drawn(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            # A product that waits holds rows alone: a context, as a history, leads to all before.
+            # A queued product must hold only rows, not the graph or context that lead to others.
             x_TI = x_TI.detach()
 
             def product(into: Tensor | None) -> Tensor:

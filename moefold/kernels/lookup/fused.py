@@ -1,7 +1,7 @@
-"""The gradient of looked-up rows of a table, as one Triton kernel: sums of runs of equal ids.
+"""Gradient of an embedding look-up as one Triton kernel that sums runs of equal ids.
 
-T rows, D width, V rows of the table. The sums are fp32, made in one order: the same bits each time,
-and nothing of the table's size but the table's gradient is touched.
+T rows, D width, V rows of the table. Sums are fp32 and in a fixed order: deterministic. Nothing of
+the table's size is allocated.
 """
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
 
 ROWS, COLUMNS = 8, 256
-"""Of a program at once, columns at most: a frequent id has a run of thousands of rows."""
+"""Most rows per iteration and columns of a program; runs of frequent ids have thousands of rows."""
 
 
 @jit
@@ -24,7 +24,7 @@ def _add_runs(
     name = tl.load(ids + at)
     if tl.load(ids + at - 1, mask=at > 0, other=-1) != name:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        # A condition that is carried from turn to turn breaks Triton 3.6, so it is asked anew.
+        # Triton 3.6 fails on a loop-carried condition, so it is computed again in each iteration.
         while tl.load(ids + at, mask=at < count, other=-1) == name:
             of = at + tl.arange(0, ROWS)
             mine = tl.load(ids + of, mask=of < count, other=-1) == name
@@ -42,12 +42,12 @@ def _add_runs(
 
 
 def lookup_gradient(rows_TD: Tensor, ids_T: Tensor, order_T: Tensor, into_VD: Tensor) -> None:
-    """Add each row to the table's row of its id.
+    """Add each gradient row to the table gradient's row of its id.
 
     Args:
-        rows_TD: gradients of the rows that were looked up.
-        ids_T: their ids, sorted.
-        order_T: the row that each sorted id is of.
+        rows_TD: gradients of the looked-up rows.
+        ids_T: ids of the rows, sorted.
+        order_T: index of the row of each sorted id.
         into_VD: contiguous gradient of the table.
     """
     count, width = rows_TD.shape

@@ -1,8 +1,8 @@
-"""RMSNorm as Triton kernels, one pass each way, with or without the sum that it norms.
+"""RMSNorm as Triton kernels for forward and backward, optionally fused with a preceding sum.
 
-N rows, D width, P programs of backward. The maths is fp32. A program holds whole rows. In backward
-it goes over every P-th tile of rows and keeps its share of the weight's gradient, so that rows are
-read once; the shares are added up in a fixed order.
+N rows, D width, P programs of backward. Arithmetic is fp32. A program processes whole rows. In
+backward it processes every P-th tile of rows and accumulates a partial weight gradient (a share),
+so that rows are read once; the shares are summed in a fixed order.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor
 from moefold.kernels.fused import Op, blocks, in_rows, jit, power_of_2, tl
 
 TILE = 2048
-"""Elements of a tile, where a row is not longer."""
+"""Elements of a tile; more if a row is longer."""
 SHARES = 512
-"""Programs of backward at most, each with 16 rows at least: shares are little beside rows."""
+"""Most programs of backward, each with at least 16 rows, so that shares are small next to rows."""
 
 
 @jit
@@ -34,7 +34,7 @@ def _forward(
         value += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
         stored = value.to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
-        # Backward knows the sum as it is stored.
+        # Backward reads the sum as it is stored, rounded.
         value = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / width + epsilon)
     tl.store(rstd + row, scale, mask=row < rows)
@@ -60,7 +60,7 @@ def _backward(
         value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         normed = value.to(tl.float32) * scale
-        # Rows that do not count may hold anything, NaN among it.
+        # Rows that are not valid may hold anything, including NaN.
         share += tl.sum(tl.where((row < valid)[:, None], grad * normed, 0.0), 0)
         grad *= w[None, :]
         mean = tl.sum(grad * normed, 1, keep_dims=True) / width
@@ -92,9 +92,9 @@ def _add_up(
 def norm_forward(
     x_ND: Tensor, weight_D: Tensor, epsilon: float, more_ND: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normed rows of ``x_ND + more_ND``, 1 / rms of each, fp32, and the sum.
+    """Return the RMSNorm of ``x_ND + more_ND``, fp32 1 / rms of each row, and the sum.
 
-    The sum has no elements where there is no ``more_ND``.
+    The sum has no elements if ``more_ND`` is None.
     """
     y_ND, rstd_N, sum_ND = _forward_results(x_ND, weight_D, epsilon, more_ND)
     (rows, width), x_ND = x_ND.shape, in_rows(x_ND)
@@ -116,9 +116,9 @@ def norm_backward(
     n_valid: int,
     more_ND: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``dx_ND``, to which ``more_ND`` is added, and shares [P, D] of the weight's gradient.
+    """Return ``dx_ND``, to which ``more_ND`` is added, and partial weight gradients [P, D].
 
-    The first ``n_valid`` rows count in the weight's gradient, which is the sum of the shares.
+    Their sum is the weight's gradient over the first ``n_valid`` rows.
     """
     dx_ND, share_PD = _backward_results(dy_ND, x_ND)
     (rows, width), x_ND = x_ND.shape, in_rows(x_ND)
@@ -133,13 +133,13 @@ def norm_backward(
 
 
 def add_shares(share_PD: Tensor, into_D: Tensor) -> None:
-    """Add the sum of the shares to ``into_D``."""
+    """Add the sum of partial weight gradients to ``into_D``."""
     width = into_D.shape[0]
     _add_up[(blocks(width, 32),)](share_PD, into_D, share_PD.shape[0], width, 64, 32)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Return a tile's rows and columns, and its warps."""
+    """Return a tile's rows, columns and warps."""
     columns = power_of_2(width)
     return max(1, TILE // columns), columns, min(16, max(4, columns // 256))
 

@@ -1,14 +1,14 @@
-"""RMSNorm (arXiv 1910.07467) over the last dim; keeps its input and one number per row.
+"""RMSNorm (arXiv 1910.07467) over the last dim; saves its input and one number per row.
 
-N rows (all leading dims), D width. The statistics are fp32 (or fp64). Padding rows come last and
-are cut off before the weight's gradient. With r = 1 / rms(x) and g = dy * w:
+N rows (all leading dims), D width. Statistics are fp32 (or fp64). Padding rows come last and are
+excluded from the weight's gradient. With r = 1 / rms(x) and g = dy * w:
 
     y = x * r * w      dw = sum over rows of r * (dy * x)
     dx = r * g - x * r^3 * mean(g * x)
 
-On a GPU each way is one kernel, also where a sum comes before or heads are turned by their rows'
-positions after. Elsewhere rows are taken in pieces that stay in cache: on a CPU
-memory traffic is what limits this operation.
+On a GPU forward and backward are one kernel each, also fused with a preceding sum or a following
+rotation of heads. On a CPU, where memory traffic limits this operation, rows are processed in
+pieces that stay in cache.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ def rms_norm(
         x: rows.
         weight: operand [D], the scale, fp32 or fp64.
         epsilon: added to the mean square.
-        n_valid: the first so many of T count in the weight's gradient; None where all do.
-        sink: where the weight's gradient goes.
+        n_valid: number of leading rows of T in the weight's gradient; None is all.
+        sink: takes the weight's gradient.
     """
     given = (weight.master, weight.value, epsilon, n_valid, sink)
     return _Fused.apply(x, None, *given)[0] if fused(x) else _RmsNorm.apply(x, *given)
@@ -55,7 +55,7 @@ def sum_and_norm(
     n_valid: int | None = None,
     sink: GradientSink = RETURNED,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + more`` and its normed rows from one kernel; arguments as ``rms_norm``."""
+    """Return ``x + more`` and its RMSNorm from one kernel; other arguments as of ``rms_norm``."""
     given = (weight.master, weight.value, epsilon, n_valid, sink)
     normed, total = _Fused.apply(x, more, *given)
     return total, normed
@@ -71,8 +71,8 @@ def norm_and_turn(
     n_valid: int | None,
     sink: GradientSink,
 ) -> Tensor:
-    """Return each head's RMSNorm, rotated, from one kernel; arguments as ``rms_norm`` and
-    ``rotate`` take them."""
+    """Return the rotated RMSNorm of each head from one kernel; arguments as of ``rms_norm`` and
+    ``rotate``."""
     return _NormAndTurn.apply(
         x_THd, weight.master, weight.value, epsilon, cos_Tp, sin_Tp, layout, n_valid, sink
     )
@@ -113,7 +113,7 @@ class _RmsNorm(Function):
             counted = ctx.n_valid * x.shape[1:-1].numel()
         for rows in row_pieces(x_ND):
             x_nD, dy_nD, rstd_n1 = x_ND[rows].to(wide), dy_ND[rows].to(wide), rstd_N1[rows]
-            # Both sums read this product: that of a row for dx, that of a column for dw.
+            # Both sums read this product: the sum over a row for dx, over a column for dw.
             both_nD = dy_nD * x_nD
             mean_n1 = torch.mv(both_nD, scale_D)[:, None].mul_(-1 / x.shape[-1])
             into = dx_ND[rows] if x.dtype == wide else None
@@ -192,7 +192,7 @@ class _NormAndTurn(Function):
 
 
 def _sum_of_shares(ctx: Any, share_PD: Tensor) -> Tensor | None:
-    """Deliver the sum of shares of a weight's gradient to the sink of a function's context."""
+    """Pass the sum of partial weight gradients [P, D] to the sink of a function's context."""
 
     def product(into_D: Tensor | None) -> Tensor:
         dw_D = share_PD.new_zeros(share_PD.shape[1]) if into_D is None else into_D

@@ -1,12 +1,12 @@
-"""RMSNorm of each head and its rotation by position as Triton kernels, one pass each way.
+"""RMSNorm of each head followed by rotary embedding, as Triton kernels for forward and backward.
 
-T rows, H heads, d dims of a head in p = d / 2 pairs, P programs of backward. The maths is fp32.
-With r = 1 / rms(x), a head is first normed, ``n = x * r * w``, then each pair of dims turned:
+T rows, H heads, d dims of a head in p = d / 2 pairs, P programs of backward. Arithmetic is fp32.
+With r = 1 / rms(x), a head is normed, ``n = x * r * w``, then each pair of dims is rotated:
 
     y_a = n_a * cos - n_b * sin      y_b = n_b * cos + n_a * sin
 
-A program takes a row, whose heads share its angles; in backward every P-th row. Shares of the
-weight's gradient are as in ``norm/fused.py``.
+A forward program processes a row, whose heads share its angles, a backward program every P-th row.
+Partial weight gradients (shares) are those of ``norm/fused.py``.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def _backward(
     share_a = tl.zeros((PAIRS,), tl.float32)
     share_b = tl.zeros((PAIRS,), tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
-        # Counts of heads fit in 32 bits, places do not.
+        # Numbers of heads fit in 32 bits, offsets of elements do not.
         c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
         s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
         for block in range(0, heads, HEADS):
@@ -75,7 +75,7 @@ def _backward(
             scale = tl.load(rstd + place, mask=head < heads, other=0.0)[:, None]
             a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32) * scale
             b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32) * scale
-            # Rows that do not count may hold anything, NaN among it.
+            # Rows that are not valid may hold anything, including NaN.
             share_a += tl.where(row < valid, tl.sum(grad_a * a, 0), 0.0)
             share_b += tl.where(row < valid, tl.sum(grad_b * b, 0), 0.0)
             grad_a *= w_a
@@ -98,9 +98,9 @@ def norm_turn_forward(
     epsilon: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the normed and turned heads and 1 / rms of each head [T, H], fp32.
+    """Return the normed and rotated heads, and 1 / rms of each head, fp32 [T, H].
 
-    A pair is dims i and i + d/2, or 2i and 2i + 1 where ``interleaved``.
+    A pair is dims i and i + d/2, or 2i and 2i + 1 if ``interleaved``.
     """
     y_THd, rstd_TH = _forward_results(x_THd)
     (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]
@@ -122,9 +122,9 @@ def norm_turn_backward(
     n_valid: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``dx_THd`` and shares [P, d] of the weight's gradient.
+    """Return ``dx_THd`` and partial weight gradients [P, d].
 
-    The first ``n_valid`` rows count in the weight's gradient, which is the sum of the shares.
+    Their sum is the weight's gradient over the first ``n_valid`` rows.
     """
     results = _backward_results(dy_THd, x_THd)
     (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]

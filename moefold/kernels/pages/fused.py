@@ -1,6 +1,6 @@
-"""Rows to their pages, to others and back by one Triton kernel, which moves those that count.
+"""Copies of valid rows to pages, between pages, and from pages, by one Triton kernel.
 
-Names as in :mod:`moefold.kernels.pages.ring`.
+Names are those of :mod:`moefold.kernels.pages.ring`.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ def _move(
     number, into_number, width,
     PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows that count; those of a side without pages lie in order."""
+    """Copy the valid rows; on a side without pages rows are in order."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     counts = row < tl.load(count)
@@ -24,7 +24,7 @@ def _move(
         place, there = page * PAGE + row % PAGE, page < number
     if into_pages is not None:
         page = tl.load(into_pages + row // PAGE, mask=counts, other=into_number)
-        # Where there is no page no row counts.
+        # Rows without a page are not copied.
         there = page < into_number if pages is None else there & (page < into_number)
         into = page * PAGE + row % PAGE
     there = there[:, None] & (column < width)[None, :]
@@ -35,9 +35,9 @@ def _move(
 def pages_to_pages(
     rows_SD: Tensor, page_M: Tensor, into_M: Tensor, count_1: Tensor, into_SD: Tensor, page: int
 ) -> None:
-    """Copy the first rows, as many as count, from their pages into pages of ``into_SD``.
+    """Copy the first ``count_1`` rows from their pages into pages of ``into_SD``.
 
-    One of both may lie in pinned memory of the host.
+    One of both may be in pinned host memory.
     """
     _launch(rows_SD, into_SD, page_M, into_M, count_1, page_M.shape[0] * page, page)
 
@@ -45,14 +45,14 @@ def pages_to_pages(
 def rows_to_pages(
     x_RD: Tensor, page_M: Tensor, count_1: Tensor, rows_SD: Tensor, page: int
 ) -> None:
-    """Copy the first rows, as many as count, into their pages of ``rows_SD``."""
+    """Copy the first ``count_1`` rows into their pages of ``rows_SD``."""
     _launch(x_RD.contiguous(), rows_SD, None, page_M, count_1, x_RD.shape[0], page)
 
 
 def rows_from_pages(
     rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int
 ) -> Tensor:
-    """Return ``room`` rows, the first of which are those in the pages; the rest is unspecified."""
+    """Return ``room`` rows: those in the pages, followed by unspecified ones."""
     x_RD = _room(rows_SD, page_M, count_1, room, page)
     _launch(rows_SD, x_RD, page_M, None, count_1, room, page)
     return x_RD

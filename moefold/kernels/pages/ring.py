@@ -1,8 +1,8 @@
-"""Rows that came into stated room, in pages for as many as count, with no value read by the host.
+"""Paged storage for the valid rows of buffers of fixed shape, without host reads.
 
-R rows of room, of which the first ``count`` count; D columns; M pages that R rows would fill; N
-pages in all, S rows in them. Free pages stand in a ring: who puts rows takes pages at its head, and
-who has read them gives them back at its tail, in whatever order. All shapes are known beforehand.
+R rows of room, of which the first ``count`` are valid; D columns; M pages that R rows would fill; N
+pages in total, with S rows. Free pages are in a ring: storing rows takes pages at its head, freeing
+returns them at its tail, in any order. All shapes are static.
 """
 
 import torch
@@ -13,18 +13,18 @@ from moefold.kernels.pages import fused as kernels
 
 
 class PageRing:
-    """Pages of rows of one form.
+    """Pages for rows of one width and dtype.
 
     Args:
         pages: N.
-        page: rows of a page.
+        page: rows per page.
         width: D.
-        dtype: of rows.
-        device: where numbers of pages lie, and rows unless they lie ``on_host``.
+        dtype: dtype of rows.
+        device: device of page numbers, and of rows unless ``on_host``.
 
     Attributes:
-        taken: int64 pages that were ever taken, and ``given`` those of them that were given back.
-        refused: int64 pages for which there was no room; whose rows are lost.
+        taken: int64 total of pages taken; ``given`` is the total of pages given back.
+        refused: int64 total of pages for which there was no room; their rows are lost.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PageRing:
         on_host: bool = False,
     ) -> None:
         self.pages, self.page = pages, page
-        # What counts for nothing goes to one page more, and its number to one more place.
+        # Invalid rows go to one additional page, and its number to one additional place.
         shape = (pages + 1) * page, width
         self.rows_SD = (
             torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
@@ -49,17 +49,17 @@ class PageRing:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All memory of it, that of rows first."""
+        """All tensors of the ring, rows first."""
         return self.rows_SD, self._free, self.taken
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Free all pages and reset all counters."""
         torch.arange(self.pages + 1, out=self._free)
         for count in (self.taken, self.given, self.refused):
             count.zero_()
 
     def put(self, x_RD: Tensor, count: Tensor) -> Tensor:
-        """Copy the rows that count into free pages; return their numbers as :meth:`claim` does."""
+        """Copy the valid rows into free pages; return the page numbers of :meth:`claim`."""
         page_M = self.claim(count, x_RD.shape[0])
         if fused(x_RD):
             kernels.put(x_RD, page_M, count.view(1), self.rows_SD, self.page)
@@ -68,9 +68,9 @@ class PageRing:
         return page_M
 
     def claim(self, count: Tensor, room: int) -> Tensor:
-        """Take free pages for the rows of a room that count; return numbers [M], N for none.
+        """Take free pages for the valid rows of a room; return their numbers [M], N for no page.
 
-        Where fewer are free none is taken, and ``refused`` says so.
+        If too few are free, none is taken and ``refused`` is increased.
         """
         at_M = torch.arange(-(-room // self.page), device=count.device)
         wanted = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
@@ -82,7 +82,7 @@ class PageRing:
         return page_M
 
     def copy(self, page_M: Tensor, count: Tensor, other: "PageRing", into_M: Tensor) -> None:
-        """Copy the rows that count from pages here into pages of another ring of such rows."""
+        """Copy the valid rows from pages of this ring into pages of another one."""
         if fused(other.rows_SD if self.rows_SD.is_cpu else self.rows_SD):
             given = page_M, into_M, count.view(1), other.rows_SD, self.page
             kernels.copy(self.rows_SD, *given)
@@ -93,9 +93,9 @@ class PageRing:
             other.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, places_R).to(there))
 
     def take(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
-        """Return ``room`` rows, the first of which are those that were put, and free their pages.
+        """Return ``room`` rows, beginning with the stored ones, and free their pages.
 
-        The rest is unspecified.
+        The other rows are unspecified.
         """
         if fused(self.rows_SD):
             x_RD = kernels.take(self.rows_SD, page_M, count.view(1), room, self.page)
@@ -113,7 +113,7 @@ class PageRing:
         self.given += held_M.sum()
 
     def _places(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
-        """Return where each row of the room lies; those past the last lie in no page of anyone."""
+        """Return the place of each row of the room; invalid rows are in the additional page."""
         row_R = torch.arange(room, device=page_M.device)
         page_R = page_M.index_select(0, row_R.div(self.page, rounding_mode="floor"))
         page_R = torch.where(row_R < count, page_R, self.pages)

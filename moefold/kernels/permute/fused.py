@@ -1,7 +1,7 @@
-"""Rows to their copies and back as one Triton kernel each way.
+"""Gather of rows to their copies and gather-and-sum back, as one Triton kernel each.
 
-Values and indices as in :mod:`moefold.kernels.permute.gather`, N rows out. A row of no token is
-left as memory was. Sums go over the copies in their order, in fp32: the same bits always.
+Values and indices are those of :mod:`moefold.kernels.permute.gather`, N rows out. Rows without a
+token are left uninitialised. Sums over copies are fp32 and in a fixed order: deterministic.
 """
 
 from torch import Tensor
@@ -32,14 +32,14 @@ def _add(
         there = inside & (source < copies)[:, None]
         at = y + source[:, None] * width + column[None, :]
         value = tl.load(at, mask=there, other=0.0).to(tl.float32)
-        # A negative zero stays one where nothing is added to it.
+        # No addition to zero for the first copy, so that a negative zero keeps its sign.
         total = value if k == 0 else total + value
     at_out = out + token[:, None] * width + column[None, :]
     tl.store(at_out, total.to(out.dtype.element_ty), mask=inside)
 
 
 def take_rows(x_TD: Tensor, token_N: Tensor) -> Tensor:
-    """Return ``x_ND`` with ``x[n] = x_TD[token_N[n]]``; rows of no token are unspecified."""
+    """Return ``x_ND`` with ``x[n] = x_TD[token_N[n]]``; rows without a token are unspecified."""
     out_ND = _taken(x_TD, token_N)
     (tokens, width), rows = x_TD.shape, token_N.shape[0]
     grid, block = row_blocks(rows, width)

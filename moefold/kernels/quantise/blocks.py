@@ -1,16 +1,16 @@
-"""A tensor in few bits: codes, a scale for each block, and for some kinds one for each matrix.
+"""Quantised tensors: low-precision codes, a scale per block, and for some kinds one per matrix.
 
-Kinds, with the block of rows (activations and gradients) and of weights, along and across the dim
-that a product sums:
+Kinds, with the block of rows (activations and gradients) and of weights, across and along the
+summed dim:
 
 * ``fp8_tensor``: FP8, the whole matrix; scale 448 / amax in fp32. Gradients are E5M2.
-* ``fp8_block``: E4M3, 1 x 128, and 128 x 128 of weights; scale 448 / amax rounded down to a power
-  of two (TransformerEngine), or as it is (``scales="fp32"``).
+* ``fp8_block``: E4M3, 1 x 128, weights 128 x 128; scale 448 / amax rounded down to a power of two
+  (TransformerEngine), or not rounded (``scales="fp32"``).
 * ``mxfp8``: E4M3, 1 x 32; E8M0 of amax / 448 rounded up, or OCP's rule (``scales="floor"``).
-* ``nvfp4``: E2M1, 1 x 16, and 16 x 16 of weights; E4M3 of a block beside fp32 of the matrix.
+* ``nvfp4``: E2M1, 1 x 16, weights 16 x 16; E4M3 per block and fp32 per matrix.
 
-All arithmetic is fp32. Scales are those that numbers are read back with. A block with a NaN or an
-Inf (where a matrix has one scale, the matrix) reads back as NaN.
+All arithmetic is fp32. Stored scales are those for dequantisation. A block (or matrix, if that has
+the scale) with a NaN or an Inf is dequantised to NaN.
 """
 
 from collections.abc import Callable
@@ -27,30 +27,30 @@ from moefold.kernels.quantise.elements import E4M3, E5M2, E8M0, LARGEST, LARGEST
 
 Role = Literal["rows", "gradient", "weight"]
 BLOCKS: dict[str, int | None] = {kind: record.length for kind, record in QUANTISE.kinds.items()}  # type: ignore[attr-defined]
-"""Elements of a block along the summed dim; None where a matrix is one block."""
+"""Elements of a block along the summed dim; None if a matrix is one block."""
 SQUARE = ("fp8_block", "nvfp4")
-"""Kinds whose blocks of a weight are as wide as they are long."""
+"""Kinds with square blocks of weights."""
 SCALES = {
     "fp8_tensor": ("fp32",),
     "fp8_block": ("power", "fp32"),
     "mxfp8": ("up", "floor"),
     "nvfp4": ("e4m3",),
 }
-"""Rules for scales of each kind, its own first."""
+"""Rules for scales of each kind, its default first."""
 LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 class Format(NamedTuple):
-    """How one tensor becomes codes."""
+    """Quantisation format of one tensor."""
 
     kind: str
     role: str
     element: torch.dtype | None
-    """None is E2M1."""
+    """dtype of codes; None is E2M1."""
     rows: int | None
-    """Of a block, across the summed dim."""
+    """Elements of a block across the summed dim; None is all."""
     columns: int | None
-    """Of a block, along it; None is all."""
+    """Elements of a block along the summed dim; None is all."""
     scales: str
 
 
@@ -58,13 +58,13 @@ def format_of(kind: str, role: str, scales: str | None = None, block: int | None
     """Return the format of a tensor.
 
     Args:
-        kind: one of the module's.
+        kind: a kind of this module.
         role: ``rows`` of activations, their ``gradient``, or a ``weight``.
-        scales: the rule for scales; None is the kind's own.
-        block: elements along the summed dim in place of the published number, for small tensors.
+        scales: the rule for scales; None is the kind's default.
+        block: elements along the summed dim instead of the published number, for small tensors.
 
     Raises:
-        ValueError: at an unknown kind, role or rule.
+        ValueError: the kind, role or rule is unknown.
     """
     if kind not in BLOCKS:
         raise ValueError(f"kind {kind!r} is none of {', '.join(BLOCKS)}")
@@ -82,22 +82,22 @@ def format_of(kind: str, role: str, scales: str | None = None, block: int | None
 
 @dataclass(frozen=True)
 class Quantised:
-    """A tensor of any number of matrices (the last two dims) as codes and scales."""
+    """A tensor of one or more matrices (the last two dims) as codes and scales."""
 
     codes: Tensor
     """float8, or two E2M1 codes in a uint8 along ``dim``, padded to whole blocks there."""
     scales: Tensor
-    """One of each block: fp32, E8M0 or E4M3."""
+    """Scale of each block: fp32, E8M0 or E4M3."""
     matrix_scale: Tensor | None
-    """fp32, one of each matrix, over the block scales; None where a kind has none."""
+    """fp32 scale of each matrix in addition to block scales; None if the kind has none."""
     format: Format
     dim: int
-    """-1 or -2: along which blocks lie."""
+    """Summed dim, along which blocks lie: -1 or -2."""
     shape: torch.Size
 
     @property
     def after(self) -> Tensor | None:
-        """fp32 scale of each matrix that a product is multiplied by after its sum; None without."""
+        """fp32 scale of each matrix, applied to a product after summation, or None."""
         return self.scales if self.format.columns is None else self.matrix_scale
 
     @property
@@ -113,15 +113,15 @@ class Quantised:
 
     @property
     def mT(self) -> "Quantised":
-        """Its transpose: the last two dims exchanged."""
+        """Transpose of the last two dims."""
         return self._each(lambda part: part.mT, -3 - self.dim)
 
     def matrix(self, index: int) -> "Quantised":
-        """Return one of the matrices of a tensor of three dims."""
+        """Return a matrix of a tensor with three dims."""
         return self._each(lambda part: part[index], self.dim)
 
     def factors(self, dtype: torch.dtype) -> Tensor:
-        """Return codes times block scales: what a product sums, exact in fp32 and wider."""
+        """Return codes times block scales, the factors of a product, exact in fp32 and wider."""
         if self.dim == -2:
             return self.mT.factors(dtype).mT
         if len(self.shape) == 1:
@@ -139,7 +139,7 @@ class Quantised:
         return _whole(parts, *self.shape[-2:])
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers that the codes stand for."""
+        """Return the tensor's numbers in ``dtype``."""
         after = self.after
         values = self.factors(dtype if dtype == torch.float64 else torch.float32)
         return (values if after is None else values * after).to(dtype)
@@ -154,20 +154,20 @@ def quantise(
     scales: str | None = None,
     chance: Tensor | None = None,
 ) -> Quantised:
-    """Return a tensor in few bits, as training makes it.
+    """Quantise a tensor in the way of training.
 
     Args:
-        x: floating point, of one dim or more; the last two are a matrix, those before count them.
+        x: floating point, at least one dim; the last two are a matrix, dims before are batches.
         kind: ``fp8_tensor``, ``fp8_block``, ``mxfp8`` or ``nvfp4``.
-        dim: -1 or -2: the dim that a product sums, along which blocks lie.
+        dim: summed dim, along which blocks lie: -1 or -2.
         role: ``rows`` of activations, their ``gradient``, or a ``weight``.
-        scales: the rule for scales where a kind has another: ``fp32`` of ``fp8_block``, ``floor``
-            of ``mxfp8``.
-        chance: of x's shape, multiples of 2^-16 in [0, 1): ``nvfp4`` then rounds up or down by it.
+        scales: a rule for scales other than the default: ``fp32`` of ``fp8_block``, ``floor`` of
+            ``mxfp8``.
+        chance: multiples of 2^-16 in [0, 1), shaped as ``x``: stochastic rounding for ``nvfp4``.
 
     Raises:
-        ValueError: at an unknown kind, role, rule or dim, at a tensor without dims or of integers,
-            and at chance of another shape, or for a kind that has none.
+        ValueError: kind, role, rule or dim is unknown, ``x`` has no dims or is not floating point,
+            or ``chance`` has another shape or is given for another kind.
     """
     if dim not in (-1, -2) or x.ndim < -dim:
         raise ValueError(f"dim {dim} of {x.ndim} dims: blocks lie along -1, or -2 where x has it")
@@ -183,7 +183,7 @@ def quantise(
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each matrix, fp32 [..., 1, 1]; NaN where one is NaN."""
+    """Return the largest magnitude of each matrix, fp32 [..., 1, 1]; NaN if it contains NaN."""
     if not x.shape[-1] * x.shape[-2]:
         return x.new_zeros(*x.shape[:-2], 1, 1, dtype=torch.float32)
     return x.abs().amax((-2, -1), keepdim=True).float()
@@ -196,14 +196,14 @@ def encode(
     chance: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Quantised:
-    """Return ``x`` in a format.
+    """Quantise ``x`` to a format.
 
     Args:
-        x: two dims or more.
+        x: at least two dims.
         form: the format.
-        dim: -1 or -2, along which blocks lie.
-        chance: as for :func:`quantise`.
-        amax: fp32 [..., 1, 1] of whole matrices, of which ``x`` may be parts; None: those of ``x``.
+        dim: summed dim, along which blocks lie: -1 or -2.
+        chance: for stochastic rounding, as in :func:`quantise`.
+        amax: fp32 [..., 1, 1] of the whole matrices if ``x`` is parts of them; None is that of x.
     """
     if dim == -2:
         return encode(x.mT, form, -1, None if chance is None else chance.mT, amax).mT
@@ -222,28 +222,28 @@ def encode(
     if form.element is None:
         codes = elements.pack(_whole(codes, x.shape[-2]))
     else:
-        # Without the memory of what filled blocks.
+        # A contiguous copy, without the memory of padding.
         codes = _whole(codes.view(torch.uint8), *x.shape[-2:]).contiguous().view(form.element)
     return Quantised(codes, made.block, made.matrix, form, -1, x.shape)
 
 
 class Scales(NamedTuple):
-    """What follows from the largest magnitudes of blocks."""
+    """Scales derived from the largest magnitudes of blocks."""
 
     factor: Tensor
-    """fp32: what the numbers of a block are multiplied by."""
+    """fp32 factor on the numbers of a block before the cast to codes."""
     block: Tensor
-    """What its codes are read back with."""
+    """Scale of a block for dequantisation."""
     matrix: Tensor | None
-    """fp32 of each matrix, over the block scales; None where a kind has none."""
+    """fp32 scale of each matrix in addition to block scales; None if the kind has none."""
 
 
 def scales_of(block: Tensor, amax: Tensor | None, form: Format) -> Scales:
     """Return the scales of blocks.
 
     Args:
-        block: fp32 [..., blocks down, blocks across], the largest magnitudes.
-        amax: fp32 [..., 1, 1] of whole matrices; None where these have no scale.
+        block: fp32 [..., blocks down, blocks across], largest magnitudes of blocks.
+        amax: fp32 [..., 1, 1], largest magnitudes of matrices; None if these have no scale.
         form: the format.
     """
     if form.kind == "nvfp4":
@@ -253,7 +253,7 @@ def scales_of(block: Tensor, amax: Tensor | None, form: Format) -> Scales:
 
 
 def cast(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
-    """Return numbers that are multiplied by their factors as codes, one of E2M1 in each uint8."""
+    """Cast scaled numbers to codes; E2M1 has one code per uint8."""
     if form.element is None:
         return elements.cast_e2m1(x, chance)
     return elements.cast(x, form.element)
@@ -276,16 +276,16 @@ def _mxfp8(amax: Tensor, form: Format) -> Scales:
     else:
         exponent = elements.exponent_floor(amax, 8)
     exponent = torch.where(amax.isfinite(), exponent, 255)
-    # An exponent of 254 has no counterpart among E8M0's that is exact: 2^-127 is.
+    # The reciprocal of 2^127, the exponent 254, is the E8M0 number 2^-127.
     factor = elements.power((254 - exponent.int()).clamp_(min=0).to(torch.uint8))
     return Scales(factor, exponent.view(E8M0), None)
 
 
 def _nvfp4(block: Tensor, amax: Tensor) -> Scales:
-    """By TransformerEngine's rule; ``6 / amax`` of a block is never taken."""
+    """Return scales by TransformerEngine's rule, which never computes ``6 / amax`` of a block."""
     largest = LARGEST[E4M3] * LARGEST_E2M1
     spread = _ratio(largest, amax)
-    spread = torch.where(spread == 0, 1.0, spread)  # amax near fp32's end
+    spread = torch.where(spread == 0, 1.0, spread)  # amax near the largest fp32
     sixth = torch.tensor(LARGEST_E2M1, device=amax.device).reciprocal()
     scales = elements.cast(block * (spread * sixth), E4M3)
     matrix = spread.reciprocal()
@@ -294,7 +294,7 @@ def _nvfp4(block: Tensor, amax: Tensor) -> Scales:
 
 
 def _ratio(largest: float, amax: Tensor) -> Tensor:
-    # A number over a tensor would be the tensor's reciprocal times the number: twice rounded.
+    # Torch divides a number by a tensor as number * reciprocal, which rounds twice.
     return torch.div(torch.full_like(amax, largest), amax).clamp_(max=LARGEST_FP32)
 
 
@@ -303,12 +303,12 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Return [..., R / rows, rows, C / columns, columns]; zeros fill the last blocks."""
+    """Return [..., R / rows, rows, C / columns, columns]; the last blocks are padded with zeros."""
     below, beside = -x.shape[-2] % rows, -x.shape[-1] % columns
     x = F.pad(x, (0, beside, 0, below)) if below or beside else x
     return x.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
 
 
 def _whole(parts: Tensor, rows: int, columns: int | None = None) -> Tensor:
-    """Return the matrices that were cut into blocks, without what filled them."""
+    """Return matrices from their blocks, without padding."""
     return parts.flatten(-2).flatten(-3, -2)[..., :rows, :columns]

@@ -1,4 +1,4 @@
-"""Records of number formats of few bits, in which products of weights run."""
+"""Records of low-precision number formats (FP8, FP4) of weight products."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
@@ -18,41 +18,41 @@ class Quantise(Record):
     """Weight products of blocks in FP8 or FP4; all else stays in ``train.precision``."""
 
     length: ClassVar[int | None]
-    """Elements of a block along what a product sums; None where a matrix is one block."""
+    """Elements of a scaling block along the summed dim; None if a matrix is one block."""
     of_matrices: ClassVar[bool] = False
-    """Whether a whole matrix has a scale."""
+    """Whether each whole matrix has a scale."""
     libraries: ClassVar[tuple[str, ...]] = ("scaled_mm",)
-    """Back ends that multiply it."""
+    """Back ends that support the format."""
 
     kind: str
     keep_first: Annotated[int, Field(ge=0)] = 0
-    """First blocks that stay in ``train.precision``."""
+    """Number of first blocks that stay in ``train.precision``."""
     keep_last: Annotated[int, Field(ge=0)] = 0
-    """Last blocks that stay in ``train.precision``."""
+    """Number of last blocks that stay in ``train.precision``."""
     keep: tuple[str, ...] = ()
     """Patterns of global names of weights that stay in ``train.precision``, such as
     ``*.attention.*``."""
     wgrad: Literal["narrow", "wide"] = "narrow"
-    """Whether the product of a weight's gradient reads codes too."""
+    """Whether the product of a weight's gradient reads low-precision codes too."""
     rows: Literal["micro_batch", "rank"] = "micro_batch"
-    """Which rows share blocks along rows and a matrix's scale: those of a micro-batch, of one
-    expert among experts', in every layout; or those that a rank has, as grouped kernels do it."""
+    """Which rows share scaling blocks along rows, and a matrix's scale: rows of a micro-batch (and
+    of one expert), equal in every layout; or rows of a rank, as in grouped kernels."""
     wire: Literal["wide", "codes"] = "wide"
-    """Format in which rows go to experts, and gradients of their results; one rank computes
-    alike."""
+    """Format in which rows are sent to experts, and gradients of their results; a single rank
+    rounds them too."""
     hidden: Literal["wide", "codes"] = "wide"
-    """What backward reads of SwiGLU's pre-activation: itself, or FP8 codes in blocks of 1 x 128."""
+    """Format in which SwiGLU's pre-activation is saved: unchanged, or FP8 in blocks of 1 x 128."""
     block: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
-    """Elements of a block along the summed dim; None is the published number."""
+    """Elements of a scaling block along the summed dim; None is the published number."""
     scaling: Literal["current", "delayed"] = "current"
-    """Whether the scale of a matrix follows from its own largest number, or from those of steps
-    before."""
+    """Whether the scale of a matrix follows from its own largest magnitude, or from those of
+    earlier steps."""
     backend: Literal["auto", "emulated", "scaled_mm", "scaled_grouped_mm", "deep_gemm"] = "auto"
-    """What multiplies codes; ``auto`` is a library on a GPU, plain torch elsewhere. What a library
-    does not support is emulated."""
+    """Library that multiplies codes; ``auto`` is a library on a GPU, plain torch elsewhere. What a
+    library does not support is emulated."""
 
     def rules(self) -> Iterator[Violation]:
-        """A back end multiplies the kind."""
+        """The back end supports the format and its blocks."""
         asked = self.backend
         if asked in ("auto", "emulated"):
             return
@@ -66,43 +66,43 @@ class Quantise(Record):
 
     @property
     def by_run(self) -> bool:
-        """Whether the rows of a micro-batch, and expert, share what the layout does not cut."""
+        """Whether rows share blocks and scales by micro-batch and expert, independent of layout."""
         return self.rows == "micro_batch" and self.scaling == "current"
 
     @property
     def hidden_block(self) -> int:
-        """Elements of a block of the codes of pre-activations; 0 of those that stay wide."""
+        """Elements of a scaling block of saved pre-activations; 0 if they are saved unchanged."""
         return (self.block or HIDDEN) if self.hidden == "codes" else 0
 
     @property
     def rule(self) -> str | None:
-        """The rule for scales, where a kind has ``scales`` to choose from; else None."""
+        """The rule for scales if the kind has a choice of ``scales``, else None."""
         return getattr(self, "scales", None)
 
 
 @QUANTISE.register
 class Fp8Tensor(Quantise):
-    """FP8 with a scale of each matrix, and of each expert's: E4M3, gradients of rows E5M2."""
+    """FP8 with one scale per matrix (of each expert): E4M3, and E5M2 for gradients of rows."""
 
     length = None
     of_matrices = True
     libraries = ("scaled_mm", "scaled_grouped_mm")
     kind: Literal["fp8_tensor"] = "fp8_tensor"
     history: Annotated[int, Field(ge=1)] = 1024
-    """Steps whose largest numbers count where scaling is delayed."""
+    """Number of steps in the history of delayed scaling."""
     amax: Literal["max", "most_recent"] = "max"
-    """What of the history scales the next step: its largest number, or that of the last step."""
+    """Entry of the history that scales the next step: the largest one, or that of the last step."""
 
 
 @QUANTISE.register
 class Fp8Block(Quantise):
-    """E4M3 in blocks of 1 x 128, and 128 x 128 of weights."""
+    """E4M3 in blocks of 1 x 128; weights in blocks of 128 x 128."""
 
     length = 128
     libraries = ("scaled_mm", "deep_gemm")
     kind: Literal["fp8_block"] = "fp8_block"
     scales: Literal["power", "fp32"] = "power"
-    """Whether scales are rounded down to powers of two, or kept in fp32."""
+    """Whether scales are rounded down to powers of two, or stay in fp32."""
 
 
 @QUANTISE.register
@@ -118,7 +118,7 @@ class Mxfp8(Quantise):
 
 @QUANTISE.register
 class Nvfp4(Quantise):
-    """E2M1 in blocks of 1 x 16, and 16 x 16 of weights; gradients of rows rounded by chance."""
+    """E2M1 in blocks of 1 x 16, weights 16 x 16; stochastic rounding of gradients of rows."""
 
     length = 16
     of_matrices = True

@@ -1,8 +1,8 @@
-"""Elements and scales of few bits: how a number in fp32 becomes a code, and what a code stands for.
+"""Low-precision elements and scales: conversion of fp32 numbers to codes and back.
 
-E4M3 and E5M2 are torch's own; an Inf must not reach their cast, which makes the largest number of
-it. E2M1 has no cast in torch: its codes are 4 bits (sign, then magnitude), two in a byte, the first
-in the low half. E8M0 is a power of two by its biased exponent alone (OCP Microscaling formats 1.0).
+E4M3 and E5M2 are torch's dtypes; an Inf must not reach their cast, which makes it the largest
+number. E2M1 has no cast in torch: its codes are 4 bits (sign, then magnitude), two per byte, the
+first in the low half. E8M0 is a power of two by its biased exponent (OCP Microscaling formats 1.0).
 """
 
 import torch
@@ -12,24 +12,24 @@ E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 LARGEST_E2M1 = 6.0
 EXPONENT = 0x7F800000
-"""The exponent's bits of an fp32 number."""
+"""Mask of the exponent bits of an fp32 number."""
 
 
 def cast(x: Tensor, element: torch.dtype) -> Tensor:
-    """Return ``x`` as E4M3 or E5M2, to nearest even; beyond its range the largest number."""
+    """Round ``x`` to E4M3 or E5M2, to nearest even, saturating at the largest number."""
     return x.clamp(-LARGEST[element], LARGEST[element]).to(element)
 
 
 def cast_e2m1(x: Tensor, chance: Tensor | None = None) -> Tensor:
-    """Return one code in each byte for numbers clamped to ±6, to nearest even.
+    """Return E2M1 codes of numbers clamped to ±6, one per byte, rounded to nearest even.
 
     Args:
         x: fp32.
-        chance: multiples of 2^-16 in [0, 1). With them a number goes up to the next code with the
-            probability of its distance from the one below, and a code's own number stays.
+        chance: multiples of 2^-16 in [0, 1) for stochastic rounding: a number is rounded up with
+            the probability of its distance from the code below; exact numbers are unchanged.
     """
     size = x.abs().clamp_(max=LARGEST_E2M1)
-    # Codes 0..4 are halves, 4..6 ones from 2 on, 6 and 7 twos from 4 on.
+    # Codes 0..4 are in steps of 0.5, 4..6 in steps of 1 from 2 on, 6 and 7 in steps of 2 from 4 on.
     two, four = ((size >= least).to(torch.uint8) for least in (2, 4))
     count = size.mul_(2).div_(1 + two + 2 * four)
     count = count.round_() if chance is None else count.add_(chance).floor_()
@@ -38,12 +38,12 @@ def cast_e2m1(x: Tensor, chance: Tensor | None = None) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Return two 4-bit codes a byte along the last dim, which is even."""
+    """Pack two 4-bit codes per byte along the last dim, which is even."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Return one 4-bit code a byte, twice as many along the last dim."""
+    """Unpack to one 4-bit code per byte, doubling the last dim."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
@@ -60,9 +60,10 @@ def power_below(x: Tensor) -> Tensor:
 
 
 def exponent_above(x: Tensor) -> Tensor:
-    """Return the biased exponent, 0..254, of the least power of two that is at least ``x >= 0``.
+    """Return the biased exponent, 0..254, of the smallest power of two >= ``x >= 0``.
 
-    By the bits: a logarithm in fp32 loses what is one unit above a power. 255 for Inf and NaN.
+    It is 255 for Inf and NaN. Computed on bits, as an fp32 logarithm rounds numbers just above a
+    power.
     """
     bits = x.view(torch.int32)
     exponent, rest = bits >> 23, bits & 0x7FFFFF
@@ -72,7 +73,7 @@ def exponent_above(x: Tensor) -> Tensor:
 
 
 def exponent_floor(x: Tensor, largest: int) -> Tensor:
-    """Return the biased exponent of ``x >= 0`` less ``largest``, 0..254; 255 for Inf and NaN."""
+    """Return the biased exponent of ``x >= 0`` minus ``largest``, 0..254; 255 for Inf and NaN."""
     exponent = x.view(torch.int32) >> 23
     return torch.where(exponent == 255, 255, (exponent - largest).clamp_(min=0)).to(torch.uint8)
 

@@ -1,11 +1,11 @@
-"""E4M3 with an expanded range: a power of a group's magnitudes spreads them over it.
+"""E4M3 with dynamic range expansion: a power of magnitudes maps each group's range to that of E4M3.
 
 COAT (arXiv 2410.19313): ``code = sign(x) (|x| / middle)^power / scale``, where ``middle`` is the
-geometric mean of a group's largest and least magnitude, and ``power``, in sixteenths, is the
-largest that keeps those two apart by no more than E4M3 tells apart. Zeros stay zeros, and nothing
-else becomes one. Numbers become the nearest code, or by chance one of the two beside them, so that
-their mean is kept. Numbers are fp32; powers and logarithms are taken in fp64 and rounded, as fp32's
-last bit differs by where in a tensor they stand. A group with a NaN or an Inf reads back as NaN.
+geometric mean of a group's largest and smallest magnitudes, and ``power``, in sixteenths, is the
+largest with which their ratio fits the range of E4M3. Zeros remain zeros, and no other number
+becomes zero. Rounding is to nearest, or stochastic, which preserves the mean. Numbers are fp32;
+powers and logarithms are computed in fp64 and rounded, as the last bit of fp32 ones depends on the
+position in a tensor. A group with a NaN or an Inf is decoded to NaN.
 
 G groups of N numbers.
 """
@@ -18,21 +18,22 @@ from torch import Tensor
 from moefold.kernels.quantise.elements import E4M3, LARGEST, cast
 
 SPREAD = math.log2(LARGEST[E4M3] ** 2 / 2)
-"""Logarithm of how far apart a group's largest and least code may be."""
+"""Logarithm (base 2) of the largest ratio of a group's largest and smallest codes."""
 STEPS = 16
 """Powers are multiples of one over this."""
 MOST_POWER = 1024.0
-"""Of groups whose magnitudes hardly differ: a higher one loses fp32's digits."""
+"""Largest power, for groups with almost equal magnitudes: higher ones lose fp32's digits."""
 LARGEST_CODE = 126
 """Bits of the code of 448."""
 LEAST = 2.0**-100
-"""Magnitudes below its square times the largest count as that: a power has a least one."""
+"""Smallest magnitudes are bounded to the largest times ``LEAST**2``, as powers have a minimum."""
 
 
 def extremes(x_GN: Tensor) -> Tensor:
-    """Return fp32 [G, 2]: the largest magnitude, and less the least that is not zero.
+    """Return fp32 [G, 2]: the largest magnitude, and minus the smallest nonzero one.
 
-    Both are maxima over parts of a group; -Inf where all is zero. A NaN counts as an Inf.
+    Both can be reduced over parts of a group by maximum. The latter is -Inf if all numbers are
+    zero. A NaN counts as an Inf.
     """
     size = x_GN.float().abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     least = torch.where(size > 0, size, torch.inf).amin(1)
@@ -40,7 +41,7 @@ def extremes(x_GN: Tensor) -> Tensor:
 
 
 def factors(extremes_G2: Tensor) -> Tensor:
-    """Return fp32 [G, 3] of what :func:`extremes` found: scale, middle and power of each group."""
+    """Return scale, middle and power of each group, fp32 [G, 3], from :func:`extremes`."""
     high, low = extremes_G2[:, 0], -extremes_G2[:, 1]
     some = high > 0
     high, low = torch.where(some, high, 1), torch.where(some, low, 1)
@@ -54,28 +55,28 @@ def factors(extremes_G2: Tensor) -> Tensor:
 
 
 def encode(x_GN: Tensor, factors_G3: Tensor, chance_GN: Tensor | None = None) -> Tensor:
-    """Return E4M3 codes of the same shape, to nearest.
+    """Return E4M3 codes [G, N], rounded to nearest.
 
-    With ``chance_GN``, multiples of 2^-16 in [0, 1), a number becomes the code above it with the
-    probability of its distance from what the code below stands for.
+    With ``chance_GN``, multiples of 2^-16 in [0, 1), rounding is stochastic: up with the
+    probability of a number's distance from the decoded code below.
     """
     scale, middle, power = factors_G3[..., None].unbind(1)
     size = x_GN.float().abs()
     spread = _power(size / middle, power) / scale
     code = cast(spread, E4M3)
-    bits = code.view(torch.uint8)  # In the order of the numbers.
+    bits = code.view(torch.uint8)  # Ordered as the numbers.
     if chance_GN is not None:
         below = bits - (code.float() > spread).to(torch.uint8)
         above = (below + 1).clamp_(max=LARGEST_CODE)
         low, high = (decode(one.view(E4M3), factors_G3) for one in (below, above))
-        # Half a step more: what a code stands for stays, in fp32's last bit too.
+        # Plus half a step, so that decoded numbers keep their codes in spite of rounding.
         up = size - low > (chance_GN + 2.0**-17) * (high - low)
         bits = torch.where(up, above, below)
     return bits.bitwise_or_(x_GN.signbit().to(torch.uint8) << 7).view(E4M3)
 
 
 def decode(codes_GN: Tensor, factors_G3: Tensor) -> Tensor:
-    """Return the fp32 numbers that codes stand for."""
+    """Return the fp32 numbers of codes."""
     scale, middle, power = factors_G3[..., None].unbind(1)
     spread = codes_GN.float() * scale
     return _power(spread.abs(), 1 / power.double()).copysign_(spread).mul_(middle)

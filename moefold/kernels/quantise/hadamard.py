@@ -6,13 +6,13 @@ from torch import Tensor
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""TransformerEngine's signs, of the rows."""
+"""Signs of the rows, those of TransformerEngine."""
 
 
 def matrix(device: torch.device | str = "cpu", size: int = SIZE) -> Tensor:
     """Return the transform in fp32: ``diag(signs) H / 4``, exactly orthogonal.
 
-    ``size`` is a smaller power of two for small models.
+    ``size`` may be a smaller power of two, for small models.
     """
     square = torch.ones(1, 1, device=device)
     while len(square) < size:
@@ -21,10 +21,10 @@ def matrix(device: torch.device | str = "cpu", size: int = SIZE) -> Tensor:
 
 
 def transform(x: Tensor, size: int = SIZE) -> Tensor:
-    """Return each run of 16 along the last dim times the matrix, in fp32.
+    """Multiply each run of ``size`` elements along the last dim by the matrix, in fp32.
 
-    Zeros fill the last run. Terms are added in order, one by one: no bit depends on the shape.
-    ``size`` as for :func:`matrix`.
+    The last run is padded with zeros. Terms are added one by one in order, so that results do not
+    depend on the shape.
     """
     runs = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
     turned = torch.zeros_like(runs)

@@ -1,4 +1,4 @@
-"""Philox4x32-10: random bits that are a function of a key and a place (Salmon et al., SC 2011)."""
+"""Philox4x32-10: random bits as a function of a key and a counter (Salmon et al., SC 2011)."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,16 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 LANES = 8
-"""Numbers of 16 bits from one counter."""
+"""16-bit numbers per counter."""
 BAND = 1 << 18
-"""Numbers that are made at once: on the way each takes 30 bytes."""
+"""Numbers computed at once; temporaries take 30 bytes for each."""
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """Return four int64 tensors of 32 random bits each.
 
     Args:
-        counter: four int64 tensors of 32-bit words, of shapes that broadcast.
+        counter: four int64 tensors of 32-bit words, with shapes that broadcast.
         key: two 32-bit words.
     """
     a, b, c, d = counter
@@ -31,15 +31,15 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits: the product's 64 bits, whatever int64 takes for sign."""
+    """Return the high and low 32 bits of the product, whose 64 bits int64 holds as a signed one."""
     whole = word * multiplier
     return (whole >> 32) & MASK, whole & MASK
 
 
 def chance(row_N: Tensor, columns: range, key: tuple[int, int], word: int = 0) -> Tensor:
-    """Return fp32 multiples of 2^-16 in [0, 1) of shape [N, columns].
+    """Return random fp32 multiples of 2^-16 in [0, 1) of shape [N, columns].
 
-    Each depends on key, word, its row's number (int64, not negative) and its column's alone.
+    Each depends only on key, word, the number of its row (int64, not negative) and its column.
     """
     first = columns.start // LANES
     group = torch.arange(first, -(-columns.stop // LANES), device=row_N.device)

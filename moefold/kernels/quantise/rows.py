@@ -1,8 +1,8 @@
-"""Rows of numbers as codes and scales, one row of bytes each, while ranks send them to each other.
+"""Rows packed as codes and scales, one row of bytes each, for exchanges between ranks.
 
-N rows, D features, W bytes. Blocks lie along the features, so that no row's codes depend on others.
-Scales are powers of two: what codes stand for is what its own codes stand for, so that such rows
-lose nothing however often they are sent.
+N rows, D features, W bytes. Blocks lie along features, so that codes of a row are independent of
+other rows. Scales are powers of two, with which quantisation is idempotent: rows can be sent
+repeatedly without further loss.
 """
 
 from typing import Any, NamedTuple
@@ -15,18 +15,18 @@ from moefold.kernels.quantise.blocks import Format, Quantised, encode
 
 
 class RowCodes(NamedTuple):
-    """What rows travel as."""
+    """Format of packed rows."""
 
     form: Format
 
     def pack(self, x_ND: Tensor) -> Tensor:
-        """Return uint8 [N, W]: codes, then scales."""
+        """Return rows as uint8 [N, W]: codes, then scales."""
         made = encode(x_ND, self.form)
         scales = _in_order(made.scales)
         return torch.cat([made.codes.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def unpack(self, sent_NW: Tensor, like: Tensor) -> Tensor:
-        """Return the rows, as wide and in the dtype of ``like``."""
+        """Return the rows with the width and dtype of ``like``."""
         width, element = like.shape[1], self.form.element
         assert element is not None
         scale = torch.float8_e8m0fnu if self.form.kind == "mxfp8" else torch.float32
@@ -37,16 +37,16 @@ class RowCodes(NamedTuple):
         return made.dequantise(like.dtype)
 
     def rounded(self, x_ND: Tensor) -> Tensor:
-        """Return what the codes of rows stand for; its gradient is that of the rows."""
+        """Return quantised and dequantised rows; gradients pass unchanged."""
         return _Rounded.apply(x_ND, self, None)  # type: ignore[return-value]
 
     def rounded_gradient(self, x_ND: Tensor) -> Tensor:
-        """Return the rows as they are, whose gradient becomes what its codes stand for."""
+        """Return the rows unchanged; their gradient is quantised and dequantised."""
         return _Rounded.apply(x_ND, None, self)  # type: ignore[return-value]
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """Return a copy in memory of its own: one row, or none, is contiguous wherever it lies."""
+    """Return a contiguous copy, also of tensors with one row or none, which count as contiguous."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

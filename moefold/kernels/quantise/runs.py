@@ -1,8 +1,8 @@
-"""Codes of a parameter that ranks share out: those of a run of its elements, as the whole has them.
+"""Codes of a run (shard) of a parameter's elements, equal to those of the whole parameter.
 
-A block may lie on several ranks. Each tells the largest magnitudes of what it has; the maximum over
-ranks is that of the block, and a run's codes follow from it. G matrices, B blocks down and A across
-a matrix, N rows and C columns, c columns of a block; L elements of a run.
+A scaling block may span several ranks. Each computes the largest magnitudes of its elements; the
+maximum over ranks is that of the block, from which a run's codes follow. G matrices, B blocks down
+and A across a matrix, N rows and C columns, c columns of a block; L elements of a run.
 """
 
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from moefold.kernels.quantise.elements import pack, unpack
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The blocks of a weight, whose codes serve both dims that products sum."""
+    """Scaling blocks of a weight whose codes serve products over either dim."""
 
     form: Format
     matrices: int
-    """Of a tensor of three dims; 0 of one matrix."""
+    """Number of matrices of a tensor with three dims; 0 for a matrix."""
     rows: int
     columns: int
 
     @classmethod
     def of(cls, form: Format, shape: Sequence[int], groups: int) -> "BlockGrid":
-        """Return that of a parameter whose first ``groups`` dims count matrices."""
+        """Return the grid of a parameter whose first ``groups`` dims are batches of matrices."""
         matrices = prod(shape[:groups]) if groups else 0
         return cls(form, matrices, prod(shape[groups:-1]), shape[-1])
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The dims that count matrices."""
+        """Batch dims."""
         return (self.matrices,) if self.matrices else ()
 
     @property
@@ -49,14 +49,14 @@ class BlockGrid:
         return self.form.rows or max(self.rows, 1), self.form.columns or max(self.columns, 1)
 
     def largest(self, run_L: Tensor, start: int) -> Tensor:
-        """Return the largest magnitudes of blocks among a run's elements, 0 where it has none.
+        """Return the largest magnitudes of blocks among a run's elements, 0 for other blocks.
 
         Args:
             run_L: elements of the parameter.
-            start: the place of the first among all.
+            start: index of the first one in the parameter.
 
         Returns:
-            fp32 of shape ``amaxes``; Inf for a NaN, which no maximum over ranks would keep.
+            fp32 of shape ``amaxes``; Inf for NaN, which a maximum over ranks could lose.
         """
         values_NAc, down_N = self._rows(run_L, start)
         most_NA = values_NAc.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
@@ -65,9 +65,9 @@ class BlockGrid:
         return found.scatter_reduce_(0, at_NA, most_NA, "amax").view(self.amaxes)
 
     def codes(self, run_L: Tensor, start: int, amaxes: Tensor, matrix: Tensor | None) -> Tensor:
-        """Return a run's codes, one in each uint8, from the largest of whole blocks and matrices.
+        """Return a run's codes, one per uint8, from the amax of whole blocks and matrices.
 
-        ``matrix`` is fp32 [(G,) 1, 1], None of kinds without scales of matrices.
+        ``matrix`` is fp32 [(G,) 1, 1], None for kinds without scales of matrices.
         """
         values_NAc, down_N = self._rows(run_L, start)
         factor = scales_of(amaxes, matrix, self.form).factor
@@ -77,19 +77,19 @@ class BlockGrid:
         return coded_NC[:, : self.columns].flatten()[at : at + run_L.numel()]
 
     def read(self, row: Tensor, amaxes: Tensor, matrix: Tensor | None) -> Quantised:
-        """Return the parameter from its row of codes, two of E2M1 in a byte."""
+        """Return the parameter from its codes in one row; E2M1 has two per byte."""
         made = scales_of(amaxes, matrix, self.form)
         shape = torch.Size((*self.lead, self.rows, self.columns))
         if self.form.element is not None:
             codes = row[: shape.numel()].view(shape).view(self.form.element)
         else:
-            # Rows of whole blocks, which those that travel need not be.
+            # Pad rows to whole blocks, as sent codes have no padding.
             loose = unpack(row)[: shape.numel()].view(shape)
             codes = pack(F.pad(loose, (0, -self.columns % self._block[1])))
         return Quantised(codes, made.block, made.matrix, self.form, -1, shape)
 
     def _rows(self, run_L: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return the rows [N, A, c] that have any of a run, zeros elsewhere, and their blocks."""
+        """Return the rows [N, A, c] that a run touches, zeros elsewhere, and their block rows."""
         (height, width), columns = self._block, self.columns
         first, last = start // columns, -(-(start + run_L.numel()) // columns)
         values_NC = run_L.new_zeros(last - first, columns, dtype=torch.float32)

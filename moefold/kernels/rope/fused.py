@@ -1,7 +1,7 @@
-"""Rotation by position as Triton kernels, one pass each way: of heads, and of what latents give.
+"""Rotary embedding as Triton kernels for forward and backward: of heads, and of MLA's keys.
 
-T rows, H heads; a head has n dims that stay as they are, then r dims in p = r / 2 pairs that turn;
-values have v dims. The maths is fp32. Each kernel reads and writes what it is given once.
+T rows, H heads; a head has n unchanged dims, then r rotated dims in p = r / 2 pairs; values have v
+dims. Arithmetic is fp32. Each kernel reads its inputs and writes its outputs once.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from torch import Tensor
 from moefold.kernels.fused import Op, in_rows, jit, power_of_2, tl
 
 ELEMENTS = 2048
-"""Of a program's block."""
+"""Elements of a program's block."""
 
 
 @jit
 def _turned(a, b, c, s, BACK: tl.constexpr):
-    """Turn pairs by their angles, or back."""
+    """Rotate pairs by their angles, or back."""
     if BACK:
         s = -s
     return a * c - b * s, b * c + a * s
@@ -29,7 +29,7 @@ def _heads(
     FIRST: tl.constexpr, APART, BACK: tl.constexpr, HEADS: tl.constexpr, STAY: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Turn the last dims of a row's heads."""
+    """Rotate the last dims of a row's heads."""
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
     some, first = pair < pairs, (stay + pair * FIRST)[None, :]
     c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
@@ -57,7 +57,7 @@ def _expand(
     FIRST: tl.constexpr, APART, HEADS: tl.constexpr, STAY: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's keys, with one position part for all heads, and its values."""
+    """Write a row's keys, with a common position part, and its values."""
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
     n, m = tl.arange(0, STAY)[None, :], tl.arange(0, VALUES)[None, :]
     some, first = pair < pairs, pair * FIRST
@@ -90,7 +90,7 @@ def _expand_backward(
     FIRST: tl.constexpr, APART, HEADS: tl.constexpr, STAY: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's gradients: the position part's is the sum over heads, turned back."""
+    """Compute a row's gradients: that of the position part is the sum over heads, rotated back."""
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
     n, m = tl.arange(0, STAY)[None, :], tl.arange(0, VALUES)[None, :]
     some, first = pair < pairs, pair * FIRST
@@ -120,9 +120,9 @@ def _expand_backward(
 def turn_heads(
     x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, interleaved: bool, back: bool
 ) -> Tensor:
-    """Return heads whose last 2 p dims are turned by their rows' angles, or ``back``.
+    """Rotate the last 2 p dims of heads by their rows' angles, or ``back``.
 
-    A pair is dims i and i + p of those, or 2i and 2i + 1 where ``interleaved``.
+    A pair is dims i and i + p of these, or 2i and 2i + 1 if ``interleaved``.
     """
     y_THd = _like(x_THd)
     (tokens, heads, dims), pairs = x_THd.shape, cos_Tp.shape[1]
@@ -142,15 +142,15 @@ def turn_heads(
 def expand_latents(
     kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return keys [T, H, n + r] and values [T, H, v].
+    """Return MLA's keys [T, H, n + r] and values [T, H, v].
 
     Args:
-        kv_THx: of each head, n dims of its key and v of its value.
-        rope_Tr: the position part of all heads' keys, not turned yet.
-        cos_Tp: of each row's angles.
-        sin_Tp: of each row's angles.
+        kv_THx: n dims of each head's key, then v dims of its value.
+        rope_Tr: position part of all heads' keys before rotation.
+        cos_Tp: cosines of each row's angles.
+        sin_Tp: sines of each row's angles.
         stay: n.
-        interleaved: how dims pair, as in :func:`turn_heads`.
+        interleaved: pairing of dims, as in :func:`turn_heads`.
     """
     results = _expanded(kv_THx, rope_Tr, cos_Tp, sin_Tp, stay)
     (tokens, heads, dims), pairs = kv_THx.shape, cos_Tp.shape[1]
@@ -180,12 +180,12 @@ def expand_latents_backward(
 
 
 def _pairs(pairs: int, interleaved: bool) -> tuple[int, int]:
-    """Return how far first dims of pairs lie apart, and the second from its first."""
+    """Return the distance of first dims of adjacent pairs, and of the two dims of a pair."""
     return 1 + interleaved, 1 if interleaved else pairs
 
 
 def _tile(heads: int, sizes: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """Return a block's heads and lanes."""
+    """Return the heads of a block, and the padded sizes n, v and p."""
     stay, values, pairs = map(power_of_2, sizes)
     most = max(1, 2 * ELEMENTS // (stay + values + pairs))
     return min(power_of_2(heads), 1 << (most.bit_length() - 1)), stay, values, pairs

@@ -1,7 +1,7 @@
-"""Rotation of query and key rows by their positions (arXiv 2104.09864).
+"""Rotary position embedding of query and key rows (arXiv 2104.09864).
 
-T rows, H heads, d dims of a head. Angles come as ``cos_Tp`` and ``sin_Tp``, for the last 2 p dims.
-On a GPU each way is one kernel.
+T rows, H heads, d dims of a head. Angles are given as ``cos_Tp`` and ``sin_Tp``, for the last 2 p
+dims. On a GPU forward and backward are one kernel each.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from moefold.kernels.rope import fused as kernels
 
 
 def rotate(x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor:
-    """Rotate each pair of the last 2 p dims by its angle; those before stay as they are.
+    """Rotate each pair of the last 2 p dims by its angle; the dims before are unchanged.
 
-    Of these ``half`` pairs dim i with i + p; ``interleaved`` pairs 2i with 2i + 1.
+    Layout ``half`` pairs dim i of these with i + p; ``interleaved`` pairs 2i with 2i + 1.
     """
     stay = x_THd.shape[-1] - 2 * cos_Tp.shape[1]
     if stay == 0 or fused(x_THd):
@@ -29,15 +29,15 @@ def rotate(x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor
 def expand(
     kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys [T, H, stay + 2 p] and values [T, H, v] that latents give.
+    """Return the keys [T, H, stay + 2 p] and values [T, H, v] of MLA.
 
     Args:
-        kv_THx: ``stay`` dims of each head's key, then its value.
-        rope_Tr: the position part of the key, of all heads; turned here.
-        cos_Tp: of each row's angles.
-        sin_Tp: of each row's angles.
-        stay: dims of a key that do not turn.
-        layout: as in :func:`rotate`.
+        kv_THx: up-projected latents: ``stay`` dims of each head's key, then its value.
+        rope_Tr: position part of the key, common to all heads; it is rotated here.
+        cos_Tp: cosines of each row's angles.
+        sin_Tp: sines of each row's angles.
+        stay: dims of a key that are not rotated.
+        layout: pairing of dims, as in :func:`rotate`.
     """
     if fused(kv_THx):
         return _Expand.apply(kv_THx, rope_Tr, cos_Tp, sin_Tp, stay, layout)
@@ -75,7 +75,7 @@ def _turn(
         return kernels.turn(x, cos, sin, layout == "interleaved", back)
     sin = -sin if back else sin
     if layout == "half":
-        # Over whole heads: passes over halves of a few numbers take longer than moving them once.
+        # On whole heads: passes over short halves take longer than one roll.
         both, signed = torch.cat([cos, cos], 1)[:, None], torch.cat([-sin, sin], 1)[:, None]
         return (x * both).addcmul_(x.roll(cos.shape[1], -1), signed)
     cos, sin = cos[:, None], sin[:, None]

@@ -1,8 +1,8 @@
-"""Counts that ranks of experts exchange, and the order of rows that arrive, as Triton kernels.
+"""Row counts of an expert exchange, and the order of received rows, as Triton kernels.
 
-P ranks of ``ep``, S of ``etp``, B experts in all, e of them here, X = S * P senders, R rows that
-arrive. Rows lie by sender and then by expert; they are wanted by expert and then by sender. So
-counts alone say where each belongs, and nothing is sorted.
+P ranks of ``ep``, S of ``etp``, B experts in total, e on this rank, X = S * P senders, R received
+rows. Rows arrive ordered by sender, then by expert, and are needed by expert, then by sender, so
+that their places follow from counts without sorting.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
 
 ELEMENTS = 512
-"""Counts of a program."""
+"""Counts per program."""
 HITS, WARPS = 8192, 8
-"""Of a program: pairs of a row and a count that are looked at together, and warps for them."""
+"""Pairs of a row and a count that a program compares at once, and its warps."""
 MOST_CELLS = 8192
-"""Counts that a program takes: of senders, times experts here, both padded."""
+"""Most counts of a program: senders times experts on this rank, both padded."""
 
 
 @jit
@@ -24,13 +24,13 @@ def _counted(
     ranks, slices, local, here,
     SENDERS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Count what goes to some ranks and what comes from some senders."""
+    """Count the rows sent to some ranks and received from some senders."""
     x, e = tl.program_id(0) * SENDERS + tl.arange(0, SENDERS), tl.arange(0, EXPERTS)
     end = tl.load(mine + x * local + local - 1, mask=x < ranks, other=0)
     start = tl.load(mine + x * local - 1, mask=(x < ranks) & (x > 0), other=0)
     tl.store(numbers + x, (end - start).to(tl.int64), mask=x < ranks)
     there = (x < ranks * slices)[:, None] & (e < local)[None, :]
-    # Senders are numbered by slice and then by rank; what was gathered lies by rank first.
+    # Senders are numbered by slice, then by rank; gathered counts are ordered by rank first.
     place = (x % ranks * slices + x // ranks) * (ranks * local)
     expert = here * local + e
     at = ends + place[:, None] + expert[None, :]
@@ -48,7 +48,7 @@ def _arrange(
     rows, senders, experts,
     ROWS: tl.constexpr, SENDERS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Say where each arrived row of a block belongs."""
+    """Compute the place of each received row of a block."""
     x, e = tl.arange(0, SENDERS)[:, None], tl.arange(0, EXPERTS)[None, :]
     there = (x < senders) & (e < experts)
     count = tl.load(coming + x * experts + e, mask=there, other=0)
@@ -58,7 +58,7 @@ def _arrange(
     if tl.program_id(0) < 1:
         lane = tl.arange(0, EXPERTS)
         tl.store(offs + lane, ends, mask=lane < experts)
-    # What is added to a row's place among those that arrived.
+    # Offset from a row's index among received rows to its place.
     shift = tl.cumsum(count, 0) + (ends - by_expert)[None, :] - end
     end, shift = tl.reshape(end, (1, SENDERS * EXPERTS)), tl.reshape(shift, (1, SENDERS * EXPERTS))
     start = end - tl.reshape(count, (1, SENDERS * EXPERTS))
@@ -70,17 +70,17 @@ def _arrange(
 
 
 def rows_between(ends_PSB: Tensor, ends_B: Tensor, local: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers that an exchange of rows needs on the host, and counts by sender.
+    """Return the row counts that an exchange needs on the host, and counts by sender and expert.
 
     Args:
         ends_PSB: int32 ends of experts' rows on every rank.
-        ends_B: int32 those of this rank.
+        ends_B: int32 ends of experts' rows on this rank.
         local: experts e of a rank.
-        rank: this one's place in P.
+        rank: index of this rank in P.
 
     Returns:
-        int64 [P + X]: rows that go to each rank, then those that come from each sender, slice by
-        slice; and int32 [X, e]: those that come for each expert.
+        int64 [P + X]: rows sent to each rank, then rows received from each sender, slice by slice;
+        and int32 [X, e]: rows received for each expert.
     """
     results = _counted_results(ends_PSB, ends_B, local, rank)
     (ranks, slices, _), lanes = ends_PSB.shape, power_of_2(local)
@@ -92,7 +92,7 @@ def rows_between(ends_PSB: Tensor, ends_B: Tensor, local: int, rank: int) -> tup
 
 
 def order_arrived(coming_Xe: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``token_R``, the arrived row at each place, its inverse, and int32 ends of experts."""
+    """Return ``token_R``, the received row of each place, its inverse, and int32 experts' ends."""
     results = _arranged(coming_Xe, rows)
     senders, experts = coming_Xe.shape
     padded = power_of_2(senders), power_of_2(experts)
@@ -104,7 +104,7 @@ def order_arrived(coming_Xe: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def fits(senders: int, experts: int) -> bool:
-    """Say whether a program takes the counts of so many senders for so many experts."""
+    """Return whether a program can process the counts of these senders and experts."""
     return power_of_2(senders) * power_of_2(experts) <= MOST_CELLS
 
 

@@ -1,8 +1,8 @@
-"""Sums, counters and values that balancing reads of a router's rows, as Triton kernels.
+"""Sums, counters and values of load balancing over a router's rows, as Triton kernels.
 
-T token rows, all valid; E experts, K per token, P programs, D data ranks. The maths is fp32. A sum
-over rows is made of the shares of P programs, which are added up in their order: the same bits each
-time.
+T token rows, all valid; E experts, K per token, P programs, D data ranks. Arithmetic is fp32. A sum
+over rows consists of partial sums (shares) of P programs, which are added in a fixed order:
+deterministic.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ from moefold.kernels.function import Function
 from moefold.kernels.fused import Op, blocks, in_rows, jit, power_of_2, tl
 
 ELEMENTS = 1024
-"""Of a program's block of rows."""
+"""Elements of a program's block of rows."""
 SHARES = 64
-"""Programs that rows are divided among, at most."""
+"""Most programs among which rows are divided."""
 TINY = torch.finfo(torch.float32).tiny
-"""The least that scores are divided by."""
+"""Smallest divisor of scores."""
 
 
 @jit
 def _sums(values, shares, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Add up every P-th block of rows."""
+    """Sum every P-th block of rows."""
     program, e = tl.program_id(0), tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.float32)
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -36,7 +36,7 @@ def _sums(values, shares, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constex
 
 @jit
 def _added_up(shares, column, programs, width, PIECE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of all shares of some columns."""
+    """Return the sum over all partial sums, for some columns."""
     total = tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, programs, PIECE):
         p = first + tl.arange(0, PIECE)
@@ -80,7 +80,7 @@ def _load_balance(
     programs, experts, top_k, population,
     PIECE: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the value and what each expert's probability weighs in it."""
+    """Compute the value and the weight of each expert's probability in it."""
     e = tl.arange(0, EXPERTS)
     count = tl.load(counts + e, mask=e < experts, other=0)
     tokens = tl.maximum(tl.sum(count, 0) // top_k, 1)
@@ -93,7 +93,7 @@ def _load_balance(
 
 @jit
 def _squares(logits, lse, shares, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Compute each row's log-sum-exp, and add up their squares over every P-th block of rows."""
+    """Compute each row's log-sum-exp, and sum their squares over every P-th block of rows."""
     program, e = tl.program_id(0), tl.arange(0, EXPERTS)
     total = tl.zeros((ROWS,), tl.float32)
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -101,7 +101,7 @@ def _squares(logits, lse, shares, rows, experts, ROWS: tl.constexpr, EXPERTS: tl
         inside = (t < rows)[:, None] & (e < experts)[None, :]
         at = logits + t[:, None] * experts + e[None, :]
         value = tl.load(at, mask=inside, other=float("-inf"))
-        # Of rows that are not there nothing is infinite.
+        # Rows past the end must not hold infinities.
         value = tl.where((t < rows)[:, None], value, 0.0)
         top = tl.max(value, 1)
         found = tl.log(tl.sum(tl.exp(value - tl.expand_dims(top, 1)), 1)) + top
@@ -156,13 +156,13 @@ def _shares_of_sum_backward(
     total = tl.sum(value, 1, keep_dims=True)
     divisor = tl.maximum(total, tiny)
     along = tl.sum(grad * (value / divisor), 1, keep_dims=True)
-    # A sum below the bound is not what scores are divided by.
+    # A sum below the bound is not the divisor, so that it has no gradient.
     along = tl.where(total >= tiny, along, 0.0)
     tl.store(dscores + at, (grad - along) / divisor, mask=inside)
 
 
 def sum_rows(values_TE: Tensor) -> Tensor:
-    """Return shares [P, E], fp32, of the sum over rows: they add up to it."""
+    """Return partial sums over rows, fp32 [P, E]."""
     shares_PE = _shares(values_TE)
     (rows, experts), block = values_TE.shape, _block(values_TE)
     _sums[(shares_PE.shape[0],)](values_TE.contiguous(), shares_PE, rows, experts, *block)
@@ -185,21 +185,21 @@ def count_rows(
     """Add a micro-batch to the counters of a step.
 
     Args:
-        shares_PE: of the sum of its rows' distributions.
+        shares_PE: partial sums of the rows' distributions.
         load_E: int64 choices of each expert.
-        sent_E: int64 of those, the ones that are sent.
+        sent_E: int64 choices that are sent, after drops.
         by_rank_DE: int64 plain choices on each data rank; None where nothing reads them.
-        load_sum_E: counter of ``load_E``, changed as those that follow.
+        load_sum_E: counter of ``load_E``; like the next four updated in place.
         sent_sum_E: counter of ``sent_E``.
         tokens: int64 0-d, counter of rows.
         plain_sum_E: counter of plain choices on all data ranks.
         probability_sum_E: fp32 counter of distributions.
-        valid: rows.
-        rank: of D.
+        valid: number of rows.
+        rank: index of this rank in D.
 
     Returns:
-        int64 plain choices counted before, and on data ranks up to this one; no elements where
-        nothing reads them.
+        int64 plain choices before this micro-batch plus those on data ranks up to this one; no
+        elements if ``by_rank_DE`` is None.
     """
     so_far_E = _so_far(shares_PE, load_E, sent_E, by_rank_DE)
     programs, experts = shares_PE.shape
@@ -216,13 +216,13 @@ def count_rows(
 def load_balance_value(
     shares_PE: Tensor, counts_E: Tensor, top_k: int, population: int
 ) -> tuple[Tensor, Tensor]:
-    """Return ``E / K * sum_i f_i P_i``, 0-d, and its derivative [E] by each row's probability.
+    """Return ``E / K * sum_i f_i P_i``, 0-d, and its derivative [E] by a row's probabilities.
 
     Args:
-        shares_PE: of the sum of rows' distributions.
-        counts_E: int64 choices, K of each token.
+        shares_PE: partial sums of the rows' distributions.
+        counts_E: int64 choices of each expert, K of each token.
         top_k: K.
-        population: rows of the whole micro-batch, that P is a mean over.
+        population: rows of the whole micro-batch, over which P is a mean.
     """
     value, weight_E = _value_results(shares_PE)
     programs, experts = shares_PE.shape
@@ -235,7 +235,7 @@ def load_balance_value(
 
 
 def mean_square_log_sum_exp(logits_TE: Tensor, population: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of rows' squared log-sum-exp over ``population``, 0-d, and these [T]."""
+    """Return the sum of squared log-sum-exp over ``population``, 0-d, and log-sum-exp [T]."""
     value, lse_T = _square_results(logits_TE)
     (rows, experts), block = logits_TE.shape, _block(logits_TE)
     programs = _programs(rows, block[0])
@@ -259,7 +259,7 @@ def mean_square_log_sum_exp_backward(
 
 
 def shares_of_sum(scores_TE: Tensor) -> Tensor:
-    """Return each row's scores over their sum, or over the least normal number."""
+    """Return each row's scores divided by their sum, or by ``TINY`` if that is larger."""
     out_TE = scores_TE.new_empty(scores_TE.shape)
     (rows, experts), block = scores_TE.shape, _block(scores_TE)
     if rows:
@@ -270,7 +270,7 @@ def shares_of_sum(scores_TE: Tensor) -> Tensor:
 
 
 def shares_of_sum_backward(dout_TE: Tensor, scores_TE: Tensor) -> Tensor:
-    """Return ``dscores_TE``; rows of ``dout_TE`` may be one and the same."""
+    """Return ``dscores_TE``; ``dout_TE`` may be an expanded row."""
     dscores_TE = scores_TE.new_empty(scores_TE.shape)
     (rows, experts), block = scores_TE.shape, _block(scores_TE)
     dout_TE = in_rows(dout_TE)
@@ -283,7 +283,7 @@ def shares_of_sum_backward(dout_TE: Tensor, scores_TE: Tensor) -> Tensor:
 
 
 def _block(values_TE: Tensor) -> tuple[int, int]:
-    """Return a block's rows and lanes."""
+    """Return the rows and padded columns of a block."""
     lanes = power_of_2(values_TE.shape[1])
     return max(1, ELEMENTS // lanes), lanes
 
@@ -350,7 +350,7 @@ class _LoadBalance(Function):
 
 
 def square_log_sum_exp(logits_TE: Tensor, population: int) -> Tensor:
-    """Return the value of :func:`mean_square_log_sum_exp`, differentiable."""
+    """Return the value of :func:`mean_square_log_sum_exp`, differentiable in ``logits_TE``."""
     return _SquareLogSumExp.apply(logits_TE, population)
 
 
@@ -369,7 +369,7 @@ class _SquareLogSumExp(Function):
 
 
 def normalised(scores_TE: Tensor) -> Tensor:
-    """Return the rows of :func:`shares_of_sum`, differentiable."""
+    """Return the result of :func:`shares_of_sum`, differentiable in ``scores_TE``."""
     return _Normalised.apply(scores_TE)
 
 

@@ -1,7 +1,7 @@
-"""Choice of experts, weights of the chosen, and copies sorted by expert, as Triton kernels.
+"""Top-k choice of experts, routing weights, and the sort of copies by expert, as Triton kernels.
 
-T token rows, E experts, K experts per token, B buckets, C = T * K copies. What is chosen and how
-copies stand equals the plain functions of the mixture to the bit.
+T token rows, E experts, K experts per token, B buckets, C = T * K copies. Choices and order of
+copies equal those of the plain functions in ``moe/`` exactly.
 """
 
 from typing import Any
@@ -17,20 +17,20 @@ ELEMENTS = 1024
 ROWS = 64
 """Rows of a program's block of weights."""
 HITS, WARPS = 8192, 8
-"""Of a program: pairs of a copy and a bucket that are looked at together, and warps for them."""
+"""Pairs of a copy and a bucket that a program compares at once, and its warps."""
 CHUNKS = 128
-"""Programs that copies are divided among, at most: each reads the counts of all."""
+"""Most programs among which copies are divided; each reads the counts of all."""
 NONE = -(1 << 31)
-"""The key below those of all scores: of what is not there, or taken."""
+"""Key below those of all scores, for absent or already chosen experts."""
 MOST_BUCKETS = 1024
-"""Whose counts a program keeps."""
+"""Most buckets whose counts a program can hold."""
 AS_THEY_ARE, SHARES, SOFTMAX = range(3)
-"""Rules by which chosen scores become weights; shares are of their sum."""
+"""Rules from chosen scores to weights: unchanged, divided by their sum, or softmax."""
 
 
 @jit
 def _key(value):
-    """Return int32 that orders fp32 as it is: zeros alike, NaN above all, INT_MIN for none."""
+    """Return an int32 in the order of fp32: zeros are equal, NaN is largest, none is INT_MIN."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(value != value, 0x7FFFFFFF, ordered)
@@ -43,7 +43,7 @@ def _select(
     K: tl.constexpr, KEEP: tl.constexpr, BEST: tl.constexpr, ROWS: tl.constexpr,
     GROUPS: tl.constexpr, SLOTS: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of a block of rows; experts lie [GROUPS, SLOTS], both padded."""
+    """Choose the experts of a block of rows; experts are arranged [GROUPS, SLOTS], both padded."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     g, s = tl.arange(0, GROUPS), tl.arange(0, SLOTS)
     size = experts // groups
@@ -98,7 +98,7 @@ def _place(
     copies, tokens, top_k, buckets, chunks, chunk,
     LANES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Give each copy of a chunk its row, from the counts of all chunks."""
+    """Compute the row of each copy of a chunk from the counts of all chunks."""
     number, lane, p = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, PIECE)
     total = tl.zeros((LANES,), tl.int32)
     before = tl.zeros((LANES,), tl.int32)
@@ -110,7 +110,7 @@ def _place(
     if number < 1:
         tl.store(offs + lane, ends, mask=lane < buckets)
     starts, real = ends - total, tl.sum(tl.where(lane < buckets, total, 0), 0)
-    # Copies for no bucket stand last; a lane beyond the buckets may have counted some.
+    # Copies of no bucket are last; a padding lane may have counted some of them.
     nowhere = real + number * chunk - tl.sum(tl.where(lane < buckets, before, 0), 0)
     for first in range(0, chunk, PIECE):
         c = number.to(tl.int64) * chunk + first + p
@@ -130,7 +130,7 @@ def _place(
 
 @jit
 def _shares(value, inside, epsilon, RULE: tl.constexpr):
-    """Return weights [ROWS, K] before the scale, and what the scores are divided by."""
+    """Return weights [ROWS, K] before scaling, and the divisor of the scores."""
     total = 1.0
     if RULE == 2:
         top = tl.max(tl.where(inside, value, float("-inf")), 1, keep_dims=True)
@@ -148,7 +148,7 @@ def _weigh(
     tokens, experts, top_k, epsilon, scale,
     RULE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the chosen scores of a block of rows."""
+    """Compute the weights of the chosen experts of a block of rows."""
     t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < top_k)[None, :]
     at = t[:, None] * top_k + k[None, :]
@@ -165,7 +165,7 @@ def _weigh_backward(
     RULE: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of all scores of a block of rows, from that of the chosen weights."""
+    """Compute the gradient of all scores of a block of rows from that of the weights."""
     t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < K)[None, :]
     at = t[:, None] * K + k[None, :]
@@ -202,12 +202,12 @@ def select_experts(
 
     Args:
         scores_TE: fp32 scores; NaN counts as the largest.
-        bias_E: fp32, added to the scores for the choice.
-        valid_T: bool; other rows hold E. None where all are valid.
+        bias_E: fp32, added to the scores for the choice only.
+        valid_T: bool; other rows get the id E. None if all rows are valid.
         top_k: K.
-        groups: equal groups of neighbouring experts; 1 for none.
-        keep: groups whose experts can be chosen.
-        best: how many of a group's scores are added up to rank it.
+        groups: number of equal groups of neighbouring experts; 1 is no groups.
+        keep: number of groups whose experts can be chosen.
+        best: number of a group's highest scores whose sum ranks the group.
     """
     ids_TK = _ids(scores_TE, bias_E, valid_T, top_k, groups, keep, best)
     tokens, experts = scores_TE.shape
@@ -224,8 +224,8 @@ def select_experts(
 def sort_buckets(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``token_C``, ``copy_C``, ``row_TK`` and int32 ``offs_B`` of copies sorted by bucket.
 
-    A bucket of B, one past the last, says "none". Two launches, no atomics and no sort: a copy
-    stands after those of lower buckets and after earlier ones of its own.
+    A bucket of B, one past the last, means "none". Copies are ordered by bucket, then by index: two
+    launches, without atomics or a sort.
     """
     results = token_C, copy_C, row_TK, offs_B = _order(buckets_TK, buckets)
     (tokens, top_k), copies = buckets_TK.shape, buckets_TK.numel()
@@ -244,7 +244,7 @@ def sort_buckets(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tens
 
 
 def count_buckets(buckets_TK: Tensor, buckets: int) -> Tensor:
-    """Return int64 [B]: how many entries name each bucket, those of B left out."""
+    """Return the number of entries of each bucket, int64 [B], without entries of B."""
     copies = buckets_TK.numel()
     chunk, chunks, block = _chunks(copies, buckets)
     counts = torch.empty(chunks, block[0], dtype=torch.int32, device=buckets_TK.device)
@@ -261,10 +261,10 @@ def weigh_chosen(
 
     Args:
         scores_TE: fp32 scores.
-        ids_TK: int64 experts; E, one past the last, reads the last and gives no gradient.
-        rule: how chosen scores become weights.
-        epsilon: added to the sum that they are shares of.
-        scale: factor on the weights, last.
+        ids_TK: int64 experts; E, one past the last, reads the last and has no gradient.
+        rule: rule from chosen scores to weights.
+        epsilon: added to the sum by which ``SHARES`` divides.
+        scale: final factor on the weights.
     """
     weights_TK = _weights(scores_TE, ids_TK, rule, epsilon, scale)
     (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
@@ -279,7 +279,7 @@ def weigh_chosen(
 def weigh_chosen_backward(
     dweights_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
 ) -> Tensor:
-    """Return ``dscores_TE``: zero for experts that were not chosen."""
+    """Return ``dscores_TE``, which is zero for experts that were not chosen."""
     dscores_TE = scores_TE.new_empty(scores_TE.shape)
     (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
     lanes = power_of_2(experts)
@@ -310,7 +310,7 @@ def _weights(scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale
 
 
 def _chunks(copies: int, buckets: int) -> tuple[int, int, tuple[int, int]]:
-    """Return copies of a chunk, how many chunks, and (buckets padded, copies looked at at once)."""
+    """Return copies per chunk, number of chunks, and (padded buckets, copies per iteration)."""
     lanes = power_of_2(buckets)
     piece = max(8, min(64, HITS // lanes))
     chunk = piece * max(1, blocks(copies, piece * CHUNKS))
@@ -327,7 +327,7 @@ _weighed_backward = Op(
 
 
 def weigh(scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float) -> Tensor:
-    """Return weights [T, K] of the chosen experts as :func:`weigh_chosen`, differentiable."""
+    """Return the weights of :func:`weigh_chosen`, differentiable in ``scores_TE``."""
     return _Weigh.apply(scores_TE, ids_TK, rule, epsilon, scale)
 
 
