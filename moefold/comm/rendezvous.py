@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> None:
     Unless the parent ended well, the store stays a little longer for other ranks to read reports.
     """
     store = serve(int(arguments[0]), float(arguments[1]))
-    with open(os.devnull, "w") as nowhere:  # nobody reads stderr: logs would fill the pipe, block
+    with open(os.devnull, "w") as nowhere:  # nobody reads stderr: a log would fill the pipe
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
     print(READY, flush=True)
     if sys.stdin.read() != DONE:

@@ -225,7 +225,7 @@ class Optim(Record):
 
 
 class AdamWRule(Record):
-    """Settings of AdamW (arXiv 1711.05101), for all parameters or for those not of Muon."""
+    """Settings of AdamW (arXiv 1711.05101), for all parameters or as the ``rest`` of Muon."""
 
     kind: Literal["adamw"] = "adamw"
     lr: Rate = 3e-4
@@ -253,9 +253,8 @@ class AdamW(AdamWRule, Optim):
     """AdamW for all parameters."""
 
     moments: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Storage format of both moments, of parameters with two or more dims. Below fp32 they are
-    rounded stochastically, and updated in fp32. ``fp8``: E4M3 with an expanded range (COAT, arXiv
-    2410.19313)."""
+    """Storage of both moments, for parameters of two or more dims, rounded stochastically; updates
+    are in fp32. ``fp8``: E4M3 with an expanded range (COAT, arXiv 2410.19313)."""
     moment_group: Annotated[int, Field(ge=1)] = 128
     """Elements of a parameter's last dim that share a scale under ``fp8``; fewer for small ones."""
 

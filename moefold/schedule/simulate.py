@@ -61,7 +61,6 @@ def simulate(table: Table, costs: Costs | Sequence[Costs] | None = None) -> Time
     """Return the timeline of a table, with messages that take no time.
 
     Args:
-        table: the schedule.
         costs: one for all stages (default: F = I = W = 1), or one per stage.
 
     Raises:
