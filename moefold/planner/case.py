@@ -23,7 +23,7 @@ from moefold.model.config import Block, Decoder
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.optim.config import AdamW, Optim
 from moefold.planner.hardware import Cluster
-from moefold.planner.network import reach
+from moefold.planner.network import even_domains
 from moefold.planner.remember import remembered
 from moefold.schedule.config import GPipe, Schedule, tabulate
 from moefold.schedule.table import Table
@@ -282,7 +282,7 @@ class Case:
     @property
     def expert_domains(self) -> int:
         """Number of fast-link domains that an expert-parallel group spans, evenly."""
-        return reach(self.cluster, self.sizes.ep, self.sizes.etp).outside
+        return even_domains(self.cluster, self.sizes.ep, self.sizes.etp)
 
     @property
     def room(self) -> FixedRoom | None:

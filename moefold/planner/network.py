@@ -35,10 +35,16 @@ class Reach:
 
 
 def reach(cluster: Cluster, size: int, stride: int) -> Reach:
-    """Return the distribution of a group over domains, in equal parts: of three ranks, two on a
-    node and one on the next, each counts as alone.
+    """Return how a group lies. Some groups that would fit into a domain and do not divide it lie
+    across two; of these as many ranks share a domain as do in an even division.
     """
-    return Reach(size, gcd(size, max(1, _domain(cluster) // stride)))
+    most = max(1, _domain(cluster) // stride)
+    return Reach(size, gcd(size, most) if size <= most else most)
+
+
+def even_domains(cluster: Cluster, size: int, stride: int) -> int:
+    """Return the fewest domains of equally many ranks that a group can be divided into."""
+    return size // gcd(size, max(1, _domain(cluster) // stride))
 
 
 def lying(cluster: Cluster, ranks: Sequence[int]) -> Reach:

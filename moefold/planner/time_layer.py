@@ -35,7 +35,15 @@ from moefold.planner.time_work import (
     offload_bytes,
 )
 from moefold.spec.decoder import halves, norms_of
-from moefold.spec.layer import GATHER, STATISTIC, Attention, RoutingSpec, Shape, described
+from moefold.spec.layer import (
+    GATHER,
+    STATISTIC,
+    Attention,
+    LayerSpec,
+    RoutingSpec,
+    Shape,
+    described,
+)
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -355,19 +363,28 @@ def tensor_seconds(
         shown = rows * (0.5 if setting.overlap_tp else 1.0)
         shown *= sum(spec.routing is None for _, spec in halves(block))
         return 2 * shown, (3 + ("gather" in recompute)) * shown
-    shape = Shape(share.hidden, round(share.r), share.tp, share.etp, ep=share.ep)
     for name, spec in halves(block):
-        gathered = [part for part in spec.saved(shape) if part.dropped >= GATHER]
+        gathered, again = _gathered(spec, share.hidden, share.tp)
         if not gathered:
             continue
-        read = ring_seconds(sum(part.bytes for part in gathered), *how)
+        read = ring_seconds(share.r * gathered, *how)
         ahead, back = ahead + read + rows, back + read + rows
-        if recompute & {"block", *(kind for part in gathered for kind in part.dropped)}:
+        if recompute & again:
             back += read
         # Recompute skips the reduce-scatter at the end of a block: backward does not read its sum.
         if "block" in recompute and (name != "ffn" or spec.routing is not None):
             back += rows
     return ahead, back
+
+
+@remembered(1 << 12)
+def _gathered(spec: LayerSpec, hidden: int, tp: int) -> tuple[float, frozenset[str]]:
+    """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
+    gather them again.
+    """
+    parts = [one for one in spec.saved(Shape(hidden, 1, tp)) if one.dropped >= GATHER]
+    again = frozenset(("block", *(module for part in parts for module in part.dropped)))
+    return sum(part.bytes for part in parts), again
 
 
 def _clone_seconds(
