@@ -1,15 +1,15 @@
-"""What a model has to beat: bits per byte of simple tables, and of ``xz``, on held-out text.
+"""Baselines for a model: bits per byte of n-gram tables and of ``xz`` on held-out text.
 
-Shape suffixes: N pairs of neighbours.
+N pairs of a context and what follows it.
 
-Each table holds P(next | context) = (count + 1) / (count of the context + vocabulary), counted on
-the training split (Laplace's rule), and is charged for every byte of the held-out text:
+Each table has P(next | context) = (count + 1) / (count of the context + vocabulary), counted on
+the training split (Laplace's rule), and predicts every byte of the held-out text:
 
 - ``bigram``: the next token given the token before it, over the run's own tokens;
 - ``byte_bigram``: the next byte given the byte before it;
 - ``byte_trigram``: the next byte given the two bytes before it.
 
-``xz`` is the size of all held-out documents, one after another, under ``xz -9e``.
+``xz`` is the size of all held-out documents, concatenated, under ``xz -9e``.
 """
 
 import lzma
@@ -24,16 +24,16 @@ from moefold.data.packing import Conversations
 from moefold.data.prepare import Prepared
 
 _TRAIN_TOKENS, _TEXT_BYTES = 20_000_000, 16_000_000
-_DENSE = 1 << 24  # cells of a table that is counted in place rather than by sorting
+_DENSE = 1 << 24  # maximum cells of a table that is counted directly rather than by sorting
 Pairs = tuple[np.ndarray, np.ndarray]
-"""int64 [N] contexts and int64 [N] what follows each."""
+"""int64 [N] contexts and int64 [N] the ids that follow them."""
 
 
 def baselines(prepared: Prepared) -> dict[str, float]:
-    """Measure the baselines of the first held-out set, in bits per byte; seconds on tens of MB.
+    """Return the baselines of the first held-out set in bits per byte; seconds for tens of MB.
 
-    Of larger data, documents spread evenly over it are taken: about 20 million tokens to count on
-    and 16 MB to be charged for.
+    Of larger data, evenly spread documents are taken: about 20 million tokens for counting
+    and 16 MB for evaluation.
     """
     if not prepared.valid:
         raise DataError(
@@ -69,7 +69,7 @@ def baselines(prepared: Prepared) -> dict[str, float]:
 
 
 def _documents(corpus: Corpus, tokens: int) -> Iterator[np.ndarray]:
-    """Yield the documents, or so many, evenly spread, that they have about ``tokens`` tokens."""
+    """Yield the documents, or evenly spread ones with about ``tokens`` tokens in all."""
     chosen = corpus.documents
     if corpus.tokens > tokens:
         chosen = max(corpus.documents * tokens // corpus.tokens, 1)
@@ -78,7 +78,7 @@ def _documents(corpus: Corpus, tokens: int) -> Iterator[np.ndarray]:
 
 
 def _pairs(documents: list[np.ndarray], order: int, vocab: int) -> Pairs:
-    """Return each context of ``order`` ids, as one number, and the id after it; none crosses."""
+    """Return each context of ``order`` ids, as one number, and the next id in the document."""
     contexts, following = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for ids in documents:
         n = len(ids) - order
@@ -92,20 +92,20 @@ def _pairs(documents: list[np.ndarray], order: int, vocab: int) -> Pairs:
 
 
 def _bytes(seen: list[np.ndarray], held: list[np.ndarray], order: int) -> float:
-    """Return the bits of held-out bytes; the first ``order`` of a document cost 8 bits each."""
+    """Return the bits of held-out bytes; the first ``order`` of a document count 8 bits each."""
     first = sum(min(order, len(ids)) for ids in held)
     return 8.0 * first + _table(_pairs(seen, order, 256), _pairs(held, order, 256), 256)
 
 
 def _table(seen: Pairs, held: Pairs, vocab: int) -> float:
-    """Return the bits that the held-out pairs cost under the table of the seen ones."""
+    """Return the bits of the held-out pairs under the table counted on ``seen``."""
     cells = _counts(seen[0] * vocab + seen[1], held[0] * vocab + held[1])
     chance = (cells + 1.0) / (_counts(seen[0], held[0]) + float(vocab))
     return float(-np.log2(chance).sum())
 
 
 def _counts(codes: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Return how often each of the codes that are asked for is among others."""
+    """Return how often each code in ``asked`` occurs in ``codes``."""
     if not len(codes):
         return np.zeros(len(asked), np.int64)
     if codes.max() < _DENSE:

@@ -1,10 +1,10 @@
 """Micro-batches: tokens are rows, documents are segments of rows.
 
-Shape suffixes: T rows of the micro-batch, B sequences, S tokens of a sequence, N segments.
+T rows of the micro-batch, B sequences, S tokens of a sequence, N segments.
 
-A segment is a document, or the piece of one that fell into a sequence. Attention stays inside a
-segment, positions restart with it, and no label crosses its end. Padding rows come last, belong to
-no segment, and count nowhere.
+A segment is a document, or the piece of one in a sequence. Attention stays inside a segment,
+positions restart with it, and labels do not cross its end. Padding rows come last, belong to no
+segment, and are never counted.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""The label of a row that predicts nothing."""
+"""Label of rows without a label."""
 ROWS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
-"""What a micro-batch says of each row."""
+"""Tensors of a micro-batch with an entry for each row."""
 
 
 class SegmentOrigin(NamedTuple):
-    """Where a segment comes from: data set, number of the document, first token of the piece."""
+    """Origin of a segment: data set, number of the document, first token of the piece."""
 
     name: str
     document: int
@@ -32,7 +32,7 @@ class SegmentOrigin(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass. Host counts spare the device a synchronisation."""
+    """The rows of one forward pass. Counts are on the host, to avoid synchronisation."""
 
     ids_T: Tensor
     """int64 token ids; 0 on padding rows."""
@@ -43,21 +43,21 @@ class MicroBatch:
     valid_T: Tensor
     """bool, False on padding rows."""
     token_T: Tensor
-    """int64 number of the row in the step's global batch; the same in every layout."""
+    """int64 number of the row in the step's global batch, independent of the layout."""
     lengths: tuple[int, ...]
     """Rows of each segment of the whole micro-batch, in row order."""
     n_valid: int
-    """Rows here that are not padding; they come first."""
+    """Rows on this rank that are not padding; they come first."""
     n_labels: int
     """Rows with a label."""
     n_bytes: float = 0.0
-    """UTF-8 bytes of the text of the labels, the divisor of bits per byte; 0 where unknown."""
+    """UTF-8 bytes of the labels' text, the divisor of bits per byte; 0 if unknown."""
     sources: tuple[SegmentOrigin, ...] = ()
-    """Origin of each segment, for reports; empty where unknown."""
+    """Origin of each segment, for reports; empty if unknown."""
     row_T: Tensor | None = None
-    """int64 place of each row in the whole micro-batch; None where all its rows are here."""
+    """int64 place of each row in the whole micro-batch; None if this is the whole."""
     first: int = 0
-    """Number in the step of the whole micro-batch's first row."""
+    """Number of the whole micro-batch's first row in the step's global batch."""
 
     def __post_init__(self) -> None:
         rows = self.ids_T.shape
@@ -73,7 +73,7 @@ class MicroBatch:
 
     @property
     def population(self) -> int:
-        """Valid rows of the whole micro-batch, here or on other ranks."""
+        """Number of valid rows of the whole micro-batch, on this and other ranks."""
         return sum(self.lengths)
 
     @cached_property
@@ -91,20 +91,20 @@ class MicroBatch:
 
     @cached_property
     def segment_T(self) -> Tensor:
-        """int64 number of each valid row's segment."""
+        """int64 segment number of each valid row."""
         rows_T = self.place_T[: self.n_valid]
         return torch.searchsorted(self.cu_seqlens[1:], rows_T, right=True)
 
     def last(self, x_TX: Tensor) -> Tensor:
-        """Return the last row of each segment, where all rows of the micro-batch are here."""
+        """Return the last row of each segment; needs all rows of the micro-batch."""
         if len(self.lengths) == self.rows:
             return x_TX
         return x_TX[(self.cu_seqlens[1:] - 1).long()]
 
     def part(self, pieces: Sequence[range]) -> "MicroBatch":
-        """Return some of the rows, neighbouring ones in each piece; call it on the host's copy.
+        """Return the rows in ``pieces``, ranges in ascending order; tensors must be on the host.
 
-        Pieces ascend, so that valid rows come first in the part too.
+        Ascending pieces keep the valid rows first.
         """
         places_T = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
         picked = {name: getattr(self, name)[places_T] for name in ROWS}
@@ -117,9 +117,9 @@ class MicroBatch:
         )
 
     def ahead(self, by: int) -> "MicroBatch":
-        """Return the rows with ids and labels of ``by`` tokens later; of the whole micro-batch.
+        """Return the whole micro-batch's rows with ids and labels of ``by`` tokens later.
 
-        No label crosses a segment's end, where the last token stands in for those beyond.
+        Beyond a segment's end, rows have its last token as id and no label.
         """
         device = self.ids_T.device
         lengths_N = torch.tensor(self.lengths, dtype=torch.int64, device=device)
@@ -133,21 +133,21 @@ class MicroBatch:
         return replace(self, ids_T=self.ids_T[from_T], labels_T=labels_T, n_labels=counted)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """Return the same micro-batch with its tensors on ``device``; the host waits for none."""
+        """Return the micro-batch with its tensors on ``device``, copied asynchronously."""
         if torch.device(device) == self.ids_T.device:
             return self
         names = ROWS if self.row_T is None else (*ROWS, "row_T")
         rows: dict[str, Tensor] = {name: getattr(self, name) for name in names}
         if torch.device(device).type == "cuda":
-            # CUDA copies from memory that is not pinned while the host waits.
+            # CUDA copies from pageable memory are synchronous.
             rows = {name: x if x.is_cuda else x.pin_memory() for name, x in rows.items()}
         return replace(self, **{n: x.to(device, non_blocking=True) for n, x in rows.items()})
 
 
 def zigzag(rows: int, index: int, ranks: int) -> tuple[range, ...]:
-    """Return which rows context rank ``index`` of ``ranks`` holds: one piece from either end.
+    """Return the rows of context rank ``index`` of ``ranks``: one piece from either end.
 
-    Under a causal mask every rank then has the same work. ``2 * ranks`` divides ``rows``.
+    This balances causal attention. ``2 * ranks`` must divide ``rows``.
     """
     if ranks == 1:
         return (range(rows),)
@@ -158,7 +158,7 @@ def zigzag(rows: int, index: int, ranks: int) -> tuple[range, ...]:
 
 
 def band(rows: int, index: int, ranks: int) -> tuple[range, ...]:
-    """Return which rows tensor rank ``index`` of ``ranks`` holds: neighbours."""
+    """Return the rows of tensor rank ``index`` of ``ranks``: one contiguous piece."""
     piece = rows // ranks
     assert piece * ranks == rows, (rows, ranks)
     return (range(index * piece, (index + 1) * piece),)
@@ -174,12 +174,12 @@ def assemble(
     n_bytes: float = 0.0,
     sources: Sequence[SegmentOrigin] = (),
 ) -> MicroBatch:
-    """Build a micro-batch from the valid rows, and pad it to ``rows`` rows.
+    """Build a micro-batch from its valid rows, and pad it to ``rows`` rows.
 
     Args:
         ids_T: token ids of the valid rows.
-        labels_T: their labels, ``IGNORED`` where there is none.
-        lengths: rows of each segment; they add up to the number of valid rows.
+        labels_T: labels of the valid rows, ``IGNORED`` where there is none.
+        lengths: rows of each segment; the sum is the number of valid rows.
         rows: rows of the result, padding included (default: no padding).
         token_T: numbers of all rows in the step's global batch (default: from 0 on).
         n_bytes: UTF-8 bytes of the labels' text.
@@ -211,7 +211,7 @@ def assemble(
 
 
 def padded(rows: int, multiple: int) -> int:
-    """Return the least multiple of ``multiple`` that holds ``rows`` rows."""
+    """Return ``rows`` rounded up to a multiple of ``multiple``."""
     return -(-rows // multiple) * multiple
 
 
@@ -223,8 +223,8 @@ def pack(
 ) -> MicroBatch:
     """Pack whole documents one after another; labels are the next token of the same document.
 
-    Each becomes one segment, an empty one none. There are ``rows`` rows in all, by default the
-    fewest that are a multiple of ``pad_to``; ``first_token`` is the global number of the first.
+    Each document that is not empty becomes a segment. The result has ``rows`` rows, by default as
+    many as needed, rounded up to a multiple of ``pad_to``; ``token_T`` starts at ``first_token``.
     """
     kept = [np.asarray(d, dtype=np.int64) for d in documents if len(d)]
     none = np.zeros(0, np.int64)
@@ -236,7 +236,7 @@ def pack(
 
 
 def last_rows(texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
-    """Return the last token of each text as a segment of one row, at its place in the text."""
+    """Return the last token of each text as a segment of one row, at its position in the text."""
     valid = len(texts)
     rows = padded(valid, pad_to)
     token_T, none = torch.arange(rows), [0] * (rows - valid)
@@ -255,8 +255,8 @@ def last_rows(texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
 def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
     """Turn B sequences of S tokens into rows, one segment each, on the device of ``ids_BS``.
 
-    Without ``labels_BS`` each row's label is the next token of its sequence; the last row of each
-    sequence has none. With them, ``labels_BS`` [B, S] are taken as they are (already shifted).
+    By default each row's label is the next token of its sequence, and the last row has none.
+    ``labels_BS`` [B, S], if given, must be shifted already.
     """
     if ids_BS.dim() != 2:
         raise ValueError(f"ids need the shape [sequences, tokens], not {list(ids_BS.shape)}")

@@ -1,6 +1,6 @@
-"""What lies beside a ``tokenizer.json``: chat template, special tokens, settings of generation.
+"""The files next to a ``tokenizer.json``: chat template, special tokens, generation settings.
 
-It is kept as text from import to export, so that a folder comes back with what it brought.
+They are kept as text from import to export, so that an exported folder has them again.
 """
 
 import json
@@ -19,7 +19,7 @@ from moefold.files import named, read_json
 from moefold.model.families.hub import SPECIAL
 
 CONFIG = "config.json"
-"""Of this file only the ids of special tokens are kept."""
+"""From this file only the ids of special tokens are kept."""
 LIMIT = 4 * 2**20
 _FAST = "PreTrainedTokenizerFast"
 
@@ -29,10 +29,10 @@ class Beside(dict[str, str]):
 
     @classmethod
     def read(cls, folder: Path, end: str, start: str | None) -> "Beside":
-        """Read a folder's files; ``end`` and ``start`` are tokens named otherwise by the user.
+        """Read a folder's files; ``end`` and ``start`` replace the tokens that these name.
 
         Raises:
-            DataError: where a file is too large, or is not what its name says.
+            DataError: if a file is too large, or not a JSON object though its name says so.
         """
         found, config = cls(), folder / CONFIG
         for name in BESIDE:
@@ -47,7 +47,7 @@ class Beside(dict[str, str]):
         said = found.json(TOKENIZER_CONFIG)
         changed = {k: v for k, v in wanted.items() if content(said.get(k)) != v}
         if TOKENIZER_CONFIG not in found or "auto_map" in said:
-            # Code of the folder's own is never run, and does not come along.
+            # Code in the folder is never run, and not kept.
             changed["tokenizer_class"] = _FAST
         if changed:
             kept = {k: v for k, v in said.items() if k != "auto_map"}
@@ -56,7 +56,7 @@ class Beside(dict[str, str]):
 
     @classmethod
     def of(cls, end: str, end_id: int, start: str | None, start_id: int | None) -> "Beside":
-        """Return what belongs to a tokenizer that no folder brought."""
+        """Return the files of a tokenizer that was trained here."""
         tokens = {"eos_token": end, "bos_token": start}
         ids = {"eos_token_id": end_id, "bos_token_id": start_id}
         fixed = {"tokenizer_class": _FAST, "clean_up_tokenization_spaces": False}
@@ -65,16 +65,16 @@ class Beside(dict[str, str]):
         return cls({TOKENIZER_CONFIG: json.dumps(said, indent=2), CONFIG: json.dumps(known)})
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return a file's object; an empty one for a file that is not there."""
+        """Return a file's JSON object; empty for a missing file."""
         return json.loads(self.get(name, "{}"))
 
     def ids(self, end_id: int) -> dict[str, Any]:
-        """Return ``eos_token_id`` and its like for ``config.json``; ``end_id`` ends documents."""
+        """Return special token ids for ``config.json``; ``eos_token_id`` includes ``end_id``."""
         said = self.json(CONFIG)
         return said | {"eos_token_id": _with(said.get("eos_token_id"), end_id)}
 
     def generation(self, end_id: int) -> dict[str, Any]:
-        """Return the settings of generation, with every token that ends a text."""
+        """Return the generation settings, with every token that ends a text."""
         said = self.json(GENERATION_CONFIG) if GENERATION_CONFIG in self else self.json(CONFIG)
         return said | {"eos_token_id": _with(said.get("eos_token_id"), end_id)}
 
@@ -87,7 +87,7 @@ class Beside(dict[str, str]):
         return tuple(dict.fromkeys(i for i in found if isinstance(i, int) and i >= 0))
 
     def special(self) -> dict[str, str]:
-        """Return the texts of special tokens by their names, such as ``bos_token``."""
+        """Return the texts of special tokens by name, such as ``bos_token``."""
         said = self.json("special_tokens_map.json") | self.json(TOKENIZER_CONFIG)
         extra = said.get("extra_special_tokens")
         said |= extra if isinstance(extra, dict) else {}
@@ -95,7 +95,7 @@ class Beside(dict[str, str]):
         return {name: text for name, text in texts.items() if text is not None}
 
     def template(self, tools: bool = False) -> str | None:
-        """Return the chat template, of several the one for a conversation with tools or without."""
+        """Return the chat template; of several, the one for conversations with or without tools."""
         if TEMPLATE_FILE in self:
             return self[TEMPLATE_FILE]
         said = self.json(TOKENIZER_CONFIG).get("chat_template")
@@ -105,9 +105,9 @@ class Beside(dict[str, str]):
         return said if isinstance(said, str) else None
 
     def write(self, folder: Path, end_id: int, context: int | None) -> dict[str, Any]:
-        """Write the files; returns the ids that belong into ``config.json``.
+        """Write the files; return the ids of special tokens for ``config.json``.
 
-        ``context`` is the longest text that the model sees, of which readers warn.
+        ``context``, the model's maximum length in tokens, becomes ``model_max_length``.
         """
         files, said, settings = dict(self), self.json(TOKENIZER_CONFIG), self.generation(end_id)
         if context is not None and "model_max_length" not in said:
@@ -121,13 +121,13 @@ class Beside(dict[str, str]):
 
 
 def content(token: object) -> str | None:
-    """Return a special token's text; files have two notations."""
+    """Return a special token's text, from either notation: a string, or an object with it."""
     found = token.get("content") if isinstance(token, Mapping) else token
     return found if isinstance(found, str) else None
 
 
 def _with(ids: Any, end_id: int) -> Any:
-    """Return end tokens, one or several as they stand, with one that must be among them."""
+    """Return end token ids, one or several, with ``end_id`` added if it is not among them."""
     several = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if end_id in several:
         return ids

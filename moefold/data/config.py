@@ -1,6 +1,6 @@
-"""Records of the data: what is read, how it becomes tokens, how long sequences are.
+"""Records of the data: sources, tokenizer, sequence length.
 
-Torch-free, so that the planner can read it.
+Imports no torch, so that the planner can use them.
 """
 
 from collections import Counter
@@ -27,62 +27,62 @@ MAX_IDS = 1 << 24
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
 BESIDE = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG, "special_tokens_map.json")
-"""Files beside a ``tokenizer.json`` that belong to it, from import to export."""
+"""Files next to a ``tokenizer.json`` that are kept with it from import to export."""
 Files = Annotated[
     tuple[Annotated[str, Field(min_length=1), OnDisk(globs=True)], ...],
     Field(min_length=1, examples=[["corpus/*.txt"]]),
 ]
-"""Paths and glob patterns (``**`` too), from the folder of the run file; read in sorted order."""
+"""Paths and glob patterns (also ``**``), relative to the run file; read in sorted order."""
 
 
 class DataError(ValueError):
-    """Data that cannot be used: names the file, the place in it, and what to do."""
+    """Data that cannot be used; the text names the file, the place in it, and a remedy."""
 
 
 class TokenizerRecord(Record):
     """Base of the records in the tokenizer slot."""
 
     def vocab_size(self) -> int:
-        """Return how many rows the embedding has."""
+        """Return the number of rows of the embedding."""
         raise NotImplementedError(f"{type(self).__name__} does not say its vocabulary's size")
 
     def stamp(self) -> str:
-        """Return what changes with the files that this tokenizer is made from."""
+        """Return a text that changes when the tokenizer's files change."""
         return ""
 
 
 @TOKENIZER.register
 class BpeTokenizer(TokenizerRecord):
-    """A byte-level BPE trained on the training split; nothing is unknown to it."""
+    """A byte-level BPE trained on the training split; it has no unknown token."""
 
     owner = "moefold.data.tokenizer:train"
     kind: Literal["bpe"] = "bpe"
     vocab: Annotated[int, Field(ge=BYTES + 1)] = 2048
-    """Tokens: the end of a document, 256 bytes, then merges. A small corpus may give fewer; the
-    embedding keeps this many rows and the ids past the last token never occur."""
+    """Number of tokens: the end of a document, 256 bytes, then merges. A small corpus may yield
+    fewer; the embedding still has this many rows, and the ids past the last token never occur."""
     sample_bytes: Annotated[int, Field(ge=1)] = 4_000_000
-    """About how much text it is trained on, whole documents drawn over all training sources."""
+    """Approximate bytes of text it is trained on, in pieces sampled over all training sources."""
 
     def vocab_size(self) -> int:
-        """Return the number asked for."""
+        """Return ``vocab``, even if training yields fewer tokens."""
         return self.vocab
 
 
 @TOKENIZER.register
 class FileTokenizer(TokenizerRecord):
-    """A ready ``tokenizer.json``, or a folder that holds one."""
+    """An existing ``tokenizer.json``, or a folder that contains one."""
 
     owner = "moefold.data.tokenizer:from_record"
     kind: Literal["file"] = "file"
     path: Annotated[str, Field(min_length=1, examples=["tokenizer.json"]), OnDisk()]
     end: str | None = None
-    """Token that ends a document (default: ``eos_token`` of ``tokenizer_config.json`` beside it,
-    or a well-known name)."""
+    """Token that ends a document (default: ``eos_token`` of ``tokenizer_config.json`` in its
+    folder, or a well-known name)."""
     template: Annotated[str, Field(min_length=1), OnDisk()] | None = None
-    """A file with the chat template (default: the one beside the tokenizer)."""
+    """A file with the chat template (default: the one in the tokenizer's folder)."""
     start: str | None = None
-    """Token that begins a document (default: ``bos_token`` of ``tokenizer_config.json``, else the
-    one that ends it); the empty string for none."""
+    """Token that begins a document (default: ``bos_token`` of ``tokenizer_config.json``, else
+    ``end``); the empty string for none."""
 
     def vocab_size(self) -> int:
         """Return the highest token id plus one, read from the file."""
@@ -99,7 +99,7 @@ class FileTokenizer(TokenizerRecord):
 
 
 class SourceRecord(Record):
-    """Base of the records in the source slot: what every source of data has."""
+    """Base of the records in the source slot, with the fields of every source of data."""
 
     source: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
@@ -107,18 +107,18 @@ class SourceRecord(Record):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the training sequences, relative to the other sources' weights."""
     holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Share of the documents kept for validation, chosen by a hash of each document's text (of
-    its number in token files), so that a document is on one side whatever its name or order."""
+    """Share of the documents held out for validation, chosen by a hash of each document's text (in
+    token files: of its number), so that a document's side depends on neither name nor order."""
 
     @property
     def label(self) -> str:
-        """The name, or the kind of source where none is given."""
+        """The name, by default the kind of source."""
         return self.name or self.source
 
 
 @SOURCE.register
 class PythonStdlib(SourceRecord):
-    """The running interpreter's own standard library: real code, present wherever Python is."""
+    """The running interpreter's standard library: real code, available wherever Python is."""
 
     owner = "moefold.data.sources:StdlibReader"
     source: Literal["python_stdlib"] = "python_stdlib"
@@ -129,23 +129,23 @@ class FileSource(SourceRecord):
 
     files: Files
     bad: Literal["refuse", "skip"] = "refuse"
-    """What happens to a document that cannot be read: stop and name it, or leave it out and
-    count it in the report."""
+    """Policy for a document that cannot be read: stop and name it, or leave it out and count it
+    in the report."""
 
 
 @SOURCE.register
 class Text(FileSource):
-    """UTF-8 text files, also ``.gz``: each one document, or several told apart by ``split``."""
+    """UTF-8 text files, also ``.gz``: each one document, or several separated by ``split``."""
 
     owner = "moefold.data.sources:TextReader"
     source: Literal["text"] = "text"
     split: Annotated[str, Field(min_length=1)] | None = None
-    """Text between two documents of a file; it belongs to neither."""
+    """Separator between two documents of a file, which is dropped."""
 
 
 @SOURCE.register
 class Jsonl(FileSource):
-    """JSON lines, also ``.gz``: one object per line, the document in one of its fields."""
+    """JSON lines, also ``.gz``: one object per line, with the document in one of its fields."""
 
     owner = "moefold.data.sources:JsonlReader"
     source: Literal["jsonl"] = "jsonl"
@@ -163,10 +163,10 @@ class Parquet(FileSource):
 
 @SOURCE.register
 class Chat(FileSource):
-    """Conversations in JSON lines (also ``.gz``), Parquet or Arrow files, or folders of the last.
+    """Conversations in JSON lines (also ``.gz``), Parquet or Arrow files, or folders of the latter.
 
-    An example has ``messages``, or ``prompt`` and ``completion``, and may have ``tools``. Loss is
-    taken on answers; whole conversations are packed into sequences.
+    An example has ``messages``, or ``prompt`` and ``completion``, and may have ``tools``. Only
+    answers have labels; whole conversations are packed into sequences.
     """
 
     owner = "moefold.data.conversations:ConversationReader"
@@ -174,40 +174,40 @@ class Chat(FileSource):
     answers: Literal["all", "last"] = "all"
     """Which answers of ``messages`` are trained."""
     long: Literal["refuse", "skip", "cut"] = "refuse"
-    """What happens to a conversation that does not fit a sequence: stop and name it, leave it out
-    and count it in the report, or drop its end."""
+    """Policy for a conversation that does not fit a sequence: stop and name it, leave it out and
+    count it in the report, or drop its end."""
 
 
 @SOURCE.register
 class Preferences(FileSource):
-    """Pairs of answers, in files as of ``chat``: ``prompt``, ``chosen`` and ``rejected``.
+    """Pairs of answers, in the file formats of ``chat``: ``prompt``, ``chosen`` and ``rejected``.
 
     All three are messages, or all three text; without ``prompt`` both answers are whole
-    conversations. A pair is whole in a sequence, one answer after the other. For ``train.loss``.
+    conversations. A pair is in one sequence, one answer after the other. For losses like ``dpo``.
     """
 
     owner = "moefold.data.conversations:PreferenceReader"
     source: Literal["preferences"] = "preferences"
     long: Literal["refuse", "skip"] = "refuse"
-    """What happens to a pair that does not fit a sequence: stop and name it, or leave it out and
-    count it in the report."""
+    """Policy for a pair that does not fit a sequence: stop and name it, or leave it out and count
+    it in the report."""
     answers: Literal["last"] = "last"
-    """What is compared: the last answers."""
+    """Which answers are compared: the last ones."""
 
 
 @SOURCE.register
 class IndexedTokens(SourceRecord):
-    """Ready token files ``PREFIX.bin`` and ``PREFIX.idx`` in Megatron's format."""
+    """Existing token files ``PREFIX.bin`` and ``PREFIX.idx`` in Megatron's format."""
 
     owner = "moefold.data.index:IndexedSource"
     source: Literal["indexed"] = "indexed"
     prefix: Annotated[str, Field(min_length=1, examples=["data/corpus"]), OnDisk()]
     other_tokenizer: Literal["refuse", "allow"] = "refuse"
-    """What happens when the files say that another tokenizer made them."""
+    """Policy for files that were made with another tokenizer."""
 
 
 class Data(Record):
-    """What a run is trained and evaluated on."""
+    """Data on which a run is trained and evaluated."""
 
     seq: Annotated[int, Field(ge=2)]
     """Tokens per sequence."""
@@ -218,11 +218,11 @@ class Data(Record):
     ]
     """Sources of training documents, mixed by weight."""
     valid: tuple[Annotated[SourceRecord, SOURCE], ...] = ()
-    """More sets to evaluate on, beside what the training sources hold out."""
+    """Sets to evaluate on, besides those that the training sources hold out."""
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding that the tokenizer asks for."""
+        """Number of rows of the embedding, by the tokenizer."""
         return self.tokenizer.vocab_size()
 
     @property
@@ -232,7 +232,7 @@ class Data(Record):
         return held + tuple(s.label for s in self.valid)
 
     def rules(self) -> Iterator[Violation]:
-        """Names tell sources apart; a validation set holds nothing out; token files fit."""
+        """Source names are unique, validation sets have no holdout, sources fit the tokenizer."""
         places = [(("train", i), source) for i, source in enumerate(self.train)]
         places += [(("valid", i), source) for i, source in enumerate(self.valid)]
         taken, seen = {source.label for _, source in places}, Counter[str]()
@@ -265,7 +265,7 @@ class Data(Record):
 
 
 def tokenizer_file(path: str) -> Path:
-    """Return the ``tokenizer.json`` that a path (the file or its folder) stands for."""
+    """Return the ``tokenizer.json`` at a path, which is the file or its folder."""
     file = Path(path)
     if file.is_dir():
         file = file / "tokenizer.json"
@@ -276,7 +276,7 @@ def tokenizer_file(path: str) -> Path:
 
 @lru_cache(maxsize=8)
 def ids_in(file: Path, written_ns: int = 0) -> int:
-    """Return the highest token id in a ``tokenizer.json`` as it was when written, plus one."""
+    """Return the highest id in a ``tokenizer.json`` plus one; the file's time is a cache key."""
     content = read_json(file, DataError)
     try:
         vocab = content["model"]["vocab"]
@@ -285,7 +285,7 @@ def ids_in(file: Path, written_ns: int = 0) -> int:
         highest = index(
             max([*ids, *(vocab.values() if isinstance(vocab, dict) else ())], default=0)
         )
-        # The library numbers added tokens that the vocabulary lacks anew, behind it.
+        # The library gives added tokens that the vocabulary lacks new ids after its last one.
         known = vocab if isinstance(vocab, dict) else (piece[0] for piece in vocab)
         new = {token["content"] for token in added}.difference(known)
         highest = max(highest, len(vocab) + len(new) - 1)
@@ -295,10 +295,10 @@ def ids_in(file: Path, written_ns: int = 0) -> int:
 
 
 def demand_ids(size: int, source: str | Path) -> int:
-    """Return the number of a tokenizer's ids, which all have a row of the embedding.
+    """Return ``size``, the number of a tokenizer's ids, which all have a row of the embedding.
 
     Raises:
-        DataError: where there are more of them than any model has.
+        DataError: if it exceeds ``MAX_IDS``.
     """
     if size > MAX_IDS:
         raise DataError(

@@ -1,10 +1,10 @@
 """Conversations as documents: ``messages``, or ``prompt`` and ``completion``, with ``tools``.
 
-Columns are named as TRL names them, and read from JSON lines, Parquet files, and folders of Arrow
-files that ``datasets`` wrote. Loss is taken on answers: the tokens of assistants' messages, with
-the token that ends each, or of a completion. Of a pair, the chosen answer's conversation and then
-the rejected one's, the last answers are trained: ``chosen`` and ``rejected``, of whole
-conversations the last message. N tokens of an example.
+Column names are TRL's; formats are JSON lines, Parquet files, and folders of Arrow files written by
+``datasets``. Labels are the answers: the tokens of assistants' messages, with the token that ends
+each, or of a completion. A pair is one document, the conversation of the chosen answer and then
+that of the rejected one, in which the last answers are labels: ``chosen`` and ``rejected``, or the
+last messages of whole conversations. N tokens of an example.
 """
 
 import json
@@ -40,23 +40,23 @@ BEFORE = {
     ANSWER: ("user", "tool"),
     "tool": (ANSWER, "tool"),
 }
-"""Which roles may stand before each; nothing stands before the first."""
+"""Roles that may precede each role; the empty one stands for the beginning."""
 
 
 class Written(NamedTuple):
-    """An example's text: rendered, and after it what is a completion as a whole."""
+    """An example's text: rendered by a template, and after it a completion without template."""
 
     rendered: Rendered
     completion: str = ""
 
 
 class ConversationReader(FileReader):
-    """Reads conversations; names are ``path:line`` from 1, in tables ``path:row`` from 0."""
+    """Reads conversations, named ``path:line`` from 1, or in tables ``path:row`` from 0."""
 
     whole = True
     unit = "conversation"
     shorten = "drop ends (long: cut at its source), or leave such out (long: skip)"
-    """What may be done about a long one beside longer sequences."""
+    """Remedies for documents that are too long, besides a larger ``data.seq``."""
 
     def __init__(self, record: Chat | Preferences) -> None:
         super().__init__(record)
@@ -66,7 +66,7 @@ class ConversationReader(FileReader):
             self._parquet = import_module("pyarrow.parquet")
 
     def files(self) -> list[Path]:
-        """Return the files that the patterns match, and those of folders of Arrow files."""
+        """Return the files that the patterns match, and the Arrow files in matching folders."""
         found: dict[Path, None] = {}
         for pattern in self._patterns:
             folder = Path(pattern)
@@ -77,7 +77,7 @@ class ConversationReader(FileReader):
         return list(found)
 
     def examples(self, skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the examples of all files, by name."""
+        """Yield name and content of the examples of all files."""
         for path in self.files():
             if path.suffix in (".parquet", ".arrow"):
                 yield from self._rows(path, skipped)
@@ -101,7 +101,7 @@ class ConversationReader(FileReader):
                         said = f"byte {error.start}: {error.reason}"
                         self.refuse(name, "not UTF-8", said, skipped)
                     else:
-                        # A table has every key of any row in each, null where it has none.
+                        # In a table each row has all rows' keys, with null for missing values.
                         yield name, _without_nulls(found)
         except (self._arrow.ArrowException, OSError) as error:
             raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
@@ -111,7 +111,7 @@ class ConversationReader(FileReader):
             return self._parquet.ParquetFile(file).iter_batches(batch_size=READ_ROWS)
         try:
             return iter(self._arrow.ipc.open_stream(file))
-        except self._arrow.ArrowInvalid:  # the format with an index at its end
+        except self._arrow.ArrowInvalid:  # the file format, with a footer
             whole = self._arrow.ipc.open_file(file)
             return (whole.get_batch(i) for i in range(whole.num_record_batches))
 
@@ -121,7 +121,7 @@ class ConversationReader(FileReader):
         batch: list[tuple[str, bytes, tuple[Written, ...]]] = []
         for name, example in self.examples(skipped):
             try:
-                # A table may have columns of dates or bytes beside, which JSON has no word for.
+                # Other columns of a table may hold dates or bytes, which JSON cannot represent.
                 text = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
                 said = text.encode()
                 template = templates[bool(example.get("tools"))]
@@ -141,7 +141,7 @@ class ConversationReader(FileReader):
     def _texts(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
     ) -> tuple[Written, ...]:
-        """Return the texts that an example has: one."""
+        """Return the text of an example."""
         if any(side in example for side in SIDES):
             said = "chosen and rejected are no conversation; read them as source: preferences"
             raise BadDocument("a pair", f"{said}, for train.loss: dpo")
@@ -150,7 +150,7 @@ class ConversationReader(FileReader):
     def _written(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
     ) -> Written:
-        """Return a conversation's text."""
+        """Return a conversation's text, by the template unless prompt and completion are text."""
         if isinstance(prompt := example.get("prompt"), str):
             completion = example.get("completion")
             if not isinstance(completion, str) or not completion:
@@ -182,7 +182,7 @@ class ConversationReader(FileReader):
         return found
 
     def _fits(self, name: str, tokens: int, left: np.ndarray, seq: int, skipped: Skipped) -> bool:
-        """Whether what is left of a longer conversation is taken."""
+        """Return whether a conversation that is too long is cut; else refuse or count it."""
         if self._long == "cut" and left.any():
             return True
         if self._long == "refuse":
@@ -194,7 +194,7 @@ class ConversationReader(FileReader):
 
 
 class PreferenceReader(ConversationReader):
-    """Reads pairs; each is one document."""
+    """Reads pairs of answers; each pair is one document."""
 
     unit, shorten = "pair", "leave such out (long: skip)"
 
@@ -215,7 +215,7 @@ class PreferenceReader(ConversationReader):
 def encoded(
     texts: Sequence[Written], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the tokens of each example, and which of them are trained."""
+    """Yield the token ids of each example, and a mask of the trained ones."""
     coded = tokenizer.encode_chats([written.rendered.text for written in texts])
     answers = tokenizer.encode_chats([written.completion for written in texts])
     for (rendered, _), (ids_N, spans_N2), (more_N, _) in zip(texts, coded, answers, strict=True):
@@ -232,7 +232,7 @@ def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> Chat
     """Return a tokenizer's chat template.
 
     Raises:
-        DataError: where it has none.
+        DataError: if it has none.
     """
     text = tokenizer.files.template(tools)
     if text is None:
@@ -246,10 +246,10 @@ def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> Chat
 
 
 def rendered(found: Mapping[str, Any], template: ChatTemplate, last: bool) -> Rendered:
-    """Return an example's conversation as text; with ``last`` its last answer alone is trained.
+    """Return an example's conversation as text; with ``last``, only its last answer is trained.
 
     Raises:
-        BadDocument: where it is none: no answer, roles out of order, another form; or where the
+        BadDocument: if the example has another form, no answer or roles out of order, or the
             template fails on it.
     """
     first = 0
@@ -285,7 +285,7 @@ def rendered(found: Mapping[str, Any], template: ChatTemplate, last: bool) -> Re
 
 
 def check_roles(messages: Sequence[Message]) -> None:
-    """Refuse roles that are unknown or out of order; the last one must answer."""
+    """Raise ``BadDocument`` for unknown roles, wrong order or empty messages; answers come last."""
     before = ""
     for number, message in enumerate(messages):
         role, text = message.get("role"), message.get("content")
@@ -307,13 +307,13 @@ def check_roles(messages: Sequence[Message]) -> None:
 
 
 def tokens_of(span: tuple[int, int], spans_N2: np.ndarray) -> tuple[int, int]:
-    """Return the first token of a span of characters, and the one after its last."""
+    """Return the range of tokens that overlap a span of characters; (0, 0) if none does."""
     touched = np.flatnonzero((spans_N2[:, 0] < span[1]) & (spans_N2[:, 1] > span[0]))
     return (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
 
 
 def _through_end(ids_N: np.ndarray, first: int, end: int, ends: Sequence[int]) -> int:
-    """Leave out what a template writes after the token that ends an answer."""
+    """Return the end of an answer's tokens after its last end token, if it has one."""
     last = np.flatnonzero(np.isin(ids_N[first:end], ends))
     return first + int(last[-1]) + 1 if len(last) else end
 

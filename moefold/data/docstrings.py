@@ -1,6 +1,6 @@
-"""Conversations made from the docstrings of Python's standard library: something to tune on.
+"""Conversations from the docstrings of Python's standard library, to try fine-tuning on.
 
-One asks what a function or class does and is answered by the first paragraph of its docstring.
+Each asks what a function or class does; the answer is the first paragraph of its docstring.
 """
 
 import ast
@@ -14,20 +14,20 @@ from moefold.data.sources import Skipped, StdlibReader
 from moefold.files import write_text
 
 SHORTEST, LONGEST = 20, 400
-"""Characters of an answer."""
+"""Minimum and maximum length of an answer in characters."""
 
 
 def write_chats(file: Path, number: int) -> int:
-    """Write conversations as JSON lines, the same with the same Python, and return how many.
+    """Write conversations as JSON lines, reproducible with the same Python; return their number.
 
     Raises:
-        DataError: where ``number`` is not positive, the library has fewer, or the file is there and
-            holds anything else.
+        DataError: if ``number`` is not positive, the library yields fewer, or the file exists with
+            other content.
     """
     found = dict(chats())
     if not 0 < number <= len(found):
         raise DataError(f"{number} conversations: this Python's library makes 1 to {len(found)}")
-    # In an order of chance, so that any beginning is drawn from the whole library.
+    # In random order, so that any beginning is a sample of the whole library.
     drawn = sorted(found, key=lambda asked: sha256(asked.encode()).digest())[:number]
     rows = (
         [{"role": "user", "content": asked}, {"role": "assistant", "content": found[asked]}]
@@ -41,13 +41,13 @@ def write_chats(file: Path, number: int) -> int:
 
 
 def chats() -> Iterator[tuple[str, str]]:
-    """Yield questions and answers; the first docstring that answers a question counts."""
+    """Yield questions and answers, each question once."""
     asked: set[str] = set()
     for name, text in StdlibReader(PythonStdlib()).documents(Skipped()):
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
-            continue  # examples of what is no Python are in the library too
+            continue  # the library has files that are deliberately not valid Python
         module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for path, node in _public(tree):
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
@@ -61,7 +61,7 @@ def chats() -> Iterator[tuple[str, str]]:
 def _public(
     node: ast.AST, at: str = ""
 ) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield public functions and classes with their dotted names, those inside classes too."""
+    """Yield public functions and classes, also inside classes, with their dotted names."""
     for inner in ast.iter_child_nodes(node):
         if isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if inner.name.startswith("_"):

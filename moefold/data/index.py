@@ -1,6 +1,6 @@
-"""Indexed token files in Megatron's format, and the documents in them as a ring of rows.
+"""Indexed token files in Megatron's format, and their documents as a ring of rows.
 
-Shape suffix: N tokens of a document or of a piece of one.
+N tokens of a document or of a piece of one.
 
 ``PREFIX.bin`` holds the token ids one after another. ``PREFIX.idx`` holds, little-endian: the magic
 ``MMIDIDX\\0\\0``, u64 version 1, u8 code of the ids' type, u64 number of sequences, u64 number of
@@ -8,8 +8,8 @@ document marks, int32 length of each sequence, int64 byte offset of each in ``.b
 (the first sequence of each document, then the number of sequences), and optionally one int8 per
 sequence, which is not read.
 
-The writer streams, and publishes both files at once. The reader believes nothing: every count,
-length, offset and mark is checked against the files' sizes before any of it is used.
+The writer streams, and publishes both files at the end. The reader trusts nothing: every count,
+length, offset and mark is checked against the files' sizes before use.
 """
 
 import os
@@ -36,7 +36,7 @@ DTYPES: dict[int, type[np.integer]] = {
     5: np.int64,
     8: np.uint16,
 }
-"""Types of the ids by their codes; the format's codes 6 and 7 are of floating-point numbers."""
+"""Dtypes of ids by code; the format's codes 6 and 7 are floating-point dtypes."""
 _HEADER = struct.Struct("<9sQBQQ")
 _UINT16_VOCAB = 65500  # the format's writers go over to int32 from here on
 _SAMPLE, _SAMPLES = 1 << 16, 64
@@ -55,9 +55,9 @@ def files_of(prefix: str | Path) -> tuple[Path, Path]:
 
 
 class IndexWriter:
-    """Writes documents as they come; the files appear when the ``with`` block ends without error.
+    """Writes documents one by one; the files appear when the ``with`` block ends without error.
 
-    ``prefix`` is their path without suffix; ids must lie in ``[0, vocab)``.
+    ``prefix`` is the files' path without suffix; ids must be in ``[0, vocab)``.
     """
 
     def __init__(self, prefix: str | Path, vocab: int) -> None:
@@ -99,7 +99,7 @@ class IndexWriter:
         self.tokens += len(ids)
 
     def _publish(self) -> None:
-        """Put both files in place; between the two steps there is no index at all."""
+        """Move both files in place; the old index is removed first, so that none is wrong."""
         lengths = np.frombuffer(self.lengths, dtype=np.int32).astype(np.int64)
         n = len(lengths)
         code = next(c for c, t in DTYPES.items() if np.dtype(t) == self.dtype.newbyteorder("="))
@@ -127,7 +127,7 @@ class Indexed:
     A document is one or more sequences of the file; tokens are numbered over all documents.
 
     Raises:
-        DataError: naming the field and its byte, where the index contradicts itself or the files.
+        DataError: if the index is inconsistent; names the field and its byte.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -148,9 +148,9 @@ class Indexed:
     def _check(
         self, wrong: np.ndarray, what: str, first: int, step: int, said: str, *values: np.ndarray
     ) -> None:
-        """Refuse the first entry that is ``wrong``, of ``step`` bytes each from ``first`` on.
+        """Raise ``DataError`` for the first ``wrong`` entry; entry i is at byte first + step * i.
 
-        ``said`` is a format of what ``values`` hold in its place.
+        ``said`` is a format string for the entry's ``values``.
         """
         for i in np.flatnonzero(wrong)[:1]:
             entry = said.format(*(each[i] for each in values))
@@ -183,9 +183,9 @@ class Indexed:
         self.documents_1 = raw[middle:end].view("<i8")
 
     def _check_entries(self) -> None:
-        """Lengths are not negative; offsets are whole, in order, and inside ``.bin``.
+        """Check that lengths are not negative, and offsets aligned, in order and inside ``.bin``.
 
-        Marks begin at 0, do not go down, and end with the number of sequences.
+        Marks must begin at 0, not decrease, and end with the number of sequences.
         """
         lengths, offsets = self.lengths, self.offsets.astype(np.int64)
         item, size, first = self.dtype.itemsize, self.bin.stat().st_size, _HEADER.size
@@ -244,9 +244,9 @@ class Indexed:
     def digest(self, every: bool = False) -> str:
         """Return a SHA-256 over the index, the size of ``.bin``, and 64 pieces spread over it.
 
-        Files too large to be read at every start are told apart by it; a change between the
-        pieces that keeps every length is not seen. With ``every`` it is over each byte of both
-        files, as their writer took it.
+        It identifies files that are too large to be read at every start; changes between the
+        pieces that keep all lengths go unnoticed. With ``every`` it covers each byte of both
+        files, like the writer's digest.
         """
         if every:
             with self.bin.open("rb") as file:
@@ -264,7 +264,7 @@ class Indexed:
 
 
 def check_ids(ids_N: np.ndarray, vocab: int, what: str, first: int = 0) -> None:
-    """Refuse an id outside ``[0, vocab)``, naming its position (``first`` on) in ``what``."""
+    """Raise ``DataError`` for an id outside ``[0, vocab)``; names its position, from ``first``."""
     if len(ids_N) and (ids_N.min() < 0 or ids_N.max() >= vocab):
         i = int(np.flatnonzero((ids_N < 0) | (ids_N >= vocab))[0])
         raise DataError(
@@ -274,22 +274,22 @@ def check_ids(ids_N: np.ndarray, vocab: int, what: str, first: int = 0) -> None:
 
 
 def facts_file(prefix: str | Path) -> Path:
-    """Return the file beside token files that says which tokenizer made them."""
+    """Return the path of the JSON file with facts about token files, such as their tokenizer."""
     return files_of(prefix)[1].with_suffix(".json")
 
 
 def read_facts(prefix: str | Path) -> dict:
-    """Return what their maker wrote beside token files; empty for files of other makers."""
+    """Return the facts about token files; empty for files of other programs."""
     file = facts_file(prefix)
     return read_json(file, DataError) if file.is_file() else {}
 
 
 class UnfitTokens(DataError):
-    """Ready token files that are as they were written, and not what the run needs."""
+    """Existing token files that are undamaged, but do not fit the run."""
 
 
 class IndexedSource:
-    """Ready token files as a source: checked, and used where they lie; nothing is tokenized."""
+    """Existing token files as a source: checked, and used in place without tokenization."""
 
     def __init__(self, record: IndexedTokens) -> None:
         self._record = record
@@ -298,7 +298,7 @@ class IndexedSource:
         self.facts = read_facts(record.prefix)
 
     def check_tokenizer(self, fingerprint: str) -> None:
-        """Refuse files that say another tokenizer made them, unless the record allows it."""
+        """Raise ``UnfitTokens`` if another tokenizer made the files and the record forbids it."""
         made_by = self.facts.get("tokenizer")
         if made_by in (None, fingerprint) or self._record.other_tokenizer == "allow":
             return
@@ -309,7 +309,7 @@ class IndexedSource:
         )
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the documents for training and of those held out."""
+        """Return the numbers of the training documents and of the held-out ones."""
         numbers = np.arange(len(self.indexed))
         if not self._record.holdout:
             return numbers, numbers[:0]
@@ -319,7 +319,7 @@ class IndexedSource:
 
 
 class DocumentPiece(NamedTuple):
-    """The part of a document that fell into a sequence."""
+    """The part of a document in a sequence."""
 
     document: int
     """Number of the document in its file."""
@@ -330,14 +330,14 @@ class DocumentPiece(NamedTuple):
     following: int | None
     """The token after the piece in the same document, None at the document's end."""
     trained_N: np.ndarray | None = None
-    """bool, which of its tokens are labels; None where all are."""
+    """bool, which of the tokens are labels; None if all are."""
 
 
 class Corpus:
-    """The documents of a token file, or a choice of them, one after another.
+    """The documents of a token file, or a selection of them, concatenated.
 
-    ``name`` is how messages call it; ids must lie in ``[0, vocab)``; ``chosen`` are the numbers of
-    the documents that belong to it, ascending (default: all).
+    ``name`` is for messages; ids must be in ``[0, vocab)``; ``chosen`` has the numbers of the
+    selected documents, ascending (default: all).
     """
 
     def __init__(
@@ -356,11 +356,11 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all documents."""
+        """Number of tokens in all documents of the selection."""
         return int(self._ends_1[-1])
 
     def cut(self, start: int, rows: int) -> Iterator[DocumentPiece]:
-        """Yield the pieces of ``rows`` rows from ``start`` on; after the last comes the first."""
+        """Yield the pieces in ``rows`` rows from ``start`` on, around the ring of documents."""
         assert 0 <= start < self.tokens and 0 <= rows <= self.tokens, (start, rows, self.tokens)
         d = int(np.searchsorted(self._ends_1, start, side="right")) - 1
         while rows:
@@ -377,5 +377,5 @@ class Corpus:
             start = int(self._ends_1[d])
 
     def document(self, i: int) -> np.ndarray:
-        """Return int64 ids of the i-th document of the choice."""
+        """Return int64 ids of the i-th document of the selection."""
         return self.indexed.document(int(self._numbers[i]))

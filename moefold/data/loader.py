@@ -1,12 +1,12 @@
-"""Micro-batches of a run: random access to any step, and the held-out text once in order.
+"""The loader: a run's micro-batches, with random access to any step, and held-out text in order.
 
-Shape suffixes: T rows of a micro-batch, V vocabulary.
+T rows of a micro-batch, V vocabulary.
 
-A sequence is ``seq`` rows cut from documents that stand one after another, or whole conversations
-that are packed (``packing.py``), of which answers alone are labels. Of text, a row's label is the
-next token of its document, also where that token begins the next sequence: each token of a
-document but the first is a label exactly once in an epoch. The last token of a document has no
-label. Positions restart with each segment.
+A sequence is ``seq`` rows cut from concatenated documents, or whole conversations that are packed
+(``packing.py``), in which only answers are labels. In text, a row's label is the next token of its
+document, also if that token begins the next sequence: in an epoch each token of a document except
+the first is a label exactly once. The last token of a document has no label. Positions restart with
+each segment.
 
 Micro-batch j of a step holds sequences ``j * micro_batch`` to ``(j + 1) * micro_batch`` of the
 step's batch, in any layout; it runs at round ``j // dp`` on data rank ``j % dp``.
@@ -30,19 +30,19 @@ _ORDER = 1
 
 
 class Loader:
-    """Cuts one data rank's micro-batches out of prepared data.
+    """Builds one data rank's micro-batches from prepared data.
 
-    Every rank gets as many, so that all keep step: where the last round has too few, the others
-    run one of padding alone.
+    Every rank gets equally many: if the last round has too few, the remaining ranks run a
+    micro-batch of padding only.
 
     Args:
         prepared: tokenizer and token files.
-        seq: tokens of a sequence.
+        seq: tokens per sequence.
         batch: sequences per step.
         micro_batch: sequences per micro-batch; divides ``batch``.
         seed: the run's seed.
         pad_to: rows of a micro-batch are padded to a multiple of this.
-        rank: the data rank.
+        rank: this data rank.
         ranks: number of data ranks.
     """
 
@@ -62,10 +62,10 @@ class Loader:
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
         self._rank, self._ranks = rank, ranks
         self.offset = 0
-        """What is added to ``step * batch`` for the number of a step's first sequence: not 0 in a
-        run that goes on from one with another batch."""
+        """Added to ``step * batch`` for the number of a step's first sequence; not 0 in a fork of a
+        run with another batch size."""
         self.rows = padded(micro_batch * seq, pad_to)
-        """Rows T of each micro-batch."""
+        """Number of rows T of each micro-batch."""
         self._parts = prepared.train
         self._mixture = Mixture(tuple(p.weight for p in self._parts))
         self._drawn = [sequences_of(p.corpus, seed, p.name, seq) for p in self._parts]
@@ -73,7 +73,7 @@ class Loader:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step, over all data ranks."""
+        """Number of micro-batches of a step, over all data ranks."""
         return self.batch // self.micro_batch
 
     @property
@@ -82,9 +82,9 @@ class Loader:
         return tuple(self._valid)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the data and of how sequences are cut; seed and batch are not in it.
+        """Return a SHA-256 of the data and the cutting of sequences, without seed and batch.
 
-        Two loaders with the same fingerprint, seed and batch give the same step at the same number.
+        Loaders with equal fingerprint, seed and batch return equal batches for every step.
         """
         weights = [(p.name, p.weight) for p in self._parts]
         said = json.dumps([_ORDER, self.prepared.fingerprint(), self.seq, weights])
@@ -97,13 +97,13 @@ class Loader:
         return {part.name: n / drawn.sequences for part, n, drawn in pairs}
 
     def step(self, step: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a step (from 0 on), by seed and step alone."""
+        """Return this rank's micro-batches of a step (from 0 on), a function of seed and step."""
         count = self.micro_batches
         mine = [self.step_part(step, j) for j in range(self._rank, count, self._ranks)]
         return list(self._evened(iter(mine), count))
 
     def step_part(self, step: int, j: int) -> MicroBatch:
-        """Return micro-batch ``j`` of a step, which may be another rank's."""
+        """Return micro-batch ``j`` of a step, of any rank."""
         assert step >= 0 and 0 <= j < self.micro_batches, (step, j)
         first = j * self.micro_batch
         cuts = []
@@ -116,8 +116,8 @@ class Loader:
     def evaluation(self, name: str | None = None, limit: int | None = None) -> Iterator[MicroBatch]:
         """Yield this rank's part of a held-out set (default: the only one), in order.
 
-        Together the labels of all ranks are every byte of its text, each once; or, with ``limit``,
-        about so many tokens at most, in sequences evenly spread over the set.
+        The labels of all ranks together are all of its text, each byte once; or, with ``limit``, at
+        most about so many tokens, in sequences evenly spread over the set.
         """
         if name is None and len(self._valid) == 1:
             (name,) = self._valid
@@ -127,7 +127,7 @@ class Loader:
         return self._in_order(self._valid[name], limit)
 
     def everything(self, held_out: bool = True) -> Iterator[MicroBatch]:
-        """Yield this rank's part of every set, trained and, if asked, held out, in order."""
+        """Yield this rank's part of all training and, if ``held_out``, other sets, in order."""
         for part in (*self._parts, *(self._valid.values() if held_out else ())):
             yield from self._in_order(part, None)
 
@@ -146,7 +146,7 @@ class Loader:
         return self._evened(found(), -(-len(chosen) // each))
 
     def _evened(self, found: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """Return what is found of ``count`` micro-batches that all ranks share, filled up."""
+        """Pad this rank's part of ``count`` micro-batches to the number that others have."""
         return islice(chain(found, repeat(pack([], rows=self.rows))), -(-count // self._ranks))
 
     def _build(
@@ -155,10 +155,10 @@ class Loader:
         first: int,
         padding: int,
     ) -> MicroBatch:
-        """Assemble sequences of pieces of a part into one micro-batch.
+        """Assemble sequences, each a part and its pieces, into one micro-batch.
 
-        ``first`` is the step-global number of its first row, ``padding`` that of the first row that
-        lies in none of its sequences.
+        ``first`` is the ``token_T`` of its first row, ``padding`` that of the first row after its
+        sequences.
         """
         ids, labels, lengths, origins, n_bytes = [], [], [], [], 0.0
         n_bytes_V = self.prepared.tokenizer.n_bytes_V

@@ -1,4 +1,4 @@
-"""How a corpus fills sequences: text is cut from a ring of rows, conversations are packed whole.
+"""Sequences of a corpus: text is cut from a ring of rows, conversations are packed whole.
 
 N tokens of a document.
 """
@@ -15,32 +15,32 @@ from moefold.data.index import Corpus, DocumentPiece, Indexed
 from moefold.data.order import Epochs, key_of, shuffled
 
 REJECTED = 2
-"""Added to the marks of a pair's rejected answer."""
+"""Offset of the marks in a pair's rejected answer."""
 
 
 class Cuts:
-    """Sequences of text: ``seq`` rows of a corpus that stands on a ring (see :class:`Epochs`)."""
+    """Sequences of text: ``seq`` rows of a corpus as a ring (:class:`Epochs`)."""
 
     def __init__(self, corpus: Corpus, seed: int, name: str, seq: int) -> None:
         self._corpus, self._seq = corpus, seq
         self._epochs = Epochs(seed, name, corpus.tokens, seq)
         self.sequences = self._epochs.sequences
-        """Sequences of an epoch."""
+        """Number of sequences of an epoch."""
         self.held = -(-corpus.tokens // seq)
-        """Sequences that hold every row once."""
+        """Number of sequences that contain every row once, the last one maybe shorter."""
 
     def drawn(self, n: int) -> Iterator[DocumentPiece]:
         """Yield the pieces of the n-th training sequence, counted over all epochs."""
         return self._corpus.cut(self._epochs.start(n), self._seq)
 
     def in_order(self, n: int) -> Iterator[DocumentPiece]:
-        """Yield the pieces of the n-th of the sequences that hold every row once."""
+        """Yield the pieces of the n-th of the sequences that contain every row once."""
         start = n * self._seq
         return self._corpus.cut(start, min(self._seq, self._corpus.tokens - start))
 
 
 class Packs:
-    """Sequences of whole documents, the same ones in each epoch, in another order."""
+    """Sequences of whole documents, equal in all epochs except for their order."""
 
     def __init__(self, corpus: "Conversations", seed: int, name: str, seq: int) -> None:
         self._corpus, self._seed, self._name = corpus, seed, name
@@ -59,10 +59,10 @@ class Packs:
 
 
 class Conversations(Corpus):
-    """Documents that are never cut, of which some tokens alone are labels.
+    """Documents that are never cut, in which only some tokens are labels.
 
-    ``trained`` has one for each token that is a label, zero for the others, in documents alike; and
-    :data:`REJECTED` more in the second part of a pair.
+    ``trained`` has the same documents with a mark for each token: 1 if it is a label, else 0, plus
+    :data:`REJECTED` in the second part of a pair.
     """
 
     def __init__(self, name: str, indexed: Indexed, vocab: int, trained: Indexed) -> None:
@@ -73,11 +73,11 @@ class Conversations(Corpus):
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """int64, tokens of each document."""
+        """int64, number of tokens of each document."""
         return np.diff(self._ends_1)
 
     def pieces(self, i: int) -> Iterator[DocumentPiece]:
-        """Yield the i-th document: a conversation, or a pair's chosen one and its rejected one."""
+        """Yield the i-th document: a conversation, or the chosen and the rejected one of a pair."""
         number, ids_N = int(self._numbers[i]), self.document(i)
         marks_N = self._trained.document(number)
         parts = np.flatnonzero(np.diff(marks_N // REJECTED)) + 1
@@ -87,14 +87,14 @@ class Conversations(Corpus):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack documents into sequences of ``room`` rows: longest first, each where least is left.
+    """Pack documents into sequences of ``room`` rows; return the document numbers in each.
 
-    Best fit decreasing (Johnson 1973), which needs at most 11/9 of the fewest sequences and one
-    more. Returns the numbers of the documents in each; the same lengths give the same packs.
+    Best fit decreasing (Johnson 1973): longest first, each where the least room is left. It needs
+    at most 11/9 of the optimal number of sequences, plus one, and is deterministic.
     """
     packs: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # those of by_room, ascending
+    rooms: list[int] = []  # the keys of by_room, ascending
     for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[number]
         assert 0 < length <= room, (number, length, room)
@@ -119,10 +119,10 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 def sequences_of(
     corpus: Corpus, seed: int, name: str, seq: int, whole: bool = True
 ) -> Cuts | Packs:
-    """Return how a corpus fills sequences; ``whole``: it must fill one.
+    """Return the sequences of a corpus; with ``whole``, text must fill at least one.
 
     Raises:
-        DataError: where it does not fill one, or a document does not fit in one.
+        DataError: if it does not, or if a conversation does not fit in one.
     """
     if not isinstance(corpus, Conversations):
         if whole and corpus.tokens < seq:

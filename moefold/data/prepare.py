@@ -1,8 +1,8 @@
-"""From sources to token files, once: train the tokenizer, split, encode, publish.
+"""Preparation of data, once: train the tokenizer, split sources, encode, publish token files.
 
-What is made lies in ``folder/<key>``, where the key stands for everything that goes into it:
-records, the code of those from outside, tokenizer, and the files' paths, sizes and times. A folder
-under its final name is whole.
+Results are in ``folder/<key>``, where the key is a hash of everything they depend on: records, the
+code of plug-ins, tokenizer, and the files' paths, sizes and times. A folder under its final name is
+complete.
 """
 
 import fcntl
@@ -41,28 +41,28 @@ from moefold.files import folder_for, named, read_json, write_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 MASK = ".mask"
-"""Behind the names of token files, those with a one for each token of them that is a label."""
+"""Suffix of the token files that mark which tokens are labels."""
 _TOKENIZER = "tokenizer.json"
 _PIECE = 1 << 14
 
 Progress = Callable[[str, int, int], None]
-"""Is told what is being done, and how many of how many bytes are done."""
+"""Called with the current stage, the bytes done, and their total."""
 Built = tuple[SourceRecord, Source | IndexedSource]
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """One side of one source, as tokens."""
+    """The training or the validation side of one source, as tokens."""
 
     name: str
     weight: float
     corpus: Corpus
     digest: str
-    """Stands for every token of it."""
+    """Identifies the content: depends on every token."""
     n_bytes: int
-    """UTF-8 bytes of its text; 0 where the files do not say."""
+    """UTF-8 bytes of the text; 0 if unknown."""
     byte_ratio: float
-    """Bytes of the text per byte that the tokens spell: 1 for a byte-level tokenizer."""
+    """UTF-8 bytes of the text per byte of decoded tokens: 1 for a byte-level tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Prepared:
     train: tuple[PreparedPart, ...]
     valid: tuple[PreparedPart, ...]
     skipped: dict[str, dict]
-    """What was left out of each source: reason -> count and first names."""
+    """Documents left out of each source: reason -> count and first names."""
     seconds: float
-    """Time that preparing took when it was done; opening it again takes none."""
+    """Time that the preparation took when it was done."""
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the tokenizer and of every training and validation token."""
@@ -90,12 +90,12 @@ def prepare(
     progress: Progress | None = None,
     scratch: str | Path | None = None,
 ) -> Prepared:
-    """Make, or find again, the token files of a run's data below ``folder``.
+    """Open the token files of a run's data below ``folder``, or make them.
 
-    What is not found is made in ``scratch``, where that is given, and ``folder`` left as it is.
+    With ``scratch``, missing files are made there, and ``folder`` is left unchanged.
 
     Raises:
-        DataError: where a source cannot be read or gives nothing.
+        DataError: if a source cannot be read or has no documents.
     """
     sources = [(record, _build(record)) for record in (*data.train, *data.valid)]
     key, home = _key(data, sources)[:16], Path(scratch or folder)
@@ -103,9 +103,9 @@ def prepare(
         if (place / key).is_dir():
             try:
                 return _open(place / key, data, sources)
-            except UnfitTokens:  # nothing is wrong with what was made
+            except UnfitTokens:  # the prepared files themselves are intact
                 raise
-            except DataError:  # damaged after it was made; everything in it can be made again
+            except DataError:  # damaged after preparation; everything can be prepared again
                 if place == home:
                     shutil.rmtree(place / key)
     final = home / key
@@ -126,15 +126,15 @@ def prepare(
 
 @contextmanager
 def _draft(home: Path) -> Iterator[Path]:
-    """Make a folder below ``home`` for what is made within; it is gone, or renamed, afterwards.
+    """Create a draft folder below ``home`` for the context; remove it at the end unless renamed.
 
-    Drafts of processes of this machine that were killed go too, while none is at work in ``home``:
-    all of them hold the folder's lock, which the kernel gives back however they end.
+    Drafts that killed processes of this machine left are removed too, if no process is preparing
+    in ``home``: each holds the folder's lock, which the kernel releases however it ends.
     """
     mine = f".preparing-{socket.gethostname()}-"
     draft, handle = home / f"{mine}{os.getpid()}-{time.time_ns()}", os.open(home, os.O_RDONLY)
     try:
-        with suppress(OSError):  # at work in it, or of a file system whose folders have no locks
+        with suppress(OSError):  # another process holds the lock, or folders cannot be locked
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for left in [folder for folder in home.iterdir() if folder.name.startswith(mine)]:
                 shutil.rmtree(left, ignore_errors=True)
@@ -159,7 +159,7 @@ def _build(record: SourceRecord) -> Source | IndexedSource:
 
 
 def _key(data: Data, sources: Sequence[Built]) -> str:
-    """Return a SHA-256 of everything that the token files depend on."""
+    """Return a SHA-256 of everything on which the token files depend."""
     said = []
     for record, source in sources:
         fields = {k: v for k, v in to_dict(record).items() if k != "weight"}
@@ -193,13 +193,13 @@ def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress)
 
 
 def _hash(data: bytes, purpose: bytes = b"holdout") -> float:
-    """Return a number in [0, 1) that depends on the text alone."""
+    """Return a hash of the text as a number in [0, 1)."""
     digest = blake2b(data, digest_size=8, person=purpose).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def _sample(sources: Sequence[Built], size: int, progress: Progress) -> Iterator[str]:
-    """Yield about ``size`` bytes of training text, in pieces drawn evenly over all sources."""
+    """Yield about ``size`` bytes of training text, in pieces sampled evenly over all sources."""
     total = sum(source.size() for _, source in sources if isinstance(source, Source))
     share, done, taken = size / max(total, 1), 0, 0
     for record, source in sources:
@@ -228,7 +228,7 @@ def _encode(
     skipped: Skipped,
     progress: Progress,
 ) -> None:
-    """Write a source's documents as token files, one pair for each side, and one for its mask."""
+    """Write a source's documents as token files, and their masks, one pair of files per side."""
     total, done = source.size(), 0
     sides = ["train", "valid"] if record.holdout else ["train"]
     n_bytes, n_spelt = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
@@ -273,7 +273,7 @@ def _encode(
 
 
 def _sampled(prefix: Path) -> list[str]:
-    """Return digests of pieces of token files, and of their mask's, which every start can read."""
+    """Return digests of samples of token files and their mask, cheap enough for every start."""
     mask = masks_of(prefix)
     return [indexed.digest() for indexed in (Indexed(prefix), mask) if indexed is not None]
 
@@ -297,13 +297,13 @@ def _prefix(folder: Path, record: SourceRecord, side: str) -> Path:
 
 
 def masks_of(prefix: str | Path) -> Indexed | None:
-    """Return which tokens of token files are labels, None where all are."""
+    """Return the mask of token files, which marks labels; None if all tokens are labels."""
     mask = f"{files_of(prefix)[0].with_suffix('')}{MASK}"
     return Indexed(mask) if files_of(mask)[1].is_file() else None
 
 
 def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
-    """Open what ``_make`` wrote, and the ready token files."""
+    """Open what ``_make`` wrote, and the existing token files of indexed sources."""
     said = folder / MANIFEST
     manifest = read_json(said, DataError) if said.is_file() else {}
     if manifest.get("format") != FORMAT:

@@ -1,7 +1,7 @@
 """Sources of documents: text, JSON lines and Parquet files, and the Python standard library.
 
-A source streams documents, always in the same order; what cannot be read is refused by name, or
-counted where the record says ``bad: skip``. Ready token files are in ``index.py``.
+A source streams documents in a fixed order; an unreadable document is an error that names it, or
+is counted if the record says ``bad: skip``. Existing token files are in ``index.py``.
 """
 
 import glob
@@ -24,21 +24,21 @@ from moefold.data.tokenizer import Tokenizer
 
 NAMES_KEPT = 20
 REFUSED = 8
-"""Of what cannot be read, so much is listed."""
+"""Number of unreadable documents that an error lists."""
 LONG = 10
-"""Of what does not fit a sequence, so much is listed."""
+"""Number of documents too long for a sequence that an error lists."""
 _BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
 READ_BYTES, READ_ROWS = 1 << 20, 1024
-"""How much of a split text file, and of a Parquet file, is read at once."""
+"""Bytes of a split text file, and rows of a Parquet file, that are read at a time."""
 TESTS = {"test", "tests", "idle_test"}
 TABLES = {"encodings", "pydoc_data"}
 NOT_LIBRARY = TESTS | TABLES | {"site-packages", "dist-packages", "__pycache__"}
-"""Folders of the standard library that are left out, because they make text predictable rather
-than real: test suites (twice the library's size, much of it repeated) and generated tables."""
+"""Folders of the standard library that are left out because their text is repetitive: test suites
+(twice the library's size) and generated tables."""
 
 
 class Document(NamedTuple):
-    """A document: a name that stays the same from run to run, and its text."""
+    """A document: a name that is stable from run to run, and its text."""
 
     name: str
     text: str
@@ -49,19 +49,19 @@ class Coded(NamedTuple):
 
     name: str
     said: bytes
-    """What decides on which side it is."""
+    """Bytes whose hash decides between training and validation."""
     ids_N: np.ndarray
     """int64 [N]."""
     trained_N: np.ndarray | None = None
-    """[N], 1 for tokens that are labels (see ``packing.REJECTED`` of pairs); None: all are."""
+    """[N], 1 for tokens that are labels (for pairs see ``packing.REJECTED``); None: all are."""
 
 
 class BadDocument(ValueError):
-    """What gives no document: the reason, and the detail."""
+    """An example that yields no document; arguments are the reason and the detail."""
 
 
 class Skipped(dict[str, dict[str, Any]]):
-    """What was left out, ``{count, first}`` by reason; nothing is lost silently."""
+    """Documents left out: ``{count, first names}`` by reason. Also collects errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,18 +70,18 @@ class Skipped(dict[str, dict[str, Any]]):
         self._shorten = ""
 
     def refuse(self, what: str) -> None:
-        """Remember what is not to be left out, so that several are told of at once."""
+        """Collect an unreadable document; raises once ``REFUSED`` of them are collected."""
         self._refused.append(what)
         if len(self._refused) == REFUSED:
             self.demand_none()
 
     def refuse_long(self, what: str, tokens: int, remedy: str) -> None:
-        """Remember what does not fit a sequence; all is looked at, as one length fits all."""
+        """Collect a document too long for a sequence; the error names the length that fits all."""
         self._long.append((tokens, what))
         self._shorten = remedy
 
     def demand_none(self) -> None:
-        """Raise ``DataError`` where something is not to be left out."""
+        """Raise ``DataError`` if any errors were collected."""
         said = list[str]()
         if self._refused:
             listed, skip = "\n  ".join(self._refused), setting("bad", "skip")
@@ -95,7 +95,7 @@ class Skipped(dict[str, dict[str, Any]]):
             raise DataError("\n".join(said))
 
     def note(self, name: str, reason: str) -> None:
-        """Count one document that is left out, and keep the first names."""
+        """Count a document that is left out, and record the first names."""
         left_out = self.setdefault(reason, {"count": 0, "first": []})
         left_out["count"] += 1
         if left_out["count"] <= NAMES_KEPT:
@@ -103,38 +103,38 @@ class Skipped(dict[str, dict[str, Any]]):
 
 
 class Source(ABC):
-    """Streams documents, always in the same order."""
+    """Base of sources: streams documents in a fixed order."""
 
     @abstractmethod
     def files(self) -> list[Path]:
         """Return the files that are read, in order."""
 
     whole = False
-    """Documents are not cut, so that what is made of them depends on a sequence's length."""
+    """Whether documents are never cut; prepared data then depends on the sequence length."""
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        """Yield the documents; what is left out is noted in ``skipped``."""
+        """Yield the documents; those left out are counted in ``skipped``."""
         raise NotImplementedError(f"{type(self).__name__} gives no text")
 
     def coded(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Coded]]:
-        """Yield the documents as tokens, in groups; sequences have ``seq`` tokens."""
+        """Yield the documents as tokens, in groups; ``seq`` is the length of sequences."""
         for batch in _batches(self, skipped):
             found = tokenizer.encode_documents([document.text for document in batch])
             pairs = zip(batch, found, strict=True)
             yield [Coded(document.name, utf8(document), ids) for document, ids in pairs]
 
     def stamp(self) -> list[tuple[str, int, int]]:
-        """Return what changes when the files change: path, size and time of writing of each."""
+        """Return path, size and modification time of each file, to detect changes."""
         stats = [(str(f), f.stat()) for f in self.files()]
         return [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
 
     def size(self) -> int:
-        """Return about how many bytes there are to read."""
+        """Return the approximate number of bytes to read."""
         return sum(size for _, size, _ in self.stamp())
 
 
 class FileReader(Source):
-    """Base of the sources that read files, with the one rule for what cannot be read."""
+    """Base of the sources that read files, with the policy for unreadable documents."""
 
     def __init__(self, record: FileSource) -> None:
         self._patterns, self._bad = record.files, record.bad
@@ -144,7 +144,7 @@ class FileReader(Source):
         return expand(self._patterns)
 
     def refuse(self, where: str, reason: str, said: str, skipped: Skipped) -> None:
-        """Refuse what cannot be read, the first few at once, or note it if the record says so."""
+        """Collect an unreadable document as an error, or count it if the record says ``skip``."""
         if self._bad == "refuse":
             skipped.refuse(f"{where}: {reason}: {said}")
         else:
@@ -152,14 +152,14 @@ class FileReader(Source):
 
 
 class TextReader(FileReader):
-    """Each file is a document named by its path, or several numbered from 0 where it is split."""
+    """Each file is a document named by its path, or with ``split`` several, numbered from 0."""
 
     def __init__(self, record: Text) -> None:
         super().__init__(record)
         self._split = record.split
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        """Yield the documents of all files, line ends as they are."""
+        """Yield the documents of all files, with line ends unchanged."""
         for path in self.files():
             for name, start, data in self._pieces(path):
                 try:
@@ -169,14 +169,14 @@ class TextReader(FileReader):
                     self.refuse(name, "not UTF-8", said, skipped)
 
     def _pieces(self, path: Path) -> Iterator[tuple[str, int, bytes]]:
-        """Yield name, first byte and content of each document of a file."""
+        """Yield name, position in bytes and content of each document of a file."""
         with opened(path) as file:
             if self._split is None:
                 yield path.as_posix(), 0, file.read()
                 return
             mark, rest, start, number = self._split.encode(), bytearray(), 0, 0
             while chunk := file.read(READ_BYTES):
-                seen = max(len(rest) - len(mark) + 1, 0)  # behind it a mark may have begun
+                seen = max(len(rest) - len(mark) + 1, 0)  # a separator may begin after this
                 rest += chunk
                 while (end := rest.find(mark, seen)) >= 0:
                     yield f"{path.as_posix()}#{number}", start, bytes(rest[:end])
@@ -187,7 +187,7 @@ class TextReader(FileReader):
 
 
 class JsonlReader(FileReader):
-    """Each line is an object with the text in one field; lines of white space hold nothing."""
+    """Each line is an object with the text in one field; blank lines are ignored."""
 
     def __init__(self, record: Jsonl) -> None:
         super().__init__(record)
@@ -213,7 +213,7 @@ class JsonlReader(FileReader):
             kind = "null" if text is None else f"a {type(text).__name__}"
             raise BadDocument(f"field {self._field!r} is no text", f"it holds {kind}")
         try:
-            text.encode()  # JSON can spell half of a surrogate pair, which no text can hold
+            text.encode()  # JSON can encode half of a surrogate pair, which UTF-8 cannot
         except UnicodeEncodeError as error:
             said = f"character {error.start} is half of a surrogate pair"
             raise BadDocument("broken text", said) from error
@@ -221,12 +221,12 @@ class JsonlReader(FileReader):
 
 
 class ParquetReader(FileReader):
-    """Each row is a document, in a column of strings; files are streamed, never read whole."""
+    """Each row is a document, in a column of strings; files are streamed."""
 
     def __init__(self, record: Parquet) -> None:
         super().__init__(record)
         self._column = record.column
-        # An extra of the package: what is missing is said before anything is read.
+        # An optional dependency: fail before anything is read.
         self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
@@ -280,7 +280,7 @@ class StdlibReader(Source):
         kept = []
         for folder, inside, names in os.walk(self._root):
             inside[:] = [name for name in inside if name not in NOT_LIBRARY]
-            # The build's recorded settings are a generated table too.
+            # The recorded settings of the build are generated too.
             sources = (name for name in names if not name.startswith("_sysconfigdata"))
             kept += [Path(folder, name) for name in sources if name.endswith(".py")]
         if not kept:
@@ -294,7 +294,7 @@ class StdlibReader(Source):
         return file.relative_to(self._root).as_posix()
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        """Yield the files; the few that are not UTF-8 are noted and left out."""
+        """Yield the files; the few that are not UTF-8 are counted and left out."""
         for file in self.files():
             name = self._name(file)
             try:
@@ -304,7 +304,7 @@ class StdlibReader(Source):
 
 
 def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
-    """Yield documents in groups that are worth encoding in parallel; empty ones are noted."""
+    """Yield documents in groups large enough to encode in parallel; empty ones are counted."""
     batch: list[Document] = []
     chars = 0
     for document in source.documents(skipped):
@@ -321,7 +321,7 @@ def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
 
 
 def utf8(document: Document) -> bytes:
-    """Return a document's bytes."""
+    """Return a document's text as UTF-8; raises ``DataError`` if that is not possible."""
     try:
         return document.text.encode()
     except UnicodeEncodeError as error:
@@ -330,7 +330,7 @@ def utf8(document: Document) -> bytes:
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file that hold something, named ``path:line``, from 1."""
+    """Yield the lines of a file that are not blank, named ``path:line`` with lines from 1."""
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -338,7 +338,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Return the object of a line of JSON."""
+    """Return the object in a line of JSON; raises ``BadDocument`` if there is none."""
     try:
         content = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -352,7 +352,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 
 def expand(patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files that paths and patterns stand for: sorted per pattern, each once."""
+    """Return the files that paths and patterns match: sorted per pattern, each once."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         if Path(pattern).is_file():
@@ -371,7 +371,7 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading bytes, unpacked where its name ends in ``.gz``."""
+    """Open a file for reading bytes, decompressed if its name ends in ``.gz``."""
     if path.suffix in (".zst", ".xz", ".bz2", ".zip"):
         raise DataError(f"{path}: {path.suffix} is not read here; unpack it, or pack it as .gz")
     try:
@@ -385,10 +385,10 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def setting(field: str, value: str, flag: str | None = None) -> str:
-    """Name a field of a source as a run file writes it, and as ``data prepare`` takes it."""
+    """Return a source's setting in words: in a run file, and as a flag of ``data prepare``."""
     return f"{field}: {value} at its source (data prepare: --{flag or field} {value})"
 
 
 def decoded(data: bytes) -> str:
-    """Return the UTF-8 text of a file; a byte order mark at its beginning is no part of it."""
+    """Decode a file's UTF-8 text, without a byte order mark."""
     return data.removeprefix(b"\xef\xbb\xbf").decode()

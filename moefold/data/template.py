@@ -1,9 +1,9 @@
-"""Chat templates: a conversation to text, and which of its characters are answers.
+"""Chat templates: rendering of conversations to text, and the characters that are answers.
 
-A template is a program of others and runs in jinja2's sandbox, with the names and options that
-``transformers`` gives it. Answers are what stands inside ``{% generation %}``. Where a template has
-none, an answer is what its message adds to the conversation before it; of a template that writes
-earlier turns otherwise once more turns follow, nothing can be told in that way.
+A template is third-party code and runs in jinja2's sandbox, with the names and options that
+``transformers`` gives it. Answers are the text inside ``{% generation %}``. In a template without
+such blocks, an answer is what its message adds to the conversation before it; a template that
+renders earlier turns differently once others follow is refused.
 """
 
 import json
@@ -23,22 +23,22 @@ from moefold.data.sources import BadDocument
 
 Message = Mapping[str, Any]
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Noncharacters: no text that is exchanged holds them (Unicode 16, section 23.7)."""
+"""Noncharacters, which do not occur in interchanged text (Unicode 16, section 23.7)."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 ANSWER = "assistant"
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the spans of characters that are answers."""
+    """A rendered conversation, and the character spans of its answers."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
     marked: bool = False
-    """Whether the template says where answers are."""
+    """Whether the template marks answers with ``{% generation %}``."""
 
 
 class _Lacking(Undefined):
-    """What a template prints although it is nowhere; asking whether it is there is allowed."""
+    """Undefined variable: printing it is an error, except for special tokens; testing is not."""
 
     def __str__(self) -> str:
         name = str(self._undefined_name)
@@ -48,12 +48,12 @@ class _Lacking(Undefined):
 
 
 class _Generation(Extension):
-    """``{% generation %}``: what stands inside is the model's to write."""
+    """The block ``{% generation %}``, whose content the model has to write."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Put a mark on either side of the block."""
+        """Parse a block, and surround its output with marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -68,11 +68,11 @@ class ChatTemplate:
     Args:
         text: the template.
         special: texts of special tokens by their names, such as ``bos_token``.
-        source: how messages call it.
-        today: the date that it may write; None refuses it, since data would change with the day.
+        source: name of the template in messages.
+        today: the date that it may print; None makes that an error, as data would depend on it.
 
     Raises:
-        DataError: where it is no template, with the line.
+        DataError: if the syntax is wrong; names the line.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class ChatTemplate:
         prompt: bool = False,
         **more: Any,
     ) -> Rendered:
-        """Return a conversation's text, with the beginning of an answer where it is a ``prompt``.
+        """Return a conversation's text; with ``prompt``, the beginning of an answer follows.
 
         Raises:
-            BadDocument: where the template fails on it, with the template's line.
+            BadDocument: if the template fails on it; names the template's line.
         """
         held = {"messages": [_plain(m) for m in messages], "tools": tools, "documents": None}
         try:
@@ -125,7 +125,7 @@ class ChatTemplate:
             marked = self._inner.render(given)
         except RecursionError as error:
             raise BadDocument("the template fails", "it does not end") from error
-        except Exception as error:  # whatever Python raises inside somebody's program
+        except Exception as error:  # third-party code can raise anything
             self._refuse(error)
         spans, parts, begun = list[tuple[int, int]](), list[str](), 0
         for number, part in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
@@ -152,7 +152,7 @@ class ChatTemplate:
         """Return a conversation's text and the spans of its answers from message ``first`` on.
 
         Raises:
-            BadDocument: where the template fails, or spans cannot be told.
+            BadDocument: if the template fails, or the spans cannot be determined.
         """
         whole = self.render(messages, tools, **more)
         said = json.dumps([messages, tools, more], ensure_ascii=False, default=str)
@@ -160,7 +160,7 @@ class ChatTemplate:
             raise BadDocument("broken text", "a noncharacter, U+FDD0 or U+FDD1")
 
         def begin(number: int) -> int:
-            """Return where the answer of message ``number`` begins, behind its header."""
+            """Return the character at which the answer in message ``number`` begins."""
             before = self.render(messages[:number], tools, prompt=True, **more).text
             self._demand(whole.text, before, number)
             return len(before)
@@ -179,7 +179,7 @@ class ChatTemplate:
         return Rendered(whole.text, tuple(spans))
 
     def _demand(self, whole: str, part: str, number: int) -> None:
-        """Refuse a part of a conversation that is not how the whole of it begins."""
+        """Raise ``BadDocument`` if a rendered beginning is not a prefix of the whole text."""
         if whole.startswith(part):
             return
         at = next(
@@ -195,7 +195,7 @@ class ChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return a message without what is null; reasoning has several names in use."""
+    """Return a message without nulls, and its reasoning under both names that templates use."""
     held = {key: value for key, value in message.items() if value is not None}
     reasoning = next((held[name] for name in _REASONING if name in held), None)
     if reasoning is None:

@@ -1,10 +1,10 @@
-"""Tokenizers: text to token ids and back, and how many bytes of text each token stands for.
+"""Tokenizers: text to token ids and back, and the number of text bytes of each token.
 
-Shape suffixes: V vocabulary, N tokens of a document.
+V vocabulary, N tokens of a document.
 
 A document is encoded as ``start, its text, end``. Every byte of it is then predicted exactly once,
-which is what makes bits per byte comparable with a compressor's. A byte-level BPE trained here
-uses one token for both ends. Text that looks like a special token stays text.
+which makes bits per byte comparable with a compressor's. A byte-level BPE trained here has one
+token for both ends. Text that looks like a special token is encoded as text.
 """
 
 import json
@@ -40,7 +40,7 @@ _USUAL_ENDS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<
 STDERR = 2
 _HELD = threading.Lock()
 Sample = Callable[[int], Iterator[str]]
-"""Gives about so many bytes of the text that a tokenizer may be trained on."""
+"""Returns about so many bytes of text on which a tokenizer may be trained."""
 
 
 class Tokenizer:
@@ -49,10 +49,10 @@ class Tokenizer:
     Args:
         text: content of a ``tokenizer.json``.
         end: token that ends a document.
-        start: token that begins one, None for none.
-        vocab: rows of the embedding (default: as many as there are tokens).
-        source: where the content comes from, for error messages.
-        files: what lay beside it, by name (default: what a tokenizer trained here has).
+        start: token that begins a document, or None.
+        vocab: rows of the embedding (default: the number of ids).
+        source: origin of the content, for error messages.
+        files: content of the files next to it, by name (default: as for a tokenizer trained here).
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Tokenizer:
     ) -> None:
         with _library(source):
             self._inner = tokenizers.Tokenizer.from_str(text)
-        self._inner.no_truncation()  # a stored limit would cut documents without a word
+        self._inner.no_truncation()  # a stored limit would cut documents silently
         self._inner.no_padding()
-        self._inner.encode_special_tokens = True  # in documents they are text like any other
+        self._inner.encode_special_tokens = True  # in documents they are ordinary text
         self.text = text
         self.source = source
         self.template_source: str | None = None
@@ -92,17 +92,17 @@ class Tokenizer:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of all tokens that end a text, that of documents first."""
+        """Ids of all tokens that end a text, the one that ends documents first."""
         return tuple(i for i in self.files.ends(self.end_id) if i < self.size)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text alone, without start and end."""
-        text.encode()  # the library would not say which text has bytes that are no UTF-8
+        """Return the ids of the text, without start and end."""
+        text.encode()  # fails for text that is no UTF-8; the library's error would not name it
         with _library(self.source):
             return self._inner.encode(text, add_special_tokens=False).ids
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of the beginning of a document, for the model to go on from."""
+        """Return the ids of the beginning of a document, for the model to continue."""
         head = [] if self.start_id is None else [self.start_id]
         return head + self.encode(text)
 
@@ -115,7 +115,7 @@ class Tokenizer:
 
     @cached_property
     def _chats(self) -> tokenizers.Tokenizer:
-        """The tokenizer that reads special tokens in text, as a chat template writes them."""
+        """A tokenizer that recognises special tokens in text, as chat templates write them."""
         with _library(self.source):
             inner = tokenizers.Tokenizer.from_str(self.text)
         inner.no_truncation()
@@ -123,7 +123,7 @@ class Tokenizer:
         return inner
 
     def encode_chats(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return int64 [N] ids of what a template wrote, and [N, 2] the characters of each."""
+        """Return for each rendered text int64 [N] ids, and [N, 2] the character span of each."""
         inner = self._chats
         with parallel(), _library(self.source):
             coded = inner.encode_batch(list(texts), add_special_tokens=False)
@@ -132,13 +132,13 @@ class Tokenizer:
         ]
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """Return the text of token ids; special tokens are shown only where asked for."""
+        """Return the text of token ids; special tokens are left out unless ``special``."""
         with _library(self.source):
             return self._inner.decode(list(ids), skip_special_tokens=not special)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The UTF-8 bytes of each token id in [0, vocab); of special and absent ones none."""
+        """The UTF-8 bytes of each token id in [0, vocab); empty for special and absent tokens."""
         table, added = [b""] * self.vocab, self._inner.get_added_tokens_decoder()
         said = json.loads(self.text)
         alphabet = _byte_alphabet() if '"ByteLevel"' in json.dumps(said.get("decoder")) else None
@@ -157,12 +157,12 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of what the tokenizer does, whatever the layout of its file."""
+        """SHA-256 of the tokenizer's content, independent of the formatting of its file."""
         content = json.dumps(json.loads(self.text), sort_keys=True, ensure_ascii=True)
         return sha256(f"{content}\0{self.start!r}\0{self.end!r}".encode()).hexdigest()
 
     def first_difference(self, other: "Tokenizer") -> tuple[int, str | None, str | None] | None:
-        """Return the lowest id that stands for another token there, with this and that token."""
+        """Return the lowest id with different tokens here and in ``other``, and both tokens."""
         tables = (t._inner.get_vocab(with_added_tokens=True) for t in (self, other))
         mine, theirs = ({i: token for token, i in table.items()} for table in tables)
         differing = [i for i in {*mine, *theirs} if mine.get(i) != theirs.get(i)]
@@ -170,7 +170,7 @@ class Tokenizer:
         return None if first is None else (first, mine.get(first), theirs.get(first))
 
     def save(self, file: Path) -> None:
-        """Write the ``tokenizer.json`` and the names of its special tokens beside it."""
+        """Write ``tokenizer.json``, and next to it special tokens, vocabulary and other files."""
         file.write_text(self.text, encoding="utf-8")
         beside = {"eos_token": self.end, "bos_token": self.start, "vocab": self.vocab}
         beside |= {"files": self.files}
@@ -178,7 +178,7 @@ class Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer that ``Tokenizer.save`` wrote, exactly as it was."""
+    """Load a tokenizer that ``Tokenizer.save`` wrote."""
     beside_file = path.with_name(TOKENIZER_CONFIG)
     beside = read_json(beside_file, DataError)
     end, vocab = content(beside.get("eos_token")), beside.get("vocab")
@@ -189,21 +189,21 @@ def load(path: Path) -> Tokenizer:
 
 
 def from_record(record: FileTokenizer, sample: Sample) -> Tokenizer:
-    """Build the tokenizer of a ready file; no text is needed."""
+    """Load the tokenizer of a file; ``sample`` is not used."""
     found = from_path(record.path, record.end, record.start)
     if record.template is not None:
         file = Path(record.template)
         found.files[TEMPLATE_FILE] = _text(file)
         found.template_source = str(file)
     if record.start is None and found.start is None:
-        found.start, found.start_id = found.end, found.end_id  # the first byte is predicted too
+        found.start, found.start_id = found.end, found.end_id  # to predict the first byte too
     return found
 
 
 def from_path(path: str, end: str | None = None, start: str | None = None) -> Tokenizer:
-    """Build a tokenizer from a ``tokenizer.json`` or its folder; see :class:`FileTokenizer`.
+    """Load a tokenizer from a ``tokenizer.json`` or its folder, as for :class:`FileTokenizer`.
 
-    Where neither the folder nor ``start`` names a token that begins a text, there is none.
+    It has a start token only if the folder or ``start`` names one.
     """
     file = tokenizer_file(path)
     beside_file = file.with_name(TOKENIZER_CONFIG)
@@ -230,7 +230,7 @@ def _text(file: Path) -> str:
 
 
 def train(record: BpeTokenizer, sample: Sample) -> Tokenizer:
-    """Train a byte-level BPE on a sample of text; the same text gives the same tokenizer."""
+    """Train a byte-level BPE on a sample of text; deterministic."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -247,10 +247,10 @@ def train(record: BpeTokenizer, sample: Sample) -> Tokenizer:
 
 @contextmanager
 def parallel() -> Iterator[None]:
-    """Let ``tokenizers`` use every core inside.
+    """Let ``tokenizers`` use every core in the context.
 
-    Afterwards a set variable is as it was; an unset one is left at ``false``, because a process
-    that used the library's threads and then forks is otherwise told off on stderr.
+    Afterwards ``TOKENIZERS_PARALLELISM`` is restored, or ``false`` if it was not set: otherwise
+    the library prints a warning if the process forks later.
     """
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
@@ -263,13 +263,13 @@ def parallel() -> Iterator[None]:
 
 @contextmanager
 def _library(source: str) -> Iterator[None]:
-    """Call ``tokenizers`` within: whatever it makes of a damaged file is an error of that file.
+    """Turn failures of ``tokenizers`` in the context into errors that name ``source``.
 
-    Where it panics it prints its stack, past Python, to the process's stderr. What is written
-    there meanwhile is held back, and let go where nothing panics.
+    When the library panics, it prints a stack trace directly to file descriptor 2. Output to it is
+    therefore held back in the context, and dropped after a panic.
 
     Raises:
-        DataError: instead of a panic, and of the bare ``Exception`` of malformed content.
+        DataError: instead of a panic, or of the bare ``Exception`` for malformed content.
     """
     panicked = False
     with _HELD, tempfile.TemporaryFile() as held:
@@ -278,7 +278,7 @@ def _library(source: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            panicked = type(error).__name__ == "PanicException"  # no Exception, and in no module
+            panicked = type(error).__name__ == "PanicException"  # not importable, no Exception
             if not panicked and type(error) is not Exception:
                 raise
             raise DataError(
@@ -293,8 +293,8 @@ def _library(source: str) -> Iterator[None]:
 
 
 def _spelt(token: str, alphabet: Mapping[str, bytes] | None, inner: str) -> bytes:
-    """Return a token's bytes: a byte-level one's by an alphabet, else of SentencePiece's kind or
-    WordPiece's: ``▁the``, ``<0x0A>``, ``##ing``, where ``inner`` is ``##``.
+    """Return a token's bytes: by ``alphabet`` for byte-level BPE, else as in SentencePiece or
+    WordPiece: ``▁the``, ``<0x0A>``, ``##ing``, where ``inner`` is ``##``.
     """
     if alphabet is not None:
         return b"".join(alphabet.get(c) or c.encode() for c in token)
@@ -304,9 +304,9 @@ def _spelt(token: str, alphabet: Mapping[str, bytes] | None, inner: str) -> byte
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """The printable character that byte-level BPE (GPT-2) writes for each byte.
+    """Return the byte for each printable character of byte-level BPE (GPT-2).
 
-    Printable Latin-1 stands for itself, the other bytes take the characters from 256 on in order.
+    Printable Latin-1 represents itself; the other bytes have the characters from 256 on, in order.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(b): bytes([b]) for b in printable}
