@@ -128,9 +128,7 @@ class ChunkedAttention(GroupedQueryAttention):
 
 
 class LatentAttention(SoftmaxAttention):
-    """Multi-head latent attention: queries, keys and values are projected from low-rank latents.
-
-    All heads share the rotary part of a key.
+    """Multi-head latent attention: queries, keys and values from latents, shared rotary keys.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 

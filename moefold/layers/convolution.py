@@ -1,4 +1,4 @@
-"""A mixer of rows by a short convolution of each channel (LFM2). T rows, D hidden, C channels."""
+"""A gated short convolution per channel as a layer (LFM2). T rows, D hidden, C channels."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from moefold.layers.linear import Adaptable, Linear
 
 
 class ConvolutionMixer(Adaptable):
-    """Two gates of each channel, and the rows before each row within its document."""
+    """Causal convolution within documents, between two multiplicative gates per channel."""
 
     def __init__(self, record: ShortConvolution, hidden: int, epsilon: float) -> None:
         super().__init__()
@@ -25,13 +25,13 @@ class ConvolutionMixer(Adaptable):
         self.out = Linear(hidden, hidden)
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return the mixed rows [T, D]."""
+        """Return the layer's output [T, D]."""
         x_TD, whole = flow.gather(x_TD), flow.whole
         w_in = self.operand("w_in", flow)
         h_T3C = linear(x_TD, w_in, n_valid=whole.n_valid, sink=whole.sink)
         taps = flow.operand(self.taps, self.taps.dtype)
         valid_T, positions_T = whole.valid_T, whole.rows.positions_T
-        if valid_T is not None:  # a row of padding has none before it
+        if valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(valid_T, 0)
         flow.keeper.owns("attention", h_T3C)
         how = {"n_valid": whole.n_valid, "sink": whole.sink}
@@ -53,19 +53,19 @@ def rows_before(
     flow: Flow,
     of: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor | None:
-    """Return the ``reach`` rows [P, J, C] before each run of rows; None where one run has all.
+    """Return the ``reach`` rows [P, J, C] before each run of rows; None if a single run has all.
 
-    Runs are the two pieces of a context rank, or the new row of each text that is written.
+    Runs are the two pieces of a context rank or, in generation, the new row of each text.
 
     Args:
-        layer: whose rows the cache keeps.
-        x_TC: the rows that are here.
+        layer: the layer, as key of the cache.
+        x_TC: this rank's rows.
         reach: J.
         flow: the pass.
-        of: makes of rows [P, J, C] what is convolved.
+        of: function from rows [P, J, C] to the rows that are convolved.
 
     Raises:
-        ValueError: where a piece is shorter than the convolution reaches back.
+        ValueError: if a piece is shorter than ``reach``.
     """
     ranks = flow.world.group("cp")
     if ranks.size == 1:
@@ -85,7 +85,7 @@ def rows_before(
 def _kept(
     layer: nn.Module, x_TC: Tensor, reach: int, cache: KeyValueCache, of: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """Keep the last rows of each text, and return those before its new row; None of whole texts."""
+    """Cache the last rows of each text; return those before its new row, None for whole texts."""
     texts, key = cache.spans(), (layer, "rows")
     before = cache.states.get(key)
     if before is None:

@@ -1,4 +1,4 @@
-"""A mixer of rows by gated linear attention: convolutions, decays, the scan, a norm and a gate.
+"""Gated linear attention as a layer: convolutions, decays, the scan, a norm and a gate.
 
 T rows, D hidden, G query and key heads, H value heads, k key and v value dims, C channels.
 """
@@ -23,14 +23,14 @@ from moefold.layers.linear import Linear
 from moefold.layers.norm import RmsNorm
 
 EPSILON = 1e-6
-"""Added to the squares of a query or key before the root."""
+"""Added to the squared norm of a query or key before the square root."""
 Read = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Queries, keys, values, log decays and rates of the delta rule."""
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class DeltaMixer(nn.Module):
-    """Each head has a state of its document so far, written by keys and read by queries."""
+    """Gated linear attention: each head has a state, which keys write and queries read."""
 
     out: Linear
 
@@ -48,10 +48,10 @@ class DeltaMixer(nn.Module):
                 self.register_parameter(leaf, nn.Parameter(torch.empty(weight.shape)))
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
-        """Return the mixed rows [T, D]."""
+        """Return the layer's output [T, D]."""
         x_TD, whole = flow.gather(x_TD), flow.whole
         positions_T = whole.rows.positions_T
-        if whole.valid_T is not None:  # a row of padding has none before it
+        if whole.valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(whole.valid_T, 0)
         given = self._convolved(x_TD, positions_T, flow)
         given.append(self._projected("decay", x_TD, whole))
@@ -85,9 +85,9 @@ class DeltaMixer(nn.Module):
         return found
 
     def _scanned(self, given: list[Tensor], positions_T: Tensor, flow: Flow) -> Tensor:
-        """Return what queries read of the states [T, H, v].
+        """Return the scan's output [T, H, v].
 
-        Only what is given is kept: chunks hold much, and cost less than projections do.
+        Only the inputs are saved: chunks take much memory, and less time than projections.
         """
 
         valid_T = flow.valid_T
@@ -101,7 +101,7 @@ class DeltaMixer(nn.Module):
         return checkpoint(core, *given, use_reentrant=False, preserve_rng_state=False)
 
     def _read(self, parts: Read, positions_T: Tensor, flow: Flow) -> Tensor:
-        """Return what queries read [T, H, v], of states that come from other ranks too."""
+        """Return the scan's output [T, H, v], with states from the cache or other context ranks."""
         ranks, dims = flow.world.group("cp"), (self.record.value_dim, self.record.key_dim)
         if ranks.size == 1 and flow.cache is not None:
             return self._written(parts, positions_T, flow.cache)
@@ -118,7 +118,7 @@ class DeltaMixer(nn.Module):
         return (local + torch.einsum("pthk,phkv->pthv", read, own_PHkv)).flatten(0, 1)
 
     def _written(self, parts: Read, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
-        """Return what queries of texts read, whose states are kept."""
+        """Return the scan's output for texts in generation, and update their cached states."""
         texts, key = cache.spans(), (self, "states")
         state_PHkv, padding = cache.states.get(key), len(positions_T) - texts[-1].stop
         if state_PHkv is not None:
@@ -130,7 +130,7 @@ class DeltaMixer(nn.Module):
         return F.pad(out_THv, (0, 0, 0, 0, 0, padding))
 
     def _of_heads(self, given: tuple[Tensor, ...], valid_T: Tensor | None) -> Read:
-        """Return queries, keys, values, log decays and rates, in wide numbers and finite."""
+        """Return queries, keys, values, log decays and rates by head, wide and finite."""
         record, (*rows, a_log_H, dt_bias), beta_TH = self.record, given[:6], None
         if record.delta:
             rows.append(given[6])
@@ -151,7 +151,7 @@ class DeltaMixer(nn.Module):
 
 
 def _rows(parts: Read, at: slice) -> Read:
-    """Return what some rows give."""
+    """Return the rows ``at`` of all parts."""
     q_TGk, k_TGk, v_THv, decay_THk, beta_TH = parts
     return q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], None if beta_TH is None else beta_TH[at]
 

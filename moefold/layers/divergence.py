@@ -1,15 +1,15 @@
-"""Divergence of the head's distribution from a teacher's, where tensor ranks share the vocabulary.
+"""KL divergence of the head's distribution from a teacher's, with the vocabulary cut over tp.
 
-T rows here, P rows of the tensor group, C rows of a chunk, D hidden, V vocabulary, v of it here.
+T local rows, P rows of the tensor group, C rows of a chunk, D hidden, V vocabulary, v of it local.
 
 With ``p`` and ``q`` the softmax of the teacher's and the model's logits over a temperature t,
 
     KL = t^2 sum_v p_v (log p_v - log q_v)      d KL / d logits = t (q - p)
 
-which keeps gradients as large as those of labels, whatever t (arXiv 1503.02531, section 2). Where
-of p the K largest alone are known, all other tokens are one event in both: with m and r the sums of
-their probabilities, the sum is over these K and ``m (log m - log r)``, and p of each of the others
-is taken to be ``m q_v / r`` in the gradient.
+so that gradients are as large as those of labels for any t (arXiv 1503.02531, section 2). If only
+the K largest p are known, all other tokens are one event in both: with m and r the sums of their
+probabilities under p and q, the sum is over these K and ``m (log m - log r)``, and the gradient
+uses ``m q_v / r`` as p of each other token.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ from moefold.layers.linear import places_here
 from moefold.layers.loss import widening
 
 Compare = Callable[[Tensor, slice, Group], tuple[Tensor, Tensor]]
-"""``compare(logq_Cv, rows, ranks)``: this share's part of the divergence of each row [C], and
-``q - p`` [C, v]; the log-probabilities of these rows are its to overwrite."""
+"""``compare(logq_Cv, rows, ranks)`` returns this rank's part of the divergence of each row [C], and
+``q - p`` [C, v]; it may overwrite the log-probabilities."""
 
 
 @torch.no_grad()
@@ -43,18 +43,18 @@ def divergence_and_gradients(
     scale: float | Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of the summed divergence, and ``scale`` times its gradient.
+    """Return this rank's part of the summed divergence, and ``scale`` times its gradient by x_TD.
 
     The head's gradient, times ``scale``, is added to the master's ``.grad``.
 
     Args:
         x_TD: normed rows of this rank.
-        head: the head's matrix [V, D], this rank's share of its rows.
-        flow: the pass; rows with a label count.
-        compare: with the teacher, :func:`whole` or :func:`top`.
-        temperature: what logits are divided by.
-        scale: factor on the gradient by the rows.
-        chunk: rows whose logits exist at once.
+        head: this rank's rows of the head's matrix [V, D].
+        flow: the pass; only rows with a label count.
+        compare: comparison with the teacher, from :func:`whole` or :func:`top`.
+        temperature: divisor of the logits.
+        scale: factor on the gradients.
+        chunk: number of rows whose logits exist at once.
     """
     ranks, labels = flow.world.group("tp"), flow.whole.rows.labels_T
 
@@ -74,15 +74,15 @@ def divergence_and_gradients(
             dlogits_Cv = dlogits_Cv.mul_(weight_C1).to(head.value.dtype)
             dx_PD[rows] = dlogits_Cv @ head.value
             accumulate_head(head, dlogits_Cv, x_CD)
-            del dlogits_Cv  # or the next chunk's were made beside it
-        # A share of the vocabulary has a share of the sum.
+            del dlogits_Cv  # so that it is freed before the next chunk's is allocated
+        # Each rank has a partial sum, over its part of the vocabulary.
         return total * temperature**2, reduce_scatter(dx_PD, ranks)
 
     return widening(product, x_TD, head, flow.n_valid)
 
 
 def whole(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compare:
-    """Compare with all that a teacher says, by its normed rows, as many, and its head."""
+    """Compare with a teacher's full distribution, given its normed rows and head."""
     x_PD, labels = all_gather(x_TD, flow.world.group("tp")), flow.whole.rows.labels_T
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def whole(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compar
 
 
 def top(told_PW: Tensor) -> Compare:
-    """Compare with a teacher's largest probabilities, see :func:`top_probabilities`."""
+    """Compare with a teacher's largest probabilities, as :func:`top_probabilities` returns them."""
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
         told_CW, here = told_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
@@ -107,7 +107,7 @@ def top(told_PW: Tensor) -> Compare:
         losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, at_Ck))).sum(1)
         q_Cv = logq_Cv.exp_()
         q_Ck = torch.where(mine_Ck, q_Cv.gather(1, at_Ck), 0)
-        q_Cv.scatter_add_(1, at_Ck, -q_Ck)  # exact: those of the others are left
+        q_Cv.scatter_add_(1, at_Ck, -q_Ck)  # exactly 0: only the other tokens' q remain
         r_C = sum_(q_Cv.sum(1), ranks)
         if ranks.index == 0:
             losses_C += torch.xlogy(m_C, m_C) - torch.xlogy(m_C, r_C)
@@ -121,10 +121,10 @@ def top(told_PW: Tensor) -> Compare:
 def top_probabilities(
     x_TD: Tensor, head: Operand, flow: Flow, *, k: int, temperature: float, chunk: int
 ) -> Tensor:
-    """Return each row's K largest probabilities, W = 2 K + 1 numbers of the tensor group's rows.
+    """Return the K largest probabilities [P, W] of the tensor group's rows, in fp32 or wider.
 
-    These are [P, W] in fp32 or wider: K ids, K log-probabilities, and the logarithm of the sum of
-    all other probabilities.
+    The W = 2 K + 1 numbers of a row are K ids, K log-probabilities, and the logarithm of the sum
+    of all other probabilities.
     """
     ranks = flow.world.group("tp")
     x_PD = all_gather(x_TD, ranks)
@@ -139,7 +139,7 @@ def top_probabilities(
         best, ids = shares_R2Ck.permute(1, 2, 0, 3).flatten(2)
         best, at = best.topk(k, 1)
         ids = ids.gather(1, at)
-        # Not one less theirs, which of a few tokens is rounding alone.
+        # Summed, as 1 minus the others would be mere rounding error if few tokens remain.
         mine, at = places_here(ids, here, ranks)
         p_Cv = logp_Cv.exp_()
         p_Cv.scatter_add_(1, at, -torch.where(mine, p_Cv.gather(1, at), 0))
@@ -149,7 +149,7 @@ def top_probabilities(
 
 
 def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:
-    """Return log-probabilities [C, v] of this rank's share of the vocabulary."""
+    """Return log-probabilities [C, v] of this rank's part of the vocabulary."""
     logits_Cv = x_CD @ head.value.t()
     logits_Cv = logits_Cv.to(wide_dtype(logits_Cv)).div_(t)
     logits_Cv.sub_(max_(logits_Cv.amax(1, keepdim=True), ranks))

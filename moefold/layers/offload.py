@@ -1,8 +1,8 @@
-"""Places for activations between forward and backward that are not the device.
+"""Offloading of activations to host memory or disk between forward and backward.
 
-A storage goes away once, whatever shows it, and is fetched before its layer's backward runs. Copies
-run beside computing: on threads, and on CUDA on a stream of their own. What is freed on the device
-is free once the copy has ended.
+A storage is copied once, for all its views, and prefetched before its layer's backward. Copies run
+concurrently with compute: on threads, and on CUDA on a stream of their own. Device memory is freed
+when the copy has ended.
 """
 
 import mmap
@@ -24,18 +24,18 @@ from moefold.offload.slots import Copies, finish
 
 
 class StoreFigures:
-    """What a place holds of one rank, and how often what was taken was there already."""
+    """Statistics of a place on one rank: bytes, and how often prefetching was in time."""
 
     def __init__(self) -> None:
         self.held = self.peak = self.moved = 0
-        """Bytes that lie there, the most that have, and all that have gone there."""
+        """Bytes held now, at most, and written in total."""
         self.takes = self.present = 0
-        """How often something was taken back, and was fetched by then."""
-        # Freed where the last keeper goes: on any thread, and within an allocation here too.
+        """Number of takes, and of takes that found the data already fetched."""
+        # Reentrant: storages are freed on any thread, even by an allocation within these methods.
         self._lock = threading.RLock()
 
     def add(self, size: int) -> None:
-        """Count what goes (above zero) or has been taken back."""
+        """Count bytes that are written (positive) or released (negative)."""
         with self._lock:
             self.held += size
             self.moved += max(size, 0)
@@ -49,9 +49,9 @@ class StoreFigures:
 
 
 class HostStore:
-    """The host's memory, pinned for a GPU; base of every place.
+    """Offloads to host memory, pinned for a GPU; base of every place.
 
-    A job for each copy runs on the place's threads, in the order in which they were asked for.
+    Each copy is a job on the place's threads; jobs run in the order of their requests.
     """
 
     threads = 1
@@ -62,18 +62,18 @@ class HostStore:
         self._copies = Copies(device, self.threads)
 
     def send(self, data_N: Tensor) -> "Future[Any]":
-        """Begin to copy the bytes of a storage; the future says where they lie."""
+        """Begin to copy the bytes of a storage; the future returns where they are stored."""
         self.figures.add(data_N.numel())
-        held = [data_N]  # what a job holds it lets go of a moment after its future is done
+        held = [data_N]  # popped, as a job is released only a moment after its future is done
         return self._copies.begin(lambda: self._send(held.pop()))
 
     def bring(self, sent: "Future[Any]", into_N: Tensor) -> "Future[None]":
-        """Begin to copy bytes back, once they have gone."""
+        """Begin to copy bytes back, after they have been sent."""
         held = [into_N]
         return self._copies.begin(lambda: self._bring(sent, held.pop()))
 
     def drop(self, sent: "Future[Any]", size: int) -> None:
-        """Forget bytes that nothing will take."""
+        """Release bytes that will not be read any more."""
         self.figures.add(-size)
         sent.add_done_callback(self._free)
 
@@ -88,11 +88,11 @@ class HostStore:
         finish(into_N)
 
     def _free(self, sent: "Future[Any]") -> None:
-        """Let what was sent be overwritten: memory goes with the future."""
+        """Free the stored bytes; here the memory is freed with the future."""
 
 
 class FileStore(HostStore):
-    """A file of a rank. Slots are of few sizes, at most an eighth larger than what they hold."""
+    """Offloads to a file per rank, in slots of few sizes, at most an eighth larger than needed."""
 
     threads = 2
 
@@ -126,7 +126,7 @@ class FileStore(HostStore):
             self._file.free(sent.result())
 
     def _staged(self, room: int) -> mmap.mmap:
-        """Return this thread's aligned memory, of at least so many bytes."""
+        """Return this thread's aligned staging memory of at least ``room`` bytes."""
         held: mmap.mmap | None = getattr(self._own, "memory", None)
         if held is None or len(held) < room:
             held = self._own.memory = mmap.mmap(-1, room)
@@ -134,13 +134,13 @@ class FileStore(HostStore):
 
 
 def _room(size: int) -> int:
-    """Return the bytes of a slot: one of eight sizes between two powers of two."""
+    """Return the size of a slot: one of eight sizes between two powers of two."""
     step = max(BLOCK, 1 << max(size.bit_length() - 4, 0))
     return -(-size // step) * step
 
 
 class Offloading:
-    """Where activations of one rank go, by the kind of module they belong to."""
+    """Offloading of one rank: the place of activations by kind of module."""
 
     def __init__(self, record: Offload, device: torch.device, rank: int = 0) -> None:
         self.record = record
@@ -154,15 +154,15 @@ class Offloading:
             self.stash = PagedStash(record.pages, device, record.in_flight)
 
     def without_pages(self) -> "Offloading":
-        """Return the same places for a pass whose rows have no pages."""
+        """Return a copy without the paged stash."""
         places = copy(self)
         places.stash = None
         return places
 
     def place_of(self, kind: str, at: int, of: int, ends: bool) -> HostStore | None:
-        """Return where a kind's activations go from layer ``at`` of the ``of`` of a chunk.
+        """Return the place of a kind's activations in layer ``at`` of a chunk of ``of`` layers.
 
-        ``ends``: whether the chunk ends in the loss.
+        ``ends``: whether the chunk computes the loss.
         """
         for place in self.places.values():
             if kind in place.record.modules and at < leaving(place.record.share, of, ends):
@@ -171,7 +171,7 @@ class Offloading:
 
 
 class Away:
-    """A storage that has left the device, as long as something will take it back."""
+    """An offloaded storage, released when nothing refers to it any more."""
 
     def __init__(self, place: HostStore, sent: "Future[Any]", data_N: Tensor) -> None:
         self._place, self._sent = place, sent
@@ -179,21 +179,21 @@ class Away:
         self._back: tuple[Tensor, Future[None]] | None = None
 
     def __del__(self) -> None:
-        """Let go of it."""
+        """Release the offloaded bytes."""
         self._place.drop(self._sent, self._size)
 
     def left(self) -> None:
-        """Wait until the device's memory is free."""
+        """Wait until the copy has ended and the device memory is free."""
         self._sent.result()
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Begin to copy the storage back to the device."""
         if self._back is None:
             into_N = torch.empty(self._size, dtype=torch.uint8, device=self._device)
             self._back = into_N, self._place.bring(self._sent, into_N)
 
     def arrived(self) -> Tensor | None:
-        """Return its bytes on the device, waiting for them; None where nobody has sent for it."""
+        """Wait for the bytes and return them on the device; None if they were not fetched."""
         if self._back is None:
             return None
         into_N, done = self._back
@@ -201,7 +201,7 @@ class Away:
         return into_N
 
     def take(self, departed: "Departed", layer: int, dtype: torch.dtype) -> Tensor:
-        """Return it on the device, and send for the layers that are taken next."""
+        """Return the storage on the device, and prefetch the layers that are read next."""
         self._place.figures.taken(self._back is not None and self._back[1].done())
         departed.fetch(layer)
         self.fetch()
@@ -211,9 +211,9 @@ class Away:
 
 
 class Departed:
-    """What has left from a chunk's layers for one micro-batch; backward takes the last ones first.
+    """Offloaded storages of a chunk by layer, for one micro-batch, to prefetch in backward.
 
-    Holds nothing itself: what nobody will take is gone.
+    It holds weak references, so that storages which will not be read are released.
     """
 
     def __init__(self, in_flight: int) -> None:
@@ -221,29 +221,29 @@ class Departed:
         self._layers: defaultdict[int, list[ref[Away | PagedRows]]] = defaultdict(list)
 
     def add(self, layer: int, away: Away | PagedRows) -> None:
-        """Note what leaves from a layer."""
+        """Record an offloaded storage of a layer."""
         self._layers[layer].append(ref(away))
 
     def enter(self, layer: int) -> None:
-        """Wait, as a layer's forward begins, until few enough layers are on their way."""
+        """Wait, before a layer's forward, until at most ``in_flight`` layers are being copied."""
         for away in self._of(layer - self._in_flight):
             away.left()
 
     def fetch(self, layer: int | None = None) -> None:
-        """Begin to bring back a layer that is taken now, and those after it in backward.
+        """Begin to fetch a layer that is read now, and those that follow in backward.
 
-        Without a layer: those that backward will take first.
+        By default, fetch those that backward reads first.
         """
         first = max(self._layers, default=-1) if layer is None else layer
         last = max(first - self._in_flight + (layer is None), 0)
-        if last < self._lowest:  # what was sent for is not looked at again
+        if last < self._lowest:  # skip layers that were fetched already
             for number in range(min(first, self._lowest - 1), last - 1, -1):
                 for away in self._of(number):
                     away.fetch()
             self._lowest = last
 
     def settle(self) -> None:
-        """Wait until all is where it is on its way to."""
+        """Wait for all copies in progress."""
         for layer in list(self._layers):
             for away in self._of(layer):
                 away.left()

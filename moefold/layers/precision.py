@@ -1,4 +1,4 @@
-"""What number format products run in, and the compute copies of the weights."""
+"""Number formats of products, and compute copies of weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,37 +26,37 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Narrow(NamedTuple):
-    """That products of a weight read codes, and what of it is on this rank."""
+    """How products of a weight are quantised, and which part of the weight is on this rank."""
 
     recipe: Recipe
     number: int
-    """Of the weight in the model, for stochastic rounding."""
+    """Number of the weight in the model, for stochastic rounding."""
     by_rank: bool = False
-    """Whether rows share blocks and scales on each rank apart."""
+    """Whether blocks and scales of rows are separate on each rank."""
     inputs: str = ""
-    """The axis that cuts its inputs."""
+    """Axis that cuts the inputs."""
     outputs: str = ""
-    """The axis that cuts its outputs."""
+    """Axis that cuts the outputs."""
     columns: tuple[range, ...] = ()
-    """Which outputs are here, where not all."""
+    """Outputs on this rank; empty for all."""
     first_expert: int | None = None
-    """Number of the first expert here; None of a weight that has none."""
+    """Number of the first expert on this rank; None for weights without experts."""
     history: AmaxHistory | None = None
-    """What scales matrices, where steps before do."""
+    """Amax history, for delayed scaling."""
 
     @property
     def version(self) -> int:
-        """A number that changes with what scales matrices."""
+        """A number that changes whenever the scales of delayed scaling do."""
         return 0 if self.history is None else self.history.past_RMH._version
 
     def delayed(self, amax: Tensor, role: Role, matrices: Sequence[int], notes: bool) -> Tensor:
-        """Return what scales matrices that are here; see :meth:`AmaxHistory.scaling`."""
+        """Return the amax of delayed scaling for local matrices (:meth:`AmaxHistory.scaling`)."""
         assert self.history is not None
         whole = [(self.first_expert or 0) + one for one in matrices]
         return self.history.scaling(amax, role, whole, notes)
 
     def located(self, shard: Shard) -> "Narrow":
-        """Return the same of the piece that is on this rank."""
+        """Return the record for the piece of the weight on this rank."""
         cuts = {dim: axis for axis, dim in shard.placement.cuts.items()}
         lead, last = int(shard.placement.of_experts), len(shard.shape) - 1
         (start, end), width = shard.box[last - 1], shard.shape[last - 1]
@@ -69,9 +69,9 @@ class Narrow(NamedTuple):
         )
 
     def sharing(self, role: Role, own: bool) -> tuple[str, ...]:
-        """Return the axes whose ranks hold parts of the matrices that one scale is for.
+        """Return the axes whose ranks hold parts of a matrix with one scale.
 
-        ``own``: whether each tensor rank reads other rows.
+        ``own``: whether each tensor rank reads rows of its own.
         """
         if role == "weight":
             cut = self.inputs + self.outputs  # no weight has both
@@ -85,17 +85,17 @@ class Narrow(NamedTuple):
 
 
 class WeightProducts(nn.Module):
-    """A module that multiplies by its weights: a recipe may say that it does so on codes."""
+    """Base of modules that multiply by their weights, so that these products can be quantised."""
 
     narrow: Mapping[str, Narrow] = {}
-    """Of its parameters, by their names in it."""
+    """Quantised weights, by name in the module."""
 
 
 class ExactBuffers(nn.Module):
     """A module whose own buffers keep their dtype when the model is cast.
 
-    Counts that became bfloat16 no longer tell 40,841 from 40,840, and a selection bias no longer
-    moves by 1e-3. Devices change as usual; the buffers of submodules are theirs to keep.
+    In bfloat16 counts could not distinguish 40,841 from 40,840, nor a selection bias move by 1e-3.
+    Buffers change device as usual; those of submodules are not covered.
     """
 
     def _apply(self, fn: Callable[[Tensor], Any], recurse: bool = True) -> Self:
@@ -104,16 +104,16 @@ class ExactBuffers(nn.Module):
         for name, old in before.items():
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
-                # From the old values: the cast has already lost digits.
+                # Copied from the old values, as the cast has already lost digits.
                 self._buffers[name] = old.to(new.device)
         return self
 
 
 def quantise_products(model: nn.Module, decoder: Decoder) -> None:
-    """Let products of a model's weights read codes, those that its description quantises.
+    """Quantise the products of a model as its description states.
 
     Raises:
-        ValueError: where a layer from outside multiplies by a weight itself.
+        ValueError: if a plug-in layer with a quantised weight is no :class:`WeightProducts`.
     """
     record = decoder.quantise
     if not isinstance(record, Quantise):
@@ -139,20 +139,20 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
 
 
 def recipe_of(record: Quantise) -> Recipe:
-    """Return what products run in by a record."""
+    """Return the recipe of quantised products for a record."""
     wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
     more = record.block, wire, record.hidden_block, record.backend
     return Recipe(record.kind, record.rule, narrow_dw, *more)
 
 
 def histories_of(model: nn.Module) -> dict[str, AmaxHistory]:
-    """Return what scales products on codes by steps before, by the names of weights."""
+    """Return the amax histories of a model, by the names of weights."""
     found = narrow_products(model).items()
     return {name: one.history for name, one in found if one.history is not None}
 
 
 def narrow_products(model: nn.Module) -> dict[str, Narrow]:
-    """Return how products read codes of a model's parameters, by their names."""
+    """Return the quantised weights of a model, by global name."""
     return {
         f"{path}.{leaf}": narrow
         for path, module in model.named_modules()
@@ -165,7 +165,7 @@ class PrecisionPolicy:
     """Turns parameters into operands of products.
 
     Parameters stay in the master dtype (fp32, or fp64 for proofs). Under ``bf16`` each weight is
-    cast once per change, whatever the number of micro-batches, forward passes and recomputes.
+    cast once per update, for any number of micro-batches, forward passes and recomputes.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -176,26 +176,25 @@ class PrecisionPolicy:
         self._given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._codes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.copies_stay = False
-        """Whether a renewed copy lies where the old one did, as a captured graph reads it."""
+        """Whether copies are renewed in place, since captured graphs read them."""
         self.seed, self.step = 0, 0
-        """What stochastic rounding draws by."""
+        """Key of random numbers: stochastic rounding, dropout and routing."""
         self.adapts = True
-        """Whether weights are read with their adapters."""
+        """Whether adapters are applied to weights."""
         self.noted: list[tuple[int, str, int | None]] | None = None
-        """Where a fault is looked for: number of the weight, role and expert of what becomes codes
-        and is not finite, in the order of the pass."""
+        """Non-finite operands of quantised products in order of execution, as (number of weight,
+        role, expert); None unless a fault is being traced."""
 
     def give(self, weight: Tensor, value: Tensor | Callable[[], NarrowWeight]) -> None:
-        """Take ``value`` for what ``weight`` stands for, whose own values are on other ranks.
+        """Use ``value``, or the codes it returns, for the sharded parameter ``weight``.
 
-        Who gives it, or what returns its codes, brings it up to date, and may take its memory
-        between uses.
+        The caller keeps the value up to date, and may free its memory between uses.
         """
         self._given[weight] = value
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """While open, weights are read without their adapters."""
+        """While open, adapters are not applied."""
         self.adapts = False
         try:
             yield
@@ -204,12 +203,12 @@ class PrecisionPolicy:
 
     @property
     def copies(self) -> list[Tensor]:
-        """The compute copies that are there."""
+        """The existing compute copies."""
         return [copy for _, _, copy in self._copies.values()]
 
     @property
     def codes(self) -> list[Tensor]:
-        """Codes and scales of weights that are here, and their largest magnitudes if kept."""
+        """Codes and scales of local weights, and their amax under delayed scaling."""
         held = [one for *_, one in self._codes.values()]
         made = [one for weight in held for one in weight.operands]
         found = [part for one in made for part in (one.codes, one.scales, one.matrix_scale)]
@@ -217,11 +216,11 @@ class PrecisionPolicy:
         return [part for part in found if part is not None]
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
-        """Return the weight as products take it, or in another ``dtype`` where one is named.
+        """Return the weight as an operand in the compute dtype, or in ``dtype``.
 
-        The copy is renewed when the parameter's version counter has moved (every in-place update
-        moves it, an optimizer's or a checkpoint's alike) or when it lies in other memory. Writing
-        through ``weight.data`` moves neither: update under ``torch.no_grad()`` instead.
+        The copy is renewed when the parameter's version counter has changed (as by any in-place
+        update, of an optimizer or a checkpoint) or its memory has. Writing through ``weight.data``
+        changes neither: update under ``torch.no_grad()`` instead.
         """
         dtype = dtype or self.dtype
         if self._given and (value := self._given.get(weight)) is not None:
@@ -241,23 +240,23 @@ class PrecisionPolicy:
         return Operand(weight, held[2])
 
     def renew(self) -> None:
-        """Bring the compute copies up to date now, which otherwise their next use does."""
+        """Update the compute copies now instead of on their next use."""
         for weight, (_, _, copy) in list(self._copies.items()):
             self.operand(weight, copy.dtype)
 
     def narrow_operand(
         self, weight: Tensor, narrow: Narrow, largest: Largest, groups: int = 0
     ) -> NarrowOperand:
-        """Return the weight as products on codes take it.
+        """Return the weight as the operand of a quantised product.
 
-        Codes are made of the values that wide products would read, once per change of a weight that
-        is here, and in each pass of one that is brought from other ranks.
+        The values that a wide product would read are quantised: once per update if the weight is
+        local, and in each pass if it is gathered from other ranks.
 
         Args:
             weight: the parameter.
-            narrow: kind, number and place.
-            largest: the maximum over ranks that hold parts of the same matrices.
-            groups: leading dims that count matrices; those after them are outputs.
+            narrow: recipe and place of the weight.
+            largest: computes the maximum over ranks that hold parts of the same matrices.
+            groups: number of leading dims that index matrices; the next dims are outputs.
         """
 
         def narrowed(value: Tensor) -> NarrowWeight:
@@ -277,7 +276,7 @@ class PrecisionPolicy:
             return held[3]
 
         def codes() -> NarrowWeight:
-            # Made once, and of every step that reads them.
+            # Codes are made once per update, but their amax belongs to each step that reads them.
             found = made()
             if narrow.history is not None and found.amax is not None:
                 narrow.delayed(found.amax, "weight", range(found.amax.numel()), True)
@@ -295,7 +294,7 @@ class PrecisionPolicy:
         return NarrowOperand(weight, codes, draw, largest, note)
 
     def _note(self, narrow: Narrow, role: str, group: int, values: Tensor) -> None:
-        """Note an operand that is not finite."""
+        """Record an operand if it is not finite."""
         assert self.noted is not None
         if non_finite({role: values}):
             first = narrow.first_expert
@@ -303,12 +302,12 @@ class PrecisionPolicy:
 
 
 def _fresh(weight: Tensor, version: int, values: Tensor) -> bool:
-    """Return whether what was made of a parameter's values stands for those it has now."""
+    """Return whether a parameter still has the version and memory that a copy was made of."""
     return version == weight._version and weight.is_set_to(values)
 
 
 def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Return a given value in the dtype that a layer asks for."""
+    """Return a gathered value in the dtype that a layer asks for."""
     assert value.untyped_storage().size(), "a weight is read outside of its unit's pass"
     assert dtype == value.dtype or value.dtype == master, (
         f"a layer reads in {dtype} what was brought in {value.dtype}: its layer "

@@ -1,12 +1,12 @@
-"""Experts' rows between forward and backward in pages of the device, for as many as came.
+"""Paged stash: saves experts' rows for backward in pages on the device, without unused rows.
 
-A dispatch of fixed shapes hands its experts room for the most rows that are expected of any layer.
-What is kept of them lies in pages (:mod:`moefold.kernels.pages.ring`), enough of them for what all
-layers and micro-batches in flight have together; room is there for the layer that runs.
+A dispatcher of fixed shapes gives experts a buffer for the most rows that any layer may receive.
+Valid rows are saved in pages (:mod:`moefold.kernels.pages.ring`), of which there are enough for all
+layers and micro-batches in flight together; the full buffer exists only for the running layer.
 
-Rows of a chunk's first layers may go on to pages of the host, beside other work. Their pages here
-are free when so many later layers have come as may be on their way at once, and others are taken as
-backward nears them. Both follow from the order of layers and passes: no count is read.
+Rows of a chunk's first layers may spill to pages on the host, concurrently with other work. Their
+device pages are freed ``in_flight`` layers later, and others are claimed as their backward
+approaches. Both follow from the order of layers and passes: no count is read on the host.
 """
 
 from collections import deque
@@ -24,31 +24,31 @@ from moefold.layers.config import OffloadToPages
 from moefold.offload.slots import Copies
 
 Form = tuple[int, torch.dtype]
-"""Of a row."""
+"""Width and dtype of a row."""
 Leaving = tuple[Callable[[int], None], int]
-"""Begins to bring back the rows of a layer, and of those that are taken next; and the layer."""
+"""A function that prefetches rows of a layer and of those read next, and the layer's number."""
 
 
 class Pages(NamedTuple):
-    """Pages by the bytes of a row."""
+    """Numbers of pages on device and host, by the bytes of a row."""
 
     here: Mapping[int, int]
     host: Mapping[int, int]
 
 
 class PagedStash:
-    """A rank's pages, by the form of their rows.
+    """All pages of a rank, by the form of their rows.
 
     Args:
-        record: rows of a page, and what goes on to the host.
-        device: of the rows.
-        in_flight: layers that are on their way to the host at once.
+        record: rows per page, and the share of layers that spill.
+        device: device of the rows.
+        in_flight: most layers that are being copied to the host at once.
 
     Attributes:
-        rings: the pages here.
-        host: those of the host.
-        copies: between both; those ``under_way`` began in this step.
-        step: number of the step; what was put in an earlier one is forgotten.
+        rings: pages on the device.
+        host: pages on the host.
+        copies: copies between the two; ``under_way`` lists those of this step.
+        step: number of the step; rows of earlier steps are invalid.
     """
 
     def __init__(self, record: OffloadToPages, device: torch.device, in_flight: int = 1) -> None:
@@ -63,14 +63,14 @@ class PagedStash:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All memory of it on the device."""
+        """All tensors of the stash on the device."""
         here = [one for ring in self.rings.values() for one in ring.tensors]
         return here + [one for ring in self.host.values() for one in ring.tensors[1:]]
 
     def begin_step(self, key: Hashable, pages: Callable[[], Pages]) -> None:
-        """Forget all rows; ``pages`` says how many there are of bytes of a row, once for a key."""
+        """Discard all rows, and allocate the numbers of ``pages()``, computed once per ``key``."""
         for one in self.under_way:
-            one.exception()  # of a step that was given up: later it would write on other rows
+            one.exception()  # wait for copies of an abandoned step, which would overwrite rows
         self.under_way.clear()
         if key not in self._known:
             self._known[key] = pages()
@@ -86,9 +86,9 @@ class PagedStash:
     def put(
         self, x_RD: Tensor, ends_E: Tensor, leaving: Leaving | None = None
     ) -> "PagedRows | None":
-        """Keep the rows of a room, of which the last of ``ends_E`` says how many count.
+        """Save the valid rows of a buffer, whose number is the last of ``ends_E``.
 
-        None where there are no pages for such rows. With ``leaving`` they go on to the host.
+        Returns None if there are no pages for rows of this size. With ``leaving`` they spill.
         """
         width = prod(x_RD.shape[1:])
         size, form = width * x_RD.element_size(), (width, x_RD.dtype)
@@ -112,7 +112,7 @@ class PagedStash:
         return rows
 
     def lacking(self) -> Tensor:
-        """Return by how many thousandths of it, at most, the fullest form has too few pages."""
+        """Return the largest relative shortage of pages over forms, in thousandths."""
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         rings = (*self.rings.values(), *self.host.values())
         parts = ((one.refused * 1000 + one.pages - 1) // one.pages for one in rings)
@@ -120,7 +120,7 @@ class PagedStash:
 
 
 class PagedRows:
-    """Rows in pages, as long as something will take them."""
+    """Rows saved in pages, which are freed once the rows are read or dropped."""
 
     def __init__(
         self,
@@ -143,20 +143,20 @@ class PagedRows:
         self._step = stash.step
 
     def __del__(self) -> None:
-        """Free pages that nobody took."""
+        """Free pages of rows that were never read."""
         self.arrived()
         if self._back is None and self._step == self._stash.step:
             self._free()
 
     def left(self) -> None:
-        """Free the pages here once all is on the host, unless that was sent for again."""
+        """Free the device pages after the copy to the host, unless the rows are fetched again."""
         if self._goes:
             self.arrived()
             self._ring.give(self._page_M)
             self._here = self._goes = False
 
     def fetch(self) -> None:
-        """Begin to bring rows back that have left."""
+        """Begin to copy spilled rows back to the device."""
         self._goes = False
         if not self._here:
             self._page_M = self._ring.claim(self._ends_E[-1], self._room)
@@ -164,12 +164,12 @@ class PagedRows:
             self._here = True
 
     def arrived(self) -> None:
-        """Wait until no copy is under way."""
+        """Wait for the copy in progress, if any."""
         if self._copied is not None:
             self._copied.result()
 
     def take(self) -> Tensor:
-        """Return the rows in room of their own; their pages are free."""
+        """Return the rows in a buffer of their original size, and free their pages."""
         if self._back is None:
             if self._leaving is not None:
                 fetch, layer = self._leaving

@@ -1,7 +1,7 @@
-"""Causal attention over rows that context ranks may share, and ways in which they see each other.
+"""Causal attention with context parallelism: all-gather, Ulysses and mixed.
 
-T rows here, U or R rows of all ranks, H query heads, G key-value heads, d query-key and v value
-dims per head, n ranks that share heads.
+T local rows, U or R rows of all ranks, H query heads, G key-value heads, d query-key and v value
+dims per head, n ranks that divide heads.
 """
 
 import torch
@@ -29,9 +29,9 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return ``out_THv``; each row sees the rows of its own segment up to itself, on any rank.
+    """Return ``out_THv``: each row attends to its segment's rows up to itself, on all ranks.
 
-    For window and sinks see :class:`Heads`; the pass knows the segments and the context ranks.
+    ``window`` and ``sinks_H`` are those of :class:`Heads`.
     """
     heads = Heads(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, window, sinks_H)
     if flow.world.group("cp").size == 1:
@@ -43,9 +43,9 @@ def attend(
 def largest(
     q_THd: Tensor, k_TGd: Tensor, scale: float, flow: Flow, window: int | None = None
 ) -> Tensor:
-    """Return the largest logit of each head over this rank's rows and what they see, on any rank.
+    """Return the largest logit, at least 0, of each head over this rank's rows and all their keys.
 
-    It is zero at least. Where ranks share rows they bring their keys together.
+    Context ranks all-gather their keys for it.
     """
     ranks = flow.world.group("cp")
     k_UGd = gather(k_TGd, ranks).flatten(0, 1) if ranks.size > 1 else k_TGd
@@ -54,7 +54,7 @@ def largest(
 
 
 def gathered(record: Gathered, heads: Heads, world: World) -> Tensor:
-    """Attend with keys and values of all ranks; their gradients are summed at home."""
+    """Attend with keys and values gathered from all ranks; backward is a reduce-scatter."""
     ranks, (k_TGd, v_TGv) = world.group("cp"), heads[1:3]
     kv_UW = all_gather(torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1), ranks)
     k_UG, v_UG = kv_UW.split([k_TGd[0].numel(), v_TGv[0].numel()], 1)
@@ -64,7 +64,7 @@ def gathered(record: Gathered, heads: Heads, world: World) -> Tensor:
 
 
 def tiles_of(sight: Sight, rank: int) -> list[Tile]:
-    """Return what a rank's rows see where the ranks' rows lie one rank after the other."""
+    """Return the tiles of a rank's rows over keys that are concatenated by rank."""
     others = (owner for owner in range(sight.ranks) if owner != rank)
     return [
         tile.moved(owner * sight.rows)
@@ -74,13 +74,13 @@ def tiles_of(sight: Sight, rank: int) -> list[Tile]:
 
 
 def ulysses(record: Ulysses, heads: Heads, world: World) -> Tensor:
-    """Attend with a share of the heads over all rows, which each rank has in order."""
+    """Attend with some of the heads over all rows, after an all-to-all."""
     ranks = world.group("cp")
     return to_rows(on_one_rank(to_heads(heads, ranks)), ranks)
 
 
 def on_one_rank(heads: Heads) -> Tensor:
-    """Return ``out_THv`` of rows that are all here, tile by tile where a window or sinks ask it."""
+    """Return ``out_THv`` of rows that are all local; by tiles if there is a window or sinks."""
     q_THd, k_TGd, v_TGv, scale, lengths, window, sinks_H = heads
     if window is None and sinks_H is None:
         return attention(q_THd, k_TGd, v_TGv, lengths, scale)
@@ -88,10 +88,10 @@ def on_one_rank(heads: Heads) -> Tensor:
 
 
 def to_heads(heads: Heads, ranks: Group) -> Heads:
-    """Give each rank its share of the heads of all rows, in the order of the micro-batch.
+    """Exchange rows for heads: return [n * T, heads / n, dims] in the order of the micro-batch.
 
-    ``ranks``, neighbours among the context ranks, divide the heads; [n * T, heads / n, dims] of
-    queries, keys and values are exchanged together.
+    ``ranks``, neighbours among the context ranks, divide the heads. One all-to-all exchanges
+    queries, keys and values.
     """
     if ranks.size == 1:
         return heads
@@ -107,7 +107,7 @@ def to_heads(heads: Heads, ranks: Group) -> Heads:
 
 
 def to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
-    """Give each rank all heads of its rows again: from [n * T, heads / n, dims] to [T, H, dims]."""
+    """Exchange heads for rows: from [n * T, heads / n, dims] back to [T, H, dims]."""
     if ranks.size == 1:
         return out_Rhv
     n = ranks.size
@@ -117,15 +117,15 @@ def to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
 
 
 def _by_rank(x_RX: Tensor, ranks: int) -> Tensor:
-    """Put rows in the micro-batch's order one rank after the other."""
+    """Reorder rows from the order of the micro-batch to concatenation by rank."""
     first, second = x_RX.unflatten(0, (2, ranks, -1)).unbind()
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
 
 def mixed(record: Mixed, heads: Heads, world: World) -> Tensor:
-    """Attend in two levels: neighbours share heads, and a ring runs between such groups.
+    """Attend in two levels: neighbours divide heads, and a ring runs between such groups.
 
-    Neighbours' rows together are again two pieces, one from either end: a zigzag over the groups.
+    The rows of neighbours together are again two pieces, one from either end: a zigzag over groups.
     """
     inner, outer = world.split("cp", record.heads)
     return to_rows(ring_attention(to_heads(heads, inner), outer), inner)

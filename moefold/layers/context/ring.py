@@ -1,13 +1,13 @@
-"""Ring attention: in round s each rank's keys and values visit the rank s places on.
+"""Ring attention: in round s each rank sends keys and values to the rank s places on.
 
-T rows here, U visiting rows, H query heads, G key-value heads, d and v dims per head, W numbers of
-a row's keys and values together.
+T local rows, U visiting rows, H query heads, G key-value heads, d and v dims per head, W features
+of a row's keys and values together.
 
-Rows go from their owner straight to the rank that sees them, and only those that it sees: ranks
-with no segment in common exchange nothing, and a zigzag leaves out the owner's second piece where
-no row there is seen. Both ends know this from the lengths. The next round's rows are under way
-while the present ones are computed with, and gradients of visitors go home in the same way, each
-rounded once to the rows' format and summed at home in fp32 or wider.
+A rank sends rows directly to the rank that attends to them, and only the rows needed: ranks without
+a common segment exchange nothing, and a zigzag leaves out the owner's second piece if no row of it
+is needed. Both sides derive this from the lengths. The rows of the next round are sent while those
+of the present one are used. Gradients of visiting rows return likewise, each rounded once to the
+rows' format and summed by the owner in fp32 or wider.
 """
 
 from typing import Any, NamedTuple
@@ -26,25 +26,25 @@ from moefold.layers.context.sight import Heads, Sight, View
 
 
 def attend(record: Ring, heads: Heads, world: World) -> Tensor:
-    """Return ``out_THv`` of this rank's rows; keys and values visit all ranks that see them."""
+    """Return ``out_THv`` of this rank's rows by ring attention over the context ranks."""
     return ring_attention(heads, world.group("cp"))
 
 
 def ring_attention(heads: Heads, ranks: Group) -> Tensor:
-    """Return ``out_THv``; ``ranks`` hold the micro-batch of these segments in zigzag pieces."""
+    """Return ``out_THv``; ``ranks`` hold the micro-batch in zigzag pieces."""
     args = (*heads[:3], heads.sinks_H, heads.scale, heads.sight(ranks.size), ranks)
     return _Ring.apply(*args)  # type: ignore[return-value]
 
 
 class _Passing(NamedTuple):
-    """Rows under way."""
+    """A transfer of rows in progress."""
 
     pending: Pending
     into_UW: Tensor
 
 
 class _Rounds:
-    """The visits of one pass as this rank sees them."""
+    """The rounds of one forward or backward on this rank."""
 
     def __init__(
         self, k_TGd: Tensor, v_TGv: Tensor, sight: Sight, ranks: Group, label: str | None
@@ -54,40 +54,37 @@ class _Rounds:
         self._sight, self._ranks, self._label = sight, ranks, label
 
     def view(self, by: int) -> View:
-        """Return what this rank sees of the rank ``by`` places back."""
+        """Return the rows of this rank that attend, and those attended to, ``by`` places back."""
         at, size = self._ranks.index, self._ranks.size
         return self._sight.view(at, (at - by) % size)
 
     def tiles(self, by: int) -> list[Tile]:
-        """Return what rows here see of the visitors from the rank ``by`` places back."""
+        """Return the tiles of local queries and visiting keys from the rank ``by`` places back."""
         at, first = self._ranks.index, self.view(by).keys.start
         owner = (at - by) % self._ranks.size
         return [tile.moved(-first) for tile in self._sight.tiles(at, owner)]
 
     def lent(self, by: int) -> slice:
-        """Return the rows here that the rank ``by`` places on sees."""
+        """Return the local rows that the rank ``by`` places on attends to."""
         at, size = self._ranks.index, self._ranks.size
         keys = self._sight.view((at + by) % size, at).keys
         return slice(keys.start, keys.stop)
 
     def start(self, by: int) -> _Passing:
-        """Begin round ``by``: rows leave for the rank that sees them, and visitors come.
-
-        After the last round nothing does.
-        """
+        """Begin the transfers of round ``by``; a no-op after the last round."""
         if by >= self._ranks.size:
             return _Passing(Pending(), self._kv_TW[:0])
         rows = len(self.view(by).keys)
         return self._pass(self._kv_TW[self.lent(by)], rows, by)
 
     def send_home(self, by: int, dk_UGd: Tensor, dv_UGv: Tensor) -> _Passing:
-        """Send the visitors' gradients home, for those of the rows that were out."""
+        """Send gradients of visiting rows to their owner, and receive those of this rank's rows."""
         lent = self.lent(by)
         dkv_UW = torch.cat([dk_UGd.flatten(1), dv_UGv.flatten(1)], 1).to(self._kv_TW.dtype)
         return self._pass(dkv_UW, lent.stop - lent.start, -by)
 
     def arrived(self, passing: _Passing) -> tuple[Tensor, Tensor]:
-        """Wait for rows under way; return them as keys and values, or gradients of such."""
+        """Wait for a transfer; return its keys and values, or their gradients."""
         passing.pending.wait()
         k_UG, v_UG = passing.into_UW.split([dims.numel() for dims in self._dims], 1)
         return k_UG.unflatten(1, self._dims[0]), v_UG.unflatten(1, self._dims[1])

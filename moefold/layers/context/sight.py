@@ -1,10 +1,10 @@
-"""Which rows of one context rank see which of another's: arithmetic on the host.
+"""Causal visibility between the rows of context ranks, computed on the host.
 
 A micro-batch is cut into ``2 * ranks`` pieces, of which rank r holds piece r and piece
-``2 * ranks - 1 - r``. Between two ranks at most one segment is seen: it reaches from a piece of
-the one into a later piece of the other. All its rows in the earlier pieces are seen by all its
-rows in the later ones, so what one rank sees of another is one rectangle, and no mask is needed.
-With a window it is a stripe along the diagonal of each pair of pieces.
+``2 * ranks - 1 - r``. Between two ranks at most one segment is visible: one that reaches from a
+piece of one rank into a later piece of the other. All its rows in the later pieces attend to all
+its rows in the earlier ones, so that visibility is a single rectangle, and no mask is needed. With
+a window it is a stripe along the diagonal of each pair of pieces.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ from moefold.kernels.attention.block import Band, Tile, causal_tiles
 
 
 class Heads(NamedTuple):
-    """What attention is given of the rows of a rank, and what these see.
+    """Input of attention on one rank.
 
     T rows, H query heads, G key-value heads, d query-key dims and v value dims per head.
     """
@@ -31,19 +31,19 @@ class Heads(NamedTuple):
     scale: float
     """Factor on the scores."""
     lengths: tuple[int, ...]
-    """Rows of each segment of the whole micro-batch; rows beyond them are padding."""
+    """Length of each segment of the whole micro-batch; further rows are padding."""
     window: int | None = None
-    """Rows that a row sees, itself among them; None is all before it."""
+    """Number of rows that a row attends to, including itself; None is no limit."""
     sinks_H: Tensor | None = None
-    """A logit of each head here that takes weight and gives nothing."""
+    """Attention sinks: a logit of each local head whose value is zero."""
 
     def sight(self, ranks: int) -> "Sight":
-        """Return who sees whom where as many ranks share the micro-batch."""
+        """Return the visibility of rows if ``ranks`` share the micro-batch."""
         return Sight(self.lengths, self.q_THd.shape[0], ranks, self.window)
 
 
 class View(NamedTuple):
-    """Rows that see, and rows that are seen, each by their places on their own rank."""
+    """Rows that attend, and rows attended to, as local indices on their ranks."""
 
     queries: range
     keys: range
@@ -54,9 +54,9 @@ NOTHING = View(range(0), range(0))
 
 @dataclass(frozen=True)
 class Sight:
-    """Who sees whom among ``ranks`` that have so many ``rows`` each; one rank has them in order.
+    """Visibility among ``ranks`` with ``rows`` rows each; a single rank has its rows in order.
 
-    For lengths and window see :class:`Heads`.
+    ``lengths`` and ``window`` are those of :class:`Heads`.
     """
 
     lengths: tuple[int, ...]
@@ -65,7 +65,7 @@ class Sight:
     window: int | None = None
 
     def tiles(self, asking: int, owner: int) -> list[Tile]:
-        """Return what rows of one rank see of rows of another, or of their own."""
+        """Return the tiles of queries of ``asking`` and keys of ``owner``, which may be equal."""
         if self.window is not None:
             return list(self._stripes(asking, owner, self.window))
         if asking == owner:  # a segment's rows lie in order
@@ -76,27 +76,27 @@ class Sight:
         return [Tile(queries, keys)] if view.keys else []
 
     def view(self, asking: int, owner: int) -> View:
-        """Return what rows of ``asking`` see of rows of ``owner``, another rank.
+        """Return the rows of ``asking`` that attend to another rank, and those of ``owner`` needed.
 
-        With a window it is the least rectangle around that.
+        With a window these are the bounding rectangle.
         """
         if self.window is not None:
             return _around(self.tiles(asking, owner))
         piece = self._piece
         if owner < asking:
-            # Seen from both pieces of the other: the last rows of the owner's first piece.
+            # Both pieces of ``asking`` see the last rows of the owner's first piece.
             span = self._span((owner + 1) * piece - 1)
             queries, keys = self._inside(span, asking), self._inside(span, owner)
             keys = range(keys.start, min(keys.stop, piece))
         else:
-            # The second piece of the one sees both of the other, or what the segment has of them.
+            # The second piece of ``asking`` sees both of the owner, as far as the segment reaches.
             span = self._span((2 * self.ranks - 1 - asking) * piece)
             queries, keys = self._inside(span, asking), self._inside(span, owner)
             queries = range(max(queries.start, piece), queries.stop)
         return View(queries, keys) if queries and keys else NOTHING
 
     def _stripes(self, asking: int, owner: int, window: int) -> Iterator[Tile]:
-        """Yield the tiles of a window: documents apart, each pair of pieces by itself."""
+        """Yield the tiles of a window, by document and pair of pieces."""
         for span in self._spans:
             keys = list(self._inside_pieces(span, owner))
             for (queries, at), (seen, lies) in product(self._inside_pieces(span, asking), keys):
@@ -119,14 +119,14 @@ class Sight:
         return [range(e - n, e) for e, n in zip(self._ends, self.lengths, strict=True)]
 
     def _span(self, row: int) -> range:
-        """Return the segment that a row of the whole micro-batch is in; padding is in none."""
+        """Return the segment of a row of the whole micro-batch; empty for padding."""
         number = bisect_right(self._ends, row)
         return self._spans[number] if number < len(self._spans) else range(0)
 
     def _inside(self, span: range, rank: int) -> range:
-        """Return which of a rank's rows belong to a stretch of the whole micro-batch.
+        """Return the local rows of a rank that lie in a span of the whole micro-batch.
 
-        What is there of both pieces is one stretch: it has the end of the first piece then.
+        Parts of both pieces form one range: the span then includes the end of the first piece.
         """
         parts = [
             range(part.start + shift, part.stop + shift)
@@ -135,7 +135,7 @@ class Sight:
         return range(parts[0].start, parts[-1].stop) if parts else range(0)
 
     def _inside_pieces(self, span: range, rank: int) -> Iterator[tuple[range, int]]:
-        """Yield what of a stretch each of a rank's pieces has, and how far its rows are moved."""
+        """Yield the part of a span in each piece of a rank, and its offset to local rows."""
         if self.ranks == 1:
             pieces = [(range(self.rows), 0)]
         else:
@@ -151,9 +151,9 @@ class Sight:
 
 
 def _diagonal(rows: range, window: int, shift: int) -> Iterator[Tile]:
-    """Yield what rows in order see of themselves, in chunks as long as the window.
+    """Yield the windowed tiles of consecutive rows with themselves, in chunks of window length.
 
-    Within a chunk they are causal, and of the chunk before each sees what the window leaves.
+    Within a chunk they are causal; of the preceding chunk each row sees a band.
     """
     first, count = rows.start + shift, len(rows) // window
     last = first + count * window
@@ -170,7 +170,7 @@ def _diagonal(rows: range, window: int, shift: int) -> Iterator[Tile]:
 
 
 def _corner(rows: range, seen: range, window: int, at: int, lies: int) -> Iterator[Tile]:
-    """Yield what rows see of an earlier piece, moved by ``at`` and ``lies`` on their ranks."""
+    """Yield the windowed tile of rows with an earlier piece, given the offsets to local rows."""
     start, end = max(seen.start, rows.start - window + 1), min(rows.stop, seen.stop - 1 + window)
     if start < seen.stop and rows.start < end:
         queries, keys = slice(rows.start + at, end + at), slice(start + lies, seen.stop + lies)
@@ -178,7 +178,7 @@ def _corner(rows: range, seen: range, window: int, at: int, lies: int) -> Iterat
 
 
 def _around(tiles: list[Tile]) -> View:
-    """Return the least rectangle around tiles."""
+    """Return the bounding rectangle of tiles."""
     if not tiles:
         return NOTHING
     queries = [tile.queries for tile in tiles]

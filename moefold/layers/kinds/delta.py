@@ -1,4 +1,4 @@
-"""Gated linear attention, by the delta rule or without it: its record and what it is."""
+"""Gated linear attention, with or without the delta rule: record and description."""
 
 import math
 from collections.abc import Iterator
@@ -30,51 +30,51 @@ CHUNK = 64
 
 
 def _log_rate(place: float) -> float:
-    """Return the log of a decay's rate before the first step: rates are spread from 1 to 16, as
-    Mamba-2 draws them (arXiv 2405.21060)."""
+    """Return the initial log of a decay rate: rates are evenly spaced from 1 to 16, the range from
+    which Mamba-2 draws them (arXiv 2405.21060)."""
     return math.log(1 + 15 * place)
 
 
 def _step_bias(place: float) -> float:
-    """Return what softplus makes a step of: steps are spread from 0.001 to 0.1 by their logs."""
+    """Return the inverse softplus of a time step; steps are log-spaced from 0.001 to 0.1."""
     step = 1e-3 * 100**place
     return step + math.log(-math.expm1(-step))
 
 
 @ATTENTION.register
 class DeltaNet(LayerSpec):
-    """Linear attention with decays: a state of each head in place of keys and values.
+    """Linear attention with decays: a state per head in place of cached keys and values.
 
-    With decays of each head it is the gated delta net (arXiv 2412.06464; Qwen3-Next), with those of
-    each key channel Kimi Delta Attention (arXiv 2510.26692), and without the delta rule gated
-    linear attention (arXiv 2312.06635).
+    With a decay per head it is Gated DeltaNet (arXiv 2412.06464; Qwen3-Next), with one per key
+    channel Kimi Delta Attention (arXiv 2510.26692), and without the delta rule gated linear
+    attention (arXiv 2312.06635).
     """
 
     kind: Literal["delta_net"] = "delta_net"
     key_heads: Size
     value_heads: Size
-    """Heads of values and states; neighbouring ones share a query and key."""
+    """Number of heads of values and states; neighbouring ones share a query and key."""
     key_dim: Size = 128
     value_dim: Size = 128
     taps: Annotated[int, Field(ge=2)] = 4
-    """Rows that the convolution of queries, keys and values sees."""
+    """Kernel size of the convolutions of queries, keys and values, in rows."""
     delta: bool = True
-    """Whether a value is written less what the state has for its key, at a rate of each row."""
+    """Delta rule: whether the state's value for a key is subtracted from a value before writing."""
     decay: Literal["head", "channel"] = "head"
     decay_rank: Size | None = None
-    """Rank of the decays' projection; None projects rows directly."""
+    """Rank of the decay projection; None is full rank."""
     decay_floor: Annotated[float, Field(lt=0)] | None = None
-    """Least log decay: then a sigmoid of the rates bounds it; None is a softplus."""
+    """Lower bound of the log decay, by a sigmoid; None is unbounded, by a softplus."""
     gate: Literal["silu", "sigmoid"] = "silu"
     """Activation of the gate on normed outputs."""
     gate_rank: Size | None = None
-    """Rank of the gate's projection; None projects rows directly."""
+    """Rank of the gate projection; None is full rank."""
 
     owner = "moefold.layers.delta:DeltaMixer"
     caches = True
 
     def rules(self) -> Iterator[Violation]:
-        """Key heads divide value heads."""
+        """Require that key heads divide value heads."""
         yield from super().rules()
         if self.value_heads % self.key_heads:
             below = range(1, min(self.key_heads, self.value_heads) + 1)
@@ -84,32 +84,32 @@ class DeltaNet(LayerSpec):
 
     @property
     def words(self) -> str:
-        """The kind, its heads and what they decay by."""
+        """Description of kind, heads and decays for the banner."""
         rule = "delta net" if self.delta else "linear attention"
         return f"{rule} ({self.value_heads} heads, decays of each {self.decay})"
 
     @property
     def keys(self) -> int:
-        """Features of queries, and of keys."""
+        """Features of a row's queries, and of its keys."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Features of values, of the gate and of the output."""
+        """Features of a row's values, gate and output."""
         return self.value_heads * self.value_dim
 
     @property
     def decays(self) -> int:
-        """Decays of a row."""
+        """Number of decays of a row."""
         return self.value_heads * (self.key_dim if self.decay == "channel" else 1)
 
     @property
     def head_units(self) -> Units:
-        """What tensor ranks share: key heads, each with its value heads."""
+        """Units that tp divides: key heads, each with its value heads."""
         return Units("tp", self.key_heads, "key heads of linear attention")
 
     def _projections(self) -> Iterator[tuple[str, int, int | None]]:
-        """Yield projections of rows to heads: name, outputs and rank."""
+        """Yield name, outputs and rank of each input projection."""
         yield from (("q", self.keys, None), ("k", self.keys, None), ("v", self.values, None))
         if self.delta:
             yield "beta", self.value_heads, None
@@ -117,7 +117,7 @@ class DeltaNet(LayerSpec):
         yield "gate", self.values, self.gate_rank
 
     def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield taps, decays, projections, all cut by heads but to latents, norm and output."""
+        """Yield taps, decays and projections, cut by heads unless to latents; norm; output."""
         cut, given = ((0, self.head_units),), list(self._projections())
         for name, width, _ in given[:3]:
             yield Weight(f"{name}_taps", (width, 1, self.taps), cut, product=False, summed=True)
@@ -131,7 +131,7 @@ class DeltaNet(LayerSpec):
         yield Weight("out.weight", (hidden, self.values), ((1, self.head_units),), added=True)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
-        """Yield the projections with convolutions and gate, and the scan."""
+        """Yield the projections, with convolutions and gate, and the scan."""
         given = list(self._projections())
         products = [Matmul(tuple(f"{name}_in.weight" for name, _, rank in given if rank is None))]
         for name, _, rank in given:
@@ -150,9 +150,9 @@ class DeltaNet(LayerSpec):
         yield Operation("core", core=Scan(self.values * each, moved, CHUNK, state), launches=12)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield normed rows, projected and convolved ones, decays, and the output at its gate.
+        """Yield normed, projected and convolved rows, decays, and the output around its gate.
 
-        The scan keeps what it reads alone and runs again in backward.
+        The scan saves only its inputs, and is recomputed in backward.
         """
         given = list(self._projections())
         read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in given)
@@ -164,7 +164,7 @@ class DeltaNet(LayerSpec):
                 size = rows * rank * width
                 by = (f"{name}_in.weight",)
                 yield Saved(f"{name}_down", size, module="attention", operand=by)
-            if (name, self.gate) != ("gate", "sigmoid"):  # of which what it gives is enough
+            if (name, self.gate) != ("gate", "sigmoid"):  # whose output suffices for backward
                 yield Saved(name, rows * part * width, module="attention")
             if name in "qkv":
                 yield Saved(f"{name}.convolved", rows * part * width, module="attention")
@@ -181,7 +181,7 @@ class DeltaNet(LayerSpec):
             yield Saved("before", reach * width, module="attention")
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return at most two value heads for each of few key heads, of few dims and ranks."""
+        """Return a record with few key heads of few dims, each with at most two value heads."""
         heads = small_heads(self.key_heads, by)
         ranks = {n: SMALL_HEAD for n in ("decay_rank", "gate_rank") if getattr(self, n) is not None}
         shared = min(self.value_heads // self.key_heads, 2)

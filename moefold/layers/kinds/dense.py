@@ -1,4 +1,4 @@
-"""The dense SwiGLU feed-forward: its record and what it is."""
+"""The dense SwiGLU feed-forward: record and description."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,23 +31,22 @@ class Dense(LayerSpec):
     kind: Literal["dense"] = "dense"
     width: Size
     latent: Size | None = None
-    """Rank of both projections: features that rows have between one more product before them and
-    one after (low-rank feed-forwards, arXiv 2406.16450)."""
+    """Rank of both projections: width between an additional product before them and one after
+    (low-rank feed-forwards, arXiv 2406.16450)."""
     blocks: Size = 1
-    """Blocks of both projections' diagonals, each with its own features and its share of the
-    width; nothing stands beside them."""
+    """Number of equal diagonal blocks of both projections, which are zero elsewhere."""
 
     owner = "moefold.layers.ffn:dense_ffn"
     caches = True
 
     @property
     def words(self) -> str:
-        """The kind and its width."""
+        """Description of kind and width for the banner."""
         rank = f", rank {self.latent}" if self.latent else ""
         return f"dense (width {self.width}{rank}{f', {self.blocks} blocks' * (self.blocks > 1)})"
 
     def rules(self) -> Iterator[Violation]:
-        """Blocks are of equal size."""
+        """Require that ``blocks`` divides ``width``, and ``latent``."""
         if self.width % self.blocks:
             rule = f"must be a multiple of blocks ({self.blocks})"
             yield Violation(("width",), self.width, rule, rounded_up(self.width, self.blocks))
@@ -55,7 +54,7 @@ class Dense(LayerSpec):
             yield from self._violations(self.latent)
 
     def violations(self, hidden: int) -> Iterator[Violation]:
-        """Blocks divide the features that the feed-forward reads."""
+        """Require that ``blocks`` divides the hidden size, if there is no ``latent``."""
         if self.latent is None:
             yield from self._violations(hidden)
 
@@ -69,7 +68,7 @@ class Dense(LayerSpec):
         return Units("tp", self.width // self.blocks, "the feed-forward's width")
 
     def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield gate and up projection as one weight, and the down projection; a low rank's."""
+        """Yield gate and up projection as one weight, down projection, and latent projections."""
         inner, lead = self.latent or hidden, (self.blocks,) * (self.blocks > 1)
         width, read, at = self.width // self.blocks, inner // self.blocks, len(lead) + 1
         units, apart = ((at, self._units()),), bool(lead)
@@ -81,7 +80,7 @@ class Dense(LayerSpec):
             yield Weight("up.weight", (hidden, inner), (), "ffn", start="normal", added=True)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
-        """Yield both products and the activation between them."""
+        """Yield both products with the activation, and the latent projections."""
         products = (Matmul(("w_in",)), Matmul(("w_out",)))
         traffic = gated_traffic(self.width, units=self._units())
         yield Operation("ffn", products, traffic=(traffic,), launches=4)
@@ -90,9 +89,9 @@ class Dense(LayerSpec):
             yield Operation("latent", narrow, launches=4)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield the residual, normed rows, those of a low rank, and the pre-activation."""
+        """Yield residual, normed and latent rows, and the pre-activation."""
         yield Saved("residual", shape.row)
-        # Under tp the product reads gathered rows, and the norm's output is an input of recompute.
+        # Under tp the product reads gathered rows; the norm's output is saved for recompute only.
         gathered: Modules = GATHER if shape.tp > 1 else NOTHING
         again: Modules = frozenset(("ffn",))
         read, only = ("w_in",), gathered | again if gathered else NOTHING
@@ -108,7 +107,7 @@ class Dense(LayerSpec):
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return a small width that tp divides, and a low rank."""
+        """Return a record with a small width, which tp divides, and a small latent."""
         blocks = min(self.blocks, 2)
         width = blocks * rounded_up(SMALL_WIDTH // blocks, by.tp)
         latent = self.latent and SMALL_WIDTH // 2

@@ -1,4 +1,4 @@
-"""Grouped-query attention, within a window or in chunks too: its records and what they are."""
+"""Grouped-query attention, also windowed or chunked: records and descriptions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ from moefold.spec.layer import (
 from moefold.spec.parts import saved_attention, saved_rows
 
 SMALL_WINDOW = 4
-"""Window of the small models that ``verify`` computes: shorter than their documents."""
+"""Window in the small models of ``verify``: shorter than their documents."""
 
 
 @ATTENTION.register
@@ -42,28 +42,28 @@ class Gqa(LayerSpec):
     kv_heads: Size
     head_dim: Annotated[int, Field(ge=2)]
     v_dim: Size | None = None
-    """Dims of a head's values; None is ``head_dim``."""
+    """Dims of values per head; None is ``head_dim``."""
     value_scale: Positive = 1.0
     """Factor on values."""
     qk_norm: Literal["none", "head", "projection", "unit", "zero_centred"] = "none"
     """RMSNorm on queries and keys: per head, over the whole projection, per head without a weight,
-    or per head with factors that are one more than the weight."""
+    or per head with factors ``1 + weight``."""
     norm_after_rope: bool = False
-    """Whether those norms come after rotation (Hunyuan)."""
+    """Whether these norms follow rotation (Hunyuan)."""
     rope: Rope | None = Rope()
-    """None is a layer without positions."""
+    """Rotary positions; None is a layer without positions (NoPE)."""
     scale: Positive | None = None
-    """Factor on the scores; None is one over the root of ``head_dim``."""
+    """Factor on the scores; None is ``1 / sqrt(head_dim)``."""
     bias: Literal["none", "qkv", "all"] = "none"
-    """Which projections have one: none, those to heads, or the output's too."""
+    """Projections with a bias: none, queries, keys and values, or also the output."""
     gate: bool = False
-    """Whether a sigmoid of the row scales each feature of the heads' output."""
+    """Whether a learned sigmoid gate of the row scales each feature of the heads' output."""
 
     owner = "moefold.layers.attention:GroupedQueryAttention"
     caches = True
 
     def rules(self) -> Iterator[Violation]:
-        """Key-value heads divide the heads; rotary pairs need an even head."""
+        """Check that key-value heads divide heads, that ``head_dim`` is even, and the norms."""
         if self.heads % self.kv_heads:
             nearest = max(d for d in range(1, self.kv_heads + 1) if self.heads % d == 0)
             yield Violation(
@@ -84,24 +84,24 @@ class Gqa(LayerSpec):
 
     @property
     def softmax_scale(self) -> float:
-        """``scale``, or what it is by default, times the factor of a stretched context."""
+        """``scale``, or its default, times the factor due to context extension."""
         factor = 1.0 if self.rope is None else self.rope.softmax_factor
         return (self.scale or self.head_dim**-0.5) * factor
 
     @property
     def value_dim(self) -> int:
-        """``v_dim``, or what it is by default."""
+        """``v_dim``, or its default."""
         return self.v_dim or self.head_dim
 
     @property
     def core(self) -> Attention:
-        """Attention itself."""
+        """Description of the attention core."""
         dims, normed = (self.head_dim, self.value_dim), self.qk_norm != "none"
         return Attention(self.heads, self.kv_heads, *dims, head_norms=normed)
 
     @property
     def logits(self) -> tuple[LogitRows, ...]:
-        """Queries and keys of heads; norms on them undo any factor."""
+        """Query and key projections; none with norms, which undo any factor on their weights."""
         if self.qk_norm != "none":
             return ()
         ends = ("weight",) if self.bias == "none" else ("weight", "bias")
@@ -111,14 +111,14 @@ class Gqa(LayerSpec):
 
     @property
     def head_units(self) -> tuple[Units, Units]:
-        """What tensor ranks share: query heads, and heads of keys and values."""
+        """Units that tp divides: query heads, and key-value heads."""
         return (
             Units("tp", self.heads, "attention heads", heads=True),
             Units("tp", self.kv_heads, "key-value heads", heads=True),
         )
 
     def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield the projections, cut by heads, and norms of queries and keys."""
+        """Yield the projections, cut by heads, and the norms of queries and keys."""
         heads, groups = self.head_units
         dim, out = self.head_dim, self.heads * self.value_dim
         each = (("q", heads, dim), ("k", groups, dim), ("v", groups, self.value_dim))
@@ -142,9 +142,9 @@ class Gqa(LayerSpec):
                 yield norm(f"{name}_norm.weight", self.head_dim, start=start)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
-        """Yield the projections with rotary positions and norms, and attention."""
+        """Yield the projections, with rotation and norms, and the attention core."""
         heads, groups = self.head_units
-        # The projection writes a feature, rotation reads and writes it, and so does a norm.
+        # The projection writes each feature; rotation and a norm each read and write it.
         turned = 2 if self.qk_norm == "none" else 4
         traffic = tuple(
             Traffic(units.number * dims, passes, 1.5 * passes, units=units)
@@ -162,21 +162,21 @@ class Gqa(LayerSpec):
         yield Operation("core", core=self.core, launches=1)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield the normed rows of the tensor group, normed queries and keys, and attention's."""
+        """Yield normed or gathered rows, inputs of query and key norms, and the core's tensors."""
         read = ("q.weight", "k.weight", "v.weight", *(["out_gate.weight"] if self.gate else []))
         yield from saved_rows(read, shape)
         if self.qk_norm != "none":
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp
                 per_row = 1 if self.qk_norm == "projection" else heads
-                # Over the whole projection, which tensor ranks share, in the statistic's format.
+                # A norm over the whole projection under tp saves rows in fp32 or wider.
                 wide = shape.tp > 1 and self.qk_norm == "projection"
                 width = max(shape.width, STATISTIC) if wide else shape.width
                 projected = shape.piece * heads * self.head_dim * width
                 yield Saved(f"{name}.projected", projected, module="attention")
                 statistic = shape.piece * per_row * STATISTIC
                 yield Saved(f"{name}_norm.statistic", statistic, module="norms")
-        # What a norm makes last is made again by it, and what a gate scales no product reads.
+        # Outputs of a last norm are recomputed with norms; no product reads an ungated output.
         last = ("q", "k") if self.norm_after_rope and self.qk_norm != "none" else ()
         for part in saved_attention(self.core, shape):
             dropped = part.dropped | NORMS if part.name in last else part.dropped
@@ -188,9 +188,9 @@ class Gqa(LayerSpec):
         yield Saved("gated", size, module="attention", operand=("o.weight",))
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return at most two query heads for each of few key-value heads, of four dims.
+        """Return a record with few key-value heads of four dims, each with at most two query heads.
 
-        Values that are narrower are half as wide; half of a head turns where not all of it does.
+        A separate ``v_dim`` becomes two; a ``fraction`` below 1 becomes a half.
         """
         kv_heads, shared = small_heads(self.kv_heads, by), min(self.heads // self.kv_heads, 2)
         changed = {"heads": kv_heads * shared, "kv_heads": kv_heads, "head_dim": SMALL_HEAD}
@@ -205,14 +205,14 @@ class Gqa(LayerSpec):
 
 @ATTENTION.register
 class Windowed(Gqa):
-    """Grouped-query attention to the last ``window`` tokens, with a learned sink of each head.
+    """Grouped-query attention to the last ``window`` tokens, with a learned sink per head.
 
-    A sink is a logit that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925).
+    A sink is a logit that takes part in the softmax, with value zero (gpt-oss, arXiv 2508.10925).
     """
 
     kind: Literal["windowed"] = "windowed"  # type: ignore[assignment]
     window: Size | None = None
-    """Tokens that a token sees, itself among them; None is all before it."""
+    """Number of tokens that a token attends to, including itself; None is no limit."""
     sinks: bool = True
 
     owner = "moefold.layers.attention:WindowedAttention"
@@ -220,7 +220,7 @@ class Windowed(Gqa):
 
     @property
     def core(self) -> Attention:
-        """Attention within the window."""
+        """Description of the core, with the window."""
         return replace(super().core, window=self.window)
 
     def weights(self, hidden: int) -> Iterator[Weight]:
@@ -236,18 +236,18 @@ class Windowed(Gqa):
             yield Saved("sinks", self.heads // shape.tp * STATISTIC, module="attention")
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return a small one of the same kind whose window ends within documents."""
+        """Return a small record with a window shorter than documents."""
         window = None if self.window is None else min(self.window, SMALL_WINDOW)
         return super().shrunk(by).model_copy(update={"window": window})
 
 
 @ATTENTION.register
 class Chunked(Gqa):
-    """Grouped-query attention in which each ``chunk`` of a document is by itself (Llama 4)."""
+    """Grouped-query attention within chunks of a document (Llama 4)."""
 
     kind: Literal["chunked"] = "chunked"  # type: ignore[assignment]
     chunk: Size | None = None
-    """Tokens, counted from a document's first; None is the whole document."""
+    """Tokens per chunk, from the start of a document; None is the whole document."""
     temperature: Temperature | None = None
     """Factor on queries that grows with the position."""
 
@@ -256,7 +256,7 @@ class Chunked(Gqa):
 
     @property
     def core(self) -> Attention:
-        """Attention within a chunk."""
+        """Description of the core, with the chunk length."""
         return replace(super().core, chunk=self.chunk)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
@@ -265,12 +265,12 @@ class Chunked(Gqa):
             yield from super().saved(shape)
             return
         for part in super().saved(shape):
-            last = part.name == "q"  # not what a norm made
+            last = part.name == "q"  # scaled by temperature, so that a norm cannot recompute it
             yield replace(part, dropped=part.dropped - NORMS) if last else part
         yield Saved("temperature", shape.piece * shape.width, module="attention")
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return a small one of the same kind whose chunks and steps end within documents."""
+        """Return a small record with chunks and temperature steps shorter than documents."""
         few: dict[str, Any] = {
             "chunk": None if self.chunk is None else min(self.chunk, SMALL_WINDOW)
         }

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: its record and what it is."""
+"""Multi-head latent attention: record and description."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,25 +37,25 @@ class Mla(LayerSpec):
     kind: Literal["mla"] = "mla"
     heads: Size
     q_rank: Size | None = None
-    """Rank of the query's latent; None projects queries directly."""
+    """Rank of the query latent; None projects queries directly."""
     kv_rank: Size = 512
     nope_dim: Size = 128
     """Dims per head without position."""
     rope_dim: Annotated[int, Field(ge=2)] = 64
-    """Dims per head with rotary position; the key's are shared by all heads."""
+    """Dims per head with rotary position; all heads share those of the key."""
     v_dim: Size = 128
     latent_epsilon: Positive = 1e-6
-    """Epsilon of the norms on the latents, apart from the decoder's ``norm_epsilon``."""
+    """Epsilon of the latents' norms, independent of the decoder's ``norm_epsilon``."""
     rope: Rope | None = Rope(layout="interleaved")
-    """None is a layer without positions, in which no dim turns."""
+    """Rotary positions; None is a layer without positions (NoPE)."""
     gate: bool = False
-    """Whether a sigmoid of the row scales each head's output."""
+    """Whether a learned sigmoid gate of the row scales each head's output."""
 
     owner = "moefold.layers.attention:LatentAttention"
     caches = True
 
     def rules(self) -> Iterator[Violation]:
-        """Rotary pairs need an even dim."""
+        """Require an even ``rope_dim``, all of it rotated."""
         if self.rope_dim % 2:
             yield Violation(
                 ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
@@ -66,12 +66,12 @@ class Mla(LayerSpec):
 
     @property
     def core(self) -> Attention:
-        """Attention itself: keys and values are of as many heads as queries."""
+        """Description of the attention core, with as many key and value heads as query heads."""
         return Attention(self.heads, self.heads, self.nope_dim + self.rope_dim, self.v_dim)
 
     @property
     def logits(self) -> tuple[LogitRows, ...]:
-        """Rows of queries and keys; what a query compares with the shared key takes all."""
+        """Query and key up-projections; rotary query rows alone scale logits of the shared key."""
         query = "q.weight" if self.q_rank is None else "q_up.weight"
         return (
             LogitRows(query, self.heads, ((self.nope_dim, "query"), (self.rope_dim, "alone"))),
@@ -82,7 +82,7 @@ class Mla(LayerSpec):
         return Units("tp", self.heads, "attention heads", heads=True)
 
     def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield projections to latents, whole on each rank, and from latents, cut by heads."""
+        """Yield down-projections, whole on each rank, and up-projections, cut by heads."""
         heads, rank = ((0, self._heads()),), self.q_rank
         queries = self.heads * (self.nope_dim + self.rope_dim)
         if rank is None:
@@ -102,7 +102,7 @@ class Mla(LayerSpec):
             yield Weight("out_gate.weight", (self.heads, hidden), heads)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
-        """Yield projections to latents and of the output, those from latents, and attention."""
+        """Yield down-projections and output projection, up-projections, and the core."""
         products = [Matmul(("kv_down.weight",), "own"), Matmul(("o.weight",))]
         up, latents = [Matmul(("kv_up.weight",))], self.kv_rank + self.rope_dim
         if self.q_rank is None:
@@ -123,7 +123,7 @@ class Mla(LayerSpec):
         yield Operation("core", core=core, launches=1)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield normed rows, latents before and after their norms, and attention's."""
+        """Yield normed rows, latents before and after their norms, and the core's tensors."""
         down, again = ["kv_down.weight"], NOTHING
         if self.q_rank is not None:
             down.append("q_down.weight")
@@ -147,7 +147,7 @@ class Mla(LayerSpec):
             yield Saved("gated", size * self.v_dim, module="attention", operand=("o.weight",))
 
     def _saved_latents(self, shape: Shape) -> Iterator[Saved]:
-        """Yield the normed latents that up-projections read: under tp gathered in one tensor."""
+        """Yield the normed latents that up-projections read, gathered under tp."""
         only = GATHER if shape.tp > 1 else NOTHING
         for name, rank in (("q", self.q_rank), ("kv", self.kv_rank)):
             if rank is not None:
@@ -169,7 +169,7 @@ class Mla(LayerSpec):
                 yield replace(part, operand=weights, beside=beside)
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return few heads of four dims, values of six, and latents of rank eight."""
+        """Return a record with few heads of four dims, values of six, and latents of rank eight."""
         changed = {
             "heads": small_heads(self.heads, by),
             "q_rank": None if self.q_rank is None else 8,
