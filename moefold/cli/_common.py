@@ -1,4 +1,4 @@
-"""Arguments, tables, progress bars and answers that several commands share."""
+"""Arguments, tables, progress bars and output that several commands share."""
 
 import argparse
 import json
@@ -35,35 +35,35 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """Return a run's overrides, with ``--layout`` as the last where it is given."""
+    """Return a run's overrides, followed by that of ``--layout`` if given."""
     sizes = [] if args.layout is None else [f"layout.sizes={json.dumps(args.layout)}"]
     return [*args.overrides, *sizes]
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
-    """Add ``--world``, the number of ranks that a layout is laid over."""
+    """Add ``--world``, the number of ranks of a layout."""
     said = "number of ranks (default: the fewest that fit)"
     parser.add_argument("--world", metavar="N", type=int, help=said)
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
-    """Add ``--uses``, the plug-in files whose classes a stored model is made of."""
+    """Add ``--uses``, the plug-in files that a stored model needs."""
     said = "Python file that registers parts of the model; repeatable (default: none)"
     parser.add_argument("--uses", metavar="FILE", action="append", default=[], help=said)
 
 
 def add_json(parser: argparse.ArgumentParser, said: str = "print one JSON object instead") -> None:
-    """Add ``--json``, the answer for programs."""
+    """Add ``--json``, for output that programs read."""
     parser.add_argument("--json", action="store_true", help=said)
 
 
 def print_json(facts: Any) -> None:
-    """Print the answer for programs; a figure that is not finite is null."""
+    """Print facts as JSON; numbers that are not finite become null."""
     print(json.dumps(plain(facts), indent=2, allow_nan=False))
 
 
 def print_conversion(facts: dict[str, Any], as_json: bool) -> None:
-    """Print what a conversion wrote, on one line for people; ``facts["notes"]`` go to stderr."""
+    """Print facts about a conversion, as JSON or on one line with ``facts["notes"]`` on stderr."""
     if as_json:
         print_json(facts)
         return
@@ -78,7 +78,7 @@ def plain_table(
     header: bool = True,
     rows: Iterable[Iterable[str | Text]] = (),
 ) -> Table:
-    """Return a table without lines; the columns named in ``right`` hold figures."""
+    """Return a table without lines; columns named in ``right`` are right-aligned."""
     table = Table(box=None, pad_edge=False, show_header=header, header_style="cyan")
     for title in titles:
         if title in right:
@@ -96,8 +96,8 @@ def progress_bars(
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function of (stage, done, total) that shows a bar for each stage on a terminal.
 
-    The bars are gone at the end. Elsewhere nothing is shown, or with ``log_stages`` a line for
-    each stage and its megabytes.
+    The bars vanish at the end. Without a terminal nothing is shown, or with ``log_stages`` a line
+    for each stage with its size in megabytes.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     columns = (*columns, TimeRemainingColumn())
@@ -116,5 +116,5 @@ def progress_bars(
 
 
 def on_stderr() -> Console:
-    """Return a console for notes and bars, which leaves standard output to the answer."""
+    """Return a console on stderr for notes and bars, which keeps them out of the output."""
     return Console(stderr=True, soft_wrap=True)

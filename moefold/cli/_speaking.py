@@ -1,4 +1,4 @@
-"""Arguments of the commands that let a model write."""
+"""Arguments of the commands that generate text."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from moefold.model.families.peft import is_hub_folder
 
 
 def add_speaker(parser: argparse.ArgumentParser) -> None:
-    """Add the model's folder and how its tokens are drawn."""
+    """Add the model's folder and the sampling options."""
     text = "a checkpoint, a run's folder, a Hugging Face folder, or an adapter's"
     parser.add_argument("checkpoint", metavar="FOLDER", help=text)
     text = "system message that the conversation begins with (default: none)"
@@ -27,7 +27,7 @@ def add_speaker(parser: argparse.ArgumentParser) -> None:
 
 
 def speaking(args: argparse.Namespace) -> Path:
-    """Check the arguments, and return the folder that holds the model."""
+    """Check the arguments, and return the model's folder."""
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: at least 1")
     if args.temperature is not None and not args.temperature >= 0:
@@ -41,10 +41,10 @@ def speaking(args: argparse.Namespace) -> Path:
 
 
 def drawing(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how tokens are drawn, as far as it was said."""
+    """Return the sampling options; those not given are None."""
     return {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed")}
 
 
 def beginning(args: argparse.Namespace) -> list[dict[str, str]]:
-    """Return the messages that a conversation begins with."""
+    """Return the first messages of a conversation: the system message, if given."""
     return [{"role": "system", "content": args.system}] if args.system else []

@@ -1,4 +1,4 @@
-"""What ``train`` and ``demo`` share: opening a run, the banner, the end and its exit status.
+"""Functions shared by ``train`` and ``demo``: opening a run, banner, end and exit status.
 
 Imports torch.
 """
@@ -30,7 +30,7 @@ from moefold.training.trainer import Interrupted, Trainer
 from moefold.training.words import count
 
 ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
-"""Exit status of a command that trains; ``docs/errors.md`` says what each one asks for."""
+"""Exit status of commands that train; ``docs/errors.md`` says how to react to each."""
 
 
 def elastic_rank(
@@ -40,18 +40,18 @@ def elastic_rank(
     record: Survive,
     args: argparse.Namespace,
 ) -> int:
-    """Call ``rank`` of a command with memory that it goes on from when ranks were lost.
+    """Call ``rank`` of a command with the memory from which it resumes after a loss of ranks.
 
-    It stands here since ranks fork from a process that has loaded its module: this one has all of
-    what training needs.
+    Ranks fork from a process that has imported this function's module, which therefore is one that
+    imports all that training needs.
     """
     return rank(spot, args, MemoryCheckpoint(attempt, record))
 
 
 def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:
-    """Open a run with its hooks; its data is prepared, with a bar on a terminal.
+    """Open a run with its hooks, and prepare its data with a bar on a terminal.
 
-    ``how`` goes to :class:`Trainer`.
+    ``how`` is passed to :class:`Trainer`.
     """
     hooks = assemble(run.watch, console)
     with progress_bars(console) as told:
@@ -61,9 +61,9 @@ def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:
 def train_to_end(
     job: Trainer, console: Console, said: Sequence[Row] = (), forks: bool = False
 ) -> int:
-    """Show the banner with the lines ``said``, train, say how it ended, return the exit status.
+    """Show the banner with the lines ``said``, train, print the result, return the exit status.
 
-    ``forks``: the command starts another run, which it would refuse to do once more.
+    ``forks``: the command had --fork, which must be left out to resume the run.
     """
     folder = shlex.quote(str(job.folder))
     without = " and without --fork" if forks else ""
@@ -99,7 +99,7 @@ def train_to_end(
 
 
 def print_answer(folder: Path, status: int) -> None:
-    """Print what a command that trains answers with ``--json``."""
+    """Print the output of ``--json`` of a command that trains."""
     history = History.read(folder)
     figures = summary(history) if history.lines else {}
     print_json({"folder": str(folder), "status": status, **figures})

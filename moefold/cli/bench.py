@@ -48,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     if args.memory:
         return _memory(args)
     if args.rounds < 1:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _memory(args: argparse.Namespace) -> int:
-    """Show what ranks hold after each action of a step."""
+    """Print planned and measured memory of the ranks after each action of a step."""
     source, *given = args.sources or RUNS[:1]
     run = load_run(source, [*given, *overrides_of(args)])
     world = run.layout.split.smallest_world if args.world is None else args.world
@@ -106,7 +106,7 @@ def _memory(args: argparse.Namespace) -> int:
     for one in found:
         cells = (f"{one.planned[p] / 1e6:.2f} {one.executed[p] / 1e6:.2f}" for p in PARTS)
         table.add_row(str(one.rank), one.action, *cells)
-    # Figures that do not fit a narrow terminal are better on two lines than cut off.
+    # On a narrow terminal wrapped rows are better than truncated figures.
     console = Console(width=max(Console().width, Console(width=1000).measure(table).maximum))
     console.print(f"{run.name}: MB after each action, planned and executed", style="bold")
     console.print(table)

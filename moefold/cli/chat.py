@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer line by line until the input ends."""
-    path = speaking(args)  # before torch is loaded: there may be none
+    path = speaking(args)  # fails before torch is loaded
 
     from moefold.training.speaker import Speaker
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     messages = beginning(args)
     speaker.prompt(
         [*messages, {"role": "user", "content": "?"}]
-    )  # a folder without a template is told of at once
+    )  # fails at once if the folder has no chat template
     while True:
         try:
             said = console.input("[bold]> [/]").strip()
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def _answer(
     console: Console, speaker: "Speaker", messages: list[dict[str, str]], args: argparse.Namespace
 ) -> str:
-    """Print an answer as it comes, and return what there is of it."""
+    """Print an answer while it is generated; return it, or the part before Ctrl-C."""
     text = ""
     try:
         for piece in speaker.answer(messages, args.tokens, **drawing(args)):

@@ -1,6 +1,6 @@
 """``moefold checkpoint``: what a checkpoint holds; whether every byte is as written.
 
-Looks at a checkpoint, or at the newest one in a folder of checkpoints.
+Reads a checkpoint, or the newest one in a run's folder or a folder of checkpoints.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from moefold.cli._common import add_json, on_stderr, plain_table, print_json, pr
 from moefold.training.words import plural, size
 
 WHOLE, DAMAGED = 0, 1
-"""Exit status: every byte is right, or something is not as written."""
+"""Exit status: all bytes are as written, or there is damage."""
 ROWS = 40
 LONG_TEXT = 200
 
@@ -41,10 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command and return its exit status.
+    """Run the command and return its exit status.
 
-    Raises ``CheckpointError`` where there is nothing that can be looked at, which ``--json`` also
-    answers as an object.
+    Raises ``CheckpointError`` if there is no readable checkpoint; ``--json`` then prints the error
+    as an object, too.
     """
     try:
         path = find(args.path)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(path: Path) -> Path:
-    """Return the checkpoint at ``path``, or the newest of a run's or a folder of checkpoints."""
+    """Return the checkpoint at ``path``, or the newest one in a run or checkpoint folder."""
     if (path / manifest.FILE).exists():
         return path
     for folder in (path, path / "checkpoints"):
@@ -92,7 +92,7 @@ def _inspect(path: Path, args: argparse.Namespace) -> int:
 
 
 def _short(value: Any) -> Any:
-    """Return meta data for people: a long text, such as a tokenizer, by its length alone."""
+    """Return meta data with long texts, such as a tokenizer, cut to their beginning and length."""
     if isinstance(value, dict):
         return {key: _short(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -105,7 +105,7 @@ def _short(value: Any) -> Any:
 def _verify(path: Path, args: argparse.Namespace) -> int:
     try:
         total = manifest.read(path).size
-    except CheckpointError:  # verify tells what is wrong
+    except CheckpointError:  # verify reports it
         total = 0
     done = 0
     with progress_bars(on_stderr()) as show:
@@ -133,7 +133,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 
 def _facts(path: Path, found: Manifest) -> dict[str, Any]:
-    """Return what ``inspect --json`` answers: the manifest, sizes and digests per tensor."""
+    """Return the output of ``inspect --json``: the manifest, sizes and digests per tensor."""
     tensors = {}
     for name, stored in found.tensors.items():
         slices = [

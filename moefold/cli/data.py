@@ -27,7 +27,7 @@ from moefold.training.words import harmless, plural
 WHOLE, DAMAGED = 0, 1
 SHOWN_TOKENS = 200
 READ_TOKENS = 1 << 22
-"""How many tokens are read at once."""
+"""Number of tokens read at a time."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make token files, or look at some; exit status 1 where a byte is not as written."""
+    """Make or inspect token files; the exit status is 1 if inspected files are damaged."""
     if args.action == "inspect":
         return _inspect(args)
     if args.action == "chats":
@@ -112,7 +112,7 @@ def _data(args: argparse.Namespace) -> Data:
 
 
 def _said(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return what was said of a part, without what is left to its defaults."""
+    """Return a raw record without fields that are None, which get their defaults."""
     return {name: value for name, value in raw.items() if value is not None}
 
 
@@ -163,7 +163,7 @@ def _show_prepared(facts: dict[str, Any], console: Console) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    """Say what a pair of token files holds, or each pair in a folder and the folders inside it."""
+    """Print the content of a pair of token files, or of every pair in a folder, recursively."""
     console, folder = Console(soft_wrap=True), Path(args.prefix).is_dir()
     prefixes = [args.prefix]
     if folder:
@@ -201,7 +201,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _masked(
     tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[int], colours: bool
 ) -> Text:
-    """Return a document with its trained tokens in colour, or between brackets in a file."""
+    """Return a document with its trained tokens in colour, or in brackets if not on a terminal."""
     shown, at = Text(), 0
     for mark, run in groupby(trained):
         n = len(list(run))
@@ -216,15 +216,15 @@ def _masked(
 
 
 def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Read token files from end to end and return the facts about them.
+    """Read token files from end to end and return facts about them.
 
-    ``lowest`` and ``highest`` are token ids, -1 where there is none; ``shortest``, ``median`` and
-    ``longest`` tokens of a document; ``said`` is what their maker wrote beside them, empty for
-    other makers' files; ``as_written`` says whether every byte has the digest that stands there,
-    None where there is none. Where a tokenizer is given, every id must be one of its tokens.
+    ``lowest`` and ``highest`` are token ids, -1 if there are no tokens; ``shortest``, ``median``
+    and ``longest`` are lengths of documents in tokens; ``said`` is the content of the JSON file
+    next to them, empty if there is none; ``as_written`` says whether the bytes have the digest in
+    that file, None if it has none. If a tokenizer is given, every id must be one of its ids.
 
     Raises:
-        DataError: where the index is not sound, or an id is none of the tokenizer's.
+        DataError: if the index is inconsistent, or an id is not one of the tokenizer's.
     """
     indexed = Indexed(prefix)
     ends: list[int] = []
@@ -233,7 +233,7 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
         ends += int(ids.min()), int(ids.max())
     if tokenizer is not None and ends and (min(ends) < 0 or max(ends) >= tokenizer.size):
         for _ in Corpus(str(prefix), indexed, tokenizer.size).cut(0, indexed.tokens):
-            pass  # refuses the first id that is none, by its document and position
+            pass  # raises for the first invalid id, with its document and position
     lengths, said = np.diff(indexed.rows_1), read_facts(prefix)
     return {
         "bin": str(indexed.bin),
@@ -253,7 +253,7 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
 
 
 def _as_written(prefix: str | Path, indexed: Indexed, said: dict[str, Any]) -> bool | None:
-    """Whether token files, and those of their mask, have the digests that stand beside them."""
+    """Return whether token files and their mask have the stored digests; None without digests."""
     if "digest" not in said:
         return None
     mask = masks_of(prefix) if "mask" in said else None
@@ -262,7 +262,7 @@ def _as_written(prefix: str | Path, indexed: Indexed, said: dict[str, Any]) -> b
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:
-    """Return the tokenizer that was named, or else the one beside the files."""
+    """Return the tokenizer of ``--tokenizer``, else the one next to the files, else None."""
     beside = Path(prefix).parent / "tokenizer.json"
     if args.tokenizer is not None:
         return from_path(args.tokenizer)

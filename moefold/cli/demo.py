@@ -30,10 +30,10 @@ from moefold.training.words import clock, count, step_time
 
 RECIPE = "demo"
 TOTAL_S, STEPS_S, FEWEST = 300, 225, 150
-"""Seconds that the demo may train, those of them for steps (evaluation and samples take the rest),
-and the fewest steps that it takes, however slow the machine."""
+"""Maximum seconds of the demo, seconds of these for steps (evaluation and samples take the rest),
+and minimum number of steps, however slow the machine."""
 WARM_UP_STEPS, MEASURED_STEPS, MEASURED_S = 2, 8, 4.0
-"""Steps before the measured ones; how many of those at most, or after how many seconds no more."""
+"""Number of warm-up steps; then maximum number and seconds of measured steps."""
 SHOWN = {
     "experts.html": "which expert took which token",
     "loss.png": "the curve of the loss",
@@ -52,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     run = load_run(RECIPE, args.overrides)
 
     from moefold.cli._training import ENDED, open_job, print_answer, train_to_end
@@ -72,19 +72,19 @@ def run(args: argparse.Namespace) -> int:
         console.print(card("[bold]done[/]", _rows(folder, facts), "green"))
         console.print("type next", style="cyan")
         for command in next_commands(folder):
-            # Not in the card: a line that is broken there cannot be copied.
+            # Not in the card, where a wrapped line could not be copied.
             console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
     return status
 
 
 def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
-    """Return the run with as many of its steps as :data:`TOTAL_S` allows, and what to say of it.
+    """Return the run with as many of its steps as :data:`TOTAL_S` allows, and a text about it.
 
-    A run that is in ``folder`` already keeps the number it has.
+    A run that exists in ``folder`` keeps its number of steps.
     """
     begun, asked = newest(folder), run.train.steps
     if begun is not None:
-        meta = manifest.read(begun).meta  # an imported model's knows no run
+        meta = manifest.read(begun).meta  # without a run for an imported model
         steps, said = meta["run"]["train"]["steps"] if "run" in meta else asked, None
     else:
         cache = folder.parent / ".prepared"
@@ -102,12 +102,12 @@ def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
 
 
 def fitting(asked: int, step_s: float) -> int:
-    """Return how many of ``asked`` steps of ``step_s`` seconds the demo takes."""
+    """Return how many of ``asked`` steps of ``step_s`` seconds the demo runs."""
     return min(asked, max(FEWEST, int(STEPS_S / step_s)))
 
 
 def rehearsed(run: Run, cache: Path) -> float:
-    """Return the median seconds of the run's first steps, taken in a scratch folder."""
+    """Return the median time of the run's first steps in seconds, run in a scratch folder."""
     from moefold.training.trainer import Trainer
 
     with (
@@ -125,7 +125,7 @@ def rehearsed(run: Run, cache: Path) -> float:
 
 
 def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text]]:
-    """Yield what a finished demo came to as (what, said)."""
+    """Yield the results of a finished demo as (title, text)."""
     for _, key in sets(facts):
         result = Text(f"{facts[key]:.3f} bits per byte", "bold")
         yield "result", Text.assemble(result, " on held-out files")
@@ -141,7 +141,7 @@ def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text
 
 
 def next_commands(folder: Path) -> list[str]:
-    """Return four commands that go on from here, as they can be typed in this shell."""
+    """Return four commands to try next, as they can be typed in this shell."""
     moefold, where = program(), shlex.quote(str(folder))
     bigger = shlex.quote(str(folder.parent / "bigger"))
     return [
@@ -153,7 +153,7 @@ def next_commands(folder: Path) -> list[str]:
 
 
 def program() -> str:
-    """Return how this program is called here: by name where the shell finds it, else by path."""
+    """Return how to call this program: by name if the shell finds it, else by path."""
     beside = Path(sys.executable).parent / "moefold"
     found = shutil.which("moefold")
     if found is not None and (not beside.exists() or Path(found).samefile(beside)):

@@ -24,7 +24,7 @@ MISSING = 1
 
 @dataclass(frozen=True)
 class Finding:
-    """One back end: whether it is there, which version, whether it is chosen, and why (not)."""
+    """One back end: whether it is available, its version, whether it is chosen, and why (not)."""
 
     name: str
     found: bool
@@ -42,7 +42,7 @@ OPTIONAL = {
     "transformer_engine": ("dispatch: nccl_ep", "pip install 'transformer-engine[pytorch]'"),
     "tensorboard": ("event files", "pip install 'moefold[tensorboard]'"),
 }
-"""Packages that moefold can do without: what each is for and how to get it."""
+"""Optional packages: what each is for and how to install it."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, report, and judge what was asked for."""
+    """Report all back ends; return 1 if one that ``--need`` names is not usable."""
     known = ["python", *PROBES, *REQUIRED, *OPTIONAL]
     for name in args.need:
         if name not in known:
@@ -81,7 +81,7 @@ def _print_table(findings: list[Finding]) -> None:
 
 
 def probe_all() -> list[Finding]:
-    """Look for every back end, the general ones first."""
+    """Return findings for every back end, general ones first."""
     where = f"on {platform.system()} {platform.machine()}"
     findings = [Finding("python", True, platform.python_version(), True, where)]
     if is_there("torch"):
@@ -92,12 +92,12 @@ def probe_all() -> list[Finding]:
 
 
 def is_there(module: str) -> bool:
-    """Say whether a module can be imported, without importing it."""
+    """Return whether a module can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def _package(name: str) -> Finding:
-    """Judge a package by whether it is installed."""
+    """Return the finding for a package, which is chosen if it is installed."""
     there, installed = is_there(name), _version(name)
     purpose, remedy = OPTIONAL.get(name, ("", f"missing: pip install {name}"))
     why = purpose if there else ": ".join(filter(None, (purpose, remedy)))
@@ -132,7 +132,7 @@ def _threads() -> Finding:
 
 
 def _bf16() -> Finding:
-    """Measure bf16 against fp32 products, since what a CPU lists is not what it is fast at."""
+    """Measure bf16 against fp32 products, since a CPU's features do not show its speed."""
     import torch
 
     from moefold.layers.config import faster
@@ -194,7 +194,7 @@ def _nccl() -> Finding:
 
 
 def _grouped_mm() -> Finding:
-    """Run a two-expert product and compare it with the plain loop."""
+    """Run a grouped product of two experts and compare it with the plain loop."""
     import torch
 
     from moefold.kernels.grouped import grouped, loop
@@ -259,4 +259,4 @@ PROBES: dict[str, Callable[[], Finding]] = {
         _quantise,
     )
 }
-"""What is tried through torch, by the name of its finding."""
+"""Probes that need torch, by the name of their finding."""

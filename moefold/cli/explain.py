@@ -1,8 +1,8 @@
 """``moefold explain``: the resolved run, each value's origin, and what follows from it.
 
-Shows a run as it will be computed: every value with the file and line, base, override or default it
-comes from, then what follows from them, and what each rank of its layout does. Needs no data and
-no GPU.
+Shows a run as it will be computed: every value with its origin (file and line, base, override or
+default), then what follows from the values, and the ranks and groups of its layout. Needs no data
+and no GPU.
 
 exit status:
   0  shown
@@ -56,9 +56,9 @@ FITTING: dict[FieldPath, str] = {
     ("layout", "order"): ORDERS[0],
     ("layout", "stages"): "null",
 }
-"""The parts of a layout that can misfit a model, each with a value that fits every model."""
+"""The fields of a layout that may not fit a model, each with a value that fits every model."""
 ROWS, COLUMNS, GROUPS, RUNS = 16, 8, 4, 4
-"""How much is shown of a table, of a grid's row, of a kind's groups and of a group's ranks."""
+"""Maximum numbers shown: rows of a table, columns of a grid, groups of a kind, runs of ranks."""
 GRID_AXES = {ATTENTION: (("pp", "dp"), ("cp", "tp")), EXPERTS: (("pp", "edp"), ("ep", "etp"))}
 """Axes of the rows and of the columns of each grid, the slowest first."""
 
@@ -85,7 +85,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     if args.source is None and not args.schema:
         raise ValueError("name a RUN, or give --schema for the JSON schema of run files")
     loaded = None if args.source is None else _load(args)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> Loaded[Run]:
-    """Load the run, with a layout that is asked for even where the model does not allow it."""
+    """Load the run; a layout given by ``--layout`` is kept even if it is illegal for the model."""
     asked = overrides_of(args)
     try:
         return loaded_run(args.source, asked)
@@ -137,7 +137,7 @@ def _load(args: argparse.Namespace) -> Loaded[Run]:
 
 
 def _reads(run: Run, drawn: "Picture") -> dict[str, Any]:
-    """Return what of the step no graph can hold, and why the layout has none."""
+    """Return the operators that no graph can capture, and why the layout refuses graphs."""
     from moefold.planner.answer import graph_bytes
     from moefold.proof.capture import uncaptured
     from moefold.proof.verify import cases_of
@@ -149,7 +149,7 @@ def _reads(run: Run, drawn: "Picture") -> dict[str, Any]:
         layout = run.layout.model_copy(update={"graphs": kind})
         broken = layout.violations(needs(run.decoder(), run.data.seq))
         refused[kind] = [one.rule for one in broken if one.path in (("graphs",), ("zero",))]
-        with suppress(ValueError):  # of what is not planned
+        with suppress(ValueError):  # the planner does not know the run
             if not refused[kind]:
                 static[kind] = graph_bytes(run.model_copy(update={"layout": layout}), drawn.world)
     return {
@@ -201,7 +201,7 @@ def _grow(
             text = value if isinstance(value, str) else ""
             text = text or json.dumps(value, ensure_ascii=False)
             origin = inside[0] if inside else Origin("default")
-            where = origin.where.removeprefix(f"{RECIPES}/")  # a recipe goes by its name
+            where = origin.where.removeprefix(f"{RECIPES}/")  # recipes are shown by name
             recipe = f"recipe {where.replace('.yaml:', ', line ')}"
             said = str(origin) if where == origin.where else recipe
             style = "dim" if origin.sort == "default" else "bold"
@@ -266,7 +266,7 @@ def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str
 
 
 def _one_line(data: Mapping[str, Any]) -> str:
-    """Write a record in one line, its kind first, without what is absent."""
+    """Format a record in one line, its kind first, without fields that are None or false."""
     parts = [str(data["kind"])] if "kind" in data else []
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -284,23 +284,23 @@ def _one_line(data: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """A layout over a number of ranks, as far as it can be drawn, and what is wrong with it."""
+    """A layout over a number of ranks, as far as it is legal, and its violations."""
 
     sizes: Sizes
     world: int
     folding: Folding | None
-    """None where the sizes do not fit the ranks."""
+    """None if the sizes do not fit the number of ranks."""
     stages: Stages | None
-    """None where they are no legal pipeline of the model."""
+    """None if they are not a legal pipeline of the model."""
     way: Way
-    """The way in which stages are dealt out to ranks."""
+    """The assignment of stages to ranks."""
     experts: tuple[Ranks, ...] | None
-    """Ids of one layer's experts for each ep coordinate; None without experts or a fitting ep."""
+    """Ids of one layer's experts for each ep coordinate; None without experts or a legal ep."""
     violations: tuple[Violation, ...]
 
     @classmethod
     def of(cls, run: Run, world: int | None = None) -> "Picture":
-        """Lay a run's layout, which may be illegal, over ``world`` ranks (default: the fewest)."""
+        """Return the picture of a run's layout, legal or not (default ``world``: the fewest)."""
         layout, sizes = run.layout, run.layout.split
         model, count = needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
         found = size_violations(sizes, model, world, layout.order, layout.stages)
@@ -325,7 +325,7 @@ class Picture:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return everything for programs: every kind of group with all its ranks too."""
+        """Return all facts for ``--json``, including the ranks of every group."""
         folding, stages = self.folding, self.stages
         answer: dict[str, Any] = {"sizes": self.sizes.text, "world": self.world}
         answer["violations"] = [
@@ -346,7 +346,7 @@ class Picture:
         return answer
 
     def show(self, console: Console) -> None:
-        """Print the layout: grids, stages, experts, kinds of groups, and what is wrong."""
+        """Print the layout: grids, stages, experts, kinds of groups, and violations."""
         for title, table in self._tables():
             console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
             console.print(table)
@@ -357,7 +357,7 @@ class Picture:
             console.print(Text(line), soft_wrap=True)
 
     def _tables(self) -> Iterator[tuple[str, Table]]:
-        """Yield what can be drawn, each with its title."""
+        """Yield the tables that can be drawn, each with its title."""
         folding, stages, sizes = self.folding, self.stages, self.sizes
         if folding is not None:
             yield _grid(ATTENTION, folding.attention)
@@ -381,7 +381,7 @@ def _table(
     right: Sequence[str] = (),
     most: int = ROWS,
 ) -> Table:
-    """Return a table whose first column names the rows; of more than ``most`` a part is shown."""
+    """Return a table whose first column names the rows; rows beyond ``most`` are abridged."""
     shown = [["…"] * len(titles) if row is None else row for row in _some(rows, most)]
     table = plain_table(*titles, right=right, header=any(titles), rows=shown)
     table.columns[0].style, table.columns[0].no_wrap = "bold", True
@@ -389,7 +389,7 @@ def _table(
 
 
 def _grid(name: str, grid: Grid) -> tuple[str, Table]:
-    """Return a grid's title, and the grid with a rank in each cell; axes of size 1 are left out."""
+    """Return a grid's title and table, with a rank in each cell; axes of size 1 are left out."""
     down, across = GRID_AXES[name]
     title = " ".join(f"{axis}{grid.sizes[axis]}" for axis in (*down, *across))
 
@@ -407,7 +407,7 @@ def _grid(name: str, grid: Grid) -> tuple[str, Table]:
 
 
 def _kinds(folding: Folding) -> Table:
-    """Return every kind of group: how large, how many, the first ones, and what it is for."""
+    """Return a table of the kinds of groups: size, number, the first ones, purpose."""
     rows = []
     for kind, first in folding.same().items():
         groups = folding.groups(kind)
@@ -421,7 +421,7 @@ def _kinds(folding: Folding) -> Table:
 
 
 def _some(items: Sequence[Any], most: int) -> Iterator[Any]:
-    """Yield items; where there are more than ``most``, the first, a gap (None), and the last."""
+    """Yield items; if more than ``most``, the first ones, None for a gap, and the last."""
     if len(items) <= most:
         yield from items
         return
@@ -431,7 +431,7 @@ def _some(items: Sequence[Any], most: int) -> Iterator[Any]:
 
 
 def _places(stage: Sequence[Place]) -> str:
-    """Write what a stage holds: ``embedding, layers 0–1``."""
+    """Format the content of a stage: ``embedding, layers 0–1``."""
     said = []
     for kind, same in groupby(stage, key=lambda place: place.kind):
         numbers = ranks_text(tuple(place.index for place in same))
@@ -441,14 +441,14 @@ def _places(stage: Sequence[Place]) -> str:
 
 
 def groups_text(groups: Sequence[Ranks]) -> str:
-    """Write groups shortly: ``0–3 | 4–7 | … | 28–31``; alone, each rank by itself."""
+    """Format groups of ranks in short form: ``0–3 | 4–7 | … | 28–31``."""
     if len(groups[0]) == 1:
         return "each rank alone"
     return " | ".join("…" if g is None else ranks_text(g) for g in _some(groups, GROUPS))
 
 
 def ranks_text(ranks: Ranks) -> str:
-    """Write ascending numbers shortly: ``0–3 8–11``, ``0 4 … 28`` where evenly spaced."""
+    """Format ascending numbers in short form: ``0–3 8–11``, ``0 4 … 28`` if evenly spaced."""
     first, second, last = ranks[0], ranks[min(1, len(ranks) - 1)], ranks[-1]
     step = second - first
     if step > 1 and len(ranks) > RUNS and list(ranks) == list(range(first, last + 1, step)):

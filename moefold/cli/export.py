@@ -28,8 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder, and say what it cannot hold."""
-    path = checkpoint_in(Path(args.checkpoint))  # before torch is loaded: there may be none
+    """Write the folder; print what of the checkpoint it cannot represent."""
+    path = checkpoint_in(Path(args.checkpoint))  # fails before torch is loaded
 
     from moefold.api import export
 

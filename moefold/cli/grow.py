@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moefold.convert.importer import Imported
 
 PIECE = 512
-"""Tokens of a text that a model sees at once while its experts are counted."""
+"""Tokens per segment when a text's tokens are counted by expert."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the new folder; say what it is and whether it computes what its source does."""
+    """Write the new folder; print what it is and whether it computes what its source does."""
     from moefold.convert.exporter import demand_new, export_folder
 
     demand_new(args.folder)
@@ -86,7 +86,7 @@ def _positive(text: str) -> int:
 
 
 def _wanted(args: argparse.Namespace) -> "Growth":
-    """Return what is asked for, where it is anything."""
+    """Return the requested growth; raises ``ValueError`` if there is none."""
     from moefold.convert.growth import Growth
 
     names = ("experts", "top_k", "granularity", "layers", "hidden_times", "width_times")
@@ -99,7 +99,7 @@ def _wanted(args: argparse.Namespace) -> "Growth":
 def _made(
     args: argparse.Namespace, wanted: "Growth", opened: ExitStack
 ) -> tuple["Grown", "Imported"]:
-    """Return the new model, and the first of those that it is made of."""
+    """Return the new model, and the first of its sources."""
     from moefold.convert.growth import grow, upcycle
     from moefold.convert.importer import import_folder
 
@@ -131,7 +131,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _demand_alike(folders: list[Path], configs: list[dict[str, Any]]) -> None:
-    """Raise ``ValueError`` where dense models differ in more than what they are called."""
+    """Raise ``ValueError`` if dense models differ in more than names, versions and dtypes."""
     aside = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"}
     for one, other in combinations(range(len(folders)), 2):
         names = sorted({*configs[one], *configs[other]} - aside)
@@ -147,7 +147,7 @@ def _demand_alike(folders: list[Path], configs: list[dict[str, Any]]) -> None:
 
 
 def _loads(args: argparse.Namespace) -> Mapping[int, list[float]] | None:
-    """Return what the experts of each layer take of the text that is named."""
+    """Return each expert's load on the text of ``--text``, by layer; None without a text."""
     if args.text is None:
         return None
     from moefold.api import load_model

@@ -48,11 +48,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder's model as a checkpoint of step 0; say what was left out."""
+    """Write the folder's model as a checkpoint of step 0; print what was left out."""
     if newest(args.folder) is not None:
         raise ValueError(f"{args.folder} holds a checkpoint already; name a new folder")
     import_plugins(args.uses)
-    read_config(base_of(args.source))  # what is wrong with it is said before torch is loaded
+    read_config(base_of(args.source))  # fails before torch is loaded
 
     from moefold.checkpoint.save import save
     from moefold.checkpoint.tensors import LazyTensor
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
         source, count = found.tensors, len(found.tensors)
         tokenizer = _tokenizer(args, found)
         meta = describe(found.decoder, tokenizer)
-        if tokenizer is None:  # else they are beside it
+        if tokenizer is None:  # else they are among its files
             meta |= {"special_tokens": dict(found.special_tokens)}
 
         def read(name: str, number: int) -> "Tensor":
-            """Return a tensor of the folder, when it is written."""
+            """Read a tensor of the folder, and advance the progress bar."""
             show("importing", number, count)
             return source[name]
 
@@ -88,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace, found: "Imported") -> Tokenizer | None:
-    """Return the folder's tokenizer, if it has one.
+    """Return the folder's tokenizer, or None.
 
     Raises:
-        ValueError: where no token ends a document, or tokens have no row of the embedding.
+        ValueError: if no token ends a document, or the embedding has too few rows.
     """
     own = (args.source / "tokenizer.json").is_file()
     at = args.source if own else base_of(args.source)

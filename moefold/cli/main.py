@@ -1,12 +1,12 @@
-"""The command line's entry point: finds the command, parses its arguments, words its errors.
+"""The command line's entry point: finds the command, parses its arguments, prints its errors.
 
-A command is one file in this folder. The docstring of the file is its help: the first line in the
-list of commands, the rest in ``moefold COMMAND --help``. ``add(parser)`` adds its arguments,
-``run(args)`` carries it out and returns the exit status. Only the file of the command that is asked
-for is imported. It loads without torch, which functions import once the arguments are checked.
-Files whose name starts with ``_`` are shared by commands.
+A command is one file in this folder. The file's docstring is its help: the first line in the list
+of commands, the rest in ``moefold COMMAND --help``. ``add(parser)`` adds its arguments,
+``run(args)`` runs it and returns the exit status. Only the requested command's file is imported.
+It loads without torch, which functions import once the arguments are checked. Files whose name
+starts with ``_`` are shared by commands.
 
-Exit status: what the command returns; 2 for wrong input, 130 after Ctrl-C, 1 for a fault of ours.
+Exit status: the command's; 2 for wrong input, 130 after Ctrl-C, 141 for a broken pipe, 1 for bugs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import moefold
 
 WRONG_INPUT, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 TRACEBACK = "--traceback"
-# What the system refuses is for people, but for lost connections and what a wrong program asks.
+# System errors are shown as text, except for lost connections and these, which indicate bugs.
 OURS = {errno.EBADF, errno.EFAULT, errno.ECHILD, errno.ESRCH, errno.ENOTSOCK, errno.EDEADLK, None}
 REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
@@ -47,10 +47,10 @@ REMEDIES = {
 
 
 class Help(argparse.HelpFormatter):
-    """Help that fits the terminal: paragraphs are wrapped, lists keep their lines, defaults stand.
+    """Help formatter: paragraphs are wrapped, lists keep their lines, defaults are shown.
 
-    A default that is a value is added to what is said of its option; one that is worked out when
-    the command runs is in that text itself.
+    A default value is appended to its option's help; one that is computed when the command runs
+    is part of the help text itself.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -67,20 +67,19 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser, of the program or of a command, whose help is laid out by :class:`Help`."""
+    """Parser of the program or of a command, with help formatted by :class:`Help`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=Help, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` (default: the process's arguments) asks for.
+    """Run the command in ``argv`` (default: the process's arguments); return its exit status.
 
-    Returns its exit status. A ``ValueError`` is for people, and so is what the system refuses: it
-    is shown as text alone, unless ``--traceback`` is given anywhere. Other errors are faults of
-    ours and pass through.
+    A ``ValueError`` or a system error is for users: it is printed without traceback, unless
+    ``--traceback`` is among the arguments. Other errors are bugs and propagate.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # Names of files may be no text of any encoding.
+    if isinstance(sys.stdout, io.TextIOWrapper):  # File names may not be valid text.
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     traceback = TRACEBACK in words
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _interruptible():
             status = _carry_out(words)
-            sys.stdout.flush()  # where the reader left, this is the place to hear of it
+            sys.stdout.flush()  # raises here if the reader has closed the pipe
         return status
     except KeyboardInterrupt as stopped:
         if traceback:
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _broken_pipe()
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich turns the one into the other
+        if isinstance(end.__context__, BrokenPipeError):  # rich turns it into SystemExit
             return _broken_pipe()
         raise
     except (ValueError, OSError) as error:
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(words: list[str]) -> int:
     parser, command = build_parser(next((word for word in words if word[:1] != "-"), None))
     args, rest = parser.parse_known_args(words)
-    # Overrides k=v may stand behind options too, where argparse looks for none.
+    # Overrides k=v may also follow options, where argparse does not expect them.
     overrides = vars(args).get("overrides")
     if rest and (overrides is None or any(w.startswith("-") or "=" not in w for w in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -124,9 +123,9 @@ def _carry_out(words: list[str]) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the command wherever it is.
+    """Let Ctrl-C end the command at any point.
 
-    While a module is imported that is done at once: imports swallow exceptions, one of fifteen
+    During imports the process exits at once, as imports swallow exceptions: one of fifteen
     interrupts during torch's.
     """
     ours = threading.current_thread() is threading.main_thread()
@@ -150,7 +149,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:
-    """Return the parser, and the module of the command ``asked`` for if there is such a one."""
+    """Return the parser, and the module of the command ``asked`` if it exists."""
     files = command_files()
     listed = "".join(f"\n  {name:<12}{_summary(file)}" for name, file in files.items())
     parser = Parser(
@@ -175,26 +174,26 @@ def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType
 
 
 def command_files() -> dict[str, Path]:
-    """Return each command's file by the command's name: ``import_.py`` is ``import``."""
+    """Return the files of commands by name; ``import_.py`` is ``import``."""
     files = sorted(Path(__file__).parent.glob("[a-z]*.py"))
     return {file.stem.rstrip("_"): file for file in files if file != Path(__file__)}
 
 
 def _summary(file: Path) -> str:
-    """Read a command's line in the help: what follows its name in the file's docstring."""
+    """Return a command's line in the help: its file's first docstring line without the name."""
     text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
     return text.partition("\n")[0].partition("``: ")[2].rstrip(".")
 
 
 def _broken_pipe() -> int:
-    """Return the status for a reader of our output that left (`| head`)."""
-    # Python would complain again while it exits.
+    """Return the exit status after the reader of standard output closed the pipe (`| head`)."""
+    # Otherwise Python would report the broken pipe again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
 
 
 def _print_error(error: Exception) -> None:
-    """Show a person what is wrong, where, and what mends it: a red word, then text untouched."""
+    """Print an error for users: a red word, then the plain text, with a remedy if known."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,8 +1,8 @@
 """``moefold plan``: memory, time and the best layouts of a run on any cluster.
 
-Plans a run on a cluster that need not exist: memory and time of its layout by part, what binds,
+Plans a run on a cluster that need not exist: memory and time of its layout by part, the bottleneck,
 the fastest layouts that fit, and what to change. Needs no GPU and allocates nothing. docs/plan.md
-says how to read it and how far to trust it.
+says how to read the plan and how far to trust it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from moefold.training import words
 
 BAR = 24
 SMALL = 0.005
-"""Share of a whole below which a part is not listed."""
+"""Parts with a smaller share of the whole are not listed."""
 TRILLION = 1e12
 LACKING = "training does not execute yet, or only with another package"
 
@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     numbers = ("batch", "seq", "load", "memory", "tokens")
     demand_numbers(**{f"--{name}": getattr(args, name) for name in numbers})
     found = planned(
@@ -99,7 +99,7 @@ def _said(found: Plan, tokens: float) -> Iterator[Text | Table]:
 
 
 def _run_file(found: Plan) -> Iterator[Text]:
-    """Yield the fastest layout that training executes, as a run file says it."""
+    """Yield the fastest layout that training executes, in the form of a run file."""
     best, today = found.best, found.today
     if best and best.not_yet:
         text = f"the fastest layout uses what {LACKING}: {', '.join(best.not_yet)}"
@@ -116,7 +116,7 @@ def _run_file(found: Plan) -> Iterator[Text]:
 
 
 def _given(found: Plan) -> Iterator[Text | Table]:
-    """Yield the given layout: in full where it fits, or where there is none to look at instead."""
+    """Yield the given layout: in full if it fits, or if no other layout does."""
     given = found.given
     if given is None:
         yield Text(f"\ngiven: none. {found.given_problem}", style="yellow")
@@ -151,7 +151,7 @@ def _asked(found: Plan) -> Iterator[Text]:
 
 
 def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
-    """Yield one layout in full: what it is, memory and time by part."""
+    """Yield one layout in full: policies, memory and time by part."""
     yield Text.assemble((f"{name}: {layout.layout}", "bold"), f"  {_policies(layout)}")
     wall = "fits" if layout.fits else "does not fit"
     style = "green" if layout.fits else "bold red"
@@ -191,7 +191,7 @@ def _bars(title: str, parts: dict[str, float], form: Callable[[float], str]) -> 
 
 
 def _three(value: float) -> str:
-    """Write a figure in three digits."""
+    """Format a number in three digits."""
     return f"{value:#,.3g}".rstrip(".") if value < 1e3 else f"{value:,.0f}"
 
 
@@ -216,7 +216,7 @@ def _policies(layout: PlannedLayout) -> str:
 
 
 def _rows(found: Plan) -> Iterator[tuple[str, PlannedLayout]]:
-    """Yield every layout of the table with its name, each once."""
+    """Yield every layout of the table once, with its name."""
     seen = set()
     groups: list[tuple[str, Iterable[PlannedLayout]]] = [
         ("", found.layouts),
@@ -260,7 +260,7 @@ def _marks(found: Plan) -> Iterator[Text]:
 
 
 def _long(found: Plan, tokens: float) -> Iterator[Text]:
-    """Yield what a long run of the fastest layout costs."""
+    """Yield time and cost of a long run in the fastest layout."""
     best = found.best
     assert best is not None
     expected = found.expected

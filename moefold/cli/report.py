@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     folder: Path = args.folder
     if not folder.is_dir():
         raise FileNotFoundError(2, "no such folder", str(folder))

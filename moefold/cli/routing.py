@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     if not args.folder.is_dir():
         raise FileNotFoundError(2, "no such folder", str(args.folder))
     found = (json.dumps(line) for line in lines(args.folder, args.tokens))

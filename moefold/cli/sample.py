@@ -26,10 +26,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     if args.system and not args.chat:
         raise ValueError("--system: belongs to a conversation; add --chat")
-    path = speaking(args)  # before torch is loaded: there may be none
+    path = speaking(args)  # fails before torch is loaded
     prompts = args.prompt or [""]
     step, texts = _sample(args, path, prompts)
     if args.json:

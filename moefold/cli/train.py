@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     run, spot = asked(args)
 
     from moefold.cli._training import elastic_rank
@@ -89,10 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
-    """Return the run, and this process's place among ranks that something else started.
+    """Return the run, and this process's rank if a launcher such as torchrun started it.
 
     Raises:
-        ValueError: for arguments that do not go together, and a run that is not legal.
+        ValueError: if arguments contradict each other, or the run is not legal.
     """
     spot = environment()
     if args.fork is not None and args.folder is None:
@@ -116,10 +116,10 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
 
 
 def _demand_disk(run: Run) -> None:
-    """Hold that files can be made in the folders that the run's layout lays tensors in.
+    """Check that files can be created in the folders to which the layout offloads tensors.
 
     Raises:
-        OffloadError: where none can.
+        OffloadError: if not.
     """
     layout = run.layout
     folders = [layout.state.folder]
@@ -136,10 +136,10 @@ def _demand_disk(run: Run) -> None:
 
 
 def _demand_memory(run: Run, world: int) -> None:
-    """Hold that a stated limit leaves something to make again that fits.
+    """Check that some recompute policy fits a stated memory limit.
 
     Raises:
-        ValueError: where nothing does, with what it would take.
+        ValueError: if none does; says how much memory is needed.
     """
     if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
         from moefold.planner.from_run import demand_limit
@@ -174,7 +174,7 @@ def asked_run(args: argparse.Namespace) -> Run:
 
 
 def rank(spot: Spot, args: argparse.Namespace, memory: "MemoryCheckpoint | None" = None) -> int:
-    """Carry out the command as one of several ranks, which have joined each other."""
+    """Run the command as one of several ranks, which have joined the rendezvous."""
     from moefold.comm.agree import on_first
     from moefold.training.distributed import world_of
 
@@ -221,14 +221,14 @@ def _train(
 def _dry_run(
     run: Run, folder: Path, args: argparse.Namespace, console: Console, world: "World | None"
 ) -> int:
-    """Show the banner of the run as it would start in ``folder``, and write nothing there."""
+    """Print the banner of the run as it would start in ``folder``, without writing there."""
     from moefold.cli._training import open_job
     from moefold.comm.agree import told_by_first
     from moefold.training.banner import facts, panel
 
     with tempfile.TemporaryDirectory(prefix="moefold-dry-run-") as own:
         scratch = Path(own)
-        if world is not None:  # One for all ranks of a machine.
+        if world is not None:  # One folder for all ranks of a machine.
             shared = Path(told_by_first(own, world.on_host))
             scratch = shared if shared.is_dir() else scratch
         run = _with_files_in(run, str(scratch))
@@ -237,12 +237,12 @@ def _dry_run(
             if args.json and job.world.rank == 0:
                 print_json(facts(job))
             elif not args.json:
-                console.print(panel(job))  # the other ranks' consoles show nothing
+                console.print(panel(job))  # the consoles of other ranks discard it
     return 0
 
 
 def _with_files_in(run: Run, folder: str) -> Run:
-    """Return a run whose activations would lie in files of another folder."""
+    """Return the run with another folder for activations offloaded to disk."""
     layout, update = run.layout, dict[str, Any]()
     if layout.offload is not None and layout.offload.disk is not None:
         disk = layout.offload.disk.model_copy(update={"folder": folder})
@@ -253,7 +253,7 @@ def _with_files_in(run: Run, folder: str) -> Run:
 
 
 def _set_last_step(job: "Trainer", until: int | None, began: bool = False) -> None:
-    """Let the run stop at ``--until``; ``began``: another rank's loss interrupted it on its way."""
+    """Let the run stop at ``--until``; ``began``: it is resumed after the loss of a rank."""
     if until is None:
         return
     if not began and not job.step_number < until <= job.last_step:

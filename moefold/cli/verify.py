@@ -1,8 +1,8 @@
 """``moefold verify``: prove that layouts do not change the maths of a run.
 
 Shrinks the run's model but keeps its kinds of parts, runs it in fp64 in each layout, on processes
-of this machine, and on one rank, and compares the loss, every gradient, the norm and its clipping,
-and weights and optimizer state after three steps.
+of this machine, and on one rank, and compares loss, gradients, gradient norm and clipping, and
+weights and optimizer state after three steps.
 
 exit status:
   0  every layout computes what one rank computes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 LINE = 160
-"""Letters of a problem that are shown on one line."""
+"""Maximum number of characters of a problem shown on one line."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Run the command; return its exit status."""
     run = _asked_run(args)
 
     from moefold.proof import verify as proving
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asked_run(args: argparse.Namespace) -> Run | None:
-    """Return the run to prove, or None for the matrix, whose arguments are right then."""
+    """Check the arguments; return the run to prove, or None for the matrix."""
     if args.matrix is None:
         if args.source is None:
             raise ValueError("name a RUN, or give --matrix for the release's own layouts")
@@ -100,13 +100,13 @@ def _asked_run(args: argparse.Namespace) -> Run | None:
 
 
 class VerdictPrinter:
-    """Prints each verdict as it comes."""
+    """Prints each verdict when its layout ends."""
 
     def __init__(self, console: Console, total: int, quiet: bool) -> None:
         self._console, self._total, self._quiet, self._done = console, total, quiet, 0
 
     def show(self, verdict: "LayoutVerdict") -> None:
-        """Print one line: passed or not, how near to its bound, and of what."""
+        """Print one line: whether it passed, and the quantity with the worst error."""
         self._done += 1
         if self._quiet:
             return
@@ -127,7 +127,7 @@ class VerdictPrinter:
             self._console.print(Text(f"    {complaint}", style="red"))
 
     def show_control(self, control: "Control") -> None:
-        """Print one line: what was broken, whether the proof noticed, and by what."""
+        """Print one line: the fault, whether the proof noticed it, and by which quantity."""
         if not self._quiet:
             said = ("noticed ", "green") if control.noticed else ("MISSED ", "bold red")
             line = Text.assemble(said, control.broken.words)
@@ -136,7 +136,7 @@ class VerdictPrinter:
 
 
 def _last_line(problem: str) -> str:
-    """Return the last line of a problem, which in a traceback is the error itself."""
+    """Return the last line of a problem, which in a traceback is the error, shortened."""
     line = problem.strip().splitlines()[-1]
     return line if len(line) <= LINE else line[: LINE - 1] + "…"
 
@@ -169,7 +169,7 @@ def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control
 
 
 def facts(proof: "Proof", controls: "Sequence[Control]") -> dict[str, Any]:
-    """Return everything for programs."""
+    """Return all results, for ``--json``."""
     layouts = []
     for verdict in proof.verdicts:
         figures = {
