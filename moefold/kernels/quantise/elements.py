@@ -62,8 +62,7 @@ def power_below(x: Tensor) -> Tensor:
 def exponent_above(x: Tensor) -> Tensor:
     """Return the biased exponent, 0..254, of the smallest power of two >= ``x >= 0``.
 
-    It is 255 for Inf and NaN. Computed on bits, as an fp32 logarithm rounds numbers just above a
-    power.
+    It is 255 for Inf and NaN. (An fp32 logarithm would round numbers just above a power.)
     """
     bits = x.view(torch.int32)
     exponent, rest = bits >> 23, bits & 0x7FFFFF

@@ -32,8 +32,7 @@ LEAST = 2.0**-100
 def extremes(x_GN: Tensor) -> Tensor:
     """Return fp32 [G, 2]: the largest magnitude, and minus the smallest nonzero one.
 
-    Both can be reduced over parts of a group by maximum. The latter is -Inf if all numbers are
-    zero. A NaN counts as an Inf.
+    Both can be reduced over parts of a group by maximum; the latter is -Inf for zeros. NaN is Inf.
     """
     size = x_GN.float().abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     least = torch.where(size > 0, size, torch.inf).amin(1)

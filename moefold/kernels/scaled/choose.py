@@ -1,4 +1,4 @@
-"""Which back end multiplies codes, and why."""
+"""Selection of the back end for products of low-precision codes, with its reason."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from moefold.kernels.scaled.scaled_grouped_mm import ScaledGroupedMm
 from moefold.kernels.scaled.scaled_mm import ScaledMm
 
 BACKENDS: tuple[Emulated, ...] = (DeepGemm(), ScaledGroupedMm(), ScaledMm(), Emulated())
-"""The one that is preferred first."""
+"""Back ends in order of preference."""
 PRODUCTS = ("y", "dx", "dw")
 BOUND = 8e-3
-"""Relative error of a back end that is right: bf16's, and that of tensor cores' sums."""
+"""Largest relative error of a correct back end: that of bf16 and of sums in tensor cores."""
 
 
 class Path(NamedTuple):
-    """What computes a product."""
+    """Chosen back end of a product, with the reason."""
 
     backend: Emulated
     why: str
@@ -30,15 +30,15 @@ class Path(NamedTuple):
 
 @cache
 def choose(asked: str, use: Use) -> Path:
-    """Return what computes a product: the first back end that takes it and is tried to be right.
+    """Return the first back end that supports a product and passes a numerical test.
 
     Args:
-        asked: ``auto``, or the name of what is preferred. Sums in fp64 and blocks of other lengths
-            than published ones are emulated in any case, and by ``auto`` what a CPU computes.
+        asked: ``auto``, or the name of a back end. Sums in fp64 and blocks of unpublished lengths
+            are always emulated, and with ``auto`` all products on a CPU.
         use: the product.
 
     Raises:
-        ValueError: where what is asked for is not there.
+        ValueError: the requested back end is not available.
     """
     *others, emulated = BACKENDS
     if use.dtype == torch.float64 or asked == emulated.name:
@@ -58,10 +58,10 @@ def choose(asked: str, use: Use) -> Path:
 
 
 def demand(asked: str, device: torch.device) -> None:
-    """Hold that the back end of a name is there for a device.
+    """Check that the named back end is available for a device.
 
     Raises:
-        ValueError: where it is not; says how to get it.
+        ValueError: it is not; the message says how to get it.
     """
     for one in (backend for backend in BACKENDS if backend.name == asked):
         if why := one.missing(device):
@@ -72,7 +72,7 @@ def demand(asked: str, device: torch.device) -> None:
 
 
 def paths(asked: str, use: Use, products: Sequence[str] = PRODUCTS) -> Iterator[str]:
-    """Yield in words what computes products, dense and of experts, and why."""
+    """Yield descriptions of the back ends of dense and experts' products, with reasons."""
     found: dict[Path, list[str]] = {}
     for grouped, product in itertools.product((False, True), products):
         path = choose(asked, use._replace(product=product, grouped=grouped))
@@ -82,12 +82,12 @@ def paths(asked: str, use: Use, products: Sequence[str] = PRODUCTS) -> Iterator[
 
 
 def _wrong(backend: Emulated, use: Use) -> str:
-    """Say how a back end fails where it is tried on small operands; empty where it is right."""
+    """Return how a back end fails a test with small operands; empty if it is correct."""
     made, weight, groups = _operands(use)
     try:
         given = made, weight, groups, torch.float32 if use.product == "dw" else use.dtype
         found = torch.cat(backend.each(*given)).float()
-    except Exception as error:  # a library's refusal has any type
+    except Exception as error:  # libraries raise errors of any type
         return str(error).partition("\n")[0] or type(error).__name__
     want = torch.cat(BACKENDS[-1].each(made, weight, groups, torch.float32))
     off = float((found - want).norm() / want.norm())
@@ -95,7 +95,7 @@ def _wrong(backend: Emulated, use: Use) -> str:
 
 
 def _operands(use: Use) -> tuple[list[Quantised], Quantised, list[int]]:
-    """Return runs, the matrix or matrices that they are multiplied by, and the group of each."""
+    """Return test operands: runs, the matrix or matrices, and the group of each run."""
     drawn = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""``fp8_block`` by DeepGEMM (2.1 and newer): dense, and all groups of rows in one call.
+"""``fp8_block`` products by DeepGEMM (2.1 and newer): dense, and all groups of rows in one call.
 
-Rows of a group are filled up to 128, none of them multiplied. The package puts scales into columns
-itself; on Blackwell it packs them as exponents, which fp32 scales lose by.
+Rows of a group are padded to multiples of 128; padding is not multiplied. DeepGEMM arranges scales
+in columns itself; on Blackwell it packs them as exponents, which rounds fp32 scales.
 """
 
 from collections.abc import Sequence
@@ -17,29 +17,29 @@ from moefold.kernels.scaled.operands import Joined, along, fill
 
 MODULE = "deep_gemm"
 DEVICE = "cuda"
-"""Where it runs."""
+"""Device type on which it runs."""
 BLOCK = 128
 
 
 class DeepGemm(Emulated):
-    """DeepSeek's kernels, which add up in fp32 after each 128 of what is summed."""
+    """DeepSeek's kernels, which accumulate in fp32 after every 128 elements of the summed dim."""
 
     name = "deep_gemm"
     remedy = "Build 2.1 or newer from github.com/deepseek-ai/DeepGEMM"
 
     def missing(self, device: torch.device) -> str:
-        """Import it."""
+        """Return why the package cannot be used on a device; imports it."""
         if device.type != DEVICE:
             return f"it runs on NVIDIA GPUs, and rows are on {device.type}"
         try:
             module = import_module(MODULE)
-        except Exception as error:  # packages look for their libraries here, each in its own way
+        except Exception as error:  # imports of CUDA packages fail with errors of any type
             return str(error).partition("\n")[0] or f"its import ends in a {type(error).__name__}"
         names = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous")
         return "".join(f"it has no {name}" for name in names if getattr(module, name, None) is None)
 
     def why_not(self, use: Use) -> str:
-        """By product, then by what is installed."""
+        """Return why a product is not supported, first by its kind, then by installation."""
         if use.kind != "fp8_block":
             return f"it has no {use.kind}"
         if use.dtype != torch.bfloat16:
@@ -50,7 +50,7 @@ class DeepGemm(Emulated):
         return "it packs scales as powers of two here" if packs and use.scales == "fp32" else ""
 
     def times(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
-        """Return ``a @ b``; weight gradients, whose operands are both cut by rows, in fp32."""
+        """Return ``a @ b``; weight gradients, of which both operands are rows, are fp32 first."""
         library: Any = import_module(MODULE)
         (a, its), (b, others) = _whole(a_NK), _whole(b_KM.mT)
         by_rows = b_KM.format.rows == 1
@@ -83,7 +83,7 @@ class DeepGemm(Emulated):
 
 
 def _whole(x_RK: Quantised) -> tuple[Tensor, Tensor]:
-    """Return codes of whole blocks, and their scales."""
+    """Return codes padded to whole blocks, and their scales."""
     codes, scales = along(x_RK)
     codes = fill(codes, BLOCK, BLOCK)
     return codes, (fill(scales, BLOCK, 1) if x_RK.format.rows == 1 else scales).contiguous()

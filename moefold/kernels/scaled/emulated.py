@@ -1,4 +1,4 @@
-"""Products on codes in plain torch, on any device: what every back end computes."""
+"""Products of low-precision codes in plain torch, on any device: the reference of all back ends."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,43 +10,43 @@ from moefold.kernels.quantise.blocks import Quantised
 
 
 class Use(NamedTuple):
-    """What a product asks of a back end."""
+    """Properties of a product that decide which back ends support it."""
 
     kind: str
     scales: str
     """The rule for scales."""
     published: bool
-    """Whether blocks are as long as published ones."""
+    """Whether blocks have the published length."""
     product: str
     """``y``, ``dx`` or ``dw``."""
     grouped: bool
-    """Whether each group has a matrix of its own."""
+    """Whether each group has its own matrix."""
     dtype: torch.dtype
-    """Of the rows."""
+    """dtype of the rows."""
     device: torch.device
 
 
 class Emulated:
-    """Codes become numbers, which are multiplied; also the base of the other back ends.
+    """Dequantises codes and multiplies them; also the base class of the other back ends.
 
-    Codes times block scales are summed (fp64 for rows in fp64, else fp32); scales of whole matrices
-    come after the sum.
+    Factors are codes times block scales, summed in fp32 (fp64 for rows in fp64); scales of whole
+    matrices are applied to the sum.
     """
 
     name = "emulated"
     remedy = ""
-    """How to get it."""
+    """How to get the back end, for error messages."""
 
     def missing(self, device: torch.device) -> str:
-        """Say why it is not there; empty where it is."""
+        """Return why the back end is not available on a device; empty if it is."""
         return ""
 
     def why_not(self, use: Use) -> str:
-        """Say why it does not take a product; empty where it does."""
+        """Return why a product is not supported; empty if it is."""
         return ""
 
     def times(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
-        """Return ``a @ b`` in ``dtype``, blocks of both along K."""
+        """Return ``a @ b`` in ``dtype``; blocks of both are along K."""
         wide = torch.promote_types(dtype, torch.float32)
         y_NM = a_NK.factors(wide) @ b_KM.factors(wide)
         for after in (a_NK.after, b_KM.after):
@@ -65,9 +65,9 @@ class Emulated:
 
         Args:
             made: codes [N, K] of runs, sorted by group.
-            weight_KM: the matrix, or [E, K, M] of all groups.
-            groups: of each run.
-            dtype: of the products.
+            weight_KM: the matrix, or [E, K, M] for all groups.
+            groups: group of each run.
+            dtype: dtype of the results.
         """
         found = []
         for group, one in zip(groups, made, strict=True):

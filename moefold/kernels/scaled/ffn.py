@@ -1,4 +1,4 @@
-"""A gated feed-forward whose products read codes. N rows, D hidden, F width."""
+"""Gated feed-forward with products of low-precision codes. N rows, D hidden, F width."""
 
 from typing import Any
 
@@ -23,19 +23,19 @@ def narrow_ffn(
     p_N: Tensor | None = None,
     hidden: Format | None = None,
 ) -> Tensor:
-    """Return ``w_out (p * silu(w_gate x) * up x)`` of shape [N, D].
+    """Return ``w_out (p * silu(w_gate x) * w_up x)`` of shape [N, D].
 
-    It keeps codes of both products' rows along the rows, and the pre-activation.
+    It saves codes of the input rows of both products, in blocks along rows, and the pre-activation.
 
     Args:
         x_ND: rows.
         w_in: [(E,) 2 F, D], gate then up.
         w_out: [(E,) D, F].
-        rows: as for :func:`moefold.kernels.scaled.products.scaled_product`.
-        sink: where the weights' gradients go.
-        p_N: weight of each row, or None.
-        hidden: in which backward reads the pre-activation, blocks along gate and up apart; None is
-            itself.
+        rows: valid rows, as in :func:`moefold.kernels.scaled.products.scaled_product`.
+        sink: takes the weights' gradients.
+        p_N: routing weight of each row, or None.
+        hidden: format of the saved pre-activation, with separate blocks of gate and up; None saves
+            it unchanged.
     """
     h_N2F = scaled_product(x_ND, w_in, rows, sink)
     a_NF = _Activation.apply(h_N2F, p_N, hidden if torch.is_grad_enabled() else None)

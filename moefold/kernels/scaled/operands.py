@@ -1,4 +1,4 @@
-"""Codes and scales as libraries read them: along the summed dim, padded, and in their orders.
+"""Codes and scales in the layouts of libraries: along the summed dim, padded, and swizzled.
 
 R rows, K elements along the summed dim, B blocks along it, E groups.
 """
@@ -16,9 +16,9 @@ from moefold.kernels.quantise.elements import pack, unpack
 
 
 def along(x_RK: Quantised) -> tuple[Tensor, Tensor]:
-    """Return codes [(E,) R, K] that follow one another along K, and their scales.
+    """Return codes [(E,) R, K], contiguous along K, and their scales.
 
-    Blocks as wide as long serve either dim; those of ``nvfp4`` become blocks of each row's.
+    Scales of square ``nvfp4`` blocks are repeated for each row.
     """
     codes, scales, form = x_RK.codes, x_RK.scales, x_RK.format
     if form.element is None:
@@ -33,7 +33,7 @@ def along(x_RK: Quantised) -> tuple[Tensor, Tensor]:
 
 
 def fill(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a tensor with zeros up to multiples of its last two dims."""
+    """Pad the last two dims with zeros to multiples of ``rows`` and ``columns``."""
     below, beside = -x.shape[-2] % rows, -x.shape[-1] % columns
     if not below and not beside:
         return x
@@ -41,21 +41,21 @@ def fill(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def bare(x: Tensor) -> Tensor:
-    """Return numbers of one byte as bytes: not every device pads, joins or moves the others."""
+    """View one-byte dtypes as uint8, as not every device pads, concatenates or copies others."""
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return tensors of one sort in one."""
+    """Concatenate tensors of one dtype."""
     return torch.cat([bare(part) for part in parts], dim).view(parts[0].dtype)
 
 
 def swizzled(scales_RB: Tensor) -> Tensor:
-    """Return scales [(E,) R, B] of one byte as Blackwell's products read them, [(E,) all].
+    """Return one-byte scales [(E,) R, B] in the order of Blackwell's products, [(E,) all].
 
-    Tiles of 128 rows and 4 blocks, padded with zeros, one after another along B; in a tile the
-    scale of row r and block b is at ``r % 32 * 16 + r // 32 * 4 + b`` (cuBLAS, layout of
-    one-dimensional block scales).
+    Tiles of 128 rows and 4 blocks, padded with zeros, are ordered along B; in a tile the scale of
+    row r and block b is at ``r % 32 * 16 + r // 32 * 4 + b`` (cuBLAS, layout of one-dimensional
+    block scales).
     """
     whole = bare(fill(scales_RB, 128, 4))
     tiles = whole.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))  # [.., tile, 4, 32, tile, 4]
@@ -63,20 +63,20 @@ def swizzled(scales_RB: Tensor) -> Tensor:
 
 
 class Joined(NamedTuple):
-    """Runs one after another, zeros after each group up to a multiple of rows."""
+    """Concatenated runs, with each group padded by zeros to a multiple of rows."""
 
     codes: Tensor
     """[R, K]"""
     scales: Tensor
     """[R, B]"""
     groups: tuple[int, ...]
-    """Of each stretch of rows; -1 of zeros."""
+    """Group of each range of rows (a run or padding); -1 is padding."""
     rows: tuple[int, ...]
-    """Of each stretch."""
+    """Rows of each range."""
 
     @classmethod
     def of(cls, made: Sequence[Quantised], groups: list[int], step: int) -> "Joined":
-        """Join runs that are sorted by group; there is one row at least."""
+        """Concatenate runs, which are sorted by group and have at least one row in total."""
         codes, scales, stretches, end = list[Tensor](), list[Tensor](), list[tuple[int, int]](), 0
         for number, (one, group) in enumerate(zip(made, groups, strict=True)):
             its_codes, its_scales = map(bare, along(one))
@@ -94,7 +94,7 @@ class Joined(NamedTuple):
         return cls(all_codes, torch.cat(scales).view(made[0].scales.dtype), whose, rows)
 
     def ends(self, groups: int) -> list[int]:
-        """Return the end row of each group, zeros after it its own."""
+        """Return the end row of each group, its padding included."""
         rows, last = [0] * groups, 0
         for group, count in zip(self.groups, self.rows, strict=True):
             last = last if group < 0 else group

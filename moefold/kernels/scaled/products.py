@@ -1,14 +1,14 @@
-"""Products of a weight on codes and block scales: ``y = x w^T`` and its two gradients.
+"""Linear products of low-precision codes with block scales: ``y = x w^T`` and its two gradients.
 
-N rows, I in, O out, E groups. Rows come in runs (:mod:`moefold.kernels.scaled.rows`), those of an
-expert sorted as in :mod:`moefold.kernels.grouped.loop`; a block, and the largest of a matrix, never
-span two. Each of the three products has operands of its own, made from wide numbers, with blocks
-along the dim that it sums: features for ``y`` and ``dx``, rows for ``dw``.
-:mod:`moefold.kernels.scaled.choose` says what multiplies them.
+N rows, I in, O out, E groups. Rows are in runs (:mod:`moefold.kernels.scaled.rows`), those of
+experts sorted as in :mod:`moefold.kernels.grouped.loop`; neither a block nor a matrix scale spans
+two runs. Each of the three products quantises its own operands from wide numbers, with blocks along
+the summed dim: features for ``y`` and ``dx``, rows for ``dw``.
+:mod:`moefold.kernels.scaled.choose` selects the back end.
 
-``nvfp4`` rounds ``dy`` by chance, and both operands of ``dw`` pass the Hadamard transform along the
-rows. Where ranks hold parts of a matrix, its largest number is a maximum over them: taken when rows
-or their gradient come, so that a weight's gradient that waits asks nobody.
+``nvfp4`` rounds ``dy`` stochastically and applies the Hadamard transform along rows to both
+operands of ``dw``. Where ranks hold parts of a matrix, its amax is a maximum over them. It is
+reduced when rows or gradients are quantised: deferred weight gradients need no communication.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,41 +41,41 @@ from moefold.kernels.scaled.operands import cat
 from moefold.kernels.scaled.rows import RowRuns
 
 Largest = Callable[[Tensor, Role, Sequence[int]], Tensor]
-"""``largest(amax, role, matrices)``: the maximum over the ranks that hold parts of the same of a
-weight's matrices, whose numbers these are; or what scales them in its place."""
+"""``largest(amax, role, matrices)``: the maximum of ``amax`` over ranks that hold parts of these
+matrices (numbers) of a weight, or with delayed scaling the amax from earlier steps."""
 
 
 class Recipe(NamedTuple):
-    """What the products of a weight run in."""
+    """Number format of a weight's products."""
 
     kind: str
     """A kind of :mod:`moefold.kernels.quantise.blocks`."""
     scales: str | None = None
-    """Its rule for scales; None is its own."""
+    """Rule for scales; None is the kind's default."""
     narrow_dw: bool = True
     """Whether the weight's gradient is a product of codes too."""
     block: int | None = None
-    """Elements along the summed dim in place of the published number."""
+    """Elements of a block along the summed dim; None is the published number."""
     wire: bool = False
-    """Whether rows for experts, and gradients of their results, travel as codes."""
+    """Whether rows for experts, and gradients of their results, are sent as codes."""
     hidden: int = 0
-    """Elements of a block of the codes that backward reads of pre-activations; 0: of themselves."""
+    """Elements of a block of pre-activations saved as codes; 0 saves them unchanged."""
     backend: str = "auto"
-    """What multiplies."""
+    """Requested back end."""
 
     @property
     def by_chance(self) -> bool:
-        """Whether gradients of rows are rounded by chance."""
+        """Whether gradients of rows are rounded stochastically."""
         return self.kind == "nvfp4"
 
     @property
     def run(self) -> int:
-        """Rows that the transform takes together."""
+        """Number of rows in one Hadamard transform."""
         return gcd(SIZE, self.block or SIZE)
 
     @property
     def hidden_form(self) -> Format | None:
-        """The format of pre-activations for backward: the kind's where that is ``fp8_block``."""
+        """Format of saved pre-activations: ``fp8_block``, whatever the kind; None saves them wide."""
         rule = self.scales if self.kind == "fp8_block" else None
         return format_of("fp8_block", "rows", rule, self.hidden) if self.hidden else None
 
@@ -86,18 +86,18 @@ class Recipe(NamedTuple):
 
     @property
     def one_set(self) -> bool:
-        """Whether a weight's codes are the same for either dim that a product sums."""
+        """Whether one set of a weight's codes serves products over either dim."""
         form = self.form("weight")
         return form.rows == form.columns
 
     def use(self, product: str, grouped: bool, dtype: torch.dtype, device: torch.device) -> Use:
-        """Return what ``y``, ``dx`` or ``dw`` of rows of a dtype asks of a back end."""
+        """Return the properties of product ``y``, ``dx`` or ``dw`` for the choice of a back end."""
         published = self.block in (None, BLOCKS[self.kind])
         rule = self.form("rows").scales
         return Use(self.kind, rule, published, product, grouped, dtype, device)
 
     def path(self, product: str, grouped: bool, x: Tensor) -> Path:
-        """Return what computes ``y``, ``dx`` or ``dw`` of rows, or of their gradient."""
+        """Return the back end of ``y``, ``dx`` or ``dw`` for rows or their gradient ``x``."""
         return choose(self.backend, self.use(product, grouped, x.dtype, x.device))
 
     def form(self, role: str) -> Format:
@@ -110,16 +110,16 @@ def _mine(amax: Tensor, role: Role, matrices: Sequence[int]) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """What random bits are a function of, beside a row's number and a column's."""
+    """Seed of stochastic rounding; random bits also depend on the numbers of row and column."""
 
     key: tuple[int, int]
-    """Of the run and of the weight, whose last bit tells the two uses apart."""
+    """Key of the run and of the weight; the last bit of the latter distinguishes two uses."""
     step: int
     columns: tuple[range, ...] = ()
-    """Outputs of the whole weight that are here; none said: all."""
+    """Outputs of the whole weight on this rank; empty is all."""
 
     def numbers(self, number_N: Tensor, outputs: int, use: int) -> Tensor:
-        """Return multiples of 2^-16 of shape [N, outputs]."""
+        """Return random multiples of 2^-16 in [0, 1) of shape [N, outputs]."""
         key = self.key[0] & MASK, (2 * self.key[1] + use) & MASK
         columns = self.columns or (range(outputs),)
         return torch.cat([chance(number_N, one, key, self.step) for one in columns], 1)
@@ -127,22 +127,22 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class NarrowWeight:
-    """A weight [(E,) O, I] as codes, for either dim that a product sums."""
+    """A weight [(E,) O, I] as codes, for products over either dim."""
 
     recipe: Recipe
     along_inputs: Quantised
     along_outputs: Quantised
     amax: Tensor | None = None
-    """The largest magnitudes of what is here of its matrices, where steps before scale these."""
+    """Largest magnitudes of this rank's parts of the matrices, for delayed scaling."""
 
     @property
     def operands(self) -> tuple[Quantised, Quantised]:
-        """Both, which may be one."""
+        """Codes along inputs and along outputs, which may be one object."""
         return self.along_inputs, self.along_outputs
 
     @classmethod
     def of(cls, value: Tensor, recipe: Recipe, largest: Largest = _mine) -> "NarrowWeight":
-        """Make the codes; blocks that are as wide as long serve both dims."""
+        """Quantise a weight; square blocks serve both dims."""
         form = recipe.form("weight")
         here = _finite(amax_of(value)) if recipe.of_matrices else None
         amax = None if here is None else largest(here.clone(), "weight", range(here.numel()))
@@ -151,25 +151,25 @@ class NarrowWeight:
         return cls(recipe, made, other, here)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that the codes stand for."""
+        """Return the dequantised weight."""
         return self.along_inputs.dequantise(dtype)
 
 
 class Kept(NamedTuple):
-    """What a weight's gradient reads of rows or of their gradient, runs in one tensor of each sort:
-    codes [I, N] along the rows and their scales, or the rows themselves."""
+    """One operand of a weight's gradient, with all runs concatenated: codes [I, N] in blocks along
+    rows with their scales, or rows themselves."""
 
     tensors: tuple[Tensor, ...]
     widths: tuple[tuple[int, ...], ...]
-    """Of each run's part of each tensor."""
+    """Width of each run's part, for each tensor."""
     rows: tuple[int, ...]
-    """Of each run."""
+    """Rows of each run."""
     format: Format | None
-    """None of rows."""
+    """Format of codes; None for rows."""
 
     @classmethod
     def of(cls, made: list[Quantised]) -> "Kept":
-        """Join runs of codes; there is one at least."""
+        """Concatenate one or more runs of codes."""
         sorts = zip(*([one.codes, one.scales, one.matrix_scale] for one in made), strict=True)
         there = [[part for part in sort if part is not None] for sort in sorts]
         given = [sort for sort in there if sort]
@@ -193,7 +193,7 @@ class Kept(NamedTuple):
 
 
 def joined(pieces: list[Quantised]) -> Quantised:
-    """Return the codes of rows that became codes some whole blocks at a time, in order."""
+    """Concatenate codes of consecutive rows that were quantised in pieces of whole blocks."""
     first, *more = pieces
     if not more:
         return first
@@ -205,12 +205,12 @@ def joined(pieces: list[Quantised]) -> Quantised:
 
 
 class Read(NamedTuple):
-    """Rows, or their gradient, as products read them."""
+    """Quantised rows, or gradients of rows."""
 
     made: list[Quantised]
-    """Codes of each run along features."""
+    """Codes of each run in blocks along features."""
     kept: Kept | None
-    """None where no weight's gradient is wanted."""
+    """Operand of the weight's gradient; None if that is not needed."""
 
 
 def _anew(x: Tensor, key: object, make: Callable[[], Read]) -> Read:
@@ -218,19 +218,19 @@ def _anew(x: Tensor, key: object, make: Callable[[], Read]) -> Read:
 
 
 class NarrowOperand(NamedTuple):
-    """A weight as products on codes see it."""
+    """A weight as an operand of products of codes."""
 
     master: Tensor
     """The parameter, which receives the gradient; its leading dims flatten to [(E,) O]."""
     codes: Callable[[], NarrowWeight]
-    """Gives its codes, in forward and again in backward."""
+    """Returns its codes; called in forward and again in backward."""
     draw: Draw
-    """What stochastic rounding of its rows' gradient draws from."""
+    """Seed of stochastic rounding of gradients of its rows."""
     largest: Largest = _mine
     note: Callable[[str, int, Tensor], None] | None = None
-    """Is told of each operand, by role and group, where a fault is looked for."""
+    """Called with role, group and rows of each operand, to search for faults."""
     once: Callable[[Tensor, object, Callable[[], Read]], Read] = _anew
-    """``once(x, key, make)``: what was made of rows, for all products that read them."""
+    """``once(x, key, make)`` caches quantised rows for all products that read them."""
 
 
 def scaled_product(
@@ -240,10 +240,9 @@ def scaled_product(
 
     Args:
         x_NI: rows.
-        weight: its codes, and where they come from.
-        rows: those that count, in runs. Others are never read; their outputs and gradients are
-            zero.
-        sink: where the weight's gradient goes.
+        weight: the weight.
+        rows: valid rows, in runs. Others are never read; their outputs and gradients are zero.
+        sink: takes the weight's gradient.
     """
     for_dw = weight.master.requires_grad and torch.is_grad_enabled()
     with torch.no_grad():
@@ -274,7 +273,7 @@ class _Scaled(Function):
         backend = weight.recipe.path("y", rows.grouped, x_NI).backend
         rows.put(backend.each(read.made, along.mT, rows.groups, x_NI.dtype), y_NO)
         kept = read.kept
-        # What autograd saves, recompute drops; the rest stays.
+        # Tensors are saved by autograd, so that recompute can drop them.
         ctx.save_for_backward(rows.order_N, *(kept.tensors if kept else ()))
         ctx.operand, ctx.rows, ctx.sink = operand, rows._replace(order_N=None), sink
         ctx.kept = kept and kept._replace(tensors=())
@@ -315,7 +314,7 @@ class _Scaled(Function):
 def _operands(
     x_NI: Tensor, recipe: Recipe, role: Role, rows: RowRuns, weight: NarrowOperand, for_dw: bool
 ) -> Read:
-    """Return each run's codes along features, and what the weight's gradient reads of it."""
+    """Return each run's codes along features, and the operand of the weight's gradient."""
     inside = rows.inside(x_NI)
     parts = rows.split(inside)
     if weight.note is not None:
@@ -323,12 +322,12 @@ def _operands(
             weight.note(role, group, part)
     narrow_dw, turns = for_dw and recipe.narrow_dw, recipe.kind == "nvfp4"
     form, block, width = recipe.form(role), recipe.run, x_NI.shape[1]
-    # Casts and draws take many bytes of fp32 an element: of some whole blocks of rows at a time.
+    # In pieces of whole blocks of rows, as casts and random numbers take many bytes per element.
     whole = lcm(form.columns or 1, block)
     cuts = [row_pieces(part, whole) or [slice(0)] for part in parts]
 
     def turned(part: Tensor) -> Tensor:
-        """Return rows as blocks along them are made."""
+        """Return rows, transformed if the format does so, for blocks along rows."""
         return transform(part.mT, block).mT if turns else part
 
     def largest(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -338,14 +337,14 @@ def _operands(
 
     amax: list[Tensor | None] = [None] * (2 * len(parts))
     if recipe.of_matrices and parts:
-        # The transform moves the largest; without it rows and columns have one.
+        # The transform changes the amax; without it both directions have one amax.
         read = largest(lambda part: part) + (largest(turned) if turns and narrow_dw else [])
         groups = rows.groups * (len(read) // len(parts))
         found = weight.largest(_finite(torch.stack(read)), role, groups)
         amax = [*found, *found] if len(read) == len(parts) else [*found]
 
     def coded(dim: int, amaxes: list[Tensor | None]) -> Iterator[Quantised]:
-        """Yield the codes of each run, blocks along features or along rows."""
+        """Yield the codes of each run, in blocks along features or along rows."""
         for run, (part, at, most) in enumerate(zip(parts, cuts, amaxes, strict=True)):
             drawn, made = None, list[Quantised]()
             for cut in at:
@@ -366,12 +365,12 @@ def _operands(
 
 
 def _finite(amax: Tensor) -> Tensor:
-    # No maximum over ranks may lose a NaN.
+    # A maximum over ranks could lose a NaN, but not an Inf.
     return amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _filled(number_N: Tensor, run: int) -> Tensor:
-    """Return numbers of rows and of those that fill their last run."""
+    """Return numbers of rows, including the padding of their last transform."""
     return (number_N[::run, None] + torch.arange(run, device=number_N.device)).flatten()
 
 
@@ -382,7 +381,7 @@ def _add_gradients(
     into_EOI: Tensor,
     times: Callable[[Quantised, Quantised], Tensor],
 ) -> None:
-    """Add each run's part of its matrix's gradient."""
+    """Add each run's contribution to the gradient of its matrix."""
     for group, one, other in zip(groups, dy.runs(), x.runs(), strict=True):
         if isinstance(one, Tensor):
             assert isinstance(other, Tensor)

@@ -1,7 +1,7 @@
-"""Which rows share blocks along rows, and the scale of a matrix: the same in every layout.
+"""Runs: rows that share scaling blocks along rows and a matrix scale, equal in every layout.
 
-A *run* is the rows of one micro-batch, of one expert where there are several, in the micro-batch's
-order. Ranks that hold parts of a dense run cut it between blocks; an expert's run is whole.
+A *run* is the rows of one micro-batch, or those of one expert, in the micro-batch's order. Ranks
+that hold parts of a dense run cut it between blocks; an expert's run is whole.
 """
 
 from itertools import pairwise
@@ -13,40 +13,40 @@ from torch import Tensor
 from moefold.kernels.grouped.loop import spans
 
 GROUP = 40
-"""Bits of a row's number below those of its group."""
+"""Bits of a row's number, below those of its group."""
 ROW = 24
-"""Bits of a row's place in its micro-batch, below those of the micro-batch in a sent number."""
+"""Bits of a row's index in its micro-batch, below those of the micro-batch in a sent number."""
 
 
 def sent_numbers(first: int, row_T: Tensor) -> Tensor:
-    """Return what tells an expert's rank which micro-batch a row is of, and its place there.
+    """Return numbers that identify for an expert's rank the micro-batch and index of each row.
 
-    fp64, since what sends rows sends floating point; exact up to 2^29 rows of a step.
+    They are fp64, as exchanges of rows send floating point; exact up to 2^29 rows per step.
 
     Args:
         first: number of the micro-batch's first row in the step.
-        row_T: int64 place of each row in the whole micro-batch.
+        row_T: int64 index of each row in the whole micro-batch.
     """
     return (row_T + (first << ROW)).double()
 
 
 class RowRuns(NamedTuple):
-    """The rows that count, in runs."""
+    """Valid rows, divided into runs."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Group, first row and end of each, in order."""
+    """Group, first row and end row of each run, in order."""
     number_N: Tensor | None = None
-    """int64 number of each row, in order, that chance goes by; None where runs number theirs."""
+    """int64 number of each row for stochastic rounding; None if runs have consecutive numbers."""
     order_N: Tensor | None = None
-    """Which of the rows given each one is; None where they stand in order, the first of all."""
+    """Index of each valid row among all rows; None if valid rows are first and in order."""
     grouped: bool = False
-    """Whether each group has a matrix of its own."""
+    """Whether each group has its own matrix."""
     first: tuple[int, ...] = ()
-    """Number of the first row of each run, where those of a run follow one another."""
+    """Number of the first row of each run, if rows of a run have consecutive numbers."""
 
     @property
     def end(self) -> int:
-        """How many rows count."""
+        """Number of valid rows."""
         return self.runs[-1][2] if self.runs else 0
 
     @property
@@ -56,7 +56,7 @@ class RowRuns(NamedTuple):
 
     @classmethod
     def dense(cls, n_valid: int, number_T: Tensor) -> "RowRuns":
-        """Return the one run of a micro-batch's rows, or of the part of them that is here."""
+        """Return a single run with a micro-batch's rows, or with this rank's part of them."""
         return cls(((0, 0, n_valid),), number_T[:n_valid])
 
     @classmethod
@@ -67,10 +67,10 @@ class RowRuns(NamedTuple):
 
         Args:
             offs_E: int32 end row of each group.
-            first: number of the micro-batch's first row, where all rows are of one.
-            first_group: number of the first group among those of all ranks.
-            sent_R: what :func:`sent_numbers` gave each row; None where rows of one micro-batch
-                stand in its order.
+            first: number of the micro-batch's first row, if all rows are of one micro-batch.
+            first_group: index of the first group among those of all ranks.
+            sent_R: result of :func:`sent_numbers` for each row; None for rows of one micro-batch
+                in its order.
         """
         groups = spans(offs_E)
         if sent_R is None:
@@ -90,11 +90,11 @@ class RowRuns(NamedTuple):
         return cls(runs, None, order_N, True, numbers)
 
     def inside(self, x_NI: Tensor) -> Tensor:
-        """Return the rows that count, in order."""
+        """Return the valid rows of ``x_NI``, in order."""
         return x_NI[: self.end] if self.order_N is None else x_NI.index_select(0, self.order_N)
 
     def split(self, inside: Tensor) -> list[Tensor]:
-        """Return the rows of each run."""
+        """Divide valid rows into runs."""
         return [inside[start:end] for _, start, end in self.runs]
 
     def numbers(self, run: int, device: torch.device) -> Tensor:
@@ -105,7 +105,7 @@ class RowRuns(NamedTuple):
         return torch.arange(end - start, device=device) + self.first[run]
 
     def put(self, parts: list[Tensor], into_NO: Tensor) -> Tensor:
-        """Put each run's rows back where they stood; the others stay."""
+        """Write each run's rows to their places in ``into_NO``; other rows are unchanged."""
         found = torch.cat(parts) if parts else into_NO[:0]
         if self.order_N is None:
             into_NO[: self.end] = found

@@ -1,9 +1,9 @@
-"""Experts' rows by ``torch.nn.functional.scaled_grouped_mm``: all groups at once, in bf16.
+"""Experts' products by ``torch.nn.functional.scaled_grouped_mm``: all groups in one call, in bf16.
 
-It has products of rows by the matrix of their group (torch 2.11 to 2.13): E4M3 with a scale of each
-row, which those of whole matrices are repeated for, and ``mxfp8``, groups in steps of 32 rows with
-scales swizzled for each. Its weight gradients are rounded to bf16 before they could be added, and
-one of its ``nvfp4`` groups has one scale of a matrix, where runs have several.
+It multiplies rows by the matrix of their group (torch 2.11 to 2.13): E4M3 with a scale per row, for
+which scales of whole matrices are repeated, and ``mxfp8`` in groups of multiples of 32 rows, with
+scales swizzled per group. Not used are its weight gradients, which are rounded to bf16 before they
+can be added, and ``nvfp4``, with one matrix scale per group where a group's runs have several.
 """
 
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ from moefold.kernels.scaled.operands import Joined, along, cat, fill, swizzled
 from moefold.kernels.scaled.scaled_mm import ScaledMm
 
 STEP = 32
-"""Rows of ``mxfp8`` that a group is filled up to."""
+"""Multiple of rows to which groups of ``mxfp8`` are padded."""
 
 
 class ScaledGroupedMm(ScaledMm):
-    """All groups of rows in one call."""
+    """``scaled_grouped_mm`` for all groups of rows in one call."""
 
     name = "scaled_grouped_mm"
     remedy = "Run on an NVIDIA GPU of sm_90 or sm_100"
 
     def missing(self, device: torch.device) -> str:
-        """The library has it for GPUs alone."""
+        """Return why a device is not supported; only GPUs are."""
         return super().missing(device) or ("" if device.type == "cuda" else "it needs a GPU")
 
     def why_not(self, use: Use) -> str:
-        """By product and device."""
+        """Return why a product is not supported."""
         if why := self.missing(use.device):
             return why
         if not use.grouped or use.product == "dw" or use.dtype != torch.bfloat16:

@@ -1,9 +1,9 @@
-"""Products on codes by ``torch.nn.functional.scaled_mm``, a run after another.
+"""Products of codes by ``torch.nn.functional.scaled_mm``, one call per run.
 
-It takes codes along the summed dim, in 16 bytes, and rows of the second operand in sixteens; zeros
-fill both. Scales of 1 x 128 have rows next to one another, those of 128 x 128 blocks along the
-summed dim, in fours; ``mxfp8`` and ``nvfp4`` have theirs swizzled. The library multiplies by scales
-of whole matrices after its sum (torch 2.11 to 2.13).
+It requires multiples of 16 bytes along the summed dim and of 16 rows of the second operand; both
+are padded with zeros. Scales of 1 x 128 are contiguous along rows, those of 128 x 128 along the
+summed dim, padded to multiples of four; ``mxfp8`` and ``nvfp4`` scales are swizzled. The library
+applies scales of whole matrices to the sum (torch 2.11 to 2.13).
 """
 
 from typing import Any
@@ -17,23 +17,23 @@ from moefold.kernels.scaled.emulated import Emulated, Use
 from moefold.kernels.scaled.operands import along, fill, swizzled
 
 LEAST = {"fp8_tensor": (8, 9), "fp8_block": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
-"""The first generation of GPUs that multiplies a kind."""
+"""Lowest compute capability of NVIDIA GPUs with products of a kind."""
 
 
 class ScaledMm(Emulated):
-    """One product after another, each by the library."""
+    """``scaled_mm``, one call per run."""
 
     name = "scaled_mm"
     remedy = "Run on an NVIDIA GPU of sm_89 or newer"
 
     def missing(self, device: torch.device) -> str:
-        """It is part of torch; ROCm's FP8 is another."""
+        """Return why a device is not supported, such as ROCm with its other FP8 dtypes."""
         if device.type not in ("cuda", "cpu"):
             return f"it runs on NVIDIA GPUs and CPUs, and rows are on {device.type}"
         return "ROCm multiplies other FP8 numbers" if torch.version.hip else ""
 
     def why_not(self, use: Use) -> str:
-        """By device, and by its generation."""
+        """Return why the device does not support a product."""
         if use.device.type == "cpu":
             return "" if use.kind == "fp8_tensor" else f"a CPU has no {use.kind} products"
         capability = torch.cuda.get_device_capability(use.device)
@@ -43,7 +43,7 @@ class ScaledMm(Emulated):
         return f"no {use.kind} products on sm_{capability[0]}{capability[1]}"
 
     def times(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
-        """Return ``a @ b`` in ``dtype``, summed as the device does."""
+        """Return ``a @ b`` in ``dtype``, with the device's accumulation."""
         (a, *its), (b, *others) = _operand(a_NK), _operand(b_KM.mT)
         y_NM = F.scaled_mm(
             a,
@@ -60,7 +60,7 @@ class ScaledMm(Emulated):
 
 
 def _operand(x_RK: Quantised) -> tuple[Any, ...]:
-    """Return codes, scales, their recipes, and how they are swizzled."""
+    """Return codes, scales, and the scaling recipes and swizzles of these."""
     scaling, swizzle, form = F.ScalingType, F.SwizzleType, x_RK.format
     codes, scales = along(x_RK)
     if form.kind == "fp8_tensor":
