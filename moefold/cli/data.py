@@ -51,7 +51,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--vocab", metavar="N", type=int, help=text)
     text = "use this tokenizer.json or its folder (default: train one)"
     make.add_argument("--tokenizer", metavar="PATH", help=text)
-    make.add_argument("--folder", metavar="OUT", default="data", help="output folder")
+    text = "output folder; training into runs/NAME takes what is in runs/.prepared"
+    make.add_argument("--folder", metavar="OUT", default="data", help=text)
     add_json(make)
     text = "makes conversations from the docstrings of Python's standard library, to tune on"
     chats = actions.add_parser("chats", help=text, description=text)

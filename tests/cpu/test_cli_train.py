@@ -194,6 +194,13 @@ def test_a_dry_run_leaves_no_trace(trained: Path, tmp_path: Path, capsys: Any) -
     assert not list(tmp_path.iterdir())
 
 
+def test_data_prepared_in_advance_is_found_beside_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    run, runs = str(run_file(tmp_path)), tmp_path / "runs"
+    assert main(["data", "prepare", run, "--folder", str(runs / ".prepared")]) == 0
+    monkeypatch.setattr("moefold.data.prepare._make", None)
+    assert main(["train", run, "--folder", str(runs / "x"), "--dry-run"]) == 0
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_dry_run_writes_nothing_anywhere(
     trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, nproc: int
