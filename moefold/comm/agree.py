@@ -41,9 +41,9 @@ def told_by_first(value: Any, ranks: Group) -> Any:
 
 
 def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
-    """Yield every rank's ``value`` on the first rank, in rank order, and nothing on the others.
+    """Return an iterator over all ranks' values on the first rank, in order; empty on the others.
 
-    The first rank holds one value at a time.
+    The first rank receives one value at a time, and must exhaust the iterator.
     """
     if ranks.size == 1:
         return iter([value])

@@ -253,8 +253,8 @@ def _collect(
 def forwarding(send: Callable[[int], None], words: Words = SILENT) -> Iterator[list[int]]:
     """Forward signals to the ranks, which have separate process groups; yield those received.
 
-    The first Ctrl-C is answered by this process at once. The second one leaves the context, and so
-    does a failure of the ranks after the first.
+    This process answers the first Ctrl-C at once. The second one, or a failure of ranks after the
+    first, ends the context.
 
     Raises:
         KeyboardInterrupt: if Ctrl-C ended the context.

@@ -177,8 +177,8 @@ class RankTask(NamedTuple):
 class Rank:
     """The launcher's handle on a rank's process.
 
-    Two pipes connect them: by one the rank sends its answer, the other one's end tells it that the
-    launcher releases it or is gone.
+    Two pipes connect them: the rank sends its answer through one, and the launcher closes the other
+    to release the rank; it also closes when the launcher is gone.
     """
 
     def __init__(self, context: Any, task: RankTask) -> None:

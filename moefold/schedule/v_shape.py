@@ -91,7 +91,7 @@ def _dualpipe_v_line(rank: int, p: int, m: int) -> Line:
     line.add("F0", 2 * below)  # 1. down the V
     line.add("F0 F1", rank + 1)  # 2. the first micro-batches return
     line.add("I1 W F1", below)  # 3. their gradients go down; weight gradients fill the gaps
-    # 4. steady: each chunk's forward with the other's backward; the last rank's first are no pair
+    # 4. steady: a chunk's forward paired with the other's backward, except the last rank's first
     line.add("F0+B1 F1+B0" if below else "F0 B1 F1+B0")
     line.add("F0+B1 F1+B0", m - 2 * p + rank)
     line.add("B1 F1+B0", below)  # 5. the last forwards

@@ -89,7 +89,7 @@ def size_of(box: Box) -> int:
 
 
 def moved(box: Box, by: Box) -> Box:
-    """Return a box of a tensor's piece as a box of the tensor, given where the piece is."""
+    """Translate a box of a shard to a box of the whole tensor, in which ``by`` is the shard."""
     return tuple((a + at, b + at) for (a, b), (at, _) in zip(box, by, strict=True))
 
 
