@@ -75,7 +75,7 @@ class Recipe(NamedTuple):
 
     @property
     def hidden_form(self) -> Format | None:
-        """Format of saved pre-activations: ``fp8_block``, whatever the kind; None saves them wide."""
+        """Format of saved pre-activations: ``fp8_block`` for every kind; None saves them wide."""
         rule = self.scales if self.kind == "fp8_block" else None
         return format_of("fp8_block", "rows", rule, self.hidden) if self.hidden else None
 
