@@ -14,7 +14,7 @@ PATTERN = rf"^\s*(({'|'.join(AXES)})[1-9][0-9]*(\s+|$))*$"
 STAGES = r"^[EtdxmL|()*0-9, ]+$"
 
 Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
-"""Orders of ranks, from the axis of neighbouring ranks on; ep and dp are the experts' axes too."""
+"""Orders of axes, from that of neighbouring ranks on; for experts tp is etp and dp is edp."""
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 StagesText = Annotated[str, Field(pattern=STAGES)]

@@ -56,8 +56,8 @@ class Layout(Record):
     sizes: SizesText = ""
     """Axis sizes such as ``tp2 pp2 ep4``; an axis left out is 1."""
     order: Order = ORDERS[0]
-    """Order of axes over ranks, from that of neighbouring ranks on; ep and dp are the experts' axes
-    too."""
+    """Order of axes over ranks, from that of neighbouring ranks on. In the experts' grid tp stands
+    for etp, dp for edp."""
     stages: StagesText | None = None
     """Content of each pipeline stage, such as ``Et*3|(tt|)*29m|L``: ``E`` is the embedding, ``t`` a
     layer, ``m`` a multi-token layer, ``L`` head and loss. None is balanced."""
