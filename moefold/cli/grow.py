@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.cli._common import add_json, add_plugins, print_conversion
 from moefold.config.plugins import import_plugins
 from moefold.data.tokenizer import from_path
-from moefold.files import read_json
+from moefold.files import named, read_json
 from moefold.model.families.dense import DENSE, read_dense
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
 
@@ -154,7 +154,9 @@ def _loads(args: argparse.Namespace) -> Mapping[int, list[float]] | None:
     from moefold.training.hooks.experts import route
 
     tokenizer = from_path(str(args.sources[0]))
-    ids = tokenizer.encode(args.text.read_text(encoding="utf-8"))
+    with named(args.text):
+        text = args.text.read_text(encoding="utf-8")
+    ids = tokenizer.encode(text)
     if not ids:
         raise ValueError(f"{args.text} has no token to count experts on")
     pieces = [ids[at : at + PIECE] for at in range(0, len(ids), PIECE)]

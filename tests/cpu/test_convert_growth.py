@@ -188,6 +188,9 @@ def test_the_experts_that_take_most_of_a_text_are_kept(tmp_path: Path, capsys: A
         assert torch.equal(mixture.experts.w_in, whole.experts.w_in[kept])
         assert torch.equal(mixture.router.weight, whole.router.weight[kept])
     assert "name a --text" in refused(capsys, old, tmp_path / "no", "--experts", 3)
+    text.write_bytes(b"\xff")
+    said = refused(capsys, old, tmp_path / "no", "--experts", 3, "--text", text)
+    assert f"{text}: is not UTF-8 text" in said
 
 
 @pytest.mark.parametrize(
