@@ -84,7 +84,7 @@ class Keeping:
     offload: Modules = NOTHING
     """Modules whose activations are offloaded to the host between forward and backward."""
     offload_share: float = 1.0
-    """Share of a chunk's layers, the last one excluded, whose activations are offloaded."""
+    """Share of a chunk's layers, without the one before the loss, with offloaded activations."""
     disk: Modules = NOTHING
     """Modules whose activations are offloaded to a file."""
     disk_share: float = 1.0
@@ -95,7 +95,7 @@ class Keeping:
     page_load: float = 1.0
     """Rows for which there are pages, over the mean."""
     spill: float = 0.0
-    """Share of a chunk's layers, the last one excluded, whose pages are offloaded to the host."""
+    """Share of a chunk's layers, without the one before the loss, with pages moved to the host."""
     optimizer_offload: float = 0.0
     """Share of master weights and moments that is stored on the host or on disk."""
     state_step: Literal["device", "host"] | None = None
@@ -281,7 +281,7 @@ class Case:
 
     @property
     def expert_domains(self) -> int:
-        """Number of fast-link domains that an expert-parallel group spans, evenly."""
+        """Number of fast-link domains among which an expert-parallel group is divided evenly."""
         return even_domains(self.cluster, self.sizes.ep, self.sizes.etp)
 
     @property

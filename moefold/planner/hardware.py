@@ -180,7 +180,7 @@ def processor(
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of one machine: threads of a CPU, or one GPU."""
+    """Measured rates of one machine: one thread of a CPU, or one GPU."""
 
     name: str
     """Name that the hardware reports."""

@@ -88,7 +88,7 @@ def pass_bytes(
 
 
 def row_bytes(shape: Shape, ahead: int) -> int:
-    """Return the bytes of ids and labels of a micro-batch: this rank's and its tensor group's."""
+    """Return the bytes of a micro-batch's ids, labels and positions: the rank's and tp group's."""
     rows = shape.rows + (shape.piece if shape.tp > 1 else 0)
     return rows * (1 + ahead) * ROW_BYTES
 

@@ -35,15 +35,15 @@ class Reach:
 
 
 def reach(cluster: Cluster, size: int, stride: int) -> Reach:
-    """Return how a group lies. Some groups that would fit into a domain and do not divide it lie
-    across two; of these as many ranks share a domain as do in an even division.
+    """Return the distribution of a group over domains. A group that fits into a domain but does not
+    divide it may straddle two; it counts as divided into the largest parts that never do.
     """
     most = max(1, _domain(cluster) // stride)
     return Reach(size, gcd(size, most) if size <= most else most)
 
 
 def even_domains(cluster: Cluster, size: int, stride: int) -> int:
-    """Return the fewest domains of equally many ranks that a group can be divided into."""
+    """Return the smallest number of domains among which a group can be divided evenly."""
     return size // gcd(size, max(1, _domain(cluster) // stride))
 
 

@@ -330,7 +330,7 @@ class Search:
     def _rank(
         self, grids: Grids, dispatch: Dispatcher, paired: bool, kept: Kept, pp: int
     ) -> tuple[float, float]:
-        """Return seconds of all layers for one micro-batch, and a bound of the slowest rank's.
+        """Return a micro-batch's seconds in all layers, and a lower bound of the slowest rank's.
 
         Some rank has its share of the most common layers, rounded up.
         """

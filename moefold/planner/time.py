@@ -304,7 +304,7 @@ def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
     if isinstance(schedule, ZeroBubbleH1):
         # There are too few weight gradients to fill the idle time.
         return missing * FILLING
-    # All chunks but one wait for the first micro-batch to come round.
+    # All chunks but the first wait until the first micro-batch has passed all ranks.
     return missing * (v - 1) / v if isinstance(schedule, GPipe) else 0.0
 
 

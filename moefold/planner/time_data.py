@@ -32,7 +32,7 @@ class Collective(NamedTuple):
 
     kind: Kind
     across: bool
-    """Whether its ranks hold the same run of a bucket (copies beyond the ZeRO group)."""
+    """Whether it runs between copies of a shard, not within the group that shards a bucket."""
     op: Literal["all_gather", "reduce_scatter", "all_reduce"]
     bytes: float
     """Bytes of the whole bucket, or of the summed run."""
