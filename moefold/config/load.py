@@ -237,6 +237,6 @@ def _names(uses: Any) -> bool:
 
 
 def _shown(path: Path) -> str:
-    """Return a path for messages, relative to the working folder where it lies in there."""
+    """Return a path for messages, relative to the working folder if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

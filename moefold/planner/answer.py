@@ -110,7 +110,7 @@ class PlannedLayout:
 
     @property
     def sure(self) -> bool:
-        """Whether ``fits`` holds even if planned memory is wrong by ``MEMORY_ERROR``."""
+        """Whether ``fits`` would be the same with planned memory wrong by ``MEMORY_ERROR``."""
         return abs(self.margin_gb) >= MEMORY_ERROR * self.memory_gb
 
     @property

@@ -325,12 +325,12 @@ class Case:
 
     @property
     def chunks(self) -> tuple[tuple[Held, ...], ...]:
-        """Number of layers of each kind in each chunk of each pipeline rank: ``[rank][chunk]``."""
+        """Counts of the parts in each chunk of each pipeline rank: ``[rank][chunk]``."""
         return self._contents.chunks
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Number of layers of each kind on each pipeline rank, over all its chunks."""
+        """Counts of the parts on each pipeline rank, over all its chunks."""
         return self._contents.ranks
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Grouped products as Triton kernels, for devices on which ``grouped_mm`` synchronizes or is wrong.
+"""Grouped products as Triton kernels, for devices on which ``grouped_mm`` synchronises or is wrong.
 
 Where Triton kernels run, they always compute weight gradients of 16-bit rows, as ``grouped_mm``
 rounds them. Shapes are those of :mod:`moefold.kernels.grouped.loop`; offsets stay on the device.

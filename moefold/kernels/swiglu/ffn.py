@@ -32,7 +32,7 @@ class Products:
 
 
 def dense_products(n_valid: int | None) -> Products:
-    """Return the products of a matrix [O, I]; only ``n_valid`` first rows enter its gradient."""
+    """Return the products of a matrix [O, I]; its gradient uses only the first ``n_valid`` rows."""
     return Products(
         product=lambda x, w: x @ w.t(),
         input_gradient=lambda dy, w: dy @ w,
