@@ -96,7 +96,7 @@ def read_yaml(text: str | bytes, source: str = "") -> Parsed:
     """Read one YAML document.
 
     Raises:
-        RunError: where it is no YAML, too large, or holds a tag that is not plain data.
+        RunError: the text is not YAML, is too large, or has a tag that is not plain data.
     """
     if len(text) > MAX_BYTES:
         raise _refusal(source, None, f"larger than {MAX_BYTES} bytes", "too-large")

@@ -73,7 +73,7 @@ def loss_and_gradients(
 
 
 def cross_entropy_sum(x_TD: Tensor, head: Operand, labels_T: Tensor, *, chunk: int) -> Tensor:
-    """Return the summed cross-entropy, differentiable in ``x_TD`` and the head."""
+    """Return the summed cross-entropy, differentiable in ``x_TD`` and in a head without adapter."""
     return _CrossEntropy.apply(x_TD, head.master, head.value, labels_T, chunk)
 
 
