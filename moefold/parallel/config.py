@@ -14,7 +14,7 @@ from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
-from moefold.mesh.legality import size_violations
+from moefold.mesh.legality import divisors, size_violations
 from moefold.mesh.pipeline import Stages
 from moefold.moe.dispatch.config import DISPATCH, AllToAll, Clones, Dispatch, FixedRoom, Foreign
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, tabulate
@@ -172,7 +172,7 @@ class Layout(Record):
         sizes = self.split
         if sizes.pp == 1:
             return
-        each = [m for m in range(1, micro_batches + 1) if micro_batches % m == 0]
+        each = divisors(micro_batches)
         tried = [list(self.ordered_by.violations(sizes.pp, sizes.vpp, m)) for m in each]
         broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
         if broken and all(broken):

@@ -113,6 +113,11 @@ class Constants:
             software = f"{stack} {self.nearest(stack, release)}".strip()
             scopes = (software, stack, device, family, host, "common", FALLBACK)
             found = {field.name: self._first(field.name, scopes) for field in fields(Rates)}
+            if unknown := sorted(dict(own).keys() - found.keys()):
+                raise ValueError(
+                    f"rates of {device} that no plan knows: {', '.join(unknown)}; `moefold bench` "
+                    "measures this machine anew"
+                )
             self._made[key] = Rates(**found | dict(own))
         return self._made[key]
 

@@ -49,6 +49,13 @@ def test_a_step_that_some_number_of_data_ranks_can_run_is_legal() -> None:
     assert [found.nearest for found in layout.step_violations(7)] == [8]
 
 
+def test_a_step_of_any_number_of_micro_batches_is_judged_at_once() -> None:
+    """By the numbers that data ranks could have of them, of which there are few."""
+    given = {"sizes": "pp3 vpp2", "schedule": {"kind": "interleaved"}}
+    assert not list(Layout.model_validate(given).step_violations(3 * 2**40))
+    assert list(Layout.model_validate(given).step_violations(2**40))
+
+
 @pytest.mark.parametrize("text", ["tp2,ep2", "tp2, ep2", "tp2ep2", "tp2;ep2"])
 def test_sizes_that_are_written_otherwise_are_answered_with_sizes(text: str) -> None:
     with pytest.raises(RunError) as error:

@@ -100,6 +100,12 @@ def test_a_file_with_no_rates_in_it_is_refused(tmp_path: Path, wrong: dict) -> N
         Machine.read(file)
 
 
+def test_a_rate_that_no_plan_knows_is_refused() -> None:
+    other = replace(MACHINE, rates={"bf16": {**RATES, "gemms": 0.5}})
+    with pytest.raises(ValueError, match="gemms; `moefold bench`"):
+        estimate(case(other, recipe="bf16"))
+
+
 def test_the_usual_file_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert usual_file() == Path("/somewhere/moefold/machine.json")
