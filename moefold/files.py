@@ -1,7 +1,4 @@
-"""Files that users name: errors name the file, writes are atomic, failures leave no new folders.
-
-Uses only the standard library.
-"""
+"""Files that users name: errors name the file, writes are atomic. Uses no other package."""
 
 import errno
 import json

@@ -1,7 +1,4 @@
-"""Functions shared by ``train`` and ``demo``: opening a run, banner, end and exit status.
-
-Imports torch.
-"""
+"""Functions shared by ``train`` and ``demo``. Imports torch."""
 
 import argparse
 import shlex
@@ -49,10 +46,7 @@ def elastic_rank(
 
 
 def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:
-    """Open a run with its hooks, and prepare its data with a bar on a terminal.
-
-    ``how`` is passed to :class:`Trainer`.
-    """
+    """Open a run with its hooks, and prepare its data; ``how`` is passed to :class:`Trainer`."""
     hooks = assemble(run.watch, console)
     with progress_bars(console) as told:
         return Trainer(run, folder, hooks, told=told, **how)

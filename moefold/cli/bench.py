@@ -1,4 +1,4 @@
-"""``moefold bench``: measure this machine, and recipes on it beside their plans.
+"""``moefold bench``: measure this machine, and compare recipes on it with their plans.
 
 Times products, attention, memory and small steps on one thread of this machine's CPU, writes the
 rates to a file that ``moefold plan --cluster cpu`` uses, and shows the step time of each RUN as

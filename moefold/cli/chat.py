@@ -1,7 +1,7 @@
 """``moefold chat``: a conversation with a model in the terminal.
 
-Answers come in the folder's chat template, token by token. A line is a message; /new begins another
-conversation, Ctrl-C ends an answer, and Ctrl-D or /exit the command.
+Uses the folder's chat template, and prints answers token by token. A line is a message; /new starts
+another conversation, Ctrl-C ends an answer, and Ctrl-D or /exit the command.
 """
 
 import argparse

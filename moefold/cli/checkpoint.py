@@ -41,11 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit status.
-
-    Raises ``CheckpointError`` if there is no readable checkpoint; ``--json`` then prints the error
-    as an object, too.
-    """
+    """Run the command; return its exit status. With ``--json``, errors are printed as JSON too."""
     try:
         path = find(args.path)
         return _inspect(path, args) if args.action == "inspect" else _verify(path, args)

@@ -116,11 +116,7 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
 
 
 def _demand_disk(run: Run) -> None:
-    """Check that files can be created in the folders to which the layout offloads tensors.
-
-    Raises:
-        OffloadError: if not.
-    """
+    """Raise ``OffloadError`` if files cannot be created in the folders for offloaded tensors."""
     layout = run.layout
     folders = [layout.state.folder]
     if layout.offload is not None and layout.offload.disk is not None:
@@ -136,11 +132,7 @@ def _demand_disk(run: Run) -> None:
 
 
 def _demand_memory(run: Run, world: int) -> None:
-    """Check that some recompute policy fits a stated memory limit.
-
-    Raises:
-        ValueError: if none does; says how much memory is needed.
-    """
+    """Raise ``ValueError``, with the memory needed, if no recompute policy fits a stated limit."""
     if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
         from moefold.planner.from_run import demand_limit
         from moefold.planner.hardware import cluster
@@ -149,24 +141,24 @@ def _demand_memory(run: Run, world: int) -> None:
 
 
 def asked_run(args: argparse.Namespace) -> Run:
-    """Return the run that is asked for; without RUN the one whose folder is given."""
+    """Return the run of the arguments; without RUN, the one in the given folder."""
     overrides, source = overrides_of(args), args.source
     if source is not None and "=" in source and not Path(source).exists():
-        overrides.insert(0, source)  # it stands where RUN would
+        overrides.insert(0, source)  # an override in the position of RUN
         source = None
     if source is not None:
         return load_run(source, overrides)
     if args.folder is None:
         raise ValueError("name a RUN (a run file, recipe or Hugging Face folder), or --folder OUT")
     folder = Path(args.folder)
-    if (folder / manifest.FILE).is_file():  # a checkpoint, of which a fork may begin
+    if (folder / manifest.FILE).is_file():  # a checkpoint, as the source of a fork
         folder = folder.parent
     if not (folder / RUN_FILE).is_file():
         held = folder.is_dir() and newest(folder) is not None
         what = "an imported model, and no run" if held else "no run to continue"
         flags = f"--folder {folder}" + " --fork NEW" * held
         raise ValueError(f"{folder} holds {what}: name one, moefold train RUN {flags}")
-    # A run saved before paths were saved whole has them from the working folder.
+    # Older runs were saved with paths relative to the working folder.
     return load(Run, folder / RUN_FILE, overrides, folder=Path.cwd()).record
 
 

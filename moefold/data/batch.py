@@ -102,10 +102,7 @@ class MicroBatch:
         return x_TX[(self.cu_seqlens[1:] - 1).long()]
 
     def part(self, pieces: Sequence[range]) -> "MicroBatch":
-        """Return the rows in ``pieces``, ranges in ascending order; tensors must be on the host.
-
-        Ascending pieces keep the valid rows first.
-        """
+        """Return the rows in ``pieces``, ascending to keep valid rows first; from host tensors."""
         places_T = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
         picked = {name: getattr(self, name)[places_T] for name in ROWS}
         return replace(

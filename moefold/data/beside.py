@@ -99,7 +99,7 @@ class Beside(dict[str, str]):
         if TEMPLATE_FILE in self:
             return self[TEMPLATE_FILE]
         said = self.json(TOKENIZER_CONFIG).get("chat_template")
-        if isinstance(said, list):  # of {name, template}
+        if isinstance(said, list):  # a list of {name, template}
             by_name = {t.get("name"): t.get("template") for t in said if isinstance(t, dict)}
             said = (tools and by_name.get("tool_use")) or by_name.get("default")
         return said if isinstance(said, str) else None

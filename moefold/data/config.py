@@ -1,7 +1,4 @@
-"""Records of the data: sources, tokenizer, sequence length.
-
-Imports no torch, so that the planner can use them.
-"""
+"""Records of the data: sources, tokenizer, sequence length. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -295,11 +292,7 @@ def ids_in(file: Path, written_ns: int = 0) -> int:
 
 
 def demand_ids(size: int, source: str | Path) -> int:
-    """Return ``size``, the number of a tokenizer's ids, which all have a row of the embedding.
-
-    Raises:
-        DataError: if it exceeds ``MAX_IDS``.
-    """
+    """Return ``size``, a tokenizer's number of ids; raises ``DataError`` above ``MAX_IDS``."""
     if size > MAX_IDS:
         raise DataError(
             f"{source}: has the id {size - 1}, and the most are {MAX_IDS}; mend the file"

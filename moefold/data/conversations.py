@@ -229,11 +229,7 @@ def encoded(
 
 
 def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> ChatTemplate:
-    """Return a tokenizer's chat template.
-
-    Raises:
-        DataError: if it has none.
-    """
+    """Return a tokenizer's chat template; raises ``DataError`` if it has none."""
     text = tokenizer.files.template(tools)
     if text is None:
         raise DataError(
@@ -274,7 +270,7 @@ def rendered(found: Mapping[str, Any], template: ChatTemplate, last: bool) -> Re
         said = "its completion has no message of an assistant"
         raise BadDocument("example without an answer", said)
     tools, more = found.get("tools"), found.get("chat_template_kwargs")
-    if isinstance(tools, str):  # a table holds schemas of many forms as text
+    if isinstance(tools, str):  # in tables, schemas of different forms are stored as text
         try:
             tools = json.loads(tools)
         except ValueError as error:

@@ -38,17 +38,17 @@ DTYPES: dict[int, type[np.integer]] = {
 }
 """Dtypes of ids by code; the format's codes 6 and 7 are floating-point dtypes."""
 _HEADER = struct.Struct("<9sQBQQ")
-_UINT16_VOCAB = 65500  # the format's writers go over to int32 from here on
+_UINT16_VOCAB = 65500  # from this size on, the format's writers use int32
 _SAMPLE, _SAMPLES = 1 << 16, 64
 
 
 def dtype_for(vocab: int) -> type[np.integer]:
-    """Return the type in which ids below ``vocab`` are stored."""
+    """Return the dtype in which ids below ``vocab`` are stored."""
     return np.uint16 if vocab < _UINT16_VOCAB else np.int32
 
 
 def files_of(prefix: str | Path) -> tuple[Path, Path]:
-    """Return the ``.bin`` and ``.idx`` files of a prefix; either file's own name will do too."""
+    """Return the ``.bin`` and ``.idx`` files of a prefix, which may also be either file's name."""
     text = str(prefix)
     text = text[:-4] if text.endswith((".bin", ".idx")) else text
     return Path(text + ".bin"), Path(text + ".idx")

@@ -1,7 +1,4 @@
-"""Sequences of a corpus: text is cut from a ring of rows, conversations are packed whole.
-
-N tokens of a document.
-"""
+"""Sequences of a corpus: cut from text, or packed from whole conversations of N tokens."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence

@@ -264,7 +264,7 @@ def models() -> Iterator[ProofCase]:
 
 @rule
 def multi_token() -> Iterator[ProofCase]:
-    """Losses of further tokens in every schedule, zero stage and recompute policy."""
+    """Multi-token losses in every schedule, ZeRO stage and recompute policy."""
     both = ["multi token", "multi token tied"]
     for schedule, zero in zip(kinds(SCHEDULE), (0, 1, 2, 3) * 3, strict=False):
         layouts = [("pp2", 4), ("pp2 vpp2 ep2", 4)]

@@ -57,10 +57,7 @@ class Asked:
 
 
 def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -> Subject:
-    """Return the shrunk subject of a proof of a run, with the same kinds of parts.
-
-    All of ``layouts`` are legal for it.
-    """
+    """Return the shrunk subject of a run's proof, for which all of ``layouts`` are legal."""
     asked = Asked.of(layouts)
     rows = rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp)
     decoder = in_blocks(small_decoder(as_proved(run.decoder()), asked), layouts, rows)

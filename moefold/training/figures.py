@@ -115,7 +115,7 @@ def figures_of(
     loss, *beside = (total / max(by, 1) for total, by in zip(told[:means], of, strict=True))
     terms = told[means:]
     norm = math.sqrt(squared) if squared >= 0 else squared
-    by_name = dict(zip(names, terms, strict=False))  # Whether rows lacked room comes last.
+    by_name = dict(zip(names, terms, strict=False))  # The overflow flag comes last.
     figures = StepFigures(
         loss, norm, by_name, round(tokens), stops > 0, dict(zip(more, beside, strict=True))
     )

@@ -144,10 +144,7 @@ class LocalCopies:
             self._thread = None
 
     def _begin(self, step: int) -> None:
-        """Start a session before its first step: name it, and drop copies of later steps.
-
-        Those belong to a history that the run does not continue.
-        """
+        """Name a new session before its first step; drop copies of later steps, which are void."""
         if self._session:
             return
 

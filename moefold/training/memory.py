@@ -44,8 +44,8 @@ def cluster_of(world: World) -> Cluster:
 def heap_frozen() -> Iterator[None]:
     """Exclude the objects that exist at entry from garbage collection until exit.
 
-    A full collection of them takes a tenth of a second, and each rank makes it at another step, in
-    which all others wait for it. Where something is frozen already, nothing changes.
+    A full collection of them takes a tenth of a second, and each rank runs its own at a different
+    step, in which all others wait. If something is frozen already, nothing changes.
     """
     ours = not gc.get_freeze_count()
     if ours:
@@ -64,11 +64,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def explaining_oom(run: Run, world: World) -> Iterator[None]:
-    """Add the rank, its memory and the planned memory to an out-of-memory error of torch.
-
-    Raises:
-        OutOfMemory: instead of torch's error.
-    """
+    """Raise ``OutOfMemory``, with actual and planned memory, in place of torch's error."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -117,10 +117,7 @@ def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
 
 
 def replay(data: ShardedState, again: Callable[[], Any]) -> str:
-    """Recompute a step's gradients, which ``data`` holds; say whether their bits are the same.
-
-    All ranks call it.
-    """
+    """Recompute the gradients in ``data`` on all ranks; say whether their bits are the same."""
     before = digest(held.tensor for held in data.gradients())
     again()
     after = digest(held.tensor for held in data.gradients())

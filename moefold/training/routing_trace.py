@@ -137,11 +137,7 @@ def lines(folder: Path, tokens: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def step_files(folder: Path) -> list[Path]:
-    """Return the files of a step, one from each rank that recorded it.
-
-    Raises:
-        RoutingError: if some are missing.
-    """
+    """Return a step's files, one from each rank; raises ``RoutingError`` if some are missing."""
     found = sorted(folder.glob("*-of-*.safetensors"))
     ranks = {int(path.stem.rpartition("-")[2]) for path in found}
     if len(ranks) != 1 or len(found) != max(ranks):

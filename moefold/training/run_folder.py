@@ -235,11 +235,7 @@ def sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def read_baselines(path: Path) -> dict[str, float]:
-    """Read ``baselines.json``; a missing file has none.
-
-    Raises:
-        ValueError: if it is not an object of numbers by name.
-    """
+    """Read ``baselines.json`` if it exists; ``ValueError`` unless it maps names to numbers."""
     try:
         with named(path):
             found = json.loads(path.read_bytes()) if path.exists() else {}

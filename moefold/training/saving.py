@@ -93,11 +93,7 @@ class Saver:
                 _log.warning("checkpoint failed: %s; training goes on", error)
 
     def wait(self) -> None:
-        """Finish the save in progress, if any.
-
-        Raises:
-            SaveError: on all ranks, if it failed.
-        """
+        """Finish the save in progress, if any; raises ``SaveError`` on all ranks if it failed."""
         while self._thread is not None and self._saving is not None:
             self._thread.join()
             self._go_on()

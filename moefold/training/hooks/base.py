@@ -53,7 +53,7 @@ class JobView(Protocol):
     def weights(self, pattern: str) -> dict[str, Any]:
         """Return the parameters whose global names match a pattern, whole and on the host.
 
-        Those of ``model`` are parts, and where data ranks share them handles without values.
+        Parameters of ``model`` are this rank's parts, or handles without values if sharded.
         """
         ...
 

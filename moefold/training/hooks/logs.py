@@ -45,7 +45,7 @@ class StepLinesHook(Hook):
     on_rewind = on_start
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Make the file durable."""
+        """Sync the file to disk and close it."""
         self.lines.close()
 
 
@@ -102,7 +102,7 @@ class WandbHook(Hook):
 
     def on_start(self, job: JobView) -> None:
         """Open a run at W&B, or continue the one whose id is in the folder."""
-        # Imported here: it is optional, slow to import, and starts a process of its own.
+        # Imported here: it is optional, slow to import, and starts another process.
         import wandb
 
         path = job.folder / WANDB_FILE

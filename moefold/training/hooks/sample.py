@@ -24,11 +24,7 @@ class SampleHook(Hook):
         self._console = console
 
     def on_start(self, job: JobView) -> None:
-        """Encode the prompts; drop samples of steps after the current one, which are repeated.
-
-        Raises:
-            ValueError: if a prompt has no tokens.
-        """
+        """Encode the prompts, which must have tokens; drop samples of steps that are repeated."""
         self._ids = [job.tokenizer.prompt(text) for text in self._record.prompts]
         if not all(self._ids):
             raise ValueError(
@@ -72,7 +68,7 @@ def cut_after(path: Path, step: int) -> None:
     """Drop the samples of steps after ``step``."""
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8", errors="replace")  # a kill can cut a character
+    text = path.read_text(encoding="utf-8", errors="replace")  # the last one may be incomplete
     for head in re.finditer(r"^=== step (\d+) · ", text, re.MULTILINE):
         if int(head[1]) > step:
             write_text(path, text[: head.start()])

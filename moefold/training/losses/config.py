@@ -124,7 +124,7 @@ class Dpo(LossRecord):
     form: Literal["sigmoid", "ipo"] = "sigmoid"
     """``sigmoid``, or the squared distance of IPO (arXiv 2310.12036)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Factor on the changes of log-probabilities."""
+    """The loss's beta: factor on log-probability ratios of model and reference."""
     reference: Literal["adapters_off", "stored"] = "adapters_off"
     """The reference model: the model without its adapters, which runs in each step, or the model
     at the start of the run, whose scores of all answers are stored in the run's folder."""

@@ -54,11 +54,7 @@ class Distillation(Objective):
     """The teacher's parts on this rank."""
 
     def opened(self, job: Any) -> Self:
-        """Load the teacher.
-
-        Raises:
-            DataError: if its tokenizer differs from the run's.
-        """
+        """Load the teacher; raises ``DataError`` if its tokenizer differs from the run's."""
         record = self.record
         demand_same_tokens(Path(record.teacher), job.tokenizer)
         reading, layout = record.reading(), record.layout(job.run.layout)

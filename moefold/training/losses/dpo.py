@@ -104,7 +104,7 @@ class StoredPreference(Preference):
         """
         path = job.folder / STORED
         if not on_first(path.exists, job.world.on_host):
-            if job.step_number and (job.resumed_from or job.recovered):  # not of a new fork
+            if job.step_number and (job.resumed_from or job.recovered):  # but not a new fork
                 raise CheckpointError(
                     f"{path} is gone, and the model has been trained since: put it back, or begin "
                     "a new folder"
