@@ -1,7 +1,7 @@
-"""What all model families share: their common knobs, and how sizes become a description.
+"""Base of model families: common settings, and the expansion of sizes into a description.
 
-A family is a record: the few sizes users write under ``shape``, and beside it what is not a size.
-``describe`` turns it into a ``Decoder``; ``of`` finds the record whose description a decoder is.
+A family is a record: the few sizes that users write under ``shape``, and further settings.
+``describe`` turns it into a ``Decoder``; ``of`` is the inverse, from a decoder to the record.
 """
 
 import re
@@ -31,86 +31,86 @@ Balance = tuple[Annotated[Record, BALANCE], ...]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a Hugging Face ``config.json`` says, and what the reader should know about it."""
+    """Result of reading a Hugging Face ``config.json``, with notes for the user."""
 
     model: "Family"
     decoder: Decoder
     special_tokens: Mapping[str, Any]
-    """``bos_token_id`` and its like, kept for a later export."""
+    """``bos_token_id`` and similar fields, stored for a later export."""
     notes: tuple[str, ...]
     quantised: tuple[int, int] | None
-    """Rows and columns that share a scale, where weights are stored as FP8."""
+    """Rows and columns of an FP8 block with one scale; None if weights are not stored as FP8."""
     nested: bool = False
-    """Whether it is the language model of a larger one, whose other parts are left out."""
+    """Whether it is the text model of a multimodal one, whose other parts are left out."""
 
 
 class Family(Record):
-    """A model family; final classes add ``family``, their kind of ``shape`` and what is theirs."""
+    """Base of model families; subclasses add ``family``, a kind of ``shape`` and settings."""
 
     shape: FamilySizes
     router: Annotated[Router, ROUTER] | None = None
-    """A router in place of the family's; its experts and top_k are those of ``shape``."""
+    """Router in place of the family's; its ``experts`` and ``top_k`` are those of ``shape``."""
     balance: Balance = (Aux(),)
     capacity: Capacity | None = None
-    """None is dropless."""
+    """Bound on the tokens per expert; None is dropless."""
     rope: Rope = Rope()
     norm_epsilon: Positive = 1e-6
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether the head shares the embedding's matrix."""
     init_std: Positive = 0.02
     context: Size | None = None
-    """Longest sequence the model is meant for; written at export, changes no maths."""
+    """Longest intended sequence in tokens; written to exports, without effect on training."""
 
     model_type: ClassVar[str]
-    """The family's name in a Hugging Face ``config.json``; where none is stated, the record's."""
+    """``model_type`` in a Hugging Face ``config.json``; default: the record's ``family``."""
     aliases: ClassVar[tuple[str, ...]] = ()
-    """Other names of the very same model in a ``config.json``."""
+    """Other values of ``model_type`` for the same model."""
     architecture: ClassVar[str]
     other_architectures: ClassVar[tuple[str, ...]] = ()
-    """What the very same class is called in released folders."""
+    """Other names of the model's class in released folders."""
     hf_sizes: ClassVar[Mapping[str, str]]
-    """Fields of ``config.json`` that are sizes, and the size each is; a null one is left out."""
+    """Size in ``shape`` by field of ``config.json``; null fields are left out."""
     respelled: ClassVar[Mapping[str, str]] = {}
-    """Names that fields of ``config.json`` have here, by those that most families give them; both
-    are read."""
+    """The family's names of fields of ``config.json`` by their usual names; both names are
+    read."""
     unstated: ClassVar[Mapping[str, Any]] = {}
-    """What transformers' class takes for absent fields of ``config.json``, where entries do not."""
+    """Defaults of transformers' class for absent fields, where they differ from the entries'."""
     epsilon_field: ClassVar[str] = "rms_norm_eps"
-    """The field of ``config.json`` that is ``norm_epsilon``."""
+    """Field of ``config.json`` for ``norm_epsilon``."""
     fields: ClassVar[tuple[ConfigField, ...]] = ()
-    """The other fields of ``config.json``, beside those that all families have."""
+    """Further fields of ``config.json``, besides those of all families."""
     tensors: ClassVar[tuple[Entry, ...]]
-    """Our parameters' names beside the names on disk."""
+    """Names of our parameters and of the tensors on disk."""
     shared_gate: ClassVar[bool] = False
-    """Whether a sigmoid scales the shared expert's output."""
+    """Whether a sigmoid gate scales the shared expert's output."""
     extra_layers: ClassVar[str | None] = None
-    """What layers beyond the last are, where a folder may have some that are left out."""
+    """Description of further layers that folders may have and import leaves out."""
     fixed_rope: ClassVar[str | None] = "half"
-    """The rotary layout the family is tied to; None allows either."""
+    """Rotary layout of the family; None allows either."""
     turns: ClassVar[bool] = True
     """Whether any layer has rotary positions."""
     scales_softmax: ClassVar[bool] = False
     """Whether YaRN's ``mscale_all_dim`` may scale the softmax."""
     attention_own: ClassVar[Mapping[str, Any]] = {}
-    """What the family's attention is by nature, as fields of its record."""
+    """Fixed fields of the family's attention records."""
     attention_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the record that the attention's record has too."""
+    """Fields of the family's record that are copied to the attention records."""
     moe_own: ClassVar[Mapping[str, Any]] = {}
-    """What the family's feed-forward with experts is by nature."""
+    """Fixed fields of the family's MoE records."""
     moe_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the record that the feed-forward with experts has too."""
+    """Fields of the family's record that are copied to the MoE records."""
     block_own: ClassVar[Mapping[str, Any]] = {}
-    """What the family's blocks are by nature."""
+    """Fixed fields of the family's blocks."""
     block_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the record that each block has too."""
+    """Fields of the family's record that are copied to each block."""
     decoder_own: ClassVar[Mapping[str, Any]] = {}
-    """What the family's decoder is by nature."""
+    """Fixed fields of the family's decoder."""
     decoder_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the record that the decoder has too."""
+    """Fields of the family's record that are copied to the decoder."""
     router_own: ClassVar[Mapping[str, Any]] = {}
-    """What the family's router is by nature."""
+    """Fixed fields of the family's router."""
     router_kinds: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """What it is by the record's ``weights``, in families that choose by that."""
+    """Further fields of the router by the value of ``weights``, in families that have it."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -120,9 +120,9 @@ class Family(Record):
 
     @property
     def chosen_router(self) -> Router:
-        """The router of the layers with experts: the one in place of the family's, or its own.
+        """The router of the MoE layers: ``router`` if given, otherwise that of the family.
 
-        That is softmax over all experts, then top-k, where the family says nothing else.
+        By default the latter is a softmax over all experts, then top-k.
         """
         sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
         if self.router is not None:
@@ -132,7 +132,7 @@ class Family(Record):
         return Router(**sizes, **self.router_own, **own)
 
     def blocks(self) -> Sequence[Block]:
-        """Every block in order: dense where ``shape`` says so, else with experts."""
+        """Return all blocks in order: dense if listed in ``shape``, else with experts."""
         own = {name: getattr(self, name) for name in self.attention_fields}
         dense, sparse = Dense(width=self.shape.width_of_dense), self.moe()
         more = {**self.block_own, **{name: getattr(self, name) for name in self.block_fields}}
@@ -149,9 +149,9 @@ class Family(Record):
 
     @classmethod
     def read(cls, config: ConfigReader) -> dict[str, Any]:
-        """Take the family's own fields out of a ``config.json``; return those of the record.
+        """Read the family's fields of a ``config.json``; return values for its record.
 
-        Those of ``shape`` are in a dict of their own.
+        Values for ``shape`` are in a dict of their own.
         """
         found: dict[str, Any] = {"shape": {}}
         for entry in cls.fields:
@@ -161,11 +161,11 @@ class Family(Record):
         return found
 
     def write(self) -> dict[str, Any]:
-        """Return the fields of ``config.json`` that are the family's own."""
+        """Return the family's fields of ``config.json``."""
         return {name: value for f in self.fields for name, value in f.write(self).items()}
 
     def ignores(self, name: str) -> str | None:
-        """Why a tensor on disk has no place in the model; None where it must have one."""
+        """Return why a tensor on disk may be ignored; None if the model must have it."""
         if _ROTARY.search(name):
             return "rotary frequencies, which are computed"
         if _FURTHER.match(name):
@@ -176,12 +176,12 @@ class Family(Record):
 
     @classmethod
     def copies(cls, decoder: Decoder) -> Mapping[str, tuple[str, ...]]:
-        """Return names on disk of what stands there more than once, by ours."""
+        """Return names on disk of further copies of a parameter, by our name."""
         return {}
 
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:
-        """Return the record that a decoder may come from, read off its blocks, not yet checked."""
+        """Return the record that a decoder may come from, read off its blocks, not checked yet."""
         moe, attention = first_moe(decoder), decoder.blocks[0].attention
         shape = cls.model_fields["shape"].annotation.of(decoder)  # type: ignore[union-attr]
         own = {name: getattr(moe.router, name) for name in cls.router_fields}
@@ -244,12 +244,12 @@ class Family(Record):
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self:
-        """Return the record whose description ``decoder`` is.
+        """Return the record whose description is ``decoder``.
 
-        How weights start (``init_out_scale``) is not compared: it is no part of a trained model.
+        ``init_out_scale`` is not compared, as it does not matter in a trained model.
 
         Raises:
-            ValueError: naming each part of the decoder that the family does not have.
+            ValueError: naming each part of the decoder that differs from the family.
         """
         try:
             found = cls.guess(decoder)
@@ -266,7 +266,7 @@ class Family(Record):
         """Return the ``config.json`` of a decoder of this family.
 
         Raises:
-            ValueError: where the decoder is not of this family.
+            ValueError: if the decoder is not of this family.
         """
         model = cls.of(decoder)
         fields = {
@@ -289,7 +289,7 @@ class Family(Record):
         """Return the decoder for a tokenizer of ``vocab`` tokens.
 
         Raises:
-            ValueError: where ``shape.vocab`` has fewer rows than the tokenizer has tokens.
+            ValueError: if ``shape.vocab`` is less than ``vocab``.
         """
         refuse(self.violations(vocab))
         return Decoder(
@@ -306,11 +306,11 @@ class Family(Record):
         )
 
     def violations(self, vocab: int) -> Iterator[Violation]:
-        """Yield what does not fit a tokenizer of ``vocab`` tokens."""
+        """Yield values that do not fit a tokenizer of ``vocab`` tokens."""
         yield from too_few_rows(("shape", "vocab"), self.shape.vocab, vocab)
 
     def moe(self, **own: Any) -> Moe:
-        """The feed-forward with experts, ``own`` being what only some families have."""
+        """Return the MoE record; ``own`` are further fields, of some families only."""
         if width := self.shape.width_of_shared:
             own = {"shared": Shared(width=width, gate=self.shared_gate)} | own
         own = {**self.moe_own, **{name: getattr(self, name) for name in self.moe_fields}, **own}
@@ -329,14 +329,14 @@ class Family(Record):
         ("groups", "keep"): ("groups", "keep"),
         ("groups", "best"): ("groups", "best"),
     }
-    """Where what the own router's rules speak of stands in the family's record."""
+    """Paths in the family's record by paths in the violations of its own router."""
     router_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the record that only the own router reads."""
+    """Fields of the family's record that are copied to its own router."""
 
     def rules(self) -> Iterator[Violation]:
-        """The router's rules at the family's own paths; each balance term once; rotary layout."""
+        """Check router (with paths of this record), balance, router settings and rotary layout."""
         router = self.chosen_router
-        # Fields of the own router that the family settles, so that a run file cannot mend them.
+        # Fixed fields of the family's own router, which a run file cannot change.
         settled = [(n,) for n in ("order", "renormalise") if n not in self.router_fields]
         for broken in router.rules():
             if self.router is None and broken.path in settled:
@@ -367,7 +367,7 @@ class Family(Record):
             )
 
     def _replaced(self) -> Iterator[Violation]:
-        """Yield what a router in place of the family's leaves without effect."""
+        """Yield settings that have no effect if ``router`` replaces the family's own."""
         if self.router is None:
             return
         for name in ("experts", "top_k"):
@@ -381,7 +381,7 @@ class Family(Record):
 
 
 def too_few_rows(path: FieldPath, rows: int | None, vocab: int) -> Iterator[Violation]:
-    """Yield a violation where an embedding of ``rows`` has none for some tokens."""
+    """Yield a violation if an embedding of ``rows`` has fewer rows than there are tokens."""
     if rows is not None and rows < vocab:
         yield Violation(
             path, rows, f"must be at least the tokenizer's number of tokens, {vocab}", vocab
@@ -389,14 +389,14 @@ def too_few_rows(path: FieldPath, rows: int | None, vocab: int) -> Iterator[Viol
 
 
 def refuse(broken: Iterable[Violation], where: str = "model.") -> None:
-    """Raise ``ValueError`` with every violation, unless there is none."""
+    """Raise ``ValueError`` with all violations, if there are any."""
     said = [f"{where}{dotted(b.path)} is {b.value!r}; rule: {b.rule}" for b in broken]
     if said:
         raise ValueError("; ".join(said))
 
 
 def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[Violation]:
-    """Yield a violation for each term that stands twice, or moves a bias the router lacks."""
+    """Yield a violation for each term that occurs twice, or moves a bias the router lacks."""
     seen: list[Record] = []
     taken = list(balance)
     for i, term in enumerate(balance):
@@ -420,7 +420,7 @@ def _same_term(one: Record, other: Record) -> bool:
 
 
 def _plain(decoder: Decoder) -> dict[str, Any]:
-    """A decoder as plain data, patterns written out; without name and start of weights."""
+    """Return a decoder as plain data with all blocks, without ``family`` and initial values."""
     plain = decoder.model_dump(exclude={"stacks", "init_out_scale", "family"})
     return plain | {"layers": [b.model_dump() for b in decoder.blocks]}
 

@@ -1,4 +1,4 @@
-"""A decoder written out in full, for models that no family describes."""
+"""The model family ``custom``: a full description, for models that no other family covers."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -11,20 +11,20 @@ from moefold.model.families.base import refuse, too_few_rows
 
 @MODEL.register
 class Custom(Record):
-    """Any pattern of blocks: ``decoder`` is the whole description."""
+    """A model given by its full description, with any pattern of blocks."""
 
     family: Literal["custom"] = "custom"
     decoder: Decoder
 
     def describe(self, vocab: int) -> Decoder:
-        """Return the decoder as written.
+        """Return ``decoder``.
 
         Raises:
-            ValueError: where it has fewer rows than the tokenizer has tokens.
+            ValueError: if its vocabulary is smaller than ``vocab``.
         """
         refuse(self.violations(vocab))
         return self.decoder
 
     def violations(self, vocab: int) -> Iterator[Violation]:
-        """Yield what does not fit a tokenizer of ``vocab`` tokens."""
+        """Yield values that do not fit a tokenizer of ``vocab`` tokens."""
         yield from too_few_rows(("decoder", "vocab"), self.decoder.vocab, vocab)

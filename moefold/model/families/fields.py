@@ -1,7 +1,7 @@
-"""Fields of a ``config.json`` as data: each entry reads some of them and writes them again.
+"""Entries for fields of ``config.json``: each reads and writes one or several fields.
 
-A family lists its entries; what it reads is given by the paths of its record, ``shape.heads`` or
-``renormalise``. What an entry does not take, and no list of harmless fields names, is refused.
+A family lists its entries, which return values by their paths in its record, such as
+``shape.heads``. Fields that no entry reads, and no list of harmless fields names, are refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,24 +15,24 @@ from moefold.moe.config import Aux, Bias, Groups
 
 Values = dict[str, Any]
 RATE = 1e-3
-"""Of loss-free balancing, in DeepSeek-V3's report; no ``config.json`` states one."""
+"""Rate of loss-free balancing in DeepSeek-V3's report; no ``config.json`` states one."""
 AUX = 1e-3
-"""Coefficient of the aux loss by default of most classes of transformers."""
+"""Default coefficient of the aux loss in most classes of transformers."""
 
 
 class ConfigField:
-    """One or several fields of ``config.json``."""
+    """Base of entries for one or several fields of ``config.json``."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the fields; return values of the record by their paths."""
+        """Read the fields; return values of the family's record by their paths."""
         return {}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the fields of a family's record."""
+        """Return the fields for a family's record."""
         return {}
 
     def check(self, config: ConfigReader, model: Any) -> None:
-        """Refuse fields that contradict the record they were read into."""
+        """Refuse fields that contradict the record read from ``config``."""
 
 
 def _same(value: Any) -> Any:
@@ -41,29 +41,29 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class FieldValue(ConfigField):
-    """A field that is a value of the record, or another form of one."""
+    """A field for one value of the record, optionally converted."""
 
     theirs: str
     ours: str
     kind: type
     default: Any = REQUIRED
-    """Where it is absent or null."""
+    """Value of the field if it is absent or null."""
     into: Callable[[Any], Any] = _same
-    """From the field's value to the record's."""
+    """Converts the field's value to the record's; ``back`` is the inverse."""
     back: Callable[[Any], Any] = _same
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it."""
+        """Read the field and convert it."""
         return {self.ours: self.into(config.take(self.theirs, self.kind, self.default))}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
+        """Return the field."""
         return {self.theirs: self.back(attrgetter(self.ours)(model))}
 
 
 @dataclass(frozen=True)
 class Only(ConfigField):
-    """A field that must hold one value, or one of some that mean the same, where it stands."""
+    """A field that, if present, must have one value or an equivalent one in ``also``."""
 
     name: str
     value: Any
@@ -75,74 +75,74 @@ class Only(ConfigField):
         return {}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the first value."""
+        """Return the field with ``value``."""
         return {self.name: self.value}
 
 
 def only(**values: Any) -> tuple[Only, ...]:
-    """Return fields that must hold one value each."""
+    """Return entries for fields that must each have one value."""
     return tuple(Only(name, value) for name, value in values.items())
 
 
 @dataclass(frozen=True)
 class Unread(ConfigField):
-    """Fields that change nothing in this family, whatever they hold."""
+    """Fields that have no effect in this family."""
 
     names: tuple[str, ...]
     written: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, config: ConfigReader) -> Values:
-        """Leave them out."""
+        """Accept any values."""
         config.skip(*self.names)
         return {}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return those that a reader should find."""
+        """Return the fields to write."""
         return self.written
 
 
 NO_TOKENS = Unread(SPECIAL, dict.fromkeys(SPECIAL))
-"""Special tokens that are none where a folder has none, and not the class's own."""
+"""Writes null for special tokens that a folder lacks, lest the class's defaults apply."""
 
 
 class FurtherTokens(ConfigField):
-    """The number of blocks of further tokens."""
+    """Number of multi-token prediction blocks."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it; what their losses weigh stands nowhere."""
+        """Read the number; no field states the weights of their losses."""
         config.skip("num_mtp_layers")
         number = config.take("num_nextn_predict_layers", int, 0)
         return {"multi_token": (MultiToken(),) * number}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
+        """Return the number."""
         return {"num_nextn_predict_layers": len(model.multi_token)}
 
 
 MULTI_TOKEN = Unread(
     ("num_nextn_predict_layers", "num_mtp_layers"), {"num_nextn_predict_layers": 0}
 )
-"""Blocks of further tokens where a family leaves them out."""
+"""Multi-token prediction blocks in families that leave them out."""
 
 
 @dataclass(frozen=True)
 class Follows(ConfigField):
-    """A field that follows from others, and is refused where it does not."""
+    """A field that others determine, and that is refused if it contradicts them."""
 
     name: str
     of: Callable[[Any], Any]
 
     def read(self, config: ConfigReader) -> Values:
-        """Leave it for the check."""
+        """Leave the field to ``check``."""
         config.skip(self.name)
         return {}
 
     def check(self, config: ConfigReader, model: Any) -> None:
-        """Compare it with what follows."""
+        """Compare the field with the value that the record determines."""
         config.only(self.name, self.of(model), None)
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return what follows."""
+        """Return the determined value."""
         return {self.name: self.of(model)}
 
 
@@ -152,10 +152,10 @@ def sparse_layers(model: Any) -> list[bool]:
 
 
 class KvHeads(ConfigField):
-    """Key-value heads where the field is null: as many as heads. Else they are a size."""
+    """Number of key-value heads if the field is null: that of heads. Otherwise it is a size."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the heads where the field is null."""
+        """Read the number of heads if the field is null."""
         if not config.null("num_key_value_heads"):
             return {}
         return {"shape.kv_heads": config.take("num_attention_heads", int)}
@@ -163,38 +163,38 @@ class KvHeads(ConfigField):
 
 @dataclass(frozen=True)
 class HeadDim(ConfigField):
-    """Dims per head; absent they are ``hidden / heads``, or the number that a class documents."""
+    """Dims per head; by default ``hidden / heads``, or the default of transformers' class."""
 
     default: int | None = None
 
     def read(self, config: ConfigReader) -> Values:
-        """Take them where they are stated."""
+        """Read ``head_dim`` if it is stated."""
         head_dim = config.take("head_dim", int, self.default)
         return {} if head_dim is None else {"shape.head_dim": head_dim}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return them."""
+        """Return ``head_dim``."""
         return {"head_dim": model.shape.dims_per_head}
 
 
 @dataclass(frozen=True)
 class Rotary(ConfigField):
-    """Rotary positions, and the longest sequence beside them."""
+    """Rotary positions, and the longest sequence."""
 
     theta: float
-    """Where none is stated."""
+    """Default of ``rope_theta``."""
     layout: str = "half"
     switch: str | None = None
-    """The field that says whether the layout is ``interleaved`` or ``half``."""
+    """Field that chooses between the layouts ``interleaved`` and ``half``."""
     scales_softmax: bool = False
     """Whether ``mscale_all_dim`` scales the softmax too."""
     fraction: float | None = None
-    """Of a head's dims that turn, where none is stated; None is a family in which all do."""
+    """Default fraction of a head's dims that are rotated; None is a family that rotates all."""
     unstated: Mapping[str, Any] = field(default_factory=dict)
-    """``rope_parameters`` where neither they nor ``rope_scaling`` are stated."""
+    """Default of ``rope_parameters``, if ``rope_scaling`` is not stated either."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take theta, YaRN and the layout."""
+        """Read theta, scaling, fraction and layout."""
         softmax, fraction, unstated = self.scales_softmax, self.fraction, self.unstated
         rope = read_rope(
             config, self.theta, scales_softmax=softmax, fraction=fraction, unstated=unstated
@@ -206,7 +206,7 @@ class Rotary(ConfigField):
         return {"rope": rope.model_copy(update={"layout": layout})}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return them; the layout, and how much of a head turns, where fields say it."""
+        """Return the fields; layout and fraction only if the family has fields for them."""
         rope, written = model.rope, rope_fields(model.rope, model.context)
         if self.switch is not None:
             written[self.switch] = rope.layout == "interleaved"
@@ -219,24 +219,24 @@ class Rotary(ConfigField):
 def heads(
     dim: int | None = None, theta: float = 1e4, layout: str = "half", **more: Any
 ) -> tuple[ConfigField, ...]:
-    """Return key-value heads, dims per head, and rotary positions."""
+    """Return entries for key-value heads, dims per head, and rotary positions."""
     return KvHeads(), HeadDim(dim), Rotary(theta, layout, **more)
 
 
 @dataclass(frozen=True)
 class AuxField(ConfigField):
-    """``router_aux_loss_coef``; where it is absent, the documented default is taken and reported.
+    """``router_aux_loss_coef``; if it is absent, the documented default is used and reported.
 
-    The number is taken as it stands. Here each layer has its own term, which is 1 for uniform
-    routing; transformers pools the layers first, and its term is then top_k.
+    The number is not converted: here each layer has its own term, which is 1 for uniform routing,
+    whereas transformers pools the layers, and its term is then top_k.
     """
 
     default: float = AUX
     biased: bool = False
-    """Whether a selection bias moves too."""
+    """Whether there is also an update of the selection bias."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it; zero is no term."""
+        """Read the coefficient; 0 is no term."""
         if not config.present("router_aux_loss_coef"):
             config.notes.append(
                 "router_aux_loss_coef is not in config.json: the documented default of "
@@ -254,23 +254,23 @@ class AuxField(ConfigField):
 
 
 class BiasBalance(ConfigField):
-    """A selection bias that moves by the report's rate; no field says so."""
+    """Update of the selection bias at the rate of DeepSeek-V3's report; no field states it."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Say the rate."""
+        """Return the update, and note the rate."""
         config.notes.append(f"the selection bias moves by {RATE} a step, as in the report")
         return {"balance": (Bias(rate=RATE),)}
 
 
 @dataclass(frozen=True)
 class SequenceBalance(BiasBalance):
-    """A selection bias, and DeepSeek's ``aux_loss_alpha``, by default of each sequence."""
+    """Update of the selection bias, and DeepSeek's ``aux_loss_alpha``, by default per sequence."""
 
     alpha: float
     biased: bool = True
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the coefficient; zero is no term."""
+        """Read the coefficient; 0 is no term."""
         if not config.present("aux_loss_alpha"):
             config.notes.append(
                 "config.json has no aux_loss_alpha: the aux loss of each sequence takes the "
@@ -284,7 +284,7 @@ class SequenceBalance(BiasBalance):
         return {"balance": terms}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the first aux loss."""
+        """Return the fields of the first aux loss."""
         aux = next((t for t in model.balance if isinstance(t, Aux)), None)
         return {
             "aux_loss_alpha": aux.coefficient if aux else 0.0,
@@ -293,24 +293,24 @@ class SequenceBalance(BiasBalance):
 
 
 class GroupLimits(ConfigField):
-    """``n_group`` and ``topk_group``; one group is none."""
+    """``n_group`` and ``topk_group``; one group means no groups."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take both."""
+        """Read both fields."""
         count, keep = config.take("n_group", int, 1), config.take("topk_group", int, 1)
         return {"groups": Groups(count=count, keep=keep) if count > 1 else None}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return both."""
+        """Return both fields."""
         groups = model.groups or Groups(count=1, keep=1)
         return {"n_group": groups.count, "topk_group": groups.keep}
 
 
 class MethodGroups(ConfigField):
-    """``topk_method``, which says whether ``n_group`` and ``topk_group`` are read."""
+    """``topk_method``, which decides whether ``n_group`` and ``topk_group`` have an effect."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take all three."""
+        """Read all three fields."""
         config.only("topk_method", "greedy", "group_limited_greedy")
         count, keep = config.take("n_group", int, 1), config.take("topk_group", int, 1)
         if config.take("topk_method", str, "greedy") == "greedy":
@@ -318,7 +318,7 @@ class MethodGroups(ConfigField):
         return {"groups": Groups(count=count, keep=keep, score="max")}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return all three."""
+        """Return all three fields."""
         method = "group_limited_greedy" if model.groups else "greedy"
         return {**GroupLimits().write(model), "topk_method": method}
 
@@ -329,12 +329,12 @@ class SharedNumber(ConfigField):
 
     name: str = "n_shared_experts"
     optional: bool = False
-    """Whether there may be none."""
+    """Whether there may be no shared expert."""
     each: str = "moe_intermediate_size"
-    """The field of one routed expert's width."""
+    """Field of a routed expert's width."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it times the width of one."""
+        """Read the number, times the width of one."""
         number = config.take(self.name, int)
         width = number * config.take(self.each, int)
         return {"shape.shared_width": width or (None if self.optional else 0)}
@@ -346,43 +346,43 @@ class SharedNumber(ConfigField):
 
 @dataclass(frozen=True)
 class DenseSize(ConfigField):
-    """The dense layers' width."""
+    """Width of the dense layers."""
 
     name: str = "intermediate_size"
     other: str | None = None
-    """The field that says it where this one does not."""
+    """Field to read if ``name`` is absent."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it."""
+        """Read the width."""
         other = None if self.other is None else config.take(self.other, int)
         return {"shape.dense_width": config.take(self.name, int, other)}
 
     def check(self, config: ConfigReader, model: Any) -> None:
-        """Refuse dense layers of which no field says how wide they are."""
+        """Refuse dense layers if no field states their width."""
         if model.shape.dense and not (config.present(self.name) or self.other):
             config.refuse(f"{self.name} is missing, and there are dense layers")
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it, or what it follows from."""
+        """Return the width, or its default."""
         return {self.name: model.shape.width_of_dense}
 
 
 def inverse(theirs: str, ours: str, default: float) -> FieldValue:
-    """Return a field of which the record holds one over the value."""
+    """Return an entry for a field whose reciprocal is the record's value."""
 
     def over(value: float) -> float:
-        return 1 / value if value else value  # 0 is refused as the record's
+        return 1 / value if value else value  # the record's rules refuse 0
 
     return FieldValue(theirs, ours, float, default, over, over)
 
 
 def projection_bias(name: str, default: bool, parts: str = "qkv") -> FieldValue:
-    """Return whether projections have biases; ``parts`` says which, as attention's record does."""
+    """Return an entry for whether projections (``parts``, as in ``Gqa.bias``) have biases."""
     return FieldValue(name, "bias", bool, default, lambda on: parts if on else "none", _named)
 
 
 def head_norm(name: str) -> FieldValue:
-    """Return whether each head of queries and keys has a norm."""
+    """Return an entry for whether each head of queries and keys has a norm."""
     return FieldValue(name, "qk_norm", bool, False, lambda on: "head" if on else "none", _named)
 
 
@@ -399,9 +399,9 @@ ROUTER_FIELDS = (GroupLimits(), FieldValue("norm_topk_prob", "renormalise", bool
 
 
 def deepseek_fields(scale: float) -> tuple[ConfigField, ...]:
-    """Return fields of router, experts and dense layers as DeepSeek-V3 has them.
+    """Return entries for router, experts and dense layers as in DeepSeek-V3.
 
-    ``scale`` is what the factor on weights is where it is absent.
+    ``scale``: default factor on routing weights.
     """
     factor = FieldValue("routed_scaling_factor", "scale", float, scale)
     return (*ROUTER_FIELDS, BiasBalance(), SharedNumber(), DenseSize(), factor)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a model: its shape, and for the trainer its weights and tokenizer."""
+"""The model family ``folder``: a model that is read from a Hugging Face folder."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -17,20 +17,20 @@ from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
 
 FURTHER = "num_nextn_predict_layers"
-"""The field of ``config.json`` that counts blocks of further tokens."""
+"""Field of ``config.json`` with the number of multi-token prediction blocks."""
 INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 * 2**20
 CONFIG_LIMIT = 4 * 2**20
-"""Bytes of the largest ``config.json`` that is read; released ones have some thousand."""
+"""Largest size of a ``config.json`` in bytes; released ones have a few thousand."""
 
 
 def read_config(folder: Path, multi_token: bool = True) -> Reading:
     """Read a Hugging Face folder's ``config.json``.
 
-    Blocks of further tokens are left out where the folder has no weights of them, as transformers
-    writes it, or where they are not asked for.
+    Multi-token prediction blocks are left out if the folder has no weights for them, as those that
+    transformers writes, or if ``multi_token`` is False.
 
     Raises:
-        ValueError: where it cannot be read, or has a field that is not supported.
+        ValueError: if it cannot be read, or has a field that is not supported.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -46,7 +46,7 @@ def read_config(folder: Path, multi_token: bool = True) -> Reading:
 
 
 def _holds(folder: Path, name: str) -> bool:
-    """Return whether a tensor is in a folder, by its index or by the headers of its files."""
+    """Return whether a folder has a tensor, by its index or by the headers of its files."""
     if (index := folder / INDEX).is_file():
         return name in read_json(index, limit=INDEX_LIMIT).get("weight_map", {})
     for path in folder.glob("*.safetensors"):
@@ -59,23 +59,23 @@ def _holds(folder: Path, name: str) -> bool:
 
 @MODEL.register
 class Folder(Record):
-    """The model of a Hugging Face folder; what stands beside ``from`` replaces the folder's."""
+    """The model of a Hugging Face folder; other fields than ``from`` replace the folder's."""
 
     family: Literal["folder"] = "folder"
     path: Annotated[str, OnDisk()] = Field(alias="from")
-    """The folder with ``config.json`` and the weights."""
+    """Folder with ``config.json`` and the weights."""
     balance: Balance | None = None
-    """Terms in place of those the folder names."""
+    """Balancing terms in place of the folder's."""
     capacity: Capacity | None = None
-    """None is dropless."""
+    """Bound on the tokens per expert; None is dropless."""
     multi_token: tuple[MultiToken, ...] | None = None
-    """Losses of further tokens in place of the folder's, as many; ``[]`` leaves them out."""
+    """Losses of multi-token prediction, as many as the folder has; ``[]`` leaves them out."""
 
     def describe(self, vocab: int) -> Decoder:
         """Return the folder's decoder, with the balance and capacity of this record.
 
         Raises:
-            ValueError: where the folder cannot be read, or has fewer rows than ``vocab``.
+            ValueError: if the folder cannot be read, or its vocabulary is smaller than ``vocab``.
         """
         refuse(self.violations(vocab))
         decoder = self.reading().decoder
@@ -87,21 +87,21 @@ class Folder(Record):
         return with_training(decoder, self.balance, self.capacity)
 
     def reading(self) -> Reading:
-        """Return what the folder says, without what is to be left out."""
+        """Read the folder's ``config.json``, without multi-token blocks if these are left out."""
         return read_config(Path(self.path), self.multi_token != ())
 
     def violations(self, vocab: int) -> Iterator[Violation]:
-        """Yield what does not fit a tokenizer of ``vocab`` tokens."""
+        """Yield values that do not fit a tokenizer of ``vocab`` tokens."""
         try:
             rows = read_config(Path(self.path)).decoder.vocab
         except ValueError:
-            return  # rules() says it
+            return  # reported by rules()
         if rows < vocab:
             rule = f"has {rows} rows for {vocab} tokens; train with the folder's own tokenizer"
             yield Violation(("from",), self.path, rule)
 
     def rules(self) -> Iterator[Violation]:
-        """The folder is there and its model is known; balance terms fit its router."""
+        """Check that the folder can be read, and that balance and multi_token fit its model."""
         try:
             decoder = read_config(Path(self.path)).decoder
         except ValueError as error:
@@ -118,7 +118,7 @@ class Folder(Record):
 
 
 def _like(path: str) -> str | None:
-    """Return the folder beside a missing one whose name is most like it, with a config.json."""
+    """Return the model folder next to a missing one whose name is most similar."""
     wanted = Path(path)
     try:
         beside = [p.name for p in wanted.parent.iterdir() if (p / "config.json").is_file()]
@@ -129,7 +129,7 @@ def _like(path: str) -> str | None:
 
 
 def with_training(decoder: Decoder, balance: Balance | None, capacity: Capacity | None) -> Decoder:
-    """Return a decoder whose layers with experts have this balance (None keeps) and capacity."""
+    """Return a decoder whose MoE layers have this balance (None: unchanged) and capacity."""
     changes: Mapping[str, Any] = {"capacity": capacity} | (
         {} if balance is None else {"balance": balance}
     )

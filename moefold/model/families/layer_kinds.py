@@ -1,4 +1,4 @@
-"""Fields of a ``config.json`` that say of which kind each layer is: dense, or with a window."""
+"""Fields of ``config.json`` for the kind of each layer: dense or MoE, full attention or other."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_f
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _SLIDING = "swa_rope_theta"
 Full = Callable[[ConfigReader, int], bool]
-"""Says whether a layer is full."""
+"""A function that decides whether a layer has full attention."""
 _START, _END, _STEP = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
 
 
 def kinds_of(config: ConfigReader, name: str, both: tuple[str, str], usual: Any) -> list[str]:
-    """Take the kind of each layer, one of two; ``usual`` where none are stated."""
+    """Read the kind of each layer, one of two; ``usual`` is the default."""
     layers, (one, other) = config.take("num_hidden_layers", int), both
     kinds = config.take(name, list, usual)
     if len(kinds) != layers or not all(kind in both for kind in kinds):
@@ -25,7 +25,7 @@ def kinds_of(config: ConfigReader, name: str, both: tuple[str, str], usual: Any)
 
 
 def mixers_of(config: ConfigReader, other: str, full: Full | None) -> list[str]:
-    """Take ``layer_types``, ``full`` saying which layers are full where none are stated."""
+    """Read ``layer_types``; by default ``full`` decides which layers have full attention."""
     usual: Any = REQUIRED
     if full is not None and not config.present("layer_types"):
         layers = range(config.take("num_hidden_layers", int))
@@ -34,7 +34,7 @@ def mixers_of(config: ConfigReader, other: str, full: Full | None) -> list[str]:
 
 
 def numbers(kinds: list[str], kind: str) -> tuple[int, ...]:
-    """Return which layers are of a kind."""
+    """Return the numbers of the layers of a kind."""
     return tuple(n for n, one in enumerate(kinds) if one == kind)
 
 
@@ -44,10 +44,10 @@ class DenseKinds(ConfigField):
 
     first: int = 1
     stated: str | None = None
-    """The field that says how many are dense where no kinds are stated."""
+    """Field with the number of dense layers, if kinds are absent."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the numbers of the dense ones."""
+        """Read the numbers of the dense layers."""
         layers = config.take("num_hidden_layers", int)
         first = config.take(self.stated, int, self.first) if self.stated else self.first
         default = ["dense"] * first + ["sparse"] * (layers - first)
@@ -61,17 +61,17 @@ class DenseKinds(ConfigField):
 
 
 class DenseSteps(ConfigField):
-    """``mlp_only_layers`` and ``decoder_sparse_step``, of which layers with experts follow."""
+    """``mlp_only_layers`` and ``decoder_sparse_step``, which determine the layers with experts."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the numbers of the dense layers."""
+        """Read the numbers of the dense layers."""
         step = config.step("decoder_sparse_step", 1)
         named = config.take("mlp_only_layers", list, [])
         layers = range(config.take("num_hidden_layers", int))
         return {"shape.dense_layers": tuple(n for n in layers if n in named or (n + 1) % step)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the list, and a step that adds none to it."""
+        """Return the list, and a step of 1, which adds no layer to it."""
         return {"decoder_sparse_step": 1, "mlp_only_layers": list(model.shape.dense_layers)}
 
 
@@ -79,7 +79,7 @@ class ExpertLayers(ConfigField):
     """First and last layer with experts, and the step between them."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the numbers of the dense layers."""
+        """Read the numbers of the dense layers."""
         layers, step = config.take("num_hidden_layers", int), config.step(_STEP, 1)
         start, end = config.take(_START, int, 1), config.take(_END, int, -1)
         sparse = self.sparse(start, layers - 1 if end == -1 else end, step, layers)
@@ -87,14 +87,14 @@ class ExpertLayers(ConfigField):
 
     @staticmethod
     def sparse(start: int, end: int, step: int, layers: int) -> list[int]:
-        """Return the layers with experts."""
+        """Return the numbers of the layers with experts."""
         return [n for n in range(layers) if start <= n <= end and (n + 1) % step == 0]
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return three numbers that say so.
+        """Return first, last and step.
 
         Raises:
-            ValueError: where none do.
+            ValueError: if the layers with experts are no such sequence.
         """
         layers = model.shape.layers
         wanted = [n for n in range(layers) if n not in model.shape.dense]
@@ -110,10 +110,10 @@ class ConvolvedKinds(ConfigField):
 
     other: str = "conv"
     full: Full | None = None
-    """Whether a layer is full where no kinds are stated."""
+    """Decides whether a layer has full attention, if kinds are absent."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the numbers of the layers with attention."""
+        """Read the numbers of the layers with attention."""
         kinds = mixers_of(config, self.other, self.full)
         if FULL not in kinds:
             config.refuse(f"layer_types has no {FULL}")
@@ -127,20 +127,20 @@ class ConvolvedKinds(ConfigField):
 
 @dataclass(frozen=True)
 class RecordSizes(ConfigField):
-    """Sizes that have a record of their own in ``shape``, such as those of delta nets."""
+    """Sizes in a record within ``shape``, such as those of delta nets."""
 
     names: Mapping[str, tuple[str, int | None]]
-    """Field and class default of each size of ours."""
+    """Field of ``config.json`` and default, by our name of the size."""
     part: str = "linear"
-    """What the record is called in ``shape``."""
+    """Name of the record in ``shape``."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take all."""
+        """Read all sizes."""
         sizes = {ours: config.take(name, int, usual) for ours, (name, usual) in self.names.items()}
         return {f"shape.{self.part}": sizes}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return all."""
+        """Return all sizes."""
         held = getattr(model.shape, self.part)
         return {name: getattr(held, ours) for ours, (name, _) in self.names.items()}
 
@@ -153,10 +153,10 @@ KIMI = {
 
 
 class NestedNets(ConfigField):
-    """Sizes of Kimi's delta nets, in ``linear_attn_config`` or else each in a field."""
+    """Sizes of Kimi's delta nets, in ``linear_attn_config`` or in separate fields."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take them; layers, which are counted from 1 there, are another entry's."""
+        """Read the sizes, and check the lists of layers (from 1), which another entry reads."""
         inner = ConfigReader(config.take("linear_attn_config", dict, {}))
         layers = [n for part in LISTS for n in inner.take(part, list, [])]
         every = list(range(1, config.take("num_hidden_layers", int) + 1))
@@ -173,7 +173,7 @@ class NestedNets(ConfigField):
         return {"shape.linear": sizes}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return them, as released folders have them."""
+        """Return the fields as in released folders."""
         shape = model.shape
         sizes = {short: getattr(shape.linear, ours) for ours, (short, *_) in KIMI.items()}
         full = [n + 1 for n in shape.full_layers]
@@ -186,16 +186,16 @@ LISTS = "full_attn_layers", "kda_layers"
 
 
 def listed_full(config: ConfigReader, layer: int) -> bool:
-    """Say whether a layer is full as ``linear_attn_config`` has it, or as Kimi's class does."""
+    """Return whether a layer has full attention, by ``linear_attn_config`` or Kimi's default."""
     stated = config.take("linear_attn_config", dict, {}).get(LISTS[0])
     return layer > 0 and layer % 4 == 0 if stated is None else layer + 1 in stated
 
 
 class NoRotary(ConfigField):
-    """No rotary positions, whatever fields say of them; the longest sequence alone."""
+    """No rotary positions, even if fields state them; only the longest sequence."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Leave them out."""
+        """Accept and ignore the fields of rotary positions."""
         config.skip("rope_theta", "rope_scaling", "rope_parameters")
         config.only("mla_use_nope", True)
         return {}
@@ -206,10 +206,10 @@ class NoRotary(ConfigField):
 
 
 class BoundedNets(ConfigField):
-    """Dims of Ling's delta nets, and the bound of their decays."""
+    """Sizes of Ling's delta nets, and the bound of their decays."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take them; ``head_dim`` is what they are where nothing else is stated."""
+        """Read sizes and bound; ``head_dim`` is the default of their dims."""
         dim = config.take("head_dim", int, 128)
         bound = config.take("kda_lower_bound", float, -5.0)
         bounded = config.take("kda_safe_gate", bool, True)
@@ -221,7 +221,7 @@ class BoundedNets(ConfigField):
         return {"shape.linear": sizes}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return them."""
+        """Return sizes and bound."""
         net = model.shape.linear
         bounded, dim = net.decay_floor is not None, net.head_dim
         gate = {"kda_safe_gate": bounded, "kda_lower_bound": net.decay_floor or -5.0}
@@ -229,10 +229,10 @@ class BoundedNets(ConfigField):
 
 
 class ExpertList(ConfigField):
-    """``moe_layers``, the layers with experts; absent, each ``interleave_moe_layer_step``-th is."""
+    """``moe_layers``, the layers with experts; default: each ``interleave_moe_layer_step``-th."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the numbers of the dense ones."""
+        """Read the numbers of the dense layers."""
         layers = config.take("num_hidden_layers", int)
         step = config.step("interleave_moe_layer_step", 1)
         sparse = config.take("moe_layers", list, list(range(step - 1, layers, step)))
@@ -245,10 +245,10 @@ class ExpertList(ConfigField):
 
 
 class ChunkKinds(ConfigField):
-    """Chunks, and the layers without positions: those see all before them, with a temperature."""
+    """Chunk length, and full layers, which have a temperature and no positions (Llama 4)."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the chunk, the numbers of the full layers, and what either kind has."""
+        """Read chunk length, numbers of full layers, norms and temperature."""
         layers = config.take("num_hidden_layers", int)
         step = config.step("no_rope_layer_interval", 4)
         usual = [int((n + 1) % step != 0) for n in range(layers)]
@@ -271,7 +271,7 @@ class ChunkKinds(ConfigField):
         }
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return all of it."""
+        """Return all fields."""
         shape, tuned = model.shape, model.shape.temperature
         turns = [int(n not in shape.full_layers) for n in range(shape.layers)]
         steps = {"floor_scale": tuned.every, "attn_scale": tuned.scale} if tuned else {}
@@ -286,15 +286,15 @@ class ChunkKinds(ConfigField):
 
 @dataclass(frozen=True)
 class WindowKinds(ConfigField):
-    """``sliding_window`` and ``layer_types``: for each layer full or sliding attention."""
+    """``sliding_window`` and ``layer_types``: full or sliding attention for each layer."""
 
     full: Full
-    """Whether a layer is full where no kinds are stated."""
+    """Decides whether a layer has full attention, if kinds are absent."""
     some: bool = False
-    """Whether a window without a sliding layer is refused: full layers beside one differ."""
+    """Whether a window without sliding layers is refused, as full layers depend on it."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the window, and the numbers of the full layers; without a sliding one, neither."""
+        """Read window and numbers of full layers; neither if no layer is sliding."""
         window = config.take("sliding_window", int, None)
         kinds = mixers_of(config, SLIDING, self.full)
         if SLIDING not in kinds:
@@ -306,7 +306,7 @@ class WindowKinds(ConfigField):
         return {"shape.window": window, "shape.full_layers": numbers(kinds, FULL)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return both."""
+        """Return both fields."""
         shape = model.shape
         full = range(shape.layers) if shape.window is None else shape.full_layers
         kinds = [FULL if n in full else SLIDING for n in range(shape.layers)]
@@ -314,13 +314,13 @@ class WindowKinds(ConfigField):
 
 
 class KindRotary(Rotary):
-    """``rope_parameters`` of full and of sliding layers, each by the name of its kind.
+    """``rope_parameters`` with separate values for full and sliding layers, by kind.
 
-    What they do not say, fields of released folders do.
+    Defaults are the separate fields of released folders.
     """
 
     def read(self, config: ConfigReader) -> Values:
-        """Take both; those of sliding layers only where there are any and they differ."""
+        """Read both; those of sliding layers only if there are any and they differ."""
         config.skip("rope_scaling")
         both = config.take("rope_parameters", dict, {})
         if not {FULL, SLIDING}.issuperset(both):
@@ -344,7 +344,7 @@ class KindRotary(Rotary):
         return {"rope": full, "shape.window_rope": sliding if differs else None}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return both."""
+        """Return both in ``rope_parameters``."""
         ropes = {FULL: model.rope, SLIDING: model.shape.window_rope or model.rope}
         written: dict[str, Any] = {}
         for kind, rope in ropes.items():
@@ -356,7 +356,7 @@ class KindRotary(Rotary):
 
 
 def every_full(stated: str, usual: int = 4) -> Full:
-    """Return what says that a layer is full where it is the last of as many as a field states."""
+    """Return a function by which every n-th layer is full, where field ``stated`` is n."""
 
     def full(config: ConfigReader, layer: int) -> bool:
         return (layer + 1) % config.step(stated, usual) == 0
@@ -368,11 +368,11 @@ _PREFIX = "prefix_dense_sliding_window_pattern"
 DENSE_TURN = FieldValue(
     _PREFIX, "shape.dense_turn", int, 1, lambda n: n == 1, lambda turns: 1 if turns else 2
 )
-"""1 gives dense layers positions in any case; the kinds of layers say the rest."""
+"""With 1 all dense layers have positions; kinds of layers determine the rest."""
 
 
 def prefix_full(config: ConfigReader, layer: int) -> bool:
-    """Say whether a layer is full: dense ones and others count apart."""
+    """Return whether a layer is full; dense layers and others are counted separately."""
     first = config.take("first_k_dense_replace", int, 0)
     prefix = config.step(_PREFIX, 1)
     step = config.step("sliding_window_pattern", 4)
@@ -380,13 +380,13 @@ def prefix_full(config: ConfigReader, layer: int) -> bool:
 
 
 class WindowSwitch(ConfigField):
-    """``use_sliding_window`` and what only it makes a field of: the kinds of layers say it all."""
+    """``use_sliding_window`` and ``max_window_layers``, which kinds of layers make redundant."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Leave them out."""
+        """Accept any values."""
         config.skip("use_sliding_window", "max_window_layers")
         return {}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return whether a window is there."""
+        """Return whether there is a window."""
         return {"use_sliding_window": model.shape.window is not None}

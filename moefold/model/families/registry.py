@@ -1,4 +1,4 @@
-"""The families that a Hugging Face folder, or a finished decoder, can be of."""
+"""Registry of families, by which Hugging Face folders are read and decoders are identified."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,13 +24,13 @@ LACKS: Mapping[str, str] = {
     "phimoe": "a router that samples",
     "zaya": "convolutions inside attention",
 }
-"""Families that are not here, and the part that each would need."""
+"""Unsupported families by ``model_type``, with the missing part."""
 _OUTSIDE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")
-"""Fields of a larger model's ``config.json`` that are said of its language model."""
+"""Fields of a multimodal model's ``config.json`` that concern its text model."""
 
 
 def families() -> dict[str, type[Family]]:
-    """Return every registered family that knows Hugging Face folders, by its ``model_type``."""
+    """Return all registered families of Hugging Face models, by ``model_type``."""
     known = (record for record in MODEL.kinds.values() if issubclass(record, Family))
     return {family.model_type: family for family in known}
 
@@ -39,7 +39,7 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
     """Read a Hugging Face ``config.json`` of any known family.
 
     Raises:
-        ValueError: where the model type is unknown, or naming every field that is not supported.
+        ValueError: if the model type is unknown, or naming every field that is not supported.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -73,10 +73,10 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
 
 
 def family_of(decoder: Decoder) -> type[Family]:
-    """Return the family whose description a decoder is.
+    """Return the family that describes a decoder.
 
     Raises:
-        ValueError: saying, family by family, what the decoder has that it does not.
+        ValueError: listing, for each family, how the decoder differs.
     """
     reasons: list[str] = []
     for family in sorted(families().values(), key=lambda f: f.model_type != decoder.family):

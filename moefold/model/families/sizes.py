@@ -1,6 +1,6 @@
-"""Sizes of families: what users write under ``shape``, in parts that families put together.
+"""Sizes of families, which users write under ``shape``, as mix-in records.
 
-Each part knows its rules, what it makes of a layer, and how it is read off a decoder again.
+Each has its rules, its contribution to layers, and the inverse that reads it off a decoder.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +19,7 @@ from moefold.moe.config import Moe
 
 
 class FamilySizes(Record):
-    """Sizes that every family with routed experts has."""
+    """Sizes of every family with routed experts."""
 
     hidden: Size
     layers: Layers
@@ -37,7 +37,7 @@ class FamilySizes(Record):
 
     @property
     def width_of_shared(self) -> int | None:
-        """Width of the expert that sees every token; None without one."""
+        """Width of the shared expert; None if there is none."""
         return None
 
     @property
@@ -46,16 +46,16 @@ class FamilySizes(Record):
         return self.top_k * self.expert_width + (self.width_of_shared or 0)
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return the attention of a layer, ``own`` being what its family says of it."""
+        """Return the attention record of a layer; ``own`` are fields that the family adds."""
         raise NotImplementedError(f"{type(self).__name__} does not say which attention it sizes")
 
     def _rule_of_numbers(
         self, key: str, said: str, some: bool = True, every: bool = False
     ) -> Iterator[Violation]:
-        """Yield where numbers of layers do not increase, or are not among the layers.
+        """Yield a violation if the layer numbers in field ``key`` do not increase or exist.
 
-        They leave a layer out, and there are none without ``some``. With ``every`` they may be all
-        layers, and there is at least one.
+        They must not name all layers, and none unless ``some``. With ``every`` they may name all
+        layers, and at least one.
         """
         given, last = getattr(self, key), self.layers - 1
         legal = sorted({n for n in given if 0 <= n <= last and some})
@@ -66,11 +66,11 @@ class FamilySizes(Record):
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the fields that a decoder's blocks show.
+        """Return the fields of the record, read off a decoder's blocks.
 
         Raises:
-            AttributeError: where its blocks are of another kind.
-            StopIteration: where no block has experts.
+            AttributeError: if its blocks are of another kind.
+            StopIteration: if no block has experts.
         """
         moe = first_moe(decoder)
         return {
@@ -85,16 +85,16 @@ class FamilySizes(Record):
 
 
 def first_heads(decoder: Decoder) -> Any:
-    """Return the first attention with heads; the first mixer where none has any."""
+    """Return the first attention record with heads; the first of any kind if none has them."""
     mixers = [block.attention for block in decoder.blocks]
     return next((one for one in mixers if getattr(one, "heads", None)), mixers[0])
 
 
 def first_moe(decoder: Decoder) -> Moe:
-    """Return the first feed-forward with experts.
+    """Return the first MoE record.
 
     Raises:
-        StopIteration: where there is none.
+        StopIteration: if there is none.
     """
     return next(b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe))
 
@@ -105,7 +105,7 @@ def dense_of(decoder: Decoder) -> dict[int, Dense]:
 
 
 class GqaSizes(FamilySizes):
-    """Sizes of a family with grouped-query attention, heads together as wide as ``hidden``."""
+    """Sizes of a family with grouped-query attention, whose heads are together ``hidden`` wide."""
 
     kv_heads: Size
 
@@ -115,16 +115,16 @@ class GqaSizes(FamilySizes):
         return self.hidden // self.heads
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return the same attention for each layer."""
+        """Return grouped-query attention, equal in all layers."""
         return Gqa(**self.head_sizes, rope=rope, **own)
 
     @property
     def head_sizes(self) -> dict[str, int]:
-        """Numbers of heads and their dims, as records of attention call them."""
+        """Numbers of heads and their dims, as fields of attention records."""
         return {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dims_per_head}
 
     def rules(self) -> Iterator[Violation]:
-        """Heads fit the hidden size, and key-value heads the heads."""
+        """Require that heads divide the hidden size, and key-value heads the heads."""
         yield from super().rules()
         yield from self._head_rules()
         if self.heads % self.kv_heads:
@@ -142,7 +142,7 @@ class GqaSizes(FamilySizes):
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, dims per head where they are not natural."""
+        """Return the sizes of a decoder, with ``head_dim`` if it is not hidden / heads."""
         attention = first_heads(decoder)
         natural = attention.head_dim * attention.heads == decoder.hidden
         sizes = {} if natural else {"head_dim": attention.head_dim}
@@ -150,7 +150,7 @@ class GqaSizes(FamilySizes):
 
 
 class FreeGqaSizes(GqaSizes):
-    """Sizes of a family whose heads may be of any width."""
+    """Sizes of a family with heads of any width."""
 
     head_dim: Annotated[int, Field(ge=2)] | None = None
     """Dims per head; None is hidden / heads."""
@@ -169,36 +169,36 @@ class FreeGqaSizes(GqaSizes):
 
 
 class WindowSizes(FreeGqaSizes):
-    """Sizes of a family some of whose layers see a window."""
+    """Sizes of a family with sliding-window attention in some layers."""
 
     window: Size | None = None
-    """Tokens that a token sees, itself among them; None is all before it, in every layer."""
+    """Number of tokens that a token attends to, including itself; None: full attention only."""
     full_layers: tuple[int, ...] = ()
-    """Numbers of the layers, from 0, that see all before them whatever the window."""
+    """Numbers of the layers, from 0, with full attention in spite of a window."""
 
     full_turn: ClassVar[bool] = True
-    """Whether full layers have positions beside a window."""
+    """Whether full layers have rotary positions if others have a window."""
 
     def turns(self, layer: int) -> bool:
-        """Return whether a full layer has positions beside a window."""
+        """Return whether a full layer has rotary positions if others have a window."""
         return self.full_turn
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return attention within the window, or to all before."""
+        """Return windowed or full attention."""
         if self.window is None or layer in self.full_layers:
             placed = rope if self.window is None or self.turns(layer) else None
             return Gqa(**self.head_sizes, rope=placed, **own)
         return Windowed(**self.head_sizes, rope=rope, window=self.window, sinks=False, **own)
 
     def rules(self) -> Iterator[Violation]:
-        """Full layers exist and stand once."""
+        """Check the numbers of full layers."""
         yield from super().rules()
         said = "not all, beside a window"
         yield from self._rule_of_numbers("full_layers", said, some=self.window is not None)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, the window and who sees past it too."""
+        """Return the sizes of a decoder, with window and full layers."""
         windows = [getattr(block.attention, "window", None) for block in decoder.blocks]
         window = next((w for w in windows if w), None)
         full = tuple(n for n, w in enumerate(windows) if w is None) if window else ()
@@ -206,10 +206,10 @@ class WindowSizes(FreeGqaSizes):
 
 
 class SinkSizes(WindowSizes):
-    """Sizes of a family with a sink of each head in every layer, windows in some."""
+    """Sizes of a family with attention sinks in all layers, and windows in some."""
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return attention with sinks, within the window or to all before."""
+        """Return windowed or full attention with sinks."""
         window = None if layer in self.full_layers else self.window
         return Windowed(**self.head_sizes, rope=rope, window=window, **own)
 
@@ -218,7 +218,7 @@ class LatentDims(Record):
     """Sizes of latent attention."""
 
     q_rank: Size | None = None
-    """Rank of the query's latent; None projects queries directly."""
+    """Rank of the query latent; None projects queries directly."""
     kv_rank: Size = 512
     nope_dim: Size = 128
     """Dims per head without position."""
@@ -227,7 +227,7 @@ class LatentDims(Record):
     v_dim: Size = 128
 
     def rules(self) -> Iterator[Violation]:
-        """Rotary dims are even."""
+        """Require an even ``rope_dim``."""
         yield from super().rules()
         yield from Mla(heads=1, **{name: getattr(self, name) for name in LATENTS}).rules()
 
@@ -239,47 +239,47 @@ class LatentSizes(LatentDims, FamilySizes):
     """Sizes of a family with latent attention."""
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return the same attention for each layer."""
+        """Return latent attention, equal in all layers."""
         return Mla(heads=self.heads, rope=rope, **{n: getattr(self, n) for n in LATENTS}, **own)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, those of its latents too."""
+        """Return the sizes of a decoder, with those of latent attention."""
         latent = {n: getattr(first_heads(decoder), n) for n in LATENTS}
         return super().of(decoder) | latent
 
 
 class DenseWidth(FamilySizes):
-    """Sizes of a family some of whose layers may be dense."""
+    """Sizes of a family in which some layers may be dense."""
 
     dense_width: Size | None = None
-    """Width of those; None is as wide as the experts a token sees, together."""
+    """Width of dense layers; None is the total width of a token's experts."""
 
     @property
     def width_of_dense(self) -> int:
-        """``dense_width``, or what it follows from."""
+        """``dense_width``, or its default."""
         return self.dense_width or super().width_of_dense
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, the dense layers' width too."""
+        """Return the sizes of a decoder, with the dense layers' width."""
         width = next((ffn.width for ffn in dense_of(decoder).values()), None)
         return super().of(decoder) | {"dense_width": width}
 
 
 class DenseFirst(DenseWidth):
-    """Sizes of a family whose first layers may be dense."""
+    """Sizes of a family in which the first layers may be dense."""
 
     dense_layers: Annotated[int, Field(ge=0)] = 0
-    """How many of the first layers have a dense feed-forward."""
+    """Number of layers, from the first on, with a dense feed-forward."""
 
     @property
     def dense(self) -> Collection[int]:
-        """The first layers."""
+        """The first ``dense_layers`` layers."""
         return range(self.dense_layers)
 
     def rules(self) -> Iterator[Violation]:
-        """A layer keeps experts."""
+        """Require at least one layer with experts."""
         yield from super().rules()
         if self.dense_layers >= self.layers:
             rule = f"must be less than layers ({self.layers}): a layer keeps experts"
@@ -287,62 +287,62 @@ class DenseFirst(DenseWidth):
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, and how many layers are dense."""
+        """Return the sizes of a decoder, with the number of dense layers."""
         return super().of(decoder) | {"dense_layers": len(dense_of(decoder))}
 
 
 class DenseListed(DenseWidth):
-    """Sizes of a family any of whose layers may be dense."""
+    """Sizes of a family in which any layers may be dense."""
 
     dense_layers: tuple[int, ...] = ()
     """Numbers of the layers, from 0, whose feed-forward is dense."""
 
     @property
     def dense(self) -> Collection[int]:
-        """The layers that are named."""
+        """The layers in ``dense_layers``."""
         return frozenset(self.dense_layers)
 
     def rules(self) -> Iterator[Violation]:
-        """Dense layers exist, stand once, and leave a layer with experts."""
+        """Check the numbers of dense layers, which must leave a layer with experts."""
         yield from super().rules()
         yield from self._rule_of_numbers("dense_layers", "not all: a layer keeps experts")
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, and which layers are dense."""
+        """Return the sizes of a decoder, with the numbers of dense layers."""
         return super().of(decoder) | {"dense_layers": tuple(dense_of(decoder))}
 
 
 class SharedWidth(FamilySizes):
-    """Sizes of a family with a shared expert, or with one or none."""
+    """Base of sizes of families that have, or may have, a shared expert."""
 
     shared_width: Size | None = None
 
     @property
     def width_of_shared(self) -> int | None:
-        """``shared_width``, or what it follows from."""
+        """``shared_width``, or its default."""
         return self.shared_width
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, the shared expert's too."""
+        """Return the sizes of a decoder, with the shared expert's width."""
         width = getattr(first_moe(decoder).shared, "width", None)
         return super().of(decoder) | {"shared_width": width}
 
 
 class SharedSizes(SharedWidth):
-    """Sizes of a family with an expert that sees every token, some routed experts wide."""
+    """Sizes of a family with a shared expert whose width is a multiple of a routed expert's."""
 
     shared_width: Size | None = None
     """Width of the shared expert; None is that of one routed expert."""
 
     @property
     def width_of_shared(self) -> int:
-        """``shared_width``, or what it follows from."""
+        """``shared_width``, or its default."""
         return self.shared_width or self.expert_width
 
     def rules(self) -> Iterator[Violation]:
-        """The shared expert is some routed experts wide."""
+        """Require that ``expert_width`` divides the shared expert's width."""
         yield from super().rules()
         if self.width_of_shared % self.expert_width:
             nearest = max(1, round(self.width_of_shared / self.expert_width)) * self.expert_width
@@ -351,9 +351,9 @@ class SharedSizes(SharedWidth):
 
 
 class GatedSharedSizes(SharedWidth):
-    """Sizes of a family with a shared expert of any width, whose output a sigmoid scales."""
+    """Sizes of a family with a gated shared expert of any width."""
 
-    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
+    # Required here, with a default in the base, which pyright reports as an error.
     shared_width: Size  # type: ignore[reportGeneralTypeIssues]
 
 
@@ -361,26 +361,26 @@ class AnySharedSizes(SharedWidth):
     """Sizes of a family that may have a shared expert, of any width."""
 
     shared_width: Size | None = None
-    """Width of the shared expert; None is no such expert."""
+    """Width of the shared expert; None is no shared expert."""
 
 
 class DenseTurnSizes(WindowSizes, AnySharedSizes, DenseListed):
     """Sizes of a family whose full layers have no positions, unless they are dense."""
 
-    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
+    # Required here, with a default in the base, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     dense_turn: bool = True
-    """Whether dense layers have positions whatever they see."""
+    """Whether dense layers have positions even if they are full layers."""
 
     full_turn = False
 
     def turns(self, layer: int) -> bool:
-        """Return whether a full layer has positions beside a window."""
+        """Return whether a full layer has rotary positions: dense ones, with ``dense_turn``."""
         return self.dense_turn and layer in self.dense
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, and whether dense layers turn."""
+        """Return the sizes of a decoder, with ``dense_turn``."""
         attention: Any = [decoder.blocks[n].attention for n in dense_of(decoder)]
         turn = all(one.rope is not None for one in attention)
         return super().of(decoder) | {"dense_turn": turn}
