@@ -1,9 +1,9 @@
-"""Tensor names: ours beside those of a Hugging Face folder, as data.
+"""Tables of tensor names: our parameters and the tensors of a Hugging Face folder.
 
-A parameter of ours is stored on disk whole, or as pieces: gate and up apart, or each expert in a
-tensor of its own. An entry names the pieces; ``{i}`` stands for the layer, ``{e}`` for the expert.
-Names with ``{e}`` fill the leading dim; two names fill the next dim, gate first. The same weights
-may lie *packed* on disk instead: all experts in one tensor, gate above up.
+A parameter of ours is one tensor on disk, or several pieces: gate and up separate, or a tensor per
+expert. An entry names the pieces; ``{i}`` stands for the layer, ``{e}`` for the expert. Names with
+``{e}`` fill the leading dim; two names fill the next dim, gate first. Alternatively weights are
+*packed* on disk: all experts in one tensor, with gate above up.
 
 Letters: E experts, F expert width, D hidden.
 """
@@ -22,7 +22,7 @@ HF_SIZES = {
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
 }
-"""Sizes of ``config.json`` that all families have."""
+"""Fields of ``config.json`` for sizes that all families have."""
 Layout = Literal["per_expert", "packed"]
 Shape = tuple[int, ...]
 
@@ -31,49 +31,49 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of ours, or one per layer, and the names it has on disk."""
+    """One parameter of ours, or one per layer, and its names on disk."""
 
     ours: str
     theirs: tuple[str, ...]
     packed: tuple[str, ...] = ()
-    """Names in the packed layout; none where both layouts store it alike."""
+    """Names in the packed layout; empty if both layouts are equal."""
     also: tuple[str, ...] = ()
-    """Names that some folders have in place of ``theirs``; none is written."""
+    """Names in some folders in place of ``theirs``; read but never written."""
     fused: bool = False
-    """Whether gate lies above up in one tensor in either layout."""
+    """Whether gate is above up in one tensor in both layouts."""
     ones: tuple[int, int] = (0, 0)
-    """Dims of one before and after ours on disk."""
+    """Numbers of dims of size 1 before and after our dims on disk."""
     order: tuple[int, ...] = ()
-    """Our dims in the order in which they lie on disk, where that is another; after gate and up
-    the next dim is joined with them, or they with the dim before."""
+    """Permutation of our dims on disk; the dim of gate and up is merged with the next one, or with
+    the one before."""
     joined: tuple[str, ...] = ()
-    """All parameters whose rows lie in the one tensor, in order, this one among them; in the packed
-    layout alone where that has a name."""
+    """Parameters whose rows are concatenated in one tensor, in order, including this one; only in
+    the packed layout if that has a name."""
     grouped: bool = False
-    """Whether those of each unit that tensor ranks share follow one another: of each head."""
+    """Whether rows are concatenated within each unit that tp divides, such as a head."""
     rows: "JoinedRows | None" = None
-    """Which of its rows are of this one, once sizes are known."""
+    """Rows of the joined tensor that belong to this parameter; set by :func:`sized`."""
 
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows of ours in a tensor on disk that several of ours share."""
+    """Rows of a parameter in a tensor on disk that several parameters share."""
 
     groups: int
     start: int
-    """Within a group."""
+    """First row within a group."""
     length: int
     total: int
-    """Of a group."""
+    """Rows of a group, of all parameters."""
 
     def places(self, first: int = 0, end: int | None = None) -> list[int]:
-        """Return where some of our rows lie on disk."""
+        """Return the rows on disk of our rows ``first`` to ``end``."""
         every = range(first, self.groups * self.length if end is None else end)
         return [n // self.length * self.total + self.start + n % self.length for n in every]
 
 
 def sized(table: Iterable[Entry], decoder: Decoder) -> tuple[Entry, ...]:
-    """Return a table whose joined tensors know the sizes of a decoder's parameters."""
+    """Return a table with ``rows`` of joined tensors set by the sizes of a decoder."""
     known = {_LAYER.sub("layers.{i}.", weight.name): weight for weight in known_weights(decoder)}
     found: list[Entry] = []
     for row in table:
@@ -89,7 +89,7 @@ def sized(table: Iterable[Entry], decoder: Decoder) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One tensor on disk and the part of ours that it is: ``ours[index]``, after a reshape."""
+    """One tensor on disk, which is ``ours[index]`` of a parameter after a reshape."""
 
     name: str
     shape: Shape
@@ -98,7 +98,7 @@ class TensorPiece:
     rows: JoinedRows | None = None
 
     def to_ours(self, stored: Any, shape: Shape) -> Any:
-        """Return a stored tensor as our part, of ``shape``, a view where it can be one."""
+        """Return a stored tensor as our part, of ``shape``; a view if possible."""
         if self.rows is not None:
             return stored[self.rows.places()].reshape(shape)
         if not self.order:
@@ -107,7 +107,7 @@ class TensorPiece:
         return stored.reshape([shape[dim] for dim in self.order]).permute(back)
 
     def to_theirs(self, part: Any, joined: Any = None) -> Any:
-        """Return a part of ours, a tensor, as it is stored: in ``joined`` what others gave."""
+        """Return our part as it is stored; a joined tensor is filled in ``joined``, if given."""
         if self.rows is not None:
             joined = part.new_zeros(self.shape) if joined is None else joined
             joined[self.rows.places()] = part.reshape(-1, *self.shape[1:])
@@ -116,22 +116,22 @@ class TensorPiece:
 
 
 def entry(ours: str, *theirs: str, packed: str | tuple[str, ...] = ()) -> Entry:
-    """Write one row of a table of names."""
+    """Return one entry of a table."""
     return Entry(ours, theirs, (packed,) if isinstance(packed, str) else packed)
 
 
 def joined(theirs: str, *ours: str, grouped: bool = False) -> tuple[Entry, ...]:
-    """Write the rows of parameters of attention that lie in one tensor."""
+    """Return entries for parameters of attention that are concatenated in one tensor."""
     names = tuple(f"layers.{{i}}.attention.{one}" for one in ours)
     at = f"model.layers.{{i}}.{theirs}"
     return tuple(Entry(one, (at,), joined=names, grouped=grouped) for one in names)
 
 
 def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, int]]:
-    """Return each parameter's entry and layer number (0 for those outside the layers).
+    """Return the entry and layer number (0 outside layers) of each parameter.
 
     Raises:
-        ValueError: listing every parameter that the table does not name.
+        ValueError: listing the parameters that are not in the table.
     """
     rows = {row.ours: row for row in table}
     found: dict[str, tuple[Entry, int]] = {}
@@ -149,7 +149,7 @@ def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, 
 
 
 def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[TensorPiece, ...]:
-    """Return the tensors on disk that one parameter of ``shape`` consists of in a layout."""
+    """Return the tensors on disk that make up one parameter of ``shape`` in a layout."""
     names = row.packed if layout == "packed" and row.packed else row.theirs
     if row.rows is not None and (names is row.packed or not row.packed):
         there = (row.rows.groups * row.rows.total, *shape[1:])
@@ -178,14 +178,14 @@ def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[Tensor
 
 
 def _merged(shape: Shape) -> Shape:
-    """``[E, 2, F, D]`` is stored as ``[E, 2 * F, D]``, without E too; matrices stay."""
+    """Return ``[E, 2 * F, D]`` for ``[E, 2, F, D]``, also without E; matrices are unchanged."""
     if len(shape) < 3:
         return shape
     return (*shape[:-3], shape[-3] * shape[-2], shape[-1])
 
 
 def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> tuple[Entry, Layout]:
-    """Return the names and the layout in which a parameter lies among the tensors on disk."""
+    """Return the entry and layout by which a parameter is found among the tensors on disk."""
     if row.also and row.also[0].format(i=layer) in present:
         return replace(row, theirs=row.also), "per_expert"
     packed = row.packed and row.packed[0].format(i=layer) in present
@@ -195,9 +195,9 @@ def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> tupl
 def gqa_sizes(
     experts: str, width: str, top_k: str = "num_experts_per_tok", **more: str
 ) -> dict[str, str]:
-    """Sizes of ``config.json`` of a family with grouped-query attention.
+    """Return the size fields of ``config.json`` of a family with grouped-query attention.
 
-    The arguments are its names of the experts' sizes; ``more`` are sizes of ours by its names.
+    The arguments are its fields for the experts' sizes; ``more``: further sizes by field.
     """
     routed = {top_k: "top_k", experts: "experts", width: "expert_width"}
     return HF_SIZES | {"num_key_value_heads": "kv_heads"} | routed | more
@@ -210,9 +210,9 @@ def llama_names(
     second_after: str = "",
     mlp: str = "mlp",
 ) -> tuple[Entry, ...]:
-    """Names outside attention and feed-forward, and those of a dense feed-forward, in ``mlp``.
+    """Return entries of embedding, head, norms, and a dense feed-forward called ``mlp``.
 
-    The other arguments name the norms around both halves of a block, none where they are empty.
+    The other arguments name the norms around both halves of a block; empty: no such norm.
     """
     at = "model.layers.{i}"
     norms = {"attention_norm": before, "attention_out_norm": after}
@@ -229,30 +229,30 @@ def llama_names(
 
 
 def gqa_names(*, qk_norm: bool = False) -> tuple[Entry, ...]:
-    """Names of grouped-query attention, with or without norms on queries and keys."""
+    """Return entries of grouped-query attention, with or without norms of queries and keys."""
     parts = {p: f"{p}_proj" for p in "qkvo"}
     return attention_names(parts | ({n: n for n in ("q_norm", "k_norm")} if qk_norm else {}))
 
 
 def attention_names(parts: Mapping[str, str], ending: str = "weight") -> tuple[Entry, ...]:
-    """Names of an attention's parts, ours beside theirs."""
+    """Return entries of attention, from our names of its parts to theirs."""
     ended = {f"{ours}.{ending}": f"{theirs}.{ending}" for ours, theirs in parts.items()}
     return layer_names(ended, "attention.", "self_attn.")
 
 
 def layer_names(parts: Mapping[str, str], ours: str = "", theirs: str = "") -> tuple[Entry, ...]:
-    """Names of each layer's parts, what is in front of them ``ours`` beside ``theirs``."""
+    """Return entries of each layer from our names to theirs, with prefixes ``ours``, ``theirs``."""
     at = f"layers.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}"
     return tuple(entry(at[0] + one, at[1] + other) for one, other in parts.items())
 
 
 def projection_bias_names(parts: str = "qkv") -> tuple[Entry, ...]:
-    """Names of the biases of projections in attention."""
+    """Return entries of the biases of attention's projections."""
     return attention_names({p: f"{p}_proj" for p in parts}, "bias")
 
 
 def latent_names() -> tuple[Entry, ...]:
-    """Names of latent attention."""
+    """Return entries of latent attention."""
     parts = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj"}
     parts |= {"kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}
     return attention_names({"q": "q_proj", **parts, "o": "o_proj"})
@@ -264,9 +264,9 @@ def expert_names(
     apart: str = "mlp",
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Entry, ...]:
-    """Names of router and experts that most families share; ``gate`` is the router's.
+    """Return entries of router (``gate``) and experts, as most families name them.
 
-    Single experts lie in ``apart``, each matrix in one of the ``parts``.
+    Unpacked experts are in module ``apart``, with a matrix for each of ``parts``.
     """
     at, together, ours = f"model.layers.{{i}}.{apart}", "model.layers.{i}.mlp", "layers.{i}.moe"
     *both, last = (f"{at}.experts.{{e}}.{part}.weight" for part in parts)
@@ -278,7 +278,7 @@ def expert_names(
 
 
 def lfm2_names() -> tuple[Entry, ...]:
-    """Names of LFM2's layers, of both kinds."""
+    """Return entries of LFM2, with both kinds of layers."""
     at, ours, moe = "model.layers.{i}", "layers.{i}", "model.layers.{i}.feed_forward"
     parts = {p: f"{p}_proj" for p in "qkv"} | {"o": "out_proj"}
     parts |= {n: n.replace("norm", "layernorm") for n in ("q_norm", "k_norm")}
@@ -305,7 +305,9 @@ def lfm2_names() -> tuple[Entry, ...]:
 
 
 def qwen_delta_names() -> tuple[Entry, ...]:
-    """Names of attention with its gate in queries' matrix, and of delta nets but for what is in."""
+    """Return entries of attention with its gate in the query matrix, and of delta nets without
+    input projections.
+    """
     parts = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.weight": "norm.weight"}
     return (
         *joined("self_attn.q_proj.weight", "q.weight", "out_gate.weight", grouped=True),
@@ -316,7 +318,7 @@ def qwen_delta_names() -> tuple[Entry, ...]:
 
 
 def channel_delta_names(gates: Mapping[str, str], ones: tuple[int, int]) -> tuple[Entry, ...]:
-    """Names of delta nets with decays of each channel; ``gates`` are those of decay and gate."""
+    """Return entries of delta nets with decays per channel; ``gates`` names decay and gate."""
     taps = tuple(f"layers.{{i}}.attention.{part}_taps" for part in "qkv")
     at = "model.layers.{i}.self_attn"
     joined_at = (f"{at}.conv1d.weight",)
@@ -335,9 +337,9 @@ def channel_delta_names(gates: Mapping[str, str], ones: tuple[int, int]) -> tupl
 def respelled(
     table: Iterable[Entry], spellings: Mapping[str, str], also: Mapping[str, str] | None = None
 ) -> tuple[Entry, ...]:
-    """Return a table of packed names as folders have them: parts of names have another spelling.
+    """Return a table with parts of names replaced; the names given remain the packed ones.
 
-    What some folders spell as ``also`` says is read too.
+    Names with the replacements ``also``, as in some folders, are read too.
     """
 
     def spelled(names: tuple[str, ...], parts: Mapping[str, str]) -> tuple[str, ...]:
@@ -355,7 +357,7 @@ def respelled(
 
 
 def granite_names() -> tuple[Entry, ...]:
-    """Names of Granite's router and experts, and of the shared one."""
+    """Return entries of Granite's router, experts and shared expert."""
     at, ours = "model.layers.{i}", "layers.{i}.moe"
     moe = f"{at}.block_sparse_moe"
     w_in = (f"{moe}.input_linear.weight",), (f"{moe}.experts.gate_up_proj",)
@@ -373,19 +375,19 @@ def granite_names() -> tuple[Entry, ...]:
 
 
 def qwen_names() -> tuple[Entry, ...]:
-    """Names of all but attention of a Qwen with a shared expert, which has a gate."""
+    """Return entries of a Qwen with a gated shared expert, without attention."""
     gate = "model.layers.{i}.mlp.shared_expert_gate.weight"
     shared = (*shared_names("shared_expert"), entry("layers.{i}.moe.shared.gate.weight", gate))
     return (*llama_names(), *expert_names(), *shared)
 
 
 def deepseek_names() -> tuple[Entry, ...]:
-    """Names of all but attention as DeepSeek-V3 has them."""
+    """Return entries of a DeepSeek-V3, without attention."""
     return (*llama_names(), *expert_names(), *bias_names(), *shared_names())
 
 
 def w123_names() -> tuple[Entry, ...]:
-    """Names of router and experts as Mixtral has them."""
+    """Return entries of router and experts as in Mixtral."""
     return expert_names(apart="block_sparse_moe", parts=("w1", "w3", "w2"))
 
 
@@ -394,13 +396,13 @@ def bias_names(
     packed: str | None = None,
     ones: tuple[int, int] = (0, 0),
 ) -> tuple[Entry, ...]:
-    """Name of the selection bias in either layout."""
+    """Return the entry of the selection bias in both layouts."""
     at, ours = "model.layers.{i}", "layers.{i}.moe.router.selection_bias"
     return (Entry(ours, (f"{at}.{apart}",), (f"{at}.{packed or apart}",), ones=ones),)
 
 
 def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tuple[Entry, ...]:
-    """Names of the shared expert in either layout; both keep gate and up apart."""
+    """Return entries of the shared expert; both layouts have separate gate and up."""
     at, ours = "model.layers.{i}.mlp", "layers.{i}.moe.shared"
 
     def names(of: str, *parts: str) -> tuple[str, ...]:
@@ -413,14 +415,14 @@ def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tu
 
 
 def multi_token_names() -> tuple[Entry, ...]:
-    """Names of what blocks of further tokens have besides; copies apart."""
+    """Return entries of the additional parameters of multi-token blocks, without copies."""
     parts = {"embed_norm": "enorm", "row_norm": "hnorm", "join": "eh_proj"}
     parts |= {"norm": "shared_head.norm"}
     return layer_names({f"{one}.weight": f"{other}.weight" for one, other in parts.items()})
 
 
 def multi_token_copies(numbers: Iterable[int]) -> dict[str, tuple[str, ...]]:
-    """Names of the copies of embedding and head that blocks of further tokens have on disk."""
+    """Return names of the copies of embedding and head in multi-token blocks on disk."""
     at = [f"model.layers.{number}" for number in numbers]
     return {
         "embed.weight": tuple(f"{one}.embed_tokens.weight" for one in at),
@@ -429,7 +431,7 @@ def multi_token_copies(numbers: Iterable[int]) -> dict[str, tuple[str, ...]]:
 
 
 def llama4_names() -> tuple[Entry, ...]:
-    """Names of Llama 4's feed-forwards: experts' matrices [in, out], all gates before all ups."""
+    """Return entries of Llama 4's feed-forwards: expert matrices [in, out], gates before ups."""
     at, ours = "model.layers.{i}.feed_forward", "layers.{i}"
     both = (f"{at}.shared_expert.{part}.weight" for part in ("gate_proj", "up_proj"))
     experts = f"{ours}.moe.experts"
@@ -444,7 +446,7 @@ def llama4_names() -> tuple[Entry, ...]:
 
 
 def transposed_names() -> tuple[Entry, ...]:
-    """Names of gpt-oss's router and experts: matrices [in, out], gate and up by turns."""
+    """Return entries of gpt-oss's router and experts: matrices [in, out], interleaved gate/up."""
     at, ours = "model.layers.{i}.mlp", "layers.{i}.moe"
     into = f"{ours}.experts.w_in", f"{ours}.experts.in_bias"
     return (
