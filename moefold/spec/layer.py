@@ -353,7 +353,8 @@ Side = Literal["query", "key", "alone"]
 
 
 class LogitRows(NamedTuple):
-    """A weight or bias of query or key projections, as QK-clip scales its rows by head."""
+    """A weight or bias of query or key projections, as QK-clip scales its rows by head; tp cuts it
+    by heads."""
 
     weight: str
     """Name within the layer."""

@@ -4,7 +4,7 @@ Source: Kimi K2, arXiv 2507.20534, section 2.1 and algorithm 1. There each head 
 where heads share a key, it is scaled for the largest of their logits, and each query so that its
 head's logits are scaled by the head's own factor.
 
-H query heads, G key heads.
+H query heads and G key heads of a tensor rank, R rows of one of their weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,6 @@ class _Watched(NamedTuple):
     rows: Sequence[LogitRows]
     largest_H: Tensor
     """Largest logit of each head on this rank, over the step's micro-batches so far."""
-    heads: int
 
 
 class ClippedOptimizer(Optimizer):
@@ -55,33 +54,32 @@ class ClippedOptimizer(Optimizer):
         for held in self._weights():
             factor_R = factors.get(held.name)
             if factor_R is not None:
-                rows = factor_R[slice(*held.box[0])].to(held.tensor.dtype)
+                first = self._world.group("tp").index * len(factor_R)
+                start, end = (place - first for place in held.box[0])
+                rows = factor_R[start:end].to(held.tensor.dtype)
                 held.tensor.mul_(rows.view(-1, *[1] * (held.tensor.dim() - 1)))
 
     def _factors(self) -> dict[str, Tensor]:
-        """Return a factor for each row of each weight, equal on all ranks that hold the weight."""
+        """Return a factor for each of this tensor rank's rows of each weight.
+
+        Factors are equal on all ranks that hold the rows.
+        """
         world, found = self._world, dict[str, Tensor]()
         if not self._watched:
             return found
-        tp = world.group("tp")
-        whole = []
-        for one in self._watched:
-            all_H = one.largest_H.new_zeros(one.heads)
-            all_H.unflatten(0, (tp.size, -1))[tp.index] = one.largest_H
-            whole.append(all_H)
-        flat = max_(torch.cat(whole), world.group("stage"))
+        tp, here = world.group("tp").size, [one.largest_H for one in self._watched]
+        parts_H = max_(torch.cat(here), world.group("dp_cp")).split([len(one_H) for one_H in here])
         bound, alpha = self._record.bound, self._record.alpha
-        parts_H = flat.split([one.heads for one in self._watched])
-        for one, all_H in zip(self._watched, parts_H, strict=True):
+        for one, largest_H in zip(self._watched, parts_H, strict=True):
             # A logit that is not finite gives no factor: such heads are not scaled.
-            shrink_H = torch.where(all_H.isfinite(), bound / all_H.clamp(min=bound), 1)
-            groups = min(rows.heads for rows in one.rows)
+            shrink_H = torch.where(largest_H.isfinite(), bound / largest_H.clamp(min=bound), 1)
+            groups = min(rows.heads for rows in one.rows) // tp
             key_G = shrink_H.view(groups, -1).amin(1) ** (1 - alpha)
             query_H = (shrink_H.view(groups, -1) / key_G[:, None]).flatten()
             sides: dict[Side | None, Tensor]
             sides = {"query": query_H, "key": key_G, "alone": shrink_H}
             for rows in one.rows:
-                sides[None] = torch.ones_like(shrink_H[: rows.heads])
+                sides[None] = torch.ones_like(shrink_H[: rows.heads // tp])
                 parts = [sides[side][:, None].expand(-1, dims) for dims, side in rows.parts]
                 found[f"{one.name}.{rows.weight}"] = torch.cat(parts, 1).flatten()
         return found
@@ -118,7 +116,13 @@ def _watch(placed: ModelParts) -> list[_Watched]:
                 "moefold.layers.attention.SoftmaxAttention and attend by attended(), or leave "
                 "qk_clip out"
             )
+        for weight in (f"{name}.{one.weight}" for one in rows):
+            if tp > 1 and placed.shards[weight].placement.cuts.get("tp") != 0:
+                raise ValueError(
+                    f"optim.qk_clip: tp must cut the rows of {weight} by heads, as its factors are "
+                    "those of the rank's own heads; use tp1, or leave qk_clip out"
+                )
         largest_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
         attention.largest_H = largest_H
-        found.append(_Watched(name, rows, largest_H, heads))
+        found.append(_Watched(name, rows, largest_H))
     return found
