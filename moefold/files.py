@@ -1,4 +1,4 @@
-"""Files that users name: errors name the file, writes are atomic. Uses no other package."""
+"""Files that users name: errors name the file, writes are atomic. Standard library only."""
 
 import errno
 import json

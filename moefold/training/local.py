@@ -45,7 +45,7 @@ class RankCopy(NamedTuple):
 
     step: int
     session: str
-    """Digits that change at each start and rewind: parts of two sessions are never mixed."""
+    """Random id, new at each start and rewind: parts of two sessions are never mixed."""
     rank: int
     form: str
     """Digest of names, boxes and dtypes in the packed bytes (``training.state.form``)."""

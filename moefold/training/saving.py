@@ -26,7 +26,7 @@ from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 
 NICE = 10
-"""Niceness of the writing thread: weight 110 against 1024 (Linux, ``sched_prio_to_weight``)."""
+"""Nice value of the writing thread: weight 110 of 1024 (Linux, ``sched_prio_to_weight``)."""
 Boxes = Mapping[str, Sequence[TensorSlice]]
 _log = logging.getLogger("moefold.training")
 
