@@ -93,6 +93,18 @@ def test_a_folder_of_transformers_is_imported_exported_and_loads_again(
         torch.testing.assert_close(logits, theirs(ids()).logits, rtol=bound, atol=bound)
 
 
+def test_a_gpt_oss_without_windows_runs_there_too(tmp_path: Path) -> None:
+    """Its class builds the mask of a window whether or not a layer has one."""
+    config = drawn("gpt_oss", layer_types=["full_attention"] * 2, num_hidden_layers=2)
+    reference("gpt_oss", config, seed=2).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "here")]) == 0
+    assert main(["export", str(tmp_path / "here"), str(tmp_path / "there")]) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded(tmp_path / "there")(ids()).logits, mine_of(tmp_path / "there").logits(ids())
+        )
+
+
 def test_bf16_is_loaded_as_it_was_written(tmp_path: Path) -> None:
     theirs = reference("deepseek_v3", drawn("deepseek_v3"), 5).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs")

@@ -53,7 +53,7 @@ class GptOss(Family):
         hf.AuxField(),
         hf.projection_bias("attention_bias", True, "all"),
         Swish(),
-        WindowKinds(_full),
+        WindowKinds(_full, idle=128),
         hf.Follows("experts_per_token", lambda model: model.shape.top_k),
         hf.Unread(("initial_context_length",)),  # YaRN's own field says it
     )

@@ -292,6 +292,8 @@ class WindowKinds(ConfigField):
     """Decides whether a layer has full attention, if kinds are absent."""
     some: bool = False
     """Whether a window without sliding layers is refused, as full layers depend on it."""
+    idle: int | None = None
+    """What is written if no layer is sliding, for a class that builds the mask all the same."""
 
     def read(self, config: ConfigReader) -> Values:
         """Read window and numbers of full layers; neither if no layer is sliding."""
@@ -310,7 +312,7 @@ class WindowKinds(ConfigField):
         shape = model.shape
         full = range(shape.layers) if shape.window is None else shape.full_layers
         kinds = [FULL if n in full else SLIDING for n in range(shape.layers)]
-        return {"sliding_window": shape.window, "layer_types": kinds}
+        return {"sliding_window": shape.window or self.idle, "layer_types": kinds}
 
 
 class KindRotary(Rotary):
