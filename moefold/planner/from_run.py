@@ -54,8 +54,9 @@ RESERVE = 0.05
 OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
 """Dispatchers that need another package and have never been run with it."""
 UNMEASURED = (
-    "the time model is not fitted to moefold on a GPU: times and their ± are of its work at the rates "
-    "of other software, and a trace of its step has more kernels than are counted (docs/plan.md)"
+    "the time model is not fitted to moefold on a GPU: times and their ± are of its work at the "
+    "rates of other software, and a trace of its step has more kernels than are counted "
+    "(docs/plan.md)"
 )
 TEACHER = "the teacher is not counted: neither its forward nor what it takes of a device's memory"
 REFERENCE = "the reference is not counted: it is a forward more in each step"
