@@ -17,7 +17,7 @@ _GROUPS = "n_group", "topk_group", "num_expert_groups", "num_limited_groups"
 class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
     """Sizes of an AFMoE; full layers have no positions."""
 
-    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
+    # Required here, with a default in the base, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     full_turn = False
 
@@ -32,7 +32,7 @@ class Afmoe(SigmoidFamily):
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
     embed_scale: Positive = 1.0
-    """Factor on the embedding's rows: 1, or the root of ``hidden``."""
+    """Factor on the embedded rows: 1, or ``sqrt(hidden)``."""
     norm_epsilon: Positive = 1e-5
 
     architecture = "AfmoeForCausalLM"
@@ -53,7 +53,7 @@ class Afmoe(SigmoidFamily):
         hf.FieldValue("route_scale", "scale", float, 1.0),
         hf.projection_bias("attention_bias", False, "all"),
         RootScale(),
-        hf.Unread(("global_attn_every_n_layers",)),  # the kinds of layers say it
+        hf.Unread(("global_attn_every_n_layers",)),  # read by WindowKinds
         *(hf.Only(name, 1) for name in _GROUPS),
         *hf.only(route_norm=True, score_func="sigmoid"),
         hf.Unread(("load_balance_coeff", "use_grouped_mm")),

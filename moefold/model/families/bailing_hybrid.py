@@ -1,4 +1,4 @@
-"""Ling 3.0: delta nets with decays of each channel, latent attention with a gate of each head."""
+"""Ling 3.0: delta nets with decays per channel, latent attention with a gate per head."""
 
 from typing import Literal
 
@@ -50,7 +50,7 @@ class BailingHybrid(SigmoidFamily):
         hf.Follows("linear_num_heads", lambda model: model.shape.heads),
         kinds.ConvolvedKinds("linear_attention", kinds.every_full("layer_group_size", 6)),
         hf.Unread(("layer_group_size", "mtp_loss_scaling_factor", "mtp_use_kda", "router_dtype")),
-        hf.Unread(("partial_rotary_factor", "rotary_dim", "qk_head_dim")),  # rope_dim says it
+        hf.Unread(("partial_rotary_factor", "rotary_dim", "qk_head_dim")),  # implied by rope_dim
         hf.Follows("moe_shared_expert_intermediate_size", lambda model: model.shape.expert_width),
         kinds.DenseKinds(2, "first_k_dense_replace"),
         *(hf.Only(name, value) for name, value in RELEASED.items()),

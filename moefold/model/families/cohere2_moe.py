@@ -1,4 +1,4 @@
-"""Command A+ (Cohere2-MoE): one norm for both halves, windows with positions, a logits factor."""
+"""Command A+ (Cohere2-MoE): parallel halves with one norm, windows, scaled logits."""
 
 from typing import Literal
 
@@ -19,15 +19,15 @@ class Cohere2Moe(Family):
     family: Literal["cohere2_moe"] = "cohere2_moe"
     shape: DenseTurnSizes
     norm: Literal["rms", "layer"] = "layer"
-    """Kind of the norms of rows."""
+    """Kind of the norms of residual rows."""
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
     weights: Literal["softmax", "sigmoid", "shares"] = "softmax"
-    """Of the chosen experts: a softmax over them, their sigmoids, or those over their sum."""
+    """Weights of the chosen experts: softmax over them, sigmoids, or sigmoids over their sum."""
     scale: Positive = 1.0
-    """Factor on what all experts give together: 0.5 is the mean of routed and shared."""
+    """Factor on the sum of all experts' outputs: 0.5 is the mean of routed and shared."""
     logits_divisor: Positive = 16.0
-    """What logits are divided by."""
+    """Divisor of the logits."""
     balance: Balance = ()
     rope: Rope = Rope(layout="interleaved")
     norm_epsilon: Positive = 1e-5
@@ -59,7 +59,7 @@ class Cohere2Moe(Family):
         hf.projection_bias("attention_bias", False, "all"),
         *hf.only(use_parallel_block=True, use_qk_norm=False),
         hf.inverse("logit_scale", "logits_divisor", 0.0625),
-        hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
+        hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # read for kinds of layers
         hf.NO_TOKENS,
     )
     tensors = (

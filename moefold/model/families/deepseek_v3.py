@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv 2412.19437): latent attention, sigmoid router in groups, a shared expert.
 
-The two norms on latents keep their epsilon of 1e-6 whatever ``rms_norm_eps`` says, as in
-transformers, which leaves blocks of further tokens out. Kimi-K2 is one.
+The two norms on latents have an epsilon of 1e-6 independent of ``rms_norm_eps``, as in
+transformers, which leaves out multi-token prediction blocks. Kimi-K2 has this architecture.
 """
 
 from typing import Literal
@@ -24,7 +24,7 @@ class DeepseekV3Shape(LatentSizes, SharedSizes, DenseFirst):
 
 @MODEL.register
 class DeepseekV3(MultiTokenFamily):
-    """A DeepSeek-V3; balance and scale are those of its report."""
+    """A DeepSeek-V3, by default with the balance and scale of its report."""
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
     shape: DeepseekV3Shape

@@ -1,4 +1,4 @@
-"""dots.llm1 (arXiv 2506.05767): norms on each head, DeepSeek-V3's router, windows where asked."""
+"""dots.llm1 (arXiv 2506.05767): norms per head, DeepSeek-V3's router, optional windows."""
 
 from typing import Literal
 
@@ -40,7 +40,7 @@ class Dots1(SigmoidFamily):
         *hf.deepseek_fields(1.0),
         *hf.heads(),
         WindowKinds(_full),
-        hf.Unread(("max_window_layers",)),  # the kinds of layers say it
+        hf.Unread(("max_window_layers",)),  # read by WindowKinds
         hf.Only("moe_layer_freq", 1),
         hf.Only("scoring_func", "sigmoid", ("noaux_tc",)),
         hf.Only("topk_method", "noaux_tc"),

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: softmax with a selection bias, weights over a sum of at least some number."""
+"""ERNIE 4.5: softmax with a selection bias, weights divided by their sum or its lower bound."""
 
 from typing import Annotated, Literal
 
@@ -27,7 +27,7 @@ class Ernie45Moe(Family):
     family: Literal["ernie4_5_moe"] = "ernie4_5_moe"
     shape: Ernie45MoeShape
     floor: Annotated[float, Field(ge=0)] = 1e-12
-    """The least that the sum of the chosen probabilities is taken for."""
+    """Lower bound of the sum by which the chosen probabilities are divided."""
     balance: Balance = (Bias(rate=hf.RATE), Aux(coefficient=hf.AUX))
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
     norm_epsilon: Positive = 1e-5

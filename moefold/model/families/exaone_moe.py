@@ -1,4 +1,4 @@
-"""K-EXAONE: windows in three layers of four, no positions in the others, DeepSeek-V3's router."""
+"""K-EXAONE: windows in three of four layers, no positions in the others, DeepSeek-V3's router."""
 
 from typing import Literal
 
@@ -11,13 +11,13 @@ from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
 
 _KINDS = "first_k_dense_replace first_last_k_dense_replace sliding_window_pattern"
-"""Fields of which ``layer_types`` and ``mlp_layer_types`` are made."""
+"""Fields from which ``layer_types`` and ``mlp_layer_types`` are derived."""
 
 
 class ExaoneMoeShape(WindowSizes, SharedSizes, DenseListed):
     """Sizes of a K-EXAONE; full layers have no positions."""
 
-    # It has to be stated here, and has a default in the base: pyright takes that for a mistake.
+    # Required here, with a default in the base, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     full_turn = False
 

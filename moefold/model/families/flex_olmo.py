@@ -1,4 +1,4 @@
-"""FlexOlmo (arXiv 2507.07024): norms after each half of a block, and over whole projections."""
+"""FlexOlmo (arXiv 2507.07024): norms after each half, and q/k norms over whole projections."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 (arXiv 2508.06471): half of a head turns, biases and norms on heads where asked."""
+"""GLM-4.5 (arXiv 2508.06471): half of a head is rotated, optional biases and norms per head."""
 
 from typing import Literal
 
@@ -24,7 +24,7 @@ class Glm4Moe(SigmoidFamily):
     bias: Literal["none", "qkv"] = "none"
     """Whether queries, keys and values have biases."""
     qk_norm: Literal["none", "head"] = "none"
-    """Whether each head of queries and keys has a norm."""
+    """Whether queries and keys are normed per head."""
     rope: Rope = Rope(fraction=0.5)
     norm_epsilon: Positive = 1e-5
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's parts, and a list of the layers whose feed-forward is dense."""
+"""GLM-4.7-Flash: DeepSeek-V3's attention and router, with a list of dense layers."""
 
 from typing import Literal
 

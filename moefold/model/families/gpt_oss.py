@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv 2508.10925): sinks and windows by turns, biases everywhere, a clamped gate."""
+"""gpt-oss (arXiv 2508.10925): sinks, windows in alternate layers, biases, a clamped gate."""
 
 from typing import Literal
 
@@ -37,7 +37,7 @@ class GptOss(Family):
     bias: Literal["none", "all"] = "all"
     """Whether projections of attention have biases."""
     activation: Activation = Activation(alpha=1.702, limit=7.0, offset=1.0)
-    """Of the experts."""
+    """Activation of the experts."""
     balance: Balance = (Aux(coefficient=hf.AUX),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5
@@ -55,7 +55,7 @@ class GptOss(Family):
         Swish(),
         WindowKinds(_full, idle=128),
         hf.Follows("experts_per_token", lambda model: model.shape.top_k),
-        hf.Unread(("initial_context_length",)),  # YaRN's own field says it
+        hf.Unread(("initial_context_length",)),  # also a field of YaRN
     )
     tensors = (
         *names.llama_names(),

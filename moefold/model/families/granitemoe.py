@@ -1,4 +1,4 @@
-"""Granite MoE: four multipliers, softmax over the chosen, gate above up in one tensor."""
+"""Granite MoE: four scalar factors, softmax over the chosen experts, gate and up in one tensor."""
 
 from typing import Literal
 
@@ -20,13 +20,13 @@ class Granitemoe(Family):
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
     scale: Positive = 1.0
-    """Factor on attention's scores."""
+    """Factor on attention scores."""
     residual_scale: Positive = 1.0
-    """Factor on what each half of a block adds."""
+    """Factor on the output of each half of a block."""
     embed_scale: Positive = 1.0
-    """Factor on the embedding's rows."""
+    """Factor on the embedded rows."""
     logits_divisor: Positive = 1.0
-    """What logits are divided by."""
+    """Divisor of the logits."""
     balance: Balance = (Aux(coefficient=hf.AUX),)
 
     architecture = "GraniteMoeForCausalLM"

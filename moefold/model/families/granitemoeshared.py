@@ -1,4 +1,4 @@
-"""Granite MoE with a shared expert of any width, or none."""
+"""Granite MoE with an optional shared expert of any width."""
 
 from typing import Literal
 

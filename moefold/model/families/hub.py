@@ -1,7 +1,7 @@
 """Reading and writing a Hugging Face ``config.json``, with every field accounted for.
 
-A field is read, or refused by name, or stands on a list of fields that change nothing here. What
-is left over is refused, because a field nobody read may be the one that changes the maths.
+A field is read, refused by name, or on a list of fields without effect here. Remaining fields are
+refused, as an unread field may change what the model computes.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from moefold.moe.config import Aux, Moe
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# Fields of every transformers configuration that say how a model is run, never what it computes.
+# Fields of all transformers configurations that affect how a model runs, not what it computes.
 _NO_EFFECT = """
 _name_or_path _attn_implementation _experts_implementation attn_implementation
 chunk_size_feed_forward dtype experts_implementation finetuning_task id2label label2id
@@ -26,7 +26,7 @@ forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size nu
 num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
 return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p
 """
-# Fields that must hold one of these values where they stand, for every family here.
+# Fields that, if present, must have one of these values in all families.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, 0.0, None),
@@ -44,11 +44,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "layer_types": (None,),
 }
 REQUIRED = object()
-"""The default of a field that has to be there."""
+"""Default of a field that must be present."""
 
 
 class ConfigReader:
-    """Takes fields out of a configuration and collects every problem before refusing."""
+    """Reads fields of a configuration, and collects all problems before it raises."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class ConfigReader:
                 self.only(own, config[usual])
 
     def _there(self, name: str) -> str:
-        """Return what a field is called in this family, or as most call it where it stands so."""
+        """Return the usual name of a field if present, otherwise the family's name for it."""
         return name if name in self.config else self._respelled.get(name, name)
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """Return a field of type ``kind``; ``default`` where it is absent or null.
+        """Return a field of type ``kind``; ``default`` if it is absent or null.
 
-        Where it is absent, what the family's class of transformers takes goes first. A field
-        without default must be there. Problems are kept for ``finish``.
+        If it is absent, a default of the family (``Family.unstated``) takes precedence. A field
+        without default is required. Problems are collected for ``finish``.
         """
         usual, name = name, self._there(name)
         self._read.add(name)
@@ -98,23 +98,23 @@ class ConfigReader:
         return value
 
     def step(self, name: str, default: int) -> int:
-        """Return a number of layers from one of a kind to the next; less than 1 is refused."""
+        """Return a field that is an interval of layers; less than 1 is refused."""
         found = self.take(name, int, default)
         if found < 1:
             self._problems.append(f"{name} is {found}, less than 1")
         return max(1, found)
 
     def present(self, name: str) -> bool:
-        """Whether the field stands there with a value."""
+        """Whether the field is present and not null."""
         return self.config.get(self._there(name)) is not None
 
     def null(self, name: str) -> bool:
-        """Whether the field stands there without a value."""
+        """Whether the field is present and null."""
         name = self._there(name)
         return name in self.config and self.config[name] is None
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse the field where it stands there with another value."""
+        """Refuse the field if it is present with another value."""
         name = self._there(name)
         self._read.add(name)
         if name in self.config and not any(_same(self.config[name], a) for a in allowed):
@@ -122,17 +122,17 @@ class ConfigReader:
             self._problems.append(f"{name} is {self.config[name]!r}; supported: {listed}")
 
     def skip(self, *names: str) -> None:
-        """Leave fields out that change nothing in this family."""
+        """Accept fields that have no effect in this family."""
         self._read.update(map(self._there, names))
 
     def refuse(self, problem: str) -> None:
-        """Add a problem of the family's own."""
+        """Add a problem."""
         self._problems.append(problem)
 
     def quantised(self) -> tuple[int, int] | None:
-        """Return the rows and columns that share a scale, where weights are stored as FP8.
+        """Return rows and columns of FP8 blocks; None if weights are not stored as FP8.
 
-        MXFP4 has blocks of its own, and each tensor says by its name that it is stored so.
+        MXFP4 needs no size: its blocks are fixed, and tensors are identified by their names.
         """
         name = "quantization_config"
         self._read.add(name)
@@ -152,12 +152,12 @@ class ConfigReader:
         return None
 
     def special_tokens(self) -> dict[str, Any]:
-        """Return the ids of special tokens, which matter to generation alone."""
+        """Return the ids of special tokens, which only generation uses."""
         self._read.update(SPECIAL)
         return {n: self.config[n] for n in SPECIAL if self.config.get(n) is not None}
 
     def finish(self) -> None:
-        """Check what is common to all families and refuse with every problem at once.
+        """Check fields that all families have, and raise if there are any problems.
 
         Raises:
             ValueError: naming each field that is missing, malformed, unsupported or unknown.
@@ -181,13 +181,13 @@ class ConfigReader:
         self.refuse_all()
 
     def refuse_all(self) -> None:
-        """Raise ``ValueError`` with the problems found so far, unless there is none."""
+        """Raise ``ValueError`` with the problems found so far, if there are any."""
         if self._problems:
             raise ValueError("config.json: " + "; ".join(dict.fromkeys(self._problems)))
 
 
 def _stand_in(kind: type) -> Any:
-    """Return a value to read on with, where a problem is kept."""
+    """Return a placeholder with which reading continues after a problem."""
     return kind() if kind in (list, dict) else kind(1)
 
 
@@ -203,14 +203,14 @@ def read_rope(
     fraction: float | None,
     unstated: Mapping[str, Any],
 ) -> Rope:
-    """Read rotary positions, in the older form (``rope_theta``, ``rope_scaling``) and the newer.
+    """Read rotary positions from ``rope_theta`` and ``rope_scaling``, or ``rope_parameters``.
 
     Args:
         config: the configuration being read.
-        default_theta: the family's theta where none stands.
-        scales_softmax: whether the family gives ``mscale_all_dim`` its second meaning.
-        fraction: of a head's dims that turn, where none is stated; None refuses any but all.
-        unstated: the newer form's field where neither form has one.
+        default_theta: default of ``rope_theta``.
+        scales_softmax: whether ``mscale_all_dim`` also scales the softmax.
+        fraction: default fraction of a head's dims that are rotated; None requires all.
+        unstated: default of ``rope_parameters``, without ``rope_scaling``.
     """
     theta = config.take("rope_theta", float, default_theta)
     scaling = dict(
@@ -218,7 +218,7 @@ def read_rope(
     )
     config.skip("rope_parameters")
     inner = ConfigReader(scaling)
-    inner.skip("mrope_interleaved", "mrope_section")  # of pictures: text has one position
+    inner.skip("mrope_interleaved", "mrope_section")  # for images: text has one position
     theta = inner.take("rope_theta", float, theta)
     kind = inner.take("rope_type", str, inner.take("type", str, "default"))
     turning = 1.0
@@ -261,7 +261,7 @@ def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) 
     mscale = inner.take("mscale", float, 0.0)
     mscale_all_dim = inner.take("mscale_all_dim", float, 0.0)
     magnitude = inner.take("attention_factor", float, None)
-    # A lone mscale is not read by the reference; only the ratio of both is.
+    # transformers ignores a lone mscale; it uses only the ratio of both.
     both = bool(mscale and mscale_all_dim)
     if both and magnitude is None and not scales_softmax:
         magnitude = Yarn(
@@ -282,7 +282,7 @@ def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) 
 
 
 def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
-    """Write rotary positions and the context length, in the form every release reads."""
+    """Return fields of rotary positions and context, in the form that all releases read."""
     yarn, bands = rope.yarn, rope.bands
     longest = context or (round(yarn.factor * yarn.original_length) if yarn else 4096)
     fields = {"max_position_embeddings": longest, "rope_theta": rope.theta}
@@ -304,7 +304,7 @@ def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
     }
     if yarn.mscale_all_dim:
         scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
-    # The reference derives the magnitude from both mscales or from none.
+    # transformers derives the magnitude from both mscales, or from neither.
     derived = yarn.mscale > 0 if yarn.mscale_all_dim else yarn.mscale == 1.0
     if yarn.attention_factor is not None or not derived:
         scaling["attention_factor"] = yarn.magnitude
@@ -312,7 +312,7 @@ def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
 
 
 def left_out(decoder: Decoder) -> list[str]:
-    """Say what of a decoder a Hugging Face folder cannot hold."""
+    """Return descriptions of the parts of a decoder that a Hugging Face folder cannot express."""
     moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
     said: list[str] = []
     if any(one != MultiToken() for one in decoder.multi_token):

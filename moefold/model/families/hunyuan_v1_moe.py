@@ -1,4 +1,4 @@
-"""Hunyuan-Large's line (arXiv 2411.02265): norms on heads after rotation, one shared expert."""
+"""Hunyuan-Large family (arXiv 2411.02265): norms per head after rotation, one shared expert."""
 
 from typing import Literal
 
@@ -15,13 +15,13 @@ class HunyuanV1MoeShape(FreeGqaSizes):
 
     @property
     def width_of_shared(self) -> int:
-        """As wide as a routed expert."""
+        """Width of the shared expert: that of a routed one."""
         return self.expert_width
 
 
 @MODEL.register
 class HunyuanV1Moe(Family):
-    """A Hunyuan; weights are always renormalised."""
+    """A Hunyuan; routing weights are always renormalised."""
 
     family: Literal["hunyuan_v1_moe"] = "hunyuan_v1_moe"
     shape: HunyuanV1MoeShape

@@ -1,4 +1,4 @@
-"""Hunyuan 3: norms on each head, sigmoid scores always renormalised and scaled, a shared expert."""
+"""Hunyuan 3: norms per head, sigmoid scores always renormalised and scaled, a shared expert."""
 
 from typing import Literal
 
@@ -18,7 +18,7 @@ _UNREAD = """
 enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id
 use_grouped_mm
 """
-"""Number formats, kernels, and a token that no part of the model knows."""
+"""Fields for number formats and kernels, and a special token, without effect here."""
 
 
 class HyV3Shape(FreeGqaSizes, SharedSizes, DenseListed):

@@ -1,4 +1,4 @@
-"""Kimi-Linear: delta nets with decays of each channel, latent attention without positions."""
+"""Kimi-Linear: delta nets with decays per channel, latent attention without positions."""
 
 from typing import Literal
 
@@ -41,7 +41,7 @@ class KimiLinear(SigmoidFamily):
     fields = (
         LATENT,
         hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
-        hf.Unread(("head_dim", "qk_head_dim")),  # of no layer
+        hf.Unread(("head_dim", "qk_head_dim")),  # no layer uses them
         *hf.deepseek_fields(2.446),
         kinds.NoRotary(),
         kinds.NestedNets(),

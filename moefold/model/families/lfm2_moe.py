@@ -1,4 +1,4 @@
-"""LFM2-MoE: short convolutions beside grouped-query attention, sigmoid scores, a selection bias."""
+"""LFM2-MoE: short convolutions and grouped-query attention, sigmoid scores, a selection bias."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ class Lfm2Moe(Family):
     scale: Positive = 1.0
     """Factor on the weights of routed experts."""
     selection_bias: bool = True
-    """Whether a buffer is added to the scores for the choice alone."""
+    """Whether a bias is added to the scores for the choice, but not for the weights."""
     balance: Balance = (Bias(rate=hf.RATE),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5

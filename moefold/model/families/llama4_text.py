@@ -1,4 +1,4 @@
-"""Llama 4's text model: chunks, layers without positions, weights on the input of experts."""
+"""Llama 4's text model: chunks, layers without positions, weights on the experts' inputs."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ _THETA = 5e5
 
 @MODEL.register
 class Llama4Text(Family):
-    """A Llama 4, without what sees pictures."""
+    """The text model of a Llama 4."""
 
     family: Literal["llama4_text"] = "llama4_text"
     shape: ChunkedSizes

@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: windows with sinks and twice the key-value heads, values narrower than keys."""
+"""MiMo-V2-Flash: windowed layers with sinks and twice the key-value heads, narrow values."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""MiniMax-M2: norms over whole projections, half of a head turns, sigmoid scores renormalised."""
+"""MiniMax-M2: norms over whole projections, partial rotation, sigmoid scores renormalised."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ _UNREAD = """
 attn_type_list layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta
 mlp_intermediate_size mtp_transformer_layers num_mtp_modules shared_moe_mode use_mtp
 """
-"""Of released folders; transformers reads none of them for this model."""
+"""Fields of released folders that transformers does not read for this model."""
 
 
 @MODEL.register

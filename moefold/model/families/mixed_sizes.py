@@ -1,4 +1,4 @@
-"""Sizes of families whose layers mix rows in two ways: windows, chunks or convolutions in some."""
+"""Sizes of families with two kinds of token mixers: windows, chunks, convolutions, delta nets."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -30,15 +30,15 @@ Taps = Annotated[int, Field(ge=2)]
 
 
 class TwoKindSizes(WindowSizes, DenseListed):
-    """Sizes of a family whose layers with a window have sinks and twice the key-value heads."""
+    """Sizes of a family whose windowed layers have sinks and twice the key-value heads (MiMo)."""
 
     v_dim: Size
-    """Dims of a head's values."""
+    """Dims of values per head."""
     window_rope: Rope | None = None
-    """Rotary positions of layers with a window; None is those of full ones."""
+    """Rotary positions of windowed layers; None is those of full layers."""
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return attention of either kind."""
+        """Return windowed or full attention."""
         sizes = self.head_sizes | {"v_dim": self.v_dim}
         if self.window is None or layer in self.full_layers:
             return Gqa(**sizes, rope=rope, **own)
@@ -46,7 +46,7 @@ class TwoKindSizes(WindowSizes, DenseListed):
         return Windowed(**sizes, rope=self.window_rope or rope, window=self.window, **own)
 
     def rules(self) -> Iterator[Violation]:
-        """Twice the key-value heads divide the heads too; positions of a window fit a head."""
+        """Require that twice the key-value heads divide the heads; check ``window_rope``."""
         yield from super().rules()
         if self.window is not None and self.heads % (2 * self.kv_heads):
             rule = f"must divide heads ({self.heads}) twice over: layers with a window have double"
@@ -62,7 +62,7 @@ class TwoKindSizes(WindowSizes, DenseListed):
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, those of both kinds of layers."""
+        """Return the sizes of a decoder, with those of both kinds of layers."""
         both: list[Any] = [block.attention for block in decoder.blocks]
         sliding = next((one for one in both if isinstance(one, Windowed)), None)
         full = next((one for one in both if one is not sliding and type(one) is Gqa), None)
@@ -76,14 +76,14 @@ class TwoKindSizes(WindowSizes, DenseListed):
 
 
 class ChunkedSizes(FreeGqaSizes, DenseListed):
-    """Sizes of a family whose layers see a chunk, but for some that see all, without positions."""
+    """Sizes of a family with chunked attention, and full layers without positions (Llama 4)."""
 
     chunk: Size
-    """Tokens that see one another, counted from a document's first."""
+    """Tokens per chunk, from the start of a document."""
     full_layers: tuple[int, ...] = ()
-    """Numbers of the layers, from 0, that see all before them and have no positions."""
+    """Numbers of the layers, from 0, with full attention and without positions."""
     unit_norm: bool = True
-    """Whether each head of queries and keys is normed, without a weight, where it turns."""
+    """Whether heads of queries and keys are normed without a weight, in layers with positions."""
     temperature: Temperature | None = None
     """Factor on queries of full layers."""
 
@@ -93,14 +93,14 @@ class ChunkedSizes(FreeGqaSizes, DenseListed):
         return self.expert_width
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return attention within a chunk, or to all before."""
+        """Return chunked or full attention."""
         if layer in self.full_layers:
             return Chunked(**self.head_sizes, rope=None, temperature=self.temperature, **own)
         norm = {"qk_norm": "unit", "norm_after_rope": True} if self.unit_norm else {}
         return Chunked(**self.head_sizes, rope=rope, chunk=self.chunk, **norm, **own)
 
     def rules(self) -> Iterator[Violation]:
-        """Full layers exist, stand once and leave another; a temperature has some."""
+        """Check the numbers of full layers, which ``temperature`` needs."""
         yield from super().rules()
         yield from self._rule_of_numbers("full_layers", "not all")
         if self.temperature is not None and not self.full_layers:
@@ -109,7 +109,7 @@ class ChunkedSizes(FreeGqaSizes, DenseListed):
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, who sees past a chunk too."""
+        """Return the sizes of a decoder, with chunk and full layers."""
         both: list[Any] = [block.attention for block in decoder.blocks]
         full = tuple(n for n, one in enumerate(both) if one.chunk is None)
         chunked = next((one for one in both if one.chunk is not None), both[0])
@@ -122,65 +122,65 @@ class ChunkedSizes(FreeGqaSizes, DenseListed):
 
 
 class MixedSizes(FamilySizes):
-    """Sizes of a family whose layers have attention or another mixer in its place."""
+    """Base of sizes of families with attention in some layers and another mixer in others."""
 
     full_layers: tuple[int, ...]
-    """Numbers of the layers, from 0, that have attention."""
+    """Numbers of the layers, from 0, with attention."""
 
     def rules(self) -> Iterator[Violation]:
-        """Layers with attention exist and stand once; there is one."""
+        """Check the numbers of layers with attention, of which there must be one."""
         yield from super().rules()
         yield from self._rule_of_numbers("full_layers", "at least one", every=True)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, which layers have attention too."""
+        """Return the sizes of a decoder, with the numbers of layers with attention."""
         both: list[Any] = [block.attention for block in decoder.blocks]
         full = tuple(n for n, one in enumerate(both) if getattr(one, "heads", None))
         return super().of(decoder) | {"full_layers": full}
 
 
 class ConvolvedSizes(MixedSizes, GqaSizes, DenseFirst):
-    """Sizes of a family some of whose layers have a short convolution in attention's place."""
+    """Sizes of a family with short convolutions in place of attention in some layers (LFM2)."""
 
     taps: Taps = 3
-    """Rows that a convolution sees, the row itself among them."""
+    """Kernel size of convolutions."""
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return attention, or a convolution."""
+        """Return attention or a convolution."""
         if layer in self.full_layers:
             return super().attention(layer, rope, own)
         return ShortConvolution(taps=self.taps)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, a convolution's too."""
+        """Return the sizes of a decoder, with ``taps``."""
         mixers: list[Any] = [block.attention for block in decoder.blocks]
         taps = next((one.taps for one in mixers if isinstance(one, ShortConvolution)), 3)
         return super().of(decoder) | {"taps": taps}
 
 
 class LinearSizes(Record):
-    """Sizes of delta nets in attention's place."""
+    """Sizes of delta nets with a decay per head."""
 
     key_heads: Size
     value_heads: Size
     key_dim: Size = 128
     value_dim: Size = 128
     taps: Taps = 4
-    """Rows that the convolution before a delta net sees."""
+    """Kernel size of the convolutions."""
 
     def rules(self) -> Iterator[Violation]:
-        """Key heads divide value heads."""
+        """Require that key heads divide value heads."""
         yield from super().rules()
         yield from DeltaNet(**dict(self)).rules()
 
 
 def first_net(decoder: Decoder) -> DeltaNet:
-    """Return the first delta net.
+    """Return the first delta net of a decoder.
 
     Raises:
-        AttributeError: where no layer has one.
+        AttributeError: if no layer has one.
     """
     mixers = [block.attention for block in decoder.blocks]
     one = next((mixer for mixer in mixers if isinstance(mixer, DeltaNet)), None)
@@ -190,82 +190,82 @@ def first_net(decoder: Decoder) -> DeltaNet:
 
 
 class DeltaSizes(MixedSizes, FreeGqaSizes):
-    """Sizes of a family some of whose layers have a delta net in attention's place."""
+    """Sizes of a family with delta nets in place of attention in some layers."""
 
     linear: LinearSizes
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return attention, or a delta net."""
+        """Return attention or a delta net."""
         if layer in self.full_layers:
             return super().attention(layer, rope, own)
         return DeltaNet(**dict(self.linear))
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, a delta net's too."""
+        """Return the sizes of a decoder, with those of delta nets."""
         one = first_net(decoder)
         sizes = {name: getattr(one, name) for name in LinearSizes.model_fields}
         return super().of(decoder) | {"linear": sizes}
 
 
 class ChannelNet(Record):
-    """Sizes of delta nets with decays of each channel."""
+    """Sizes of delta nets with decays per channel."""
 
     head_dim: Size = 128
     taps: Taps = 4
-    """Rows that the convolution before a delta net sees."""
+    """Kernel size of the convolutions."""
 
     def made(self, heads: int, **own: Any) -> DeltaNet:
-        """Return the record of one with so many heads, ``own`` being what its kind says of it."""
+        """Return the delta net with this number of heads; ``own``: fields that subclasses add."""
         given: dict[str, Any] = {"key_heads": heads, "value_heads": heads, "taps": self.taps}
         given |= {"key_dim": self.head_dim, "value_dim": self.head_dim, **own}
         return DeltaNet(**given, decay="channel", gate="sigmoid")
 
     @classmethod
     def of(cls, net: DeltaNet) -> dict[str, Any]:
-        """Return the sizes that a record shows."""
+        """Return the sizes of a delta net."""
         ours = {"head_dim": "key_dim", "heads": "key_heads"}
         return {name: getattr(net, ours.get(name, name)) for name in cls.model_fields}
 
 
 class LowRankNet(ChannelNet):
-    """Those whose decays and gates are projected through as few dims as a head has (Kimi)."""
+    """Delta nets with low-rank projections of decays and gates, of rank ``head_dim`` (Kimi)."""
 
     heads: Size | None = None
-    """None is as many as attention has."""
+    """Number of heads; None is that of attention."""
 
     def made(self, heads: int, **own: Any) -> DeltaNet:
-        """Return the record, with ranks."""
+        """Return the delta net, with ranks."""
         ranks = {"decay_rank": self.head_dim, "gate_rank": self.head_dim}
         return super().made(self.heads or heads, **ranks)
 
 
 class BoundedNet(ChannelNet):
-    """Those whose decays may have a bound (Ling)."""
+    """Delta nets whose decays may have a bound (Ling)."""
 
     decay_floor: Annotated[float, Field(lt=0)] | None = -5.0
-    """Least log decay; None is no bound."""
+    """Lower bound of the log decay; None is no bound."""
 
     def made(self, heads: int, **own: Any) -> DeltaNet:
-        """Return the record, with the bound."""
+        """Return the delta net, with the bound."""
         return super().made(heads, decay_floor=self.decay_floor)
 
 
 class ChannelSizes(MixedSizes, SharedSizes, DenseListed):
-    """Sizes of a family with latent attention in some layers and such delta nets in others."""
+    """Sizes of a family with latent attention in some layers, and delta nets in others."""
 
     latent: LatentDims = LatentDims()
     linear: ChannelNet
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return attention, or a delta net."""
+        """Return latent attention or a delta net."""
         if layer in self.full_layers:
             return Mla(heads=self.heads, rope=rope, **dict(self.latent), **own)
         return self.linear.made(self.heads)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, those of both kinds of layers."""
+        """Return the sizes of a decoder, with those of both kinds of layers."""
         sizes = cls.model_fields["linear"].annotation.of(first_net(decoder))  # type: ignore[union-attr]
         latent = {name: getattr(first_heads(decoder), name) for name in LATENTS}
         return super().of(decoder) | {"linear": sizes, "latent": latent}

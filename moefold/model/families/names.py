@@ -305,9 +305,7 @@ def lfm2_names() -> tuple[Entry, ...]:
 
 
 def qwen_delta_names() -> tuple[Entry, ...]:
-    """Return entries of attention with its gate in the query matrix, and of delta nets without
-    input projections.
-    """
+    """Return entries of attention, its gate in q_proj, and of delta nets but input projections."""
     parts = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.weight": "norm.weight"}
     return (
         *joined("self_attn.q_proj.weight", "q.weight", "out_gate.weight", grouped=True),

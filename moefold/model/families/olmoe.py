@@ -15,7 +15,7 @@ _AUX = 1e-2  # the default of transformers' class, and the coefficient of the re
 
 @MODEL.register
 class Olmoe(Family):
-    """An OLMoE, by default with the report's z-loss too."""
+    """An OLMoE, by default also with the z-loss of its report."""
 
     family: Literal["olmoe"] = "olmoe"
     shape: GqaSizes

@@ -1,4 +1,4 @@
-"""Fields of a ``config.json`` that single families have, as entries of their tables."""
+"""Entries for fields of ``config.json`` that only single families have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,50 +20,50 @@ from moefold.model.families.layer_kinds import WindowKinds
 
 
 class Factor(FieldValue):
-    """A factor that is 1 where its field is null."""
+    """A factor that is 1 if its field is null."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it."""
+        """Read the factor."""
         stated = super().read(config)
         return {self.ours: 1.0} if config.null(self.theirs) else stated
 
 
 class BiasSwitch(BiasBalance):
-    """``use_expert_bias``: whether there is a selection bias, which then moves."""
+    """``use_expert_bias``: whether there is a selection bias, with its update."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it."""
+        """Read the switch."""
         stated = config.take("use_expert_bias", bool, True)
         moving = super().read(config) if stated else {"balance": ()}
         return moving | {"selection_bias": stated}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
+        """Return the switch."""
         return {"use_expert_bias": model.selection_bias}
 
 
 class Tied(ConfigField):
-    """``tie_embedding``, which goes before ``tie_word_embeddings``."""
+    """``tie_embedding``, which takes precedence over ``tie_word_embeddings``."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it where it is stated."""
+        """Read the field if it is present."""
         tied = config.take("tie_embedding", bool, None)
         return {} if tied is None else {"tied": tied}
 
 
 class RootScale(ConfigField):
-    """``mup_enabled``: whether embedded rows are scaled by the root of their width."""
+    """``mup_enabled``: whether embedded rows are scaled by ``sqrt(hidden)``."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it."""
+        """Read the switch."""
         scaled = config.take("mup_enabled", bool, False)
         return {"embed_scale": config.take("hidden_size", int) ** 0.5 if scaled else 1.0}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it.
+        """Return the switch.
 
         Raises:
-            ValueError: where the factor is another.
+            ValueError: if the factor is neither 1 nor the root.
         """
         root, factor = model.shape.hidden**0.5, model.embed_scale
         if factor not in (1.0, root):
@@ -78,7 +78,7 @@ class SharedMean(ConfigField):
     name: str = "shared_expert_combination_strategy"
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it; without a shared expert it says nothing."""
+        """Read the strategy, which has no effect without a shared expert."""
         said = config.take(self.name, str, "average")
         if said not in ("average", "sum"):
             config.refuse(f"{self.name} is {said!r}; supported: 'average' or 'sum'")
@@ -86,10 +86,10 @@ class SharedMean(ConfigField):
         return {"scale": 0.5 if shared and said == "average" else 1.0}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it.
+        """Return the strategy.
 
         Raises:
-            ValueError: where the factor says neither.
+            ValueError: if the factor is that of neither.
         """
         if model.scale not in ((1.0, 0.5) if model.shape.width_of_shared else (1.0,)):
             raise ValueError(f"scale is {model.scale}; {model.model_type} has 1, or 0.5 as a mean")
@@ -97,19 +97,19 @@ class SharedMean(ConfigField):
 
 
 class Swish(ConfigField):
-    """gpt-oss's activation: ``swiglu_alpha`` and ``swiglu_limit``, and one added to ``up``."""
+    """gpt-oss's activation: ``swiglu_alpha``, ``swiglu_limit``, and 1 added to ``up``."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take both."""
+        """Read both fields."""
         alpha = config.take("swiglu_alpha", float, 1.702)
         limit = config.take("swiglu_limit", float, 7.0)
         return {"activation": Activation(alpha=alpha, limit=limit, offset=1.0)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return both.
+        """Return both fields.
 
         Raises:
-            ValueError: for an activation that the fields cannot say.
+            ValueError: for an activation that the fields cannot express.
         """
         made = model.activation
         if made.offset != 1 or made.limit is None:
@@ -118,10 +118,10 @@ class Swish(ConfigField):
 
 
 class Selection(ConfigField):
-    """The weights of chosen experts: ``expert_selection_fn`` and ``norm_topk_prob``."""
+    """Weights of chosen experts: ``expert_selection_fn`` and ``norm_topk_prob``."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take both."""
+        """Read both fields."""
         score = config.take("expert_selection_fn", str, "softmax")
         if score not in ("softmax", "sigmoid"):
             config.refuse(f"expert_selection_fn is {score!r}; supported: 'softmax' or 'sigmoid'")
@@ -129,29 +129,29 @@ class Selection(ConfigField):
         return {"weights": {"sigmoid": "shares" if shares else "sigmoid"}.get(score, "softmax")}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return both."""
+        """Return both fields."""
         score = "softmax" if model.weights == "softmax" else "sigmoid"
         return {"expert_selection_fn": score, "norm_topk_prob": model.weights != "sigmoid"}
 
 
 class NormKind(ConfigField):
-    """``rms_norm_eps``: where it is null the norms are LayerNorms, of another epsilon."""
+    """``rms_norm_eps``: if null, norms are LayerNorms, with another field for epsilon."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take it."""
+        """Read the field."""
         epsilon = config.take("rms_norm_eps", float, None)
         return {"norm": "layer"} if epsilon is None else {"norm": "rms", "norm_epsilon": epsilon}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
+        """Return the field."""
         return {"rms_norm_eps": model.norm_epsilon if model.norm == "rms" else None}
 
 
 class WindowBeside(WindowKinds):
-    """The window and the kinds of layers; ``sliding_window_size`` counts all but the token."""
+    """Window and kinds of layers; ``sliding_window_size`` does not count the token itself."""
 
     def read(self, config: ConfigReader) -> Values:
-        """Take them, and the released field before the other."""
+        """Read both; ``sliding_window_size`` of released folders takes precedence."""
         found, beside = super().read(config), config.take("sliding_window_size", int, None)
         return found | ({"shape.window": beside + 1} if found and beside else {})
 
@@ -177,4 +177,4 @@ MIMO: tuple[ConfigField, ...] = (
     Follows("swa_v_head_dim", lambda model: model.shape.v_dim),
     Unread(("attention_chunk_size",)),
 )
-"""Fields of the released MiMo-V2-Flash that say what others say too, or must be as they are."""
+"""Fields of the released MiMo-V2-Flash that are redundant, or must have fixed values."""

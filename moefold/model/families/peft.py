@@ -1,10 +1,10 @@
-"""Low-rank adapters as PEFT names and stores them, by headers and settings alone.
+"""Names, shapes and settings of low-rank adapters in PEFT's folders; no values are read here.
 
-PEFT names an adapter by the module of ``transformers`` that it wraps. Matrices of all experts are
-one parameter of one module, and a module with two adapted parameters is wrapped twice: the name of
-the first one's adapter has ``base_layer`` in it. E experts, r rank: A is ``[E * r, in]``, experts
-slowest, and B ``[out, r * E]``, experts fastest. Releases before 0.19 took ``[E, out, in]`` for
-``[E, in, out]``: there A and B of experts are those of the transposed matrix.
+PEFT names an adapter by the module of ``transformers`` that it wraps. The matrices of all experts
+are one parameter, and a module with two adapted parameters is wrapped twice: the first one's
+adapter has ``base_layer`` in its name. For E experts and rank r, A is ``[E * r, in]`` with experts
+as the slow index, and B ``[out, r * E]`` with experts as the fast one. Releases before 0.19
+interpret ``[E, out, in]`` as ``[E, in, out]``: there A and B are those of the transposed matrix.
 """
 
 import json
@@ -24,39 +24,39 @@ from moefold.spec.layer import Weight
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 BASE = "base_model_name_or_path"
 IDENTITY = "base_identity"
-"""Key of the identity of the base among the tensors' metadata."""
+"""Key, in the tensor file's metadata, of the identity of the base model."""
 ORIENTED = "0.19.0"
-"""The first release of PEFT that took experts' matrices for ``[E, out, in]``."""
+"""First release of PEFT that interprets experts' matrices as ``[E, out, in]``."""
 HEADER_LIMIT = 64 * 2**20
 _AT = "base_model.model."
 _INNER = ".base_layer"
 _ONCE_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Linear layers of these names PEFT takes for experts', wherever they are."""
+"""Names of linear layers that PEFT treats as experts' wherever they occur."""
 _PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none"}
 """Settings with which an adapter adds ``scale * B A`` and nothing else."""
 _UNSTATED = dict.fromkeys(
     ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"), False
 )
-"""Others, which not every release of PEFT knows, so that they are not written."""
+"""Further such settings, which are not written, as not all releases of PEFT know them."""
 _BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Beginnings of A and B that leave the base as it is; others take their product out of it."""
+"""Values of ``init_lora_weights`` that leave the base as it is; others modify it."""
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter alone."""
+    """Return whether a folder contains only an adapter."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def is_hub_folder(folder: Path) -> bool:
-    """Return whether a folder holds a Hugging Face model, or an adapter of one."""
+    """Return whether a folder contains a Hugging Face model, or an adapter."""
     return (folder / "config.json").is_file() or is_adapter(folder)
 
 
 def base_of(folder: Path) -> Path:
-    """Return the folder of the model that an adapter is of; a model's folder is its own.
+    """Return the folder of an adapter's base model; for a model's folder, the folder itself.
 
     Raises:
-        ValueError: where there is no such folder here.
+        ValueError: if the base is no local folder.
     """
     if not is_adapter(folder):
         return folder
@@ -71,48 +71,48 @@ def base_of(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class AdapterSite:
-    """One matrix of ``transformers``, or those of all experts, and which part of ours it is."""
+    """A matrix of ``transformers``, or that of all experts, and its place in our weight."""
 
     weight: Weight
     index: tuple[int, ...]
-    """The part: gate or up of a feed-forward that is dense there."""
+    """Index of the part: gate or up of a dense feed-forward; else empty."""
     module: str
     parameter: str | None
-    """The module's parameter that PEFT is to be told of; None of a linear layer."""
+    """Parameter of the module, as in ``target_parameters``; None for a linear layer."""
     outputs: int
     inputs: int
 
     @property
     def experts(self) -> int:
-        """E, or one."""
+        """Number of experts; 1 for other weights."""
         return self.weight.shape[0] if self.weight.expert else 1
 
     @property
     def target(self) -> str:
-        """The whole name by which PEFT's settings know it."""
+        """Full name of the target in PEFT's settings."""
         return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
 
 
 def sites(decoder: Decoder) -> list[AdapterSite]:
-    """Return where PEFT can adapt a decoder, a module's parameters in their order.
+    """Return the matrices of a decoder that PEFT can adapt, a module's parameters in order.
 
-    Feed-forwards and routers are told of as parameters, and so is what has the name of a linear
-    layer that a model's experts once were, such as the gate of attention in ``afmoe``.
+    Feed-forwards and routers are ``target_parameters``, as are linear layers with a name that
+    PEFT treats as experts' (such as the attention gate of ``afmoe``).
     """
     weights = {w.name: w for w in model_weights(decoder) if not w.name.endswith((LORA_A, LORA_B))}
     weights = {n: w for n, w in weights.items() if len(w.shape) > 1 and not w.looked_up}
-    # Blocks of further tokens, which come last, are none of the modules of transformers.
+    # Multi-token prediction blocks, which come last, do not exist in transformers.
     further = tuple(f"layers.{n}." for n in range(decoder.layers, len(decoder.blocks)))
     weights = {n: w for n, w in weights.items() if not n.startswith(further)}
     found: list[AdapterSite] = []
     for name, (row, layer) in find(family_of(decoder).tensors, weights).items():
         weight = weights[name]
         outside = name == "head.weight" or weight.counted == "attention"
-        if row.joined:  # with others in one matrix, of which PEFT knows one A
+        if row.joined:  # one matrix of several weights, for which PEFT has a single A
             continue
         for piece in pieces(row, layer, weight.shape, "packed"):
             module, _, leaf = piece.name.rpartition(".")
-            if piece.order:  # lies as [in, out], which names of adapters do not say
+            if piece.order:  # stored as [in, out], which names of adapters do not express
                 continue
             *lead, outputs, inputs = piece.shape
             whole = weight.shape[: 1 if weight.expert else 0]
@@ -124,7 +124,7 @@ def sites(decoder: Decoder) -> list[AdapterSite]:
 
 
 def prefixes(chosen: Iterable[AdapterSite]) -> dict[str, tuple[AdapterSite, str]]:
-    """Return by the beginning of an adapter's tensor names its site, and that site's target."""
+    """Return (site, target) by the prefix of the names of an adapter's tensors."""
     by_module: dict[str, list[AdapterSite]] = {}
     for site in chosen:
         by_module.setdefault(site.module, []).append(site)
@@ -141,10 +141,10 @@ def prefixes(chosen: Iterable[AdapterSite]) -> dict[str, tuple[AdapterSite, str]
 def settings(
     decoder: Decoder, adapters: Mapping[str, LowRank], base: str
 ) -> tuple[dict[str, Any], list[AdapterSite]]:
-    """Return ``adapter_config.json`` of adapters by the names of their weights, and their sites.
+    """Return ``adapter_config.json`` for adapters by weight name, and the adapted sites.
 
     Raises:
-        ValueError: naming each weight that PEFT cannot adapt as it is adapted here.
+        ValueError: naming each adapted weight that PEFT cannot adapt.
     """
     every = sites(decoder)
     known = {site.weight.name for site in every}
@@ -187,7 +187,7 @@ def settings(
 def _targets(
     every: Sequence[AdapterSite], adapters: Mapping[str, LowRank]
 ) -> dict[str, AdapterSite]:
-    """Return the names that choose the adapted sites and no other: short ones where all are."""
+    """Return targets that match exactly the adapted sites, short if all matches are adapted."""
     found: dict[str, AdapterSite] = {}
     for site in every:
         own = adapters.get(site.weight.name)
@@ -207,7 +207,7 @@ def _sizes(adapter: LowRank | None) -> tuple[int, float] | None:
 
 
 def _alpha(rank: int, scale: float) -> float:
-    """Return what divided by the rank is the scale."""
+    """Return ``scale * rank``, as an integer if it is one."""
     alpha = scale * rank
     return round(alpha) if abs(alpha - round(alpha)) < 1e-9 else alpha
 
@@ -217,32 +217,32 @@ def _alpha(rank: int, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Stored:
-    """One adapted site in a folder: its tensors' names there, and how they lie."""
+    """One adapted site in a folder: names and orientation of its tensors."""
 
     site: AdapterSite
     a: str
     b: str
     turned: bool
-    """Whether A and B are those of the transposed matrix, and in each other's place."""
+    """Whether A and B are those of the transposed matrix, and thus exchanged."""
 
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """A folder that PEFT or ``moefold export`` wrote, by its settings and headers."""
+    """Settings and headers of an adapter folder that PEFT or ``moefold export`` wrote."""
 
     path: Path
     adapters: Mapping[str, LowRank]
-    """By the names of their weights."""
+    """Adapters by weight name."""
     stored: Mapping[str, tuple[Stored, ...]]
     identity: str | None
-    """Of its base, where it was written down."""
+    """Identity of the base model, if stored."""
 
 
 def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
-    """Account for everything in an adapter's folder; no value is read yet.
+    """Read settings and headers of an adapter's folder, and check all of them; no values.
 
     Raises:
-        ValueError: listing each tensor that has no place in ``decoder``, or another size, and each
+        ValueError: listing each tensor without a place in ``decoder`` or of another size, and each
             setting under which an adapter is more than a product of two matrices.
     """
     said = read_json(folder / CONFIG, limit=HEADER_LIMIT)
@@ -267,7 +267,7 @@ def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
         a, b = (f"{prefix}.lora_{which}.weight" for which in "AB")
         if a not in shapes or b not in shapes:
             continue
-        left -= {a, b, prefix + _INNER + ".weight"}  # PEFT may write the frozen head once more
+        left -= {a, b, prefix + _INNER + ".weight"}  # PEFT may also write the frozen head
         name, (rank, alpha) = site.weight.name, _said_sizes(said, target)
         scale = alpha / (rank**0.5 if said.get("use_rslora") else rank)
         plain, ranks = (site.inputs, site.outputs), site.experts * rank
@@ -296,7 +296,7 @@ def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
 def _adapted(
     every: Sequence[AdapterSite], said: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[AdapterSite]:
-    """Yield the sites of which there can be tensors: where a module has two, those adapted."""
+    """Yield sites that may have tensors; of a module's two parameters those in the settings."""
     targets = [t for t in said.get("target_parameters") or () if isinstance(t, str)]
     for site in every:
         twice = f"{_AT}{site.module}{_INNER}.lora_A.weight" in shapes
@@ -306,7 +306,7 @@ def _adapted(
 
 
 def _turned(sizes: tuple[int, ...], plain: tuple[int, int], said: Mapping[str, Any]) -> bool:
-    """Return whether A and B of experts are of the transposed matrix: by sizes, else by release."""
+    """Return whether experts' A and B are of the transposed matrix, by sizes or else by release."""
     if plain[0] != plain[1]:
         return sizes == plain[::-1]
     release = str(said.get("peft_version") or "0.18").split(".")[:2]
@@ -314,10 +314,10 @@ def _turned(sizes: tuple[int, ...], plain: tuple[int, int], said: Mapping[str, A
 
 
 def _said_sizes(said: Mapping[str, Any], target: str) -> tuple[int, float]:
-    """Return rank and alpha of a target: those of the first pattern for it, else the usual.
+    """Return rank and alpha of a target: those of the first matching pattern, or the defaults.
 
     Raises:
-        ValueError: where there are none.
+        ValueError: if they are missing or malformed.
     """
 
     def of(usual: str, patterns: str) -> Any:
@@ -338,7 +338,7 @@ def _header(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, str]
     """Return the shapes of an adapter's tensors, and the file's metadata.
 
     Raises:
-        ValueError: where there are none, or the header is not sound.
+        ValueError: if the file is pickled, or its header is malformed.
     """
     file = folder / TENSORS
     if not file.is_file() and (folder / PICKLED).is_file():

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (arXiv 2407.10671): biases on queries, keys and values, a gated shared expert."""
+"""Qwen2-MoE (arXiv 2407.10671): query, key and value biases, a gated shared expert."""
 
 from typing import Literal
 

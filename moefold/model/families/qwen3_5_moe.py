@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE's text model: Qwen3-Next's layers in matrices of their own, all with experts."""
+"""Qwen3.5-MoE's text model: Qwen3-Next with separate projections and without dense layers."""
 
 from typing import Any, ClassVar, Literal
 

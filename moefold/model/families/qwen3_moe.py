@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): norms on each query and key head, and dense layers where asked."""
+"""Qwen3-MoE (arXiv 2505.09388): norms per query and key head, optional dense layers."""
 
 from typing import Literal
 
@@ -41,6 +41,6 @@ class Qwen3Moe(Family):
         *hf.only(use_sliding_window=False, qkv_bias=False),
         hf.Only("shared_expert_intermediate_size", 0, (None,)),
         hf.Only("use_qk_norm", True),
-        hf.Unread(("sliding_window", "max_window_layers")),  # read only with a sliding window
+        hf.Unread(("sliding_window", "max_window_layers")),  # used only with a sliding window
     )
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())

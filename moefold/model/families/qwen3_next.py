@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets beside attention with a gate, norms centred at zero."""
+"""Qwen3-Next: gated delta nets and gated attention, zero-centred norms."""
 
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ FIELDS = (
     hf.AuxField(),
     RecordSizes(LINEAR),
     ConvolvedKinds("linear_attention", every_full("full_attention_interval")),
-    hf.Unread(("full_attention_interval",)),  # the kinds of layers say it
+    hf.Unread(("full_attention_interval",)),  # read by ConvolvedKinds
 )
 ATTENTION: dict[str, Any] = {"qk_norm": "zero_centred", "gate": True}
 

@@ -1,4 +1,4 @@
-"""What families with DeepSeek-V3's router, or its latent attention, share."""
+"""Common parts of families with DeepSeek-V3's router, multi-token blocks or latent attention."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
@@ -21,28 +21,28 @@ SIZES = HF_SIZES | {
 _RANKS = ("q_lora_rank", None), ("kv_lora_rank", 512)
 _DIMS = ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128)
 LATENT = RecordSizes(dict(zip(LATENTS, (*_RANKS, *_DIMS), strict=True)), "latent")
-"""Sizes of latent attention in a record of their own."""
+"""Entry for the sizes of latent attention in a record of their own."""
 LATENT_SIZES = SIZES | {theirs: ours for ours, (theirs, _) in LATENT.names.items()}
 SIGMOID = {"score": "sigmoid", "epsilon": 1e-20, "selection_bias": True}
-"""Scores of the router: the choice, in groups too, is by score plus bias, the weights without."""
+"""Fixed fields of the router: choices and groups are by score plus bias, weights by score."""
 
 
 class SigmoidFamily(Family):
-    """What families with DeepSeek-V3's router share."""
+    """Base of families with DeepSeek-V3's router."""
 
     renormalise: bool = True
     """Whether the chosen scores are divided by their sum."""
     scale: Positive = 2.5
     """Factor on the weights of routed experts."""
     groups: Groups | None = None
-    """Groups of experts that routing is limited to; None chooses among all."""
+    """Group-limited routing; None chooses among all experts."""
     balance: Balance = (Bias(rate=RATE),)
 
     router_own = SIGMOID
     router_fields = ("renormalise", "scale", "groups")
 
     def rules(self) -> Iterator[Violation]:
-        """What all families share, and how this one scores a group."""
+        """Apply the rules of all families, and check router settings and the score of groups."""
         yield from super().rules()
         for name in set(SigmoidFamily.router_fields).difference(self.router_fields):
             value, own = getattr(self, name), type(self).model_fields[name].default
@@ -56,23 +56,23 @@ class SigmoidFamily(Family):
 
 
 class MultiTokenFamily(SigmoidFamily):
-    """One whose folders have blocks of further tokens too."""
+    """Base of families that also have multi-token prediction blocks."""
 
     multi_token: tuple[MultiToken, ...] = ()
-    """The loss of each further token, such as ``[{weight: 0.3}]``; none: the next one's alone."""
+    """Loss of each further token, such as ``[{weight: 0.3}]``; empty: no such blocks."""
 
     def blocks(self) -> Sequence[Block]:
-        """Every block in order, those of further tokens like the last."""
+        """Return all blocks in order; multi-token blocks are copies of the last one."""
         main = super().blocks()
         more = (main[-1].model_copy(update={"multi_token": one}) for one in self.multi_token)
         return [*main, *more]
 
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:
-        """Return the record, its losses of further tokens among it."""
+        """Return the record, with the losses of multi-token prediction."""
         return super().guess(decoder).model_copy(update={"multi_token": decoder.multi_token})
 
     @classmethod
     def copies(cls, decoder: Decoder) -> Mapping[str, tuple[str, ...]]:
-        """Blocks of further tokens have embedding and head once more."""
+        """Return the copies of embedding and head that multi-token blocks have on disk."""
         return multi_token_copies(range(decoder.layers, len(decoder.blocks)))
