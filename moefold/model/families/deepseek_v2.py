@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv 2405.04434): latent attention, softmax in groups by their best expert."""
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, group-limited routing by softmax."""
 
 from typing import Literal
 
@@ -20,7 +20,7 @@ class DeepseekV2Shape(LatentSizes, SharedSizes, DenseFirst):
 
 @MODEL.register
 class DeepseekV2(Family):
-    """A DeepSeek-V2; weights are never renormalised."""
+    """A DeepSeek-V2; routing weights are never renormalised."""
 
     family: Literal["deepseek_v2"] = "deepseek_v2"
     shape: DeepseekV2Shape

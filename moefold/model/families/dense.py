@@ -1,4 +1,4 @@
-"""Dense models as what mixtures are made of: their folders are read, and become a mixture's."""
+"""Dense Hugging Face models from which an MoE model is grown (upcycling)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,20 +9,20 @@ from moefold.model.families.base import Reading
 from moefold.model.families.registry import from_hf
 
 DENSE = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""Dense families by ``model_type``, and the mixture that has the same blocks but for experts."""
+"""MoE family whose blocks differ only in experts, by ``model_type`` of a dense family."""
 UNSTATED = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
-"""What their classes of transformers take for absent fields, and the mixture's does not."""
+"""Defaults of the dense families' classes that the MoE family's class does not have."""
 
 
 def read_dense(
     config: Mapping[str, Any], experts: int | None, top_k: int | None, shards: int
 ) -> tuple[Reading, Reading]:
-    """Return the reading of a dense model's ``config.json``, and that of its mixture.
+    """Return the readings of a dense model's ``config.json`` and of the MoE model grown from it.
 
-    ``shards`` is the parts that each copy of a feed-forward is cut into.
+    ``shards``: number of experts into which each copy of a feed-forward is cut (granularity).
 
     Raises:
-        ValueError: where there is no such mixture, with the nearest number that there is.
+        ValueError: if the numbers do not fit, with the nearest ones that do.
     """
     top_k, near = top_k or 2 * shards, max(1, (experts or 8) // shards) * shards
     dense, width = DENSE[config["model_type"]], config.get("intermediate_size") or 0
