@@ -113,10 +113,10 @@ def count(experts_TK: Tensor, experts: int) -> Tensor:
 
 
 def demand_places(router: str, experts_TK: Tensor, record: Router, training: bool) -> None:
-    """Refuse a choice of more or fewer places than its record says, which dispatch goes by.
+    """Refuse a choice [T, K] whose K is not the record's ``places``, on which dispatch relies.
 
     Raises:
-        ValueError: in training; outside it a router may choose otherwise.
+        ValueError: in training; outside it a router may choose another number.
     """
     chosen, places = experts_TK.shape[1], record.places
     if training and chosen != places:

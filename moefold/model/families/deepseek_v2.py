@@ -27,7 +27,7 @@ class DeepseekV2(Family):
     scale: Positive = 1.0
     """Factor on the weights of routed experts."""
     groups: Groups | None = None
-    """Groups of experts that routing is limited to; a group's score is its best expert's."""
+    """Group-limited routing; a group's score is its best expert's."""
     balance: Balance = (Aux(over="sequence", coefficient=_ALPHA),)
     rope: Rope = Rope(layout="interleaved")
 
