@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moefold.planner.goodput import best_interval
-from moefold.training.run_folder import CROSS_ENTROPY, Curve, History, sets
+from moefold.training.run_folder import CROSS_ENTROPY, Curve, History, evenly, sets
 from moefold.training.words import clock, count
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -225,7 +225,8 @@ def _heat(history: History) -> dict[str, Any] | None:
     if found is None:
         return None
     steps, layers, load = found
-    size = -(-len(steps) // MOST_CHECKS)
+    load = load[evenly(steps)]
+    size = -(-len(load) // MOST_CHECKS)
     kept = load[: len(load) // size * size].reshape(-1, size, *load.shape[1:]).mean(axis=1)
     codes = np.clip(np.rint(np.nan_to_num(kept) * 64), 0, 255).astype("u1")
     widths = [int(np.isfinite(load[-1, j]).sum()) for j in range(len(layers))]

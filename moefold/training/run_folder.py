@@ -24,6 +24,8 @@ METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
 BASELINES_FILE = "baselines.json"
 EVENTS_FILE = "events.jsonl"
+MOST_COLUMNS = 2000
+"""Columns of a picture of checks that are not evenly spaced, unless there are more checks."""
 CROSS_ENTROPY = "cross_entropy"
 """Kind of the only loss that converts to bits per byte."""
 
@@ -225,6 +227,18 @@ class History:
                 shares = line["load"].get(name, [])
                 out[i, j, : len(shares)] = np.asarray(shares, dtype=np.float64) * len(shares)
         return np.array([line["step"] for line in self.loads]), layers, out
+
+
+def evenly(steps: np.ndarray) -> np.ndarray:
+    """Return the numbers of the checks nearest to evenly spaced steps, for pictures with columns.
+
+    Checks are not evenly spaced at a run's end, and where a resumed run makes them at other steps.
+    """
+    if len(steps) < 2:
+        return np.arange(len(steps))
+    columns = (steps[-1] - steps[0]) // np.diff(steps).min() + 1
+    at = np.linspace(steps[0], steps[-1], min(int(columns), max(len(steps), MOST_COLUMNS)))
+    return np.searchsorted((steps[1:] + steps[:-1]) / 2, at)
 
 
 def sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:

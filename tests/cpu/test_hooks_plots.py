@@ -101,6 +101,20 @@ def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
     assert draw(tmp_path, "a") == []
 
 
+def test_a_check_stands_at_its_step_however_far_the_next_one_is(tmp_path: Path) -> None:
+    """Ten steps apart, then a hundred: the last of the first ones is near the picture's left."""
+    steps = [*range(10, 60, 10), *range(150, 550, 100)]
+    loads = [{"step": step, "load": {"0": [step / 1000, 1 - step / 1000]}} for step in steps]
+    (tmp_path / LOAD_FILE).write_text("".join(json.dumps(line) + "\n" for line in loads))
+    figure = load_figure(History.read(tmp_path), "trial")
+    assert figure is not None
+    shown = np.asarray(figure.axes[-1].get_images()[0].get_array())[0] / 2
+    assert shown.shape == (45,), "as many columns as the smallest gap asks for"
+    for column, share in enumerate(shown):
+        step = 10 + 10 * column
+        assert abs(1000 * share - step) == pytest.approx(min(abs(s - step) for s in steps))
+
+
 def test_the_heat_map_has_a_row_per_layer(tmp_path: Path) -> None:
     """Values are shares of a fair load: 0.4 of 4 experts is 1.6."""
     figure = load_figure(write(tmp_path, layers=30), "trial")

@@ -18,7 +18,7 @@ from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Plots
 from moefold.training.model_checkpoint import ModelTensors
 from moefold.training.report import loss_chart, loss_unit
-from moefold.training.run_folder import History
+from moefold.training.run_folder import History, evenly
 from moefold.training.words import count
 
 INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
@@ -125,6 +125,7 @@ def load_figure(history: History, title: str) -> Figure | None:
     bar = now.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
     bar.set_label("1 = fair share", color=INK)
     bar.outline.set_visible(False)
+    shown_at = evenly(steps)
     grid = over_time.subplots(rows, columns, squeeze=False, sharey=True)
     for place, panel in enumerate(grid.flat):
         if place >= len(shown):
@@ -133,7 +134,8 @@ def load_figure(history: History, title: str) -> Figure | None:
         index = shown[place]
         # Nearest, so that no check is blended with its neighbours.
         panel.imshow(
-            load[:, index].T, aspect="auto", norm=norm, cmap="PuOr_r", interpolation="nearest",
+            load[shown_at, index].T, aspect="auto", norm=norm, cmap="PuOr_r",
+            interpolation="nearest",
             extent=(steps[0], max(steps[-1], steps[0] + 1), load.shape[2] - 0.5, -0.5),
         )  # fmt: skip
         panel.locator_params(axis="x", integer=True)
