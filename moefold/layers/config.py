@@ -183,7 +183,7 @@ class Ulysses(Context):
         return cp
 
     def violations(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
-        """Require that ``cp`` divides the heads of a tensor rank; ``mixed`` needs less."""
+        """Require that ``cp`` divides the heads of a tensor rank; else suggest mixed or ring."""
         most = _most_over_heads(sizes, heads)
         if most < sizes.cp:
             rule = f"tp * cp ({sizes.tp * sizes.cp}) divides {_counts(heads)}"

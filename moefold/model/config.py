@@ -96,7 +96,7 @@ class Decoder(Record):
     vocab: Annotated[int, Field(ge=2)]
     hidden: Size
     stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
-    """Patterns of blocks, in order."""
+    """Stacks of blocks, in order."""
     norm: Literal["rms", "layer", "zero_centred"] = "rms"
     """Norm of the residual rows: ``rms`` is RMSNorm, ``layer`` a LayerNorm without bias, and
     ``zero_centred`` an RMSNorm that multiplies by its weight plus one."""
@@ -115,7 +115,7 @@ class Decoder(Record):
     frozen: tuple[str, ...] = ()
     """Parameters outside the blocks that are not trained."""
     quantise: Annotated[Record, QUANTISE] | None = None
-    """Number format of weight products, as training sets it."""
+    """Quantisation of products with weights, set by ``train.quantise``."""
     adapters: tuple[LowRank, ...] = ()
     """Adapters of weights outside the blocks."""
     family: str | None = None

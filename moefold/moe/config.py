@@ -79,9 +79,9 @@ class Router(Record):
     order: Literal["score_first", "topk_first"] = "score_first"
     """Whether scores are computed over all experts or, after the choice, over the chosen ones."""
     renormalise: bool = True
-    """Whether the chosen scores are divided by their sum."""
+    """Whether weights are the chosen scores divided by their sum."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
-    """Added to the sum of the chosen scores."""
+    """Added to the sum of the chosen scores before the division."""
     floor: Annotated[float, Field(ge=0)] = 0.0
     """Lower bound of the sum of the chosen scores (ERNIE 4.5)."""
     scale: Annotated[float, Field(gt=0)] = 1.0

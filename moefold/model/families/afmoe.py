@@ -1,4 +1,4 @@
-"""AFMoE (Trinity): norms before and after each half, a gate on attention's output, windows."""
+"""AFMoE (Trinity): norms before and after each half, gated attention, windows."""
 
 from typing import Literal
 

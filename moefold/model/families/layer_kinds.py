@@ -40,7 +40,7 @@ def numbers(kinds: list[str], kind: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DenseKinds(ConfigField):
-    """``mlp_layer_types``: for each layer ``dense`` or ``sparse``; absent, the first are dense."""
+    """``mlp_layer_types``: ``dense`` or ``sparse`` per layer; by default the first are dense."""
 
     first: int = 1
     stated: str | None = None
@@ -76,7 +76,7 @@ class DenseSteps(ConfigField):
 
 
 class ExpertLayers(ConfigField):
-    """First and last layer with experts, and the step between them."""
+    """First and last layer with experts, and the step between such layers (ERNIE 4.5)."""
 
     def read(self, config: ConfigReader) -> Values:
         """Read the numbers of the dense layers."""
@@ -106,7 +106,7 @@ class ExpertLayers(ConfigField):
 
 @dataclass(frozen=True)
 class ConvolvedKinds(ConfigField):
-    """``layer_types``: for each layer full attention or another mixer."""
+    """``layer_types``: full attention or another mixer for each layer."""
 
     other: str = "conv"
     full: Full | None = None

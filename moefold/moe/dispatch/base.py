@@ -35,8 +35,8 @@ class Dispatched(NamedTuple):
     """Routing weight of each row, differentiable; unspecified past the last offset."""
     handle: Handle
     overflow: Tensor | None = None
-    """int64 number of rows by which the fullest pair of ranks exceeds its room, and which are
-    missing; None if the dispatcher has no limit."""
+    """int64 number of rows by which the fullest rank, or pair of ranks, exceeds its room; excess
+    rows are missing. None if the dispatcher has no limit."""
     source: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
     """A smaller tensor, and a function that recomputes ``x_RD`` from it."""
     sent_R: Tensor | None = None
