@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
 from moefold.training.evaluate import evaluate_sets
+from moefold.training.figures import routing_health
 from moefold.training.hooks.base import Figures, Hook, tell
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
@@ -334,8 +333,7 @@ class Trainer:
             fill_start_values(self.run, self.decoder, self.data, self._forks)
             self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
-        excluded = {*self.progress.excluded, *before.excluded, place}
-        self.progress.excluded = tuple(sorted(excluded))
+        self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, place}))
         self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
         self._saved = None  # the stored checkpoint of this step lacks the exclusion
         self._tell("on_rewind")
@@ -419,14 +417,7 @@ class Trainer:
     @together
     def health(self) -> list[dict[str, Any]]:
         """Return the last step's routing statistics of each mixture, ordered by layer."""
-        layers = []
-        for i, mixture in self.model.mixtures():
-            figures = mixture.balance.health(mixture.router)
-            said = {"layer": i, "top_k": mixture.record.router.top_k}
-            layers.append(said | {name: held.tolist() for name, held in figures.items()})
-        first = self.world.group("stage").index == 0  # Others of a stage have the same figures.
-        everywhere = gather_objects(layers if first else [], self.world.on_host)
-        return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
+        return routing_health(self.placed)
 
     @together
     def weights(self, pattern: str) -> dict[str, torch.Tensor]:
