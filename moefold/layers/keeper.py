@@ -14,8 +14,7 @@ discarded is recomputed first, and an offloaded one takes no memory on the devic
 
 The experts' pre-activation is dropped by their own function (``kernels/swiglu/ffn.py``).
 
-A routing decision is never recomputed: the pass stores it (:class:`Decisions`), and a rerun of the
-pass reads it there.
+A routing decision is never recomputed: the pass stores it (:class:`Decisions`) for any rerun.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -84,8 +84,7 @@ def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
 
 
 def _share(head: Operand, ranks: Group) -> dict[str, Any]:
-    """Return arguments of ``chunked``: this rank's first token id, and how to combine ranks'
-    statistics."""
+    """Return arguments of ``chunked``: the rank's first token id, and how to combine statistics."""
     return {"first": ranks.index * len(head.value), "combine": partial(_combined, ranks=ranks)}
 
 

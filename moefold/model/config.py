@@ -61,8 +61,7 @@ class Block(Record):
     """Names, within the block, of the parameters that are not trained."""
     adapters: tuple[LowRank, ...] = ()
     multi_token: MultiToken | None = None
-    """Makes the block predict a further token; such blocks come last and use the embedding and
-    head of the model."""
+    """Makes the block predict a further token; such blocks come last, and share embedding, head."""
 
     def rules(self) -> Iterator[Violation]:
         """Refuse a norm after a half with experts that compute nothing: they bypass that norm."""

@@ -109,9 +109,7 @@ def _meeting(give_CE: Tensor, room_CP: Tensor) -> Tensor:
 
 
 def lay(quota_EP: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Return the seat [E, P] of each expert on each rank with rows of it, and [P, s] the expert in
-    each slot.
-    """
+    """Return seats [E, P] of experts on ranks with rows of them, and experts [P, s] of slots."""
     experts, ranks = quota_EP.shape
     home_EP = _at_home(quota_EP[:, 0], ranks)
     ids_E1 = torch.arange(experts, device=quota_EP.device)[:, None]

@@ -441,8 +441,7 @@ class Moe(MoeSpec):
     def without_gradient(self) -> Iterator[tuple[str, str]]:
         """Yield the router's weight if there is a single expert with softmax scores.
 
-        Neither the routing weight nor the auxiliary loss then depends on the logits; other terms
-        may.
+        Routing weight and auxiliary loss then do not depend on the logits; other terms may.
         """
         alone = self.router.choices == 1 and self.router.score == "softmax"
         if alone and all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):

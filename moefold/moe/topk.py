@@ -57,8 +57,7 @@ def best(values_TE: Tensor, k: int) -> Tensor:
     """Return the ids [T, k] of the k largest of each row, largest first, ties by lowest id.
 
     ``torch.topk`` does not define ties. On a CPU k maxima (torch guarantees their first index) take
-    as long as one ``topk`` and a third of a stable sort; on a device, and for few values, one sort
-    is fewer calls.
+    as long as one ``topk`` and a third of a stable sort; elsewhere, and for few values, one sort.
     """
     if values_TE.device.type != "cpu" or values_TE.numel() <= FEW:
         return values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()

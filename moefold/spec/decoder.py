@@ -161,9 +161,8 @@ def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
 def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
     """Yield descriptions of the parameters of one block, the norms of a half first.
 
-    Absent halves and those without a description have none. A block of multi-token prediction also
-    has the matrix that joins its two inputs (arXiv 2412.19437, section 2.2), not cut by tp, and its
-    norms.
+    Absent halves and those without a description have none. A multi-token prediction block also has
+    the matrix that joins its inputs (arXiv 2412.19437, section 2.2), not cut by tp, and its norms.
     """
     found = list[Weight]()
     for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
@@ -190,8 +189,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     """Yield what a block saves for backward: its input and what its halves state.
 
     Layers state what a half saves with a norm before it. Without that norm, products read the saved
-    residual rows; halves that share a norm save its output once. A norm after a half saves the
-    half's output.
+    residual rows; halves that share a norm save its output once. Norms after halves save an input.
     """
     if block.multi_token is not None:  # schedules never split such a block
         shape = replace(shape, apart=False)
@@ -249,8 +247,7 @@ def with_adapters(weights: Iterable[Weight], adapters: Sequence[LowRank]) -> Ite
 
 
 def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return A ``[..., rank, in]`` and B ``[..., out, rank]`` of the adapter of a weight
-    ``[..., out, in]``.
+    """Return A ``[..., rank, in]`` and B ``[..., out, rank]`` for a weight ``[..., out, in]``.
 
     An axis that cuts the inputs cuts A, one that cuts the outputs cuts B, and each expert has its
     own. As products are linear, ranks need no communication for them: the one that is whole has a

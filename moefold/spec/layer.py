@@ -4,8 +4,7 @@ Each kind of layer is a record (:class:`LayerSpec`) that states these three once
 not run the layer derives from them: legal layouts, cuts of parameters, counts and FLOPs, planned
 memory and time, and the small models of ``verify``.
 
-T rows of a rank between sub-layers, P rows of its tensor group, R rows after dispatch, D hidden
-features.
+T rows of a rank between sub-layers, P rows of its tensor group, R rows after dispatch, D hidden.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,8 +39,7 @@ Modules = frozenset[Module]
 Start = Literal["normal", "output", "zeros", "ones", "norm"] | float | Callable[[float], float]
 """Initial values of a parameter: ``normal``, with std ``init_std``; ``output``, with ``init_std *
 init_out_scale``, for weights that write to the residual (GPT-2); ``norm``, so that the decoder's
-norms multiply by 1; a float, normal with that std; or a function of the relative position along dim
-0, between 0 and 1."""
+norms multiply by 1; a float, normal with that std; or a function of the place, 0 to 1, in dim 0."""
 NOTHING: Modules = frozenset()
 NORMS: Modules = frozenset(("norms",))
 CORE: Modules = frozenset(("attention",))

@@ -1,5 +1,4 @@
-"""Weights of a decoder that quantised products read, and layouts that quantisation permits; without
-torch."""
+"""Weights of quantised products of a decoder, and layouts that they permit; without torch."""
 
 from collections.abc import Iterator
 from itertools import product

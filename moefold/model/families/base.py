@@ -71,8 +71,7 @@ class Family(Record):
     hf_sizes: ClassVar[Mapping[str, str]]
     """Size in ``shape`` by field of ``config.json``; null fields are left out."""
     respelled: ClassVar[Mapping[str, str]] = {}
-    """The family's names of fields of ``config.json`` by their usual names; both names are
-    read."""
+    """Family's names of fields of ``config.json`` by their usual names; both are read."""
     unstated: ClassVar[Mapping[str, Any]] = {}
     """Defaults of transformers' class for absent fields, where they differ from the entries'."""
     epsilon_field: ClassVar[str] = "rms_norm_eps"

@@ -44,8 +44,7 @@ class Entry:
     ones: tuple[int, int] = (0, 0)
     """Numbers of dims of size 1 before and after our dims on disk."""
     order: tuple[int, ...] = ()
-    """Permutation of our dims on disk; the dim of gate and up is merged with the next one, or with
-    the one before."""
+    """Permutation of our dims on disk; that of gate and up is merged with a neighbouring dim."""
     joined: tuple[str, ...] = ()
     """Parameters whose rows are concatenated in one tensor, in order, including this one; only in
     the packed layout if that has a name."""

@@ -1,8 +1,7 @@
 """Dispatch by all-gather: each rank selects the copies for its own experts from all rows.
 
 T local rows, A rows of all ranks, D hidden, K experts per token, E experts, R rows after dispatch,
-P ranks of ``ep``, S of ``etp``. Each token is sent to every rank, which pays off if K is close to
-P or larger.
+P ranks of ``ep``, S of ``etp``. Each token is sent to every rank: useful if K is near P or larger.
 """
 
 from functools import partial

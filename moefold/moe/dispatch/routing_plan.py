@@ -120,8 +120,7 @@ def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
 
     Returns:
         int64 numbers for the host: rows to each rank of ``ep``, then rows from each of them, for
-        each rank of ``etp`` in turn; and the rows [X, e] from each sender, in that order, for each
-        local expert.
+        each rank of ``etp`` in turn; and the rows [X, e] from each sender for each local expert.
     """
     sizes, rank = world.folding.sizes, world.group("ep").index
     local = order.offs_B.shape[0] // sizes.ep

@@ -1,13 +1,11 @@
 """Dispatch without host reads, in two hops, with room for a stated number of rows on each rank.
 
-T rows, D hidden, K experts per token, E experts, P ranks of ``ep``, L copies dealt to each rank,
-N = P * L.
+T rows, D hidden, K experts per token, E experts, P ranks of ``ep``, L copies per rank, N = P * L.
 
 Each rank sorts its copies by expert and deals them round-robin to all ranks, in equal splits. Of
 the copies for one destination, every rank thus gets equally many from each source, to within one:
 in total 1 / P of the destination's rows, plus at most P. That bounds the equal splits of the second
-hop for any routing (Valiant's two-phase routing, doi:10.1137/0211027, with turns instead of random
-choice).
+hop for any routing (Valiant's two-phase routing, doi:10.1137/0211027, with turns, not chance).
 """
 
 import torch
