@@ -50,7 +50,7 @@ def stream(
         seed: seed of each prompt's generator.
         ends: ids of end tokens, which finish a text and are not returned.
         vocab: ids from ``vocab`` on are never drawn (padding rows of the embedding).
-        window: maximum number of tokens in context; beyond it the newest half remains.
+        window: most tokens in context; a text that outgrows it continues from its newest half.
 
     Raises:
         ValueError: for an empty prompt, a temperature below 0, or a top_p outside (0, 1].

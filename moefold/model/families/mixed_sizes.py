@@ -216,7 +216,7 @@ class ChannelNet(Record):
     """Kernel size of the convolutions."""
 
     def made(self, heads: int, **own: Any) -> DeltaNet:
-        """Return the delta net with this number of heads; ``own``: fields that subclasses add."""
+        """Return the delta net with ``heads`` heads and the fields ``own`` that subclasses add."""
         given: dict[str, Any] = {"key_heads": heads, "value_heads": heads, "taps": self.taps}
         given |= {"key_dim": self.head_dim, "value_dim": self.head_dim, **own}
         return DeltaNet(**given, decay="channel", gate="sigmoid")
