@@ -131,7 +131,7 @@ def test_a_run_is_settled_by_its_plan() -> None:
 def test_what_leaves_is_settled_too(tmp_path: Path) -> None:
     """To the place that the run names; stated kinds stay where they are."""
     sizes = ["layout.zero=3", "layout.sizes=ep8", "train.micro_batch=2"]
-    for place, limit in (("host: true", 75), (f"disk: {tmp_path}", 42)):
+    for place, limit in (("host: true", 75), (f"disk: {tmp_path}", 41)):
         auto = f"layout.recompute={{kind: auto, limit: {limit} GB, {place}}}"
         run = load_run("qwen3_30b_a3b", [auto, *sizes])
         task, choice = of_run(run, cluster("h100x16"))
