@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moefold.model.config import Block
-from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
 from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, products
@@ -59,9 +58,7 @@ def shape_of(case: Case) -> Shape:
     sizes, width = case.sizes, 4 if case.numbers.recipe == "fp32" else 2
     # NCCL EP allocates room for all rows of all ranks.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
-    record, fixed = DISPATCH.kinds[case.dispatch], None
-    if case.max_rows is not None and issubclass(record, FixedRoom):
-        fixed = record.model_validate({"max_rows": case.max_rows})
+    fixed = case.room
     return Shape(
         case.decoder.hidden,
         case.rows,

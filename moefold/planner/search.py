@@ -287,8 +287,8 @@ class Search:
             shared = half_seconds(mixture, *how[:2]) - half_seconds(bare, *how[:2])
             total += number * shared
         for whole, bare, number in self.routed if grids.tp > 1 else ():
-            gathered = (sum(tensor_seconds(one, *how[:2], NOTHING[0])) for one in (whole, bare))
-            total += number * (next(gathered) - next(gathered))
+            sent, less = (sum(tensor_seconds(one, *how[:2], NOTHING[0])) for one in (whole, bare))
+            total += number * (sent - less)
         return total
 
     def _experts(self, space: Space, attention: Grids) -> dict[tuple[int, int], float]:

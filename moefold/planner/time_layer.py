@@ -99,6 +99,7 @@ class Setting:
     overlap_tp: bool
     loss_chunk: int | None
     """Rows of a chunk of logits; None is all rows, as in stacks other than Moefold."""
+    stack: str
 
 
 _setting = remembered(1024)(Setting)
@@ -125,6 +126,7 @@ def setting_of(
         cluster, given.rates(*known), given.uncertainty(*known), recipe, narrowed, graphs,
         software.host_speed, given.values["common.fused"] if fused else 1.0,
         software.overlaps.tp, software.loss_chunk if software.stack == "moefold" else None,
+        software.stack,
     )  # fmt: skip
 
 
@@ -358,7 +360,7 @@ def tensor_seconds(
     """
     how = reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
     ahead, back, rows = 0.0, 0.0, ring_seconds(share.t * share.hidden * BF16, *how)
-    if setting.loss_chunk is None:
+    if setting.stack != "moefold":
         # Other stacks save a rank's own rows, and gather once more for weight gradients.
         shown = rows * (0.5 if setting.overlap_tp else 1.0)
         shown *= sum(spec.routing is None for _, spec in halves(block))
