@@ -116,13 +116,18 @@ def newest(
     return None
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a complete checkpoint: its manifest is written last."""
+    return (folder / manifest.FILE).is_file()
+
+
 def checkpoint_in(source: Path) -> Path:
     """Return ``source`` if it is a checkpoint, or the newest one in it.
 
     Raises:
         CheckpointError: if there is none.
     """
-    path = source if (source / manifest.FILE).is_file() else newest(source)
+    path = source if is_checkpoint(source) else newest(source)
     if path is None and source.is_dir() and _NAME.fullmatch(source.name):
         manifest.read(source)  # raises with the defect
     if path is None:
@@ -139,7 +144,7 @@ def demand_no_checkpoint(folder: Path) -> None:
     Raises:
         CheckpointError: if it is, with the folder that is probably meant.
     """
-    if (folder / manifest.FILE).is_file():
+    if is_checkpoint(folder):
         raise CheckpointError(
             f"{folder} is a checkpoint, and no run's folder: the run goes on from its newest one "
             f"with --folder {folder.parent}, and a new run begins at this one with "

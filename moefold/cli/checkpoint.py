@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.folder import candidates, newest
+from moefold.checkpoint.folder import candidates, is_checkpoint, newest
 from moefold.checkpoint.manifest import Manifest
 from moefold.checkpoint.verify import verify
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def find(path: Path) -> Path:
     """Return the checkpoint at ``path``, or the newest one in a run or checkpoint folder."""
-    if (path / manifest.FILE).exists():
+    if is_checkpoint(path):
         return path
     for folder in (path, path / "checkpoints"):
         if candidates(folder):

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moefold.checkpoint import manifest
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import is_checkpoint, newest
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, print_json
 from moefold.comm.environment import Spot, environment
 from moefold.config.load import load
@@ -151,7 +150,7 @@ def asked_run(args: argparse.Namespace) -> Run:
     if args.folder is None:
         raise ValueError("name a RUN (a run file, recipe or Hugging Face folder), or --folder OUT")
     folder = Path(args.folder)
-    if (folder / manifest.FILE).is_file():  # a checkpoint, as the source of a fork
+    if is_checkpoint(folder):  # as the source of a fork
         folder = folder.parent
     if not (folder / RUN_FILE).is_file():
         held = folder.is_dir() and newest(folder) is not None

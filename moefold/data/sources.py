@@ -362,9 +362,12 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
         files = [Path(n) for n in names if Path(n).is_file()]
         if not files:
             folder = any(Path(n).is_dir() for n in names)
-            said = "no file matches; name files that are there, as files: [...] at the source"
-            said = "is a folder; add a pattern such as /**/*.txt" if folder else said
-            raise DataError(f"{pattern}: {said}")
+            if folder:
+                raise DataError(f"{pattern}: is a folder; add a pattern such as /**/*.txt")
+            raise DataError(
+                f"{pattern}: no file matches; name files that are there, as files: [...] at the "
+                "source"
+            )
         found.update(dict.fromkeys(files))
     return list(found)
 

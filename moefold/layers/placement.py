@@ -23,6 +23,11 @@ def shared_box(one: Box, other: Box) -> Box | None:
     return shared if all(start < end for start, end in shared) else None
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the slices by which ``box`` is indexed in the global tensor."""
+    return tuple(slice(start, end) for start, end in box)
+
+
 def inside(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices by which ``box`` is indexed in a tensor that holds ``outer``."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
@@ -111,7 +116,7 @@ class Shard:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the piece as a view of the whole tensor."""
-        return tensor[tuple(slice(start, end) for start, end in self.box)]
+        return tensor[slices(self.box)]
 
 
 def shard(

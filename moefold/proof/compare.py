@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moefold.comm.recorder import Site
-from moefold.layers.placement import Box
+from moefold.layers.placement import Box, slices
 from moefold.model.config import Decoder
 from moefold.proof.case import Subject
 from moefold.proof.rank_run import RankResult, micro_batches
@@ -173,8 +173,7 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
                 key = kind + SEPARATOR + piece.name
                 error = math.nan  # if the reference has no such tensor
                 if key in known:
-                    place = tuple(slice(start, end) for start, end in piece.box)
-                    wanted = file.get_slice(key)[place or ...].double()
+                    wanted = file.get_slice(key)[slices(piece.box) or ...].double()
                     error = float((piece.tensor.double() - wanted).square().sum())
                 raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
                 digest = hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()

@@ -19,6 +19,7 @@ from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
 from moefold.checkpoint.tensors import DTYPES, TensorSlice
 from moefold.comm.collectives import sum_
+from moefold.layers.placement import slices
 from moefold.optim.base import Optimizer
 from moefold.optim.config import matches
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
@@ -89,7 +90,7 @@ def whole_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
     found = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in known}
     for held in data.weights():
         if held.first and held.name in found:
-            found[held.name][tuple(slice(*ends) for ends in held.box)] = held.tensor.detach()
+            found[held.name][slices(held.box)] = held.tensor.detach()
     data.settle()
     return {name: sum_(whole, ranks) for name, whole in found.items()}
 
