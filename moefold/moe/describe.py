@@ -98,9 +98,9 @@ class MoeSpec(LayerSpec):
             shared, units = self.shared.width, self._shared()
             shape, cut = (*gates, shared, hidden), ((len(gates), units),)
             yield Weight("shared.w_in", shape, cut, "shared")
-            last: dict[str, Any] = {"start": "output", "added": not self.shared.gate}
-            yield Weight("shared.w_out", (hidden, shared), ((1, units),), "shared", **last)
-            if self.shared.gate:
+            shape, cut, gated = (hidden, shared), ((1, units),), self.shared.gate
+            yield Weight("shared.w_out", shape, cut, "shared", start="output", added=not gated)
+            if gated:
                 yield Weight("shared.gate.weight", (1, hidden), (), "shared")
         if idle is not None and idle.constant:
             shape = (hidden, idle.constant)

@@ -110,8 +110,11 @@ class Weight:
     @property
     def begins(self) -> Start:
         """``start``, or its default."""
-        usual: Start = "output" if self.added else "normal"
-        return self.start or ("zeros" if len(self.shape) == 1 else usual)
+        if self.start is not None:
+            return self.start
+        if len(self.shape) == 1:
+            return "zeros"
+        return "output" if self.added else "normal"
 
     @property
     def narrow(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from moefold.config.errors import Violation
 from moefold.layers.config import FFN, Size
@@ -71,10 +71,10 @@ class Dense(LayerSpec):
         """Yield gate and up projection as one weight, down projection, and latent projections."""
         inner, lead = self.latent or hidden, (self.blocks,) * (self.blocks > 1)
         width, read, at = self.width // self.blocks, inner // self.blocks, len(lead) + 1
-        units, apart = ((at, self._units()),), bool(lead)
+        units, apart, alone = ((at, self._units()),), bool(lead), self.latent is None
         yield Weight("w_in", (*lead, 2, width, read), units, "ffn", stacked=apart)
-        last: dict[str, Any] = {"start": "output", "added": self.latent is None}
-        yield Weight("w_out", (*lead, read, width), units, "ffn", stacked=apart, **last)
+        shape = (*lead, read, width)
+        yield Weight("w_out", shape, units, "ffn", stacked=apart, start="output", added=alone)
         if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "ffn")
             yield Weight("up.weight", (hidden, inner), (), "ffn", start="normal", added=True)
