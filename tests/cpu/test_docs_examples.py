@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -236,7 +236,7 @@ def test_overrides_that_pages_show_are_legal(words: list[str]) -> None:
         (lambda: moefold.plan("tiny", "h100x1", overrides="seed=2"), r"such as \['seed=2'\]"),
         (lambda: moefold.verify(moefold.load_run("tiny"), "tp2"), r"such as \['tp2'\]"),
         (
-            lambda: moefold.open(moefold.load_run("tiny"), hooks=[Hook]),  # type: ignore[list-item]
+            lambda: moefold.open(moefold.load_run("tiny"), hooks=cast(Any, [Hook])),
             "objects of classes",
         ),
     ],

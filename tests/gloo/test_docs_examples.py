@@ -10,6 +10,7 @@ import pytest
 from moefold.api import train
 from moefold.checkpoint.folder import newest
 from moefold.cli.main import main
+from moefold.config.slot import build
 from moefold.run import load_run
 from moefold.training.hooks.config import HOOKS
 from moefold.training.run_folder import History
@@ -87,8 +88,7 @@ def test_a_hook_from_a_file_reaches_the_ranks(tmp_path: Path) -> None:
     found = list[list[float]]()
     for nproc, *layout in ((1,), (2, "layout.zero=3"), (2, "layout.sizes=pp2")):
         run = load_run(path, [*steps, "train.precision=fp32", *layout])
-        record = HOOKS.kinds["router_norm"]()
-        hook = record.owner(record)  # type: ignore[misc]
+        hook = build(HOOKS.kinds["router_norm"]())
         out = tmp_path / "-".join(map(str, (nproc, *layout)))
         train(run, nproc=nproc, hooks=[hook], folder=out)
         names = [f"norm/layers.{layer}.moe.router.weight" for layer in (0, 1)]
