@@ -61,7 +61,7 @@ def train(
     """
     _check(run, hooks)
     if nproc < 1:
-        raise ValueError(f"nproc={nproc}: at least 1")
+        raise ValueError(f"nproc={nproc}: must be at least 1")
     demand_fit(run, nproc)
     model: DecoderModel | None = None
     if nproc == 1:
@@ -104,10 +104,10 @@ def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ())
 
 def _check(run: object, hooks: Sequence[object]) -> None:
     if not isinstance(run, Run):
-        raise TypeError(f"run is {run!r}; pass what moefold.load_run(...) returns")
+        raise TypeError(f"run must be a Run, as moefold.load_run(...) returns, not {run!r}")
     for hook in hooks:
         if not isinstance(hook, Hook):
-            raise TypeError(f"a hook is {hook!r}; pass objects of classes that are built on Hook")
+            raise TypeError(f"hooks must be instances of subclasses of Hook, not {hook!r}")
 
 
 def load_model(
@@ -130,7 +130,7 @@ def load_model(
         ValueError: if the folder is none of these, or does not hold the whole model.
     """
     if dtype not in PRECISIONS:
-        raise ValueError(f"dtype {dtype!r}: one of {', '.join(PRECISIONS)}")
+        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(PRECISIONS)}")
     path = Path(source)
     import_plugins(uses)
     if is_hub_folder(path):
@@ -228,5 +228,5 @@ def verify(
         ValueError: if a layout is illegal for the run on ``world`` ranks; names the nearest legal.
     """
     if isinstance(layouts, str):
-        raise TypeError(f"layouts is {layouts!r}; pass a list, such as [{layouts!r}]")
+        raise TypeError(f"layouts must be a list, such as [{layouts!r}], not {layouts!r}")
     return (within_spread if as_run else prove)(cases_of(run, layouts, world, as_run))

@@ -30,7 +30,7 @@ def add_run(
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """Add ``--layout``, the axis sizes of a run's layout."""
-    said = 'axis sizes, such as "tp2 pp2 ep4" (default: the run\'s)'
+    said = 'ranks per axis of the layout, such as "tp2 pp2 ep4" (default: the run\'s)'
     parser.add_argument("--layout", metavar="SIZES", help=said)
 
 
@@ -42,7 +42,7 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add ``--world``, the number of ranks of a layout."""
-    said = "number of ranks (default: the fewest that fit)"
+    said = "number of ranks (default: the fewest that the layout needs)"
     parser.add_argument("--world", metavar="N", type=int, help=said)
 
 

@@ -11,31 +11,31 @@ from moefold.model.families.peft import is_hub_folder
 
 def add_speaker(parser: argparse.ArgumentParser) -> None:
     """Add the model's folder and the sampling options."""
-    text = "a checkpoint, a run's folder, a Hugging Face folder, or an adapter's"
+    text = "a run's folder, a checkpoint, a Hugging Face folder, or a PEFT adapter's folder"
     parser.add_argument("checkpoint", metavar="FOLDER", help=text)
-    text = "system message that the conversation begins with (default: none)"
+    text = "system message at the start of the conversation (default: none)"
     parser.add_argument("--system", metavar="TEXT", help=text)
-    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="most new tokens")
-    text = "sampling temperature, 0 is greedy (default: the folder's, else 0.8)"
+    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="maximum new tokens")
+    text = "sampling temperature; 0 is greedy (default: FOLDER's, else 0.8)"
     parser.add_argument("--temperature", metavar="T", type=float, help=text)
-    text = "sample from the likeliest tokens that make up P (default: the folder's, else 0.95)"
+    text = "sample from the top tokens with total probability P (default: FOLDER's, else 0.95)"
     parser.add_argument("--top-p", metavar="P", type=float, help=text)
-    text = "sample from the N likeliest tokens (default: the folder's, else all)"
+    text = "sample from the N most probable tokens (default: FOLDER's, else all)"
     parser.add_argument("--top-k", metavar="N", type=int, help=text)
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same text")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed")
     add_plugins(parser)
 
 
 def speaking(args: argparse.Namespace) -> Path:
     """Check the arguments, and return the model's folder."""
     if args.tokens < 1:
-        raise ValueError(f"--tokens {args.tokens}: at least 1")
+        raise ValueError(f"--tokens {args.tokens}: must be at least 1")
     if args.temperature is not None and not args.temperature >= 0:
-        raise ValueError(f"--temperature {args.temperature}: 0 (the likeliest token) or more")
+        raise ValueError(f"--temperature {args.temperature}: must be at least 0 (greedy)")
     if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise ValueError(f"--top-p {args.top_p}: above 0, and at most 1 (every token)")
+        raise ValueError(f"--top-p {args.top_p}: must be above 0 and at most 1")
     if args.top_k is not None and args.top_k < 1:
-        raise ValueError(f"--top-k {args.top_k}: at least 1")
+        raise ValueError(f"--top-k {args.top_k}: must be at least 1")
     path = Path(args.checkpoint)
     return path if is_hub_folder(path) else checkpoint_in(path)
 

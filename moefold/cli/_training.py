@@ -61,29 +61,29 @@ def train_to_end(
     """
     folder = shlex.quote(str(job.folder))
     without = " and without --fork" if forks else ""
-    onwards = f"the same command with --folder {folder}{without} goes on from"
+    onwards = f"to resume, repeat the command with --folder {folder}{without}"
     if job.recovered:
-        console.print(Text(f"{job.recovered['why']}; on from step {job.step_number}", "yellow"))
+        console.print(Text(f"{job.recovered['why']}; resumed at step {job.step_number}", "yellow"))
     else:
         console.print(panel(job, said))
     if job.step_number >= job.last_step:
         job.save()
-        where = f"--folder {folder} train.steps={2 * job.step_number}"
-        done = f"step {job.step_number} is done already; go on with {where}"
+        where = f"--folder {folder} train.steps={2 * job.step_number}{without}"
+        done = f"step {job.step_number} is done already; to train further, run again with {where}"
         console.print(Text(done), soft_wrap=True)
         return ENDED
     try:
         final = job.train()
     except Interrupted as stopped:
         console.print(Text(str(stopped), style="yellow"), soft_wrap=True)
-        console.print(Text(f"{onwards} there"), soft_wrap=True)
+        console.print(Text(onwards), soft_wrap=True)
         return SAVED_AND_STOPPED
     except (NonFiniteStep, RoutingCollapse) as stopped:
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")
         return STOPPED_BY_POLICY
     except (OSError, SaveError):
         if stood := newest(job.folder):
-            again = f"{stood} stands; {onwards} it"
+            again = f"the newest checkpoint is {stood}; {onwards}"
             console.print(Text(again, style="yellow"), soft_wrap=True)
         raise
     figures = f"{count(final['tokens'])} tokens, loss {final['lm_loss']:.3f}"

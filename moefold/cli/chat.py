@@ -1,7 +1,7 @@
-"""``moefold chat``: a conversation with a model in the terminal.
+"""``moefold chat``: chat with a model in the terminal.
 
-Uses the folder's chat template, and prints answers token by token. A line is a message; /new starts
-another conversation, Ctrl-C ends an answer, and Ctrl-D or /exit the command.
+Reads messages, one per line, and prints the model's answers token by token, in its chat template.
+/new starts a new conversation, Ctrl-C stops an answer, Ctrl-D or /exit ends the command.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""``moefold checkpoint``: what a checkpoint holds; whether every byte is as written.
+"""``moefold checkpoint``: show what a checkpoint holds, or check it for damage.
 
 Reads a checkpoint, or the newest one in a run's folder or a folder of checkpoints.
 """
@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (
-        ("inspect", "lists tensors, shards and facts; reads the manifest only"),
+        ("inspect", "lists tensors, shards and metadata; reads only the manifest"),
         ("verify", "reads every byte and compares it with its SHA-256; exit status 1 on damage"),
     ):
         action = actions.add_parser(name, help=text, description=text)
@@ -37,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action.add_argument("path", metavar="PATH", type=Path, help=text)
         add_json(action)
         if name == "inspect":
-            action.add_argument("--all", action="store_true", help="list every tensor")
+            action.add_argument("--all", action="store_true", help="list all tensors, however many")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, list):
         return [_short(item) for item in value]
     if isinstance(value, str) and len(value) > LONG_TEXT:
-        return f"{value[:LONG_TEXT]}… ({len(value):,} characters; --json has them)"
+        return f"{value[:LONG_TEXT]}… ({len(value):,} characters; --json shows all)"
     return value
 
 

@@ -1,7 +1,7 @@
 """``moefold demo``: train a small mixture of experts on real text, in five minutes.
 
-Trains the recipe demo on the Python standard library's own sources into a new folder below runs/,
-and says what to type next. Exit status as of `moefold train`.
+Trains the recipe demo on the source code of Python's standard library, in fewer steps on a slow
+machine, and prints commands to try next. Exit status as of `moefold train`.
 """
 
 import argparse
@@ -36,9 +36,9 @@ WARM_UP_STEPS, MEASURED_STEPS, MEASURED_S = 2, 8, 4.0
 """Number of warm-up steps; then maximum number and seconds of measured steps."""
 SHOWN = {
     "experts.html": "which expert took which token",
-    "loss.png": "the curve of the loss",
-    "expert_load.png": "how evenly the experts were used",
-    "samples.txt": "what it wrote on the way",
+    "loss.png": "loss curve",
+    "expert_load.png": "load of each expert",
+    "samples.txt": "texts generated during training",
 }
 
 
@@ -48,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder", metavar="OUT", help="output folder (default: a new one in runs/)"
     )
-    add_json(parser)
+    add_json(parser, "print the results as one JSON object, and all other output on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     elif status == ENDED:
         facts = summary(History.read(folder))
         console.print(card("[bold]done[/]", _rows(folder, facts), "green"))
-        console.print("type next", style="cyan")
+        console.print("commands to try next", style="cyan")
         for command in next_commands(folder):
             # Not in the card, where a wrapped line could not be copied.
             console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
@@ -92,11 +92,11 @@ def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
             prepare(run.data, cache, told)
         step_s = rehearsed(run, cache)
         steps = fitting(asked, step_s)
-        said = f"{asked} fit into {clock(TOTAL_S)}, at {step_time(step_s)} a step as measured"
+        said = f"{asked} fit into {clock(TOTAL_S)}, at {step_time(step_s)} per step as measured"
         if steps < asked:
             said = (
-                f"{steps} of the recipe's {asked}, to end within about {clock(TOTAL_S)} at "
-                f"{step_time(step_s)} a step as measured; train.steps={asked} takes them all"
+                f"{steps} of the recipe's {asked}, as a step takes {step_time(step_s)} on this "
+                f"machine; train.steps={asked} runs all"
             )
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})}), said
 
@@ -137,7 +137,7 @@ def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text
     yield "folder", str(folder)
     for number, (file, what) in enumerate(SHOWN.items()):
         if (folder / file).exists():
-            yield "look at" if number == 0 else "", f"{folder / file}  ({what})"
+            yield "files" if number == 0 else "", f"{folder / file}  ({what})"
 
 
 def next_commands(folder: Path) -> list[str]:

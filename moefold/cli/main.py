@@ -32,17 +32,17 @@ TRACEBACK = "--traceback"
 OURS = {errno.EBADF, errno.EFAULT, errno.ECHILD, errno.ESRCH, errno.ENOTSOCK, errno.EDEADLK, None}
 REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "symbolic links lead in a circle: remove one of them",
+    errno.ELOOP: "symbolic links form a loop: remove one of them",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
-        "choose another place, or change who may use this one",
+        "choose another path, or make this one accessible",
     ),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
-        "something else stands where a file or folder should be: name another path",
+        "a file is where a folder is needed, or the reverse: choose another path",
     ),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then give the command again"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then repeat the command"),
 }
 
 
@@ -155,13 +155,13 @@ def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType
     parser = Parser(
         prog="moefold",
         description=(moefold.__doc__ or "").partition("\n")[0],
-        epilog=f"commands:{listed}\n\n`moefold COMMAND --help` says more.",
+        epilog=f"commands:{listed}\n\n`moefold COMMAND --help` describes one of them.",
     )
     parser.add_argument("--version", action="version", version=f"moefold {moefold.__version__}")
     parser.add_argument(
-        TRACEBACK, action="store_true", help="show where an error came from; goes anywhere"
+        TRACEBACK, action="store_true", help="show the Python traceback of an error; valid anywhere"
     )
-    subparsers = parser.add_subparsers(metavar="COMMAND", help="one of those below")
+    subparsers = parser.add_subparsers(metavar="COMMAND", help="a command from the list below")
     command = None
     for name, file in files.items():
         if name == asked:
@@ -199,11 +199,11 @@ def _print_error(error: Exception) -> None:
 
     text = str(error)
     if isinstance(error, UnicodeEncodeError):
-        text = f"{error.object!a}: holds bytes that are no UTF-8 text; write it in UTF-8"
+        text = f"{error.object!a}: contains bytes that are not UTF-8; write it in UTF-8"
     elif isinstance(error, OSError):
         where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
         remedy = REMEDIES.get(error.errno or 0)
         text = f"{error.strerror or text}{where}" + (f"; {remedy}" if remedy else "")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text("error", style="bold red"), Text(text or type(error).__name__), sep=": ")
-    console.print(f"({type(error).__name__}; {TRACEBACK} shows where it came from)", style="dim")
+    console.print(f"({type(error).__name__}; {TRACEBACK} shows the Python traceback)", style="dim")

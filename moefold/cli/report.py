@@ -1,7 +1,7 @@
-"""``moefold report``: a run's curves and expert health as a self-contained page.
+"""``moefold report``: write a run's curves and expert load as an HTML page.
 
-Reads the folder of a run, finished or not, and writes one HTML file that needs no network. For
-adapters of experts it also draws moved.png: how far they have moved each expert.
+Reads the folder of a run, finished or not, and writes one HTML file that needs no network. For a
+run with adapters on experts it also draws moved.png: how far they changed each expert's weights.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(2, "no such folder", str(folder))
     history = History.read(folder)
     if not history.lines:
-        raise ValueError(f"{folder}: has no metrics.jsonl with steps in it; is it a run's folder?")
+        raise ValueError(f"{folder}: holds no metrics.jsonl with steps; name the folder of a run")
     if args.json:
         print_json(summary(history))
         return 0

@@ -1,7 +1,7 @@
-"""``moefold routing``: which experts tokens chose, as a run recorded it.
+"""``moefold routing``: print statistics of a run's recorded routing.
 
 Prints a line of JSON for each step and layer: the load of each expert, how concentrated it is, and
-how much it has in common with the recorded step before. docs/routing.md explains the keys.
+how much it overlaps with that of the previous recorded step. docs/routing.md explains the keys.
 """
 
 import argparse
@@ -15,12 +15,10 @@ from moefold.training.routing_trace import lines
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="what train.routing.record wrote"
+        "folder", metavar="FOLDER", type=Path, help="folder that train.routing.record wrote"
     )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="output file (default: the console)"
-    )
-    text = "add ids and experts of each token, -1 - expert where it was dropped"
+    parser.add_argument("--out", metavar="FILE", type=Path, help="output file (default: stdout)")
+    text = "add each token's id and experts; a dropped choice is -1 - expert"
     parser.add_argument("--tokens", action="store_true", help=text)
 
 

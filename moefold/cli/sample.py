@@ -1,7 +1,7 @@
-"""``moefold sample``: text from a model.
+"""``moefold sample``: generate text with a model.
 
-Continues prompts with the model of a checkpoint, a run's newest one, or a Hugging Face folder;
-with --chat it answers them. Several prompts are decoded together.
+Continues each --prompt, or with --chat answers it, and prints prompts and texts. Several prompts
+are decoded together. Of a run's folder the newest checkpoint is used.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from moefold.training.words import harmless
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_speaker(parser)
-    text = "text to continue; repeatable (default: none)"
+    text = "text to continue; repeatable (default: empty)"
     parser.add_argument("--prompt", metavar="TEXT", action="append", help=text)
-    text = "treat each prompt as a user's message in the folder's chat template"
+    text = "treat each prompt as a user's message in the model's chat template"
     parser.add_argument("--chat", action="store_true", help=text)
     add_json(parser)
 
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     if args.system and not args.chat:
-        raise ValueError("--system: belongs to a conversation; add --chat")
+        raise ValueError("--system is only for conversations: add --chat")
     path = speaking(args)  # fails before torch is loaded
     prompts = args.prompt or [""]
     step, texts = _sample(args, path, prompts)
@@ -61,6 +61,6 @@ def _sample(
     else:
         ids = [speaker.tokenizer.prompt(text) for text in prompts]
     if not all(ids):
-        raise ValueError("--prompt: give some text; this tokenizer has no token that starts one")
+        raise ValueError("--prompt must have text: this tokenizer has no token that begins a text")
     continued = speaker.write(ids, args.tokens, **drawing(args))
     return speaker.step, [(speaker.tokenizer.decode(new), len(new)) for new in continued]

@@ -1,13 +1,13 @@
 """``moefold train``: train a run, or resume it.
 
-Output goes to a new folder runs/NAME, or to --folder. A run found there is resumed, and RUN can
-then be left out.
+Trains a model as RUN describes, and writes to a new folder in runs/, or to --folder. A run that
+exists in --folder is resumed; RUN can then be left out.
 
 exit status:
-  0   the run is at its last step, or --dry-run found nothing wrong
+  0   the run reached its last step or --until, or --dry-run succeeded
   2   wrong input
-  3   a policy stopped it: a step that is not finite, or collapsed routing
-  75  a signal stopped it; it saved, and --folder resumes
+  3   a policy stopped the run: non-finite loss or gradient, or collapsed routing
+  75  a signal stopped the run; it saved first, and --folder resumes it
 """
 
 import argparse
@@ -39,25 +39,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_run(parser, "train.steps=100", optional=True)
     parser.add_argument(
-        "--dry-run", action="store_true", help="only print the banner: sizes, cost, kernels"
+        "--dry-run", action="store_true", help="only print parameters, time, memory and kernels"
     )
-    text = "output folder; a run there is resumed (default: a new one in runs/)"
+    text = "output folder; a run in it is resumed (default: a new one in runs/)"
     parser.add_argument("--folder", metavar="OUT", help=text)
-    text = "save and stop at this step (default: the run's last)"
+    text = "save and stop at this step (default: the run's last step)"
     parser.add_argument("--until", metavar="STEP", type=int, help=text)
     parser.add_argument(
         "--fork",
         metavar="NEW",
-        help="start a new run in this folder from the newest checkpoint of --folder, which may be "
-        "an imported one (default: none)",
+        help="start a new run in folder NEW from the newest checkpoint in --folder, a run's or "
+        "an imported model's, or from --folder itself if it is a checkpoint (default: none)",
     )
-    text = "with --fork: take only the weights, and begin at step 0"
+    text = "with --fork: take only the weights and start at step 0"
     parser.add_argument("--weights-only", action="store_true", help=text)
-    text = "with --fork: allow another tokenizer than the checkpoint's"
+    text = "with --fork: allow a tokenizer that differs from the checkpoint's"
     parser.add_argument("--new-tokenizer", action="store_true", help=text)
     add_layout(parser)
-    parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start here (default: 1)")
-    add_json(parser)
+    parser.add_argument("--nproc", metavar="N", type=int, help="ranks on this machine (default: 1)")
+    add_json(parser, "print the results as one JSON object, and all other output on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,14 +95,14 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
     """
     spot = environment()
     if args.fork is not None and args.folder is None:
-        raise ValueError("--fork NEW starts from another run: name its folder with --folder OLD")
+        raise ValueError("--fork NEW needs the folder to start from: add --folder OLD")
     if args.fork is not None and args.dry_run:
-        raise ValueError("--dry-run looks at one folder: leave --fork out")
+        raise ValueError("--dry-run cannot be combined with --fork: leave one out")
     for flag in ("weights_only", "new_tokenizer"):
         if vars(args)[flag] and args.fork is None:
-            raise ValueError(f"--{flag.replace('_', '-')} says how to fork: give --fork NEW too")
+            raise ValueError(f"--{flag.replace('_', '-')} is only for forks: add --fork NEW")
     if args.nproc is not None and args.nproc < 1:
-        raise ValueError(f"--nproc {args.nproc}: at least 1")
+        raise ValueError(f"--nproc {args.nproc}: must be at least 1")
     run = asked_run(args)
     if spot is None or spot.world == 1:
         demand_fit(run, args.nproc or 1)
@@ -110,7 +110,7 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
         _demand_memory(run, args.nproc or 1)
         return run, None
     if args.nproc is not None:
-        raise ValueError(f"a launcher started {spot.world} ranks already; leave --nproc out")
+        raise ValueError(f"a launcher has started {spot.world} ranks already: leave --nproc out")
     return run, spot
 
 
@@ -154,9 +154,9 @@ def asked_run(args: argparse.Namespace) -> Run:
         folder = folder.parent
     if not (folder / RUN_FILE).is_file():
         held = folder.is_dir() and newest(folder) is not None
-        what = "an imported model, and no run" if held else "no run to continue"
+        what = "an imported model, not a run" if held else "no run to resume"
         flags = f"--folder {folder}" + " --fork NEW" * held
-        raise ValueError(f"{folder} holds {what}: name one, moefold train RUN {flags}")
+        raise ValueError(f"{folder} holds {what}; start one with moefold train RUN {flags}")
     # Older runs were saved with paths relative to the working folder.
     return load(Run, folder / RUN_FILE, overrides, folder=Path.cwd()).record
 
@@ -197,8 +197,8 @@ def _train(
         if args.fork is not None and not began:
             said = fork(job, Path(args.folder), args.weights_only, args.new_tokenizer)
             lines = [
-                f"forked from {said['from']} at step {said['step']}: {', '.join(said['taken'])} "
-                f"taken; tokenizer {said['tokenizer']}",
+                f"forked from {said['from']} with its {', '.join(said['taken'])}; starts at step "
+                f"{said['step']}; tokenizer: {said['tokenizer']}",
                 *(f"  {line}" for line in said["changed"]),
             ]
             console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
@@ -249,7 +249,7 @@ def _set_last_step(job: "Trainer", until: int | None, began: bool = False) -> No
         return
     if not began and not job.step_number < until <= job.last_step:
         raise ValueError(
-            f"--until {until}: the run is at step {job.step_number} and its last is "
-            f"{job.last_step}; choose a step between, up to the last"
+            f"--until {until}: must be above {job.step_number}, the steps already done, and at "
+            f"most {job.last_step}, which is train.steps"
         )
     job.last_step = until

@@ -32,7 +32,7 @@ def test_the_demo_ends_with_a_card(here: Path, capsys: Any) -> None:
     assert [path.name for path in (here / "runs" / "demo").iterdir()] == ["kept"]
     commands = re.findall(r"moefold (sample|report|export|train) ", said)
     assert commands == ["sample", "report", "export", "train"]
-    assert re.search(r"steps +\d+ fit into 5:00, at [\d.]+ ms a step as measured", banner)
+    assert re.search(r"steps +\d+ fit into 5:00, at [\d.]+ ms per step as measured", banner)
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.2, 500), (0.45, 500), (0.9, 250), (9.0, 150)])
@@ -50,8 +50,8 @@ def test_a_slow_machine_takes_fewer_steps_and_says_so(
     monkeypatch.setattr(demo, "FEWEST", 3)
     assert main(["demo", "--folder", "slow"]) == 0
     said = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
-    asked = re.search(r"steps 3 of the recipe's (\d+), to end within about 5:00", said)
-    assert asked and f"train.steps={asked[1]} takes them all" in said
+    asked = re.search(r"steps 3 of the recipe's (\d+), as a step takes 1:00 on this machine", said)
+    assert asked and f"train.steps={asked[1]} runs all" in said
     assert "done step 3," in said
     monkeypatch.delattr(demo, "rehearsed")  # what has begun is not measured again
     assert main(["demo", "--folder", "slow"]) == 0

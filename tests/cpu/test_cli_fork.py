@@ -124,10 +124,10 @@ def test_another_tokenizer_is_refused_unless_it_is_asked_for(
     assert "TokenizerMismatch" in said and "--new-tokenizer" in said
     kept = next(line for line in said.split("'") if line.startswith("data.tokenizer="))
     assert main([*fork, str(tmp_path / "kept"), kept]) == 0
-    assert "tokenizer same" in capsys.readouterr().out
+    assert "tokenizer: same" in capsys.readouterr().out
     assert fork_of(tmp_path / "kept")["tokenizer"] == "same"
     assert main([*fork, str(tmp_path / "asked"), "--new-tokenizer"]) == 0
-    assert "tokenizer new" in capsys.readouterr().out
+    assert "tokenizer: new" in capsys.readouterr().out
     assert fork_of(tmp_path / "asked")["tokenizer"] == "new"
 
 
@@ -137,7 +137,7 @@ def test_a_fork_takes_all_or_weights_alone(trained: Path, tmp_path: Path, capsys
     fork = ["train", "--folder", str(trained), "train.steps=6", "--fork"]
     assert main([*fork, str(tmp_path / "all")]) == 0
     said = capsys.readouterr().out
-    assert "weights, optimizer state, progress taken" in said
+    assert "with its weights, optimizer state, progress;" in said
     assert fork_of(tmp_path / "all")["taken"] == ["weights", "optimizer state", "progress"]
     fewer = ["train", "--folder", str(tmp_path / "all"), "train.steps=3"]
     assert main(fewer) == 0  # what it says to type makes steps

@@ -239,9 +239,9 @@ def test_the_package_loads_by_itself_and_knows_its_names() -> None:
 @pytest.mark.parametrize(
     ("number", "mended"),
     [
-        (errno.EACCES, "choose another place"),
-        (errno.EROFS, "choose another place"),
-        (errno.ENOTDIR, "something else stands where a file or folder should be"),
+        (errno.EACCES, "choose another path"),
+        (errno.EROFS, "choose another path"),
+        (errno.ENOTDIR, "a file is where a folder is needed"),
         (errno.ENAMETOOLONG, "choose a shorter name"),
         (errno.ELOOP, "remove one of them"),
         (errno.ENOSPC, "free some space"),
@@ -273,7 +273,7 @@ def test_text_that_is_no_utf8_is_said_and_shown(fails, capsys) -> None:
         "caf\udce9".encode()
     except UnicodeEncodeError as error:
         assert fails(error) == cli.WRONG_INPUT
-    assert r"error: 'caf\udce9': holds bytes that are no UTF-8 text" in capsys.readouterr().err
+    assert r"error: 'caf\udce9': contains bytes that are not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
