@@ -131,7 +131,7 @@ def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text
         yield "result", Text.assemble(result, " on held-out files")
     beside = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
     if beside:
-        yield "to beat", ", ".join(beside)
+        yield "baselines", ", ".join(beside)
     took = f" in {clock(facts['wall_s'])}" if "wall_s" in facts else ""
     yield "trained", f"{facts['step']:,} steps, {count(facts['tokens'])} tokens{took}"
     yield "folder", str(folder)
