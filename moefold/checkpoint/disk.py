@@ -124,7 +124,7 @@ def retried(
             if error.errno not in PASSING:
                 raise
             pause = 0.2 * 4**attempt
-            say(f"{what}: attempt {attempt} of {attempts}: {error}; again in {pause:.1f} s")
+            say(f"{what}: attempt {attempt} of {attempts}: {error}; retrying in {pause:.1f} s")
             disk.wait(pause)
     return op()
 
@@ -133,7 +133,7 @@ def read_whole(disk: Disk, path: Path, limit: int) -> bytes:
     """Return a regular file's content; ``ValueError`` if it has more than ``limit`` bytes."""
     size = disk.size(path)
     if size > limit:
-        raise ValueError(f"holds {size} bytes, more than the limit of {limit}")
+        raise ValueError(f"it has {size} bytes, more than the limit of {limit}")
     buffer = bytearray(size)
     fd = disk.open(path)
     try:

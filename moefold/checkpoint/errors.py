@@ -48,10 +48,10 @@ class MismatchError(CheckpointError):
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = dict(mismatched or {})
-        lines = [f"{path} does not fit; nothing was loaded"]
+        lines = [f"{path} does not match this run; nothing was loaded"]
         lines += _listed("missing from the checkpoint", self.missing)
-        lines += _listed("in the checkpoint but not wanted", self.unexpected)
-        lines += _listed("different", [f"{n}: {how}" for n, how in self.mismatched.items()])
+        lines += _listed("in the checkpoint but not in this run", self.unexpected)
+        lines += _listed("mismatched", [f"{n}: {how}" for n, how in self.mismatched.items()])
         super().__init__("\n".join(lines))
 
 

@@ -64,7 +64,7 @@ def check_complete(path: Path, disk: Disk = DISK) -> Manifest:
     found = manifest.read(path, disk)
     match = _NAME.fullmatch(path.name)
     if match and int(match[1]) != found.step:
-        what = f"is of step {found.step}, but the folder has another step's name"
+        what = f"states step {found.step}, but the folder is named for another step"
         raise DamagedError(path, manifest.FILE, what)
     for shard in found.shards:
         check_size(path, shard, disk)
@@ -111,7 +111,7 @@ def newest(
     if passed:
         listed = "\n  ".join(passed)
         raise CheckpointError(
-            f"{folder}: no checkpoint is usable; move them away to start anew\n  {listed}"
+            f"{folder}: no checkpoint is usable; move them away to begin at step 0\n  {listed}"
         )
     return None
 
@@ -132,9 +132,9 @@ def checkpoint_in(source: Path) -> Path:
         manifest.read(source)  # raises with the defect
     if path is None:
         hub = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
-        hint = "moefold import makes a checkpoint of this Hugging Face folder"
-        hint = hint if hub else "give a run's folder or step-…"
-        raise CheckpointError(f"{source} is no checkpoint and holds none; {hint}")
+        hint = "convert this Hugging Face folder with moefold import"
+        hint = hint if hub else "name a run's folder, or a step-… folder in one"
+        raise CheckpointError(f"{source} is not a checkpoint and contains none; {hint}")
     return path
 
 
@@ -146,8 +146,8 @@ def demand_no_checkpoint(folder: Path) -> None:
     """
     if is_checkpoint(folder):
         raise CheckpointError(
-            f"{folder} is a checkpoint, and no run's folder: the run goes on from its newest one "
-            f"with --folder {folder.parent}, and a new run begins at this one with "
+            f"{folder} is a checkpoint, not a run's folder; to resume that run from its newest "
+            f"checkpoint, use --folder {folder.parent}; to start a new run from this one, use "
             f"--folder {folder} --fork NEW"
         )
 
@@ -172,7 +172,7 @@ def sweep(folder: Path, say: Say = _log.warning, disk: Disk = DISK) -> None:
                 check_complete(final, disk)
                 discard(candidate.path, say, disk)
             except CheckpointError as error:
-                say(f"{error}. Keeping {candidate.path.name} beside it")
+                say(f"{error}. Keeping {candidate.path.name}, which it replaced")
         elif candidate.way:
             try_remove(candidate.path, say, disk)
     for path in folder.iterdir():
@@ -214,7 +214,7 @@ def discard(path: Path, say: Say, disk: Disk = DISK) -> None:
     try:
         disk.rename(path, going)
     except OSError as error:
-        say(f"{path} could not be removed and stays: {error}")
+        say(f"{path} could not be removed: {error}")
         return
     try_remove(going, say, disk)
 
@@ -224,4 +224,4 @@ def try_remove(path: Path, say: Say, disk: Disk = DISK) -> None:
     try:
         disk.remove_folder(path)
     except OSError as error:
-        say(f"{path} could not be removed, the next save tries again: {error}")
+        say(f"{path} could not be removed; the next save tries again: {error}")

@@ -109,17 +109,17 @@ class Reader:
             start, digest, data = part.span[0] + i * step, part.sha256[i], host_bytes(host)
             try:
                 read = partial(self._read_at, part.shard, start, data)
-                what = f"{self.path / file}: reading"
+                what = f"reading {self.path / file}"
                 count = retried(read, what, ATTEMPTS, self._say, self._disk)
             except OSError as error:
                 raise DamagedError(self.path, file, f"cannot be read: {error}", name) from error
             stop = start + len(data)
             if count < len(data):
-                what = f"ends at byte {start + count}, expected {stop} and more"
+                what = f"ends at byte {start + count}, expected at least {stop} bytes"
                 raise DamagedError(self.path, file, what, name)
             if (found := sha256(data).hexdigest()) != digest:
                 hashes = f"have SHA-256 {found[:16]}…, expected {digest[:16]}…"
-                what = f"bytes {start} to {stop} {hashes}: they are not as written; "
+                what = f"bytes {start} to {stop} {hashes}; "
                 raise DamagedError(self.path, file, what + manifest.USE_OLDER, name)
             if staging is not None:
                 chunk.copy_(host)
@@ -150,4 +150,4 @@ def difference(stored: TensorMeta, shape: tuple[int, ...], dtype: torch.dtype) -
         return ""
     kind = str(DTYPES[stored.dtype]).removeprefix("torch.")
     wanted = str(dtype).removeprefix("torch.")
-    return f"stored {kind} {list(stored.shape)}, wanted {wanted} {list(shape)}"
+    return f"stored {kind} {list(stored.shape)}, expected {wanted} {list(shape)}"

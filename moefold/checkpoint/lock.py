@@ -100,7 +100,7 @@ class FolderLock:
             remove_empty(self._new)
             raise LockError(f"{self.path}: the folder cannot be locked: {error}") from error
         if left is not None:
-            self._say(f"{self.path}: its holder {left} no longer runs. Taking over")
+            self._say(f"{self.path}: {left} held this lock and no longer runs. Taking over")
 
     def release(self) -> None:
         """Release the lock, and remove the folder if it was created for the lock and is empty.
@@ -123,19 +123,19 @@ class FolderLock:
             if self._lock.is_locked and found == self.me:
                 return
             time.sleep(pause_s)  # an unreadable file may be a transient storage error
-        now = f"now {found} holds it" if found else "its file is gone"
+        now = f"{found} holds it now" if found else f"{HOLDER} is gone or unreadable"
         raise LockError(
-            f"{self.path}: {self.me.run!r} no longer holds this folder, {now}. "
-            "It must not write here any more"
+            f"{self.path}: {self.me.run!r} no longer holds this lock; {now}. "
+            "Only the holder may write checkpoints to this folder"
         )
 
     def _refusal(self) -> str:
         """Return why the lock cannot be taken, and a remedy."""
         if not self.path.exists():
-            return f"{self.path}: the folder cannot be locked: no file can be made in it"
-        stop = "Stop that run, or give this one another folder"
+            return f"{self.path}: the folder cannot be locked: no file can be created in it"
+        stop = "Stop that run, or use another folder for this one"
         if isinstance(self._lock, SoftFileLock):
-            stop += f". This file system has no locks: where that run is dead, remove {self.path}"
+            stop += f". This file system has no locks: if that run has ended, remove {self.path}"
         who = _read(self._holder) or "another process"
         return f"{self.path}: the folder is in use by {who}. {stop}"
 

@@ -221,9 +221,9 @@ def parse(raw: bytes, folder: Path) -> Manifest:
     try:
         envelope = _Envelope.model_validate_json(raw)
     except ValidationError:
-        raise DamagedError(folder, FILE, "is not JSON; " + USE_OLDER) from None
+        raise DamagedError(folder, FILE, "is not valid JSON; " + USE_OLDER) from None
     if envelope.format is None:
-        raise DamagedError(folder, FILE, "does not say that it is a checkpoint's; " + USE_OLDER)
+        raise DamagedError(folder, FILE, "has no field `format`; " + USE_OLDER)
     ours, number = envelope.format == FORMAT, envelope.version
     if (ours or head is not None) and (head is None or head[1].decode() != _seal(raw)):
         raise DamagedError(folder, FILE, "does not match its own SHA-256; " + USE_OLDER)
@@ -242,7 +242,7 @@ def validate(raw: bytes, folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[:10]
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in first)
-        raise DamagedError(folder, FILE, f"breaks the schema: {wrong}") from None
+        raise DamagedError(folder, FILE, f"does not match the schema: {wrong}") from None
     for tensor, what in contradictions(manifest):
         raise DamagedError(folder, FILE, what, tensor)
     return manifest
@@ -259,8 +259,8 @@ def read_raw(folder: Path, disk: Disk = DISK) -> bytes:
         return read_whole(disk, folder / FILE, MAX_BYTES)
     except FileNotFoundError:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no checkpoint") from None
-        what = "is missing: the checkpoint was never finished, or this folder is none"
+            raise CheckpointError(f"{folder}: no such checkpoint folder") from None
+        what = "is missing: the save was interrupted, or this is not a checkpoint"
         raise DamagedError(folder, FILE, what) from None
     except (OSError, ValueError) as error:
         raise DamagedError(folder, FILE, f"cannot be read: {error}") from error
@@ -287,14 +287,14 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
     """Yield ``(tensor, what)`` for contradictions between fields, which the schema cannot check."""
     files = [shard.file for shard in manifest.shards]
     if len(set(files)) < len(files):
-        yield None, "names a shard twice"
+        yield None, "lists a shard file twice"
     for name, stored in manifest.tensors.items():
         if math.prod(n for n in stored.shape if n) >= 2**62:
             yield name, f"has the impossible shape {list(stored.shape)}"
         for part in stored.slices:
             size = math.prod(part.shape) * ITEM_BYTES[stored.dtype]
             if part.shard >= len(manifest.shards):
-                yield name, f"lies in shard {part.shard} of {len(manifest.shards)}"
+                yield name, f"refers to shard {part.shard}, but there are {len(manifest.shards)}"
             if part.size != size:
                 yield name, f"has a slice of {size} bytes in a span of {part.size}"
             if len(part.sha256) != -(-size // manifest.chunk_bytes):
@@ -305,7 +305,7 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
         starts = [*(part.span[0] for _, part in rows), shard.size]
         ends = [shard.header, *(part.span[1] for _, part in rows)]
         if starts != ends or not 8 <= shard.header <= MAX_HEADER_BYTES + 8:
-            yield None, f"does not account for every byte of {shard.file}, each once"
+            yield None, f"does not cover every byte of {shard.file} exactly once"
 
 
 def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
@@ -337,11 +337,11 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 def check_meta(value: Any, at: str = "meta", depth: int = 0) -> None:
     """Raise ``CheckpointError`` with the place of a value that JSON would not reproduce exactly."""
     if depth > MAX_META_DEPTH:
-        raise CheckpointError(f"{at} is nested deeper than {MAX_META_DEPTH}")
+        raise CheckpointError(f"{at} is nested deeper than {MAX_META_DEPTH} levels")
     if type(value) is dict:
         for key, inner in value.items():
             if type(key) is not str:
-                raise CheckpointError(f"{at} has the key {key!r}; keys are text")
+                raise CheckpointError(f"{at} has the key {key!r}; keys must be text")
             check_meta(key, f"a key of {at}", depth)
             check_meta(inner, f"{at}.{key}", depth + 1)
     elif type(value) is list:
@@ -351,12 +351,12 @@ def check_meta(value: Any, at: str = "meta", depth: int = 0) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            what = f"{at} is {value!r}, which is no Unicode text: {error.reason}"
+            what = f"{at} is {value!r}, which is not valid Unicode: {error.reason}"
             raise CheckpointError(what) from None
     elif type(value) is float and not math.isfinite(value):
-        raise CheckpointError(f"{at} is {value}, which JSON does not know; store text or a tensor")
+        raise CheckpointError(f"{at} is {value}, which JSON cannot store; use text or a tensor")
     elif type(value) is int and value.bit_length() > 4096:
         raise CheckpointError(f"{at} is an integer of {value.bit_length()} bits; the limit is 4096")
     elif value is not None and type(value) not in (int, float, bool):
-        kinds = "dict, list, str, int, float, bool and None"
-        raise CheckpointError(f"{at} is a {type(value).__name__}; meta holds {kinds}")
+        kinds = "dict, list, str, int, float, bool or None"
+        raise CheckpointError(f"{at} is a {type(value).__name__}; it must be {kinds}")

@@ -76,7 +76,7 @@ def save(
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SaveError(Path(folder), f"the folder cannot be made: {error}") from error
+            raise SaveError(Path(folder), f"the folder cannot be created: {error}") from error
     with own if lock is None else nullcontext():
         try:
             saving.begin()
@@ -131,7 +131,7 @@ class CheckpointWriter:
         def begin() -> str:
             self._lock.check()  # another run's unfinished checkpoint would look like a leftover
             sweep = partial(folders.sweep, self._folder, self._say, self._disk)
-            self._tidy("clearing leftovers", sweep)
+            self._tidy("removing interrupted saves", sweep)
             staged = folders.on_its_way(self.path, "tmp")
             self._attempts(lambda: self._disk.make_folder(staged))
             return str(staged)
@@ -173,9 +173,9 @@ class CheckpointWriter:
             self.clean_up()
             return
         point = partial(folders.point, self._folder, self.path, self._disk)
-        self._tidy("naming it as the latest", point)
+        self._tidy("writing the file latest", point)
         keep = self._folder, self._policy, self.path, self._say, self._disk
-        self._tidy("removing older ones", partial(folders.retain, *keep))
+        self._tidy("removing old checkpoints", partial(folders.retain, *keep))
 
     def conclude(self) -> Path:
         """Return the checkpoint's path, or raise the error of the save, on all ranks."""
@@ -227,7 +227,7 @@ class CheckpointWriter:
         for left in self._staged.glob(f"{stem}-*"):
             self._disk.remove_file(left)
         if self._disk.free(self._folder) < self._needed:
-            raise OSError(min(FULL), "not enough room", str(self._staged))
+            raise OSError(min(FULL), "not enough free space", str(self._staged))
         shards: list[ShardFile] = []
         tensors: dict[str, TensorMeta] = {}
         for number, slices in enumerate(self._shards):
@@ -258,8 +258,8 @@ class CheckpointWriter:
         content = manifest.dump(record)
         if len(content) > manifest.MAX_BYTES:
             raise CheckpointError(
-                f"the manifest of {self.path} would hold {len(content)} bytes, more than the "
-                f"limit of {manifest.MAX_BYTES}; move large facts from meta into tensors"
+                f"the manifest of {self.path} would have {len(content)} bytes, more than the "
+                f"limit of {manifest.MAX_BYTES}; store large values of meta as tensors"
             )
         return content
 
@@ -302,7 +302,7 @@ class CheckpointWriter:
 
     def _refused(self, error: OSError) -> SaveError:
         """Return the error for a save that failed in storage."""
-        before = "nothing of it is left, and the checkpoints before it still stand"
+        before = "its files are removed, and earlier checkpoints are unchanged"
         if error.errno not in FULL:
             return SaveError(self.path, f"could not be written: {error}; {before}")
         needed = self._needed
@@ -310,11 +310,11 @@ class CheckpointWriter:
             free = self._disk.free(self._folder)
         except OSError:
             return SaveError(self.path, f"could not be written: {error}; {before}", needed)
-        limit = " (a quota or a limit stands in the way)" if free >= needed else ""
-        tried = f"tried {self._policy.attempts} times"
+        limit = " (a quota or another limit applies)" if free >= needed else ""
+        tried = f"after {self._policy.attempts} attempts"
         what = (
-            f"needs {needed} bytes and {free} are free{limit}, {tried}; {before}. "
-            "Free some space, or keep fewer checkpoints"
+            f"needs {needed} bytes, but {free} are free{limit}, {tried}; {before}. "
+            "Free some space, or lower watch.checkpoint.keep"
         )
         return SaveError(self.path, what, needed, free)
 

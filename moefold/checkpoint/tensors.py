@@ -73,14 +73,14 @@ def check_storable(name: str, tensor: Tensor | LazyTensor) -> None:
     """Raise ``CheckpointError`` if a tensor's values cannot be written."""
     if tensor.dtype not in NAMES:
         known = ", ".join(str(known).removeprefix("torch.") for known in NAMES)
-        raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; a checkpoint holds {known}")
+        raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; it must be one of {known}")
     if isinstance(tensor, LazyTensor):
         return
     if tensor.is_meta:
         raise CheckpointError(f"tensor {name!r} is on the meta device and has no values to save")
     if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
         kind = f"{type(tensor).__name__} of layout {tensor.layout}"
-        raise CheckpointError(f"tensor {name!r} is a {kind}; pass its plain, whole tensor")
+        raise CheckpointError(f"tensor {name!r} is a {kind}; pass a whole, dense tensor")
 
 
 def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[memoryview]:
@@ -157,7 +157,7 @@ def write_shard(
         (name, NAMES[part.tensor.dtype], part.shape, part.at, tuple(part.tensor.shape))
         for name, part in slices
     )
-    assert len(entries) == len(slices), "each entry has a name of its own"
+    assert len(entries) == len(slices), "entries have different names"
     head = shard_header(entries, **metadata)
     written = []
     fd = disk.create(path)
@@ -183,7 +183,7 @@ def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> lis
     tensor = part.tensor.read() if isinstance(part.tensor, LazyTensor) else part.tensor
     told = part.tensor.dtype, tuple(part.tensor.shape)
     assert (tensor.dtype, tuple(tensor.shape)) == told, (
-        f"{tuple(tensor.shape)} was read, not {told}"
+        f"{tensor.dtype} {tuple(tensor.shape)} was read, not {told}"
     )
     for block in blocks(tensor):
         disk.write(fd, block)

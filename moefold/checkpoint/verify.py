@@ -88,7 +88,7 @@ def _shard_problems(
                 chunk = buffer[: min(part.span[1] - at, found.chunk_bytes)]
                 count = disk.read(fd, chunk, at)
                 if count < len(chunk) or sha256(chunk).hexdigest() != digest:
-                    what = f"bytes {at} to {at + len(chunk)} are not as written"
+                    what = f"bytes {at} to {at + len(chunk)} do not match their SHA-256"
                     yield DamagedError(path, shard.file, what, name)
                 progress(len(chunk))
     except OSError as error:
@@ -112,7 +112,7 @@ def _header_problems(
             start, end = end, end + len(shard_header({entry: held}).rstrip()) - frame
             if start <= differs < end:
                 hit = name
-        yield hit, f"the header (bytes 0 to {shard.header}) is not as written"
+        yield hit, f"the header (bytes 0 to {shard.header}) does not match its SHA-256"
     elif bytes(raw) != shard_header(expected):
         differing: list[str | None] = [None]
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):

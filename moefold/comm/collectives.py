@@ -186,7 +186,7 @@ def exchange(
 ) -> Tensor:
     """Send ``send[i]`` rows to rank i of the group; return the rows received, in rank order."""
     assert len(send) == len(receive) == group.size, "one count for each rank of the group"
-    assert sum(send) == x_R.shape[0], f"{sum(send)} rows are sent of {x_R.shape[0]}"
+    assert sum(send) == x_R.shape[0], f"{sum(send)} of {x_R.shape[0]} rows are sent"
     if group.size == 1:
         return x_R
     row = x_R.nbytes // max(1, x_R.shape[0])
@@ -256,7 +256,7 @@ def shift(given: Tensor, into: Tensor, by: int, group: Group, label: str | None 
     both ends know the size.
     """
     assert by % group.size, "a rank does not send to itself"
-    assert given.is_contiguous() and into.is_contiguous(), "shifted rows lie side by side"
+    assert given.is_contiguous() and into.is_contiguous(), "shifted rows must be contiguous"
     record = _begin(group, "shift", given, given.nbytes, False, label)
     there = group.ranks[(group.index + by) % group.size]
     back = group.ranks[(group.index - by) % group.size]
@@ -322,7 +322,7 @@ def _gathered(x: Tensor, group: Group, dim: int, label: str | None = None) -> Te
 def _scattered(x: Tensor, group: Group, dim: int, label: str | None = None) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     rows, rest = divmod(front.shape[0], group.size)
-    assert not rest, f"dim {dim} has {front.shape[0]} rows, which {group.size} ranks cannot share"
+    assert not rest, f"{group.size} ranks do not divide the {front.shape[0]} rows of dim {dim}"
     out = front.new_empty((rows, *front.shape[1:]))
     reduce_scatter_into(out, front, group, label=label)
     return out.movedim(0, dim).contiguous()

@@ -128,13 +128,13 @@ class RestartLimit:
         self._last = steps
         what = ""
         if self._in_a_row >= record.same_step:
-            done = f"after step {steps - 1}" if steps else "before any step"
-            what = f"the loss number {self._in_a_row} in a row {done}"
+            done = f"after step {steps - 1}" if steps else "before the first step"
+            what = f"ranks were lost {self._in_a_row} times in a row {done}"
         elif len(self._times) > record.limit:
-            what = f"the loss number {len(self._times)} within {record.window_s:g} s"
+            what = f"ranks were lost {len(self._times)} times within {record.window_s:g} s"
         if what:
             raise RankError(
-                f"{why}; {what}. Starting it once more would only repeat that: look for its "
-                "cause (memory, the device, the data of this step), then give the same command "
-                "with --folder, which goes on from the newest checkpoint. Limits: watch.survive"
+                f"{why}; {what}, too often for watch.survive. Find the cause (memory, the "
+                "device, the data of this step), then repeat the command with --folder to resume "
+                "from the newest checkpoint"
             )

@@ -56,7 +56,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
     elif "SLURM_PROCID" in given and ("SLURM_STEP_ID" in given or "SLURM_STEPID" in given):
         spot = _slurm(given)
     if spot is not None and spot.rank >= spot.world:
-        raise ValueError(f"rank {spot.rank} of {spot.world}: ranks run from 0 to {spot.world - 1}")
+        raise ValueError(f"rank {spot.rank} of {spot.world}: it must be 0 to {spot.world - 1}")
     return spot
 
 
@@ -67,7 +67,7 @@ def _slurm(given: Mapping[str, str]) -> Spot | None:
         return None
     nodes = next((given[name] for name in SLURM_NODES if given.get(name)), "")
     if not nodes:
-        raise ValueError(f"Slurm names no nodes: none of {', '.join(SLURM_NODES)} is set")
+        raise ValueError(f"no list of nodes in {', '.join(SLURM_NODES)}; start ranks with srun")
     job, step = _number(given, "SLURM_JOB_ID", "0"), _number(given, "SLURM_STEP_ID", "0")
     chosen = str(FIRST_PORT + (job * 31 + step) % PORTS)
     return Spot(
@@ -95,7 +95,7 @@ def first_host(text: str) -> str:
         ValueError: if the text is not a node list.
     """
     if not re.fullmatch(rf"{HOSTS}(,{HOSTS})*", text):
-        raise ValueError(f"{text!r} is no list of nodes such as gpu[01-03,7],login")
+        raise ValueError(f"{text!r} is not a list of nodes such as gpu[01-03,7],login")
     first = re.match(HOSTS, text)
     assert first is not None
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0])

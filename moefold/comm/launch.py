@@ -212,7 +212,7 @@ class Workers:
         if not first.blames_others:
             return RankError(text, error)
         said = [line for line in first.value.splitlines() if line not in ("", IN_OPERATION)]
-        lost = RankLost(text, f"rank {at}: an operation failed: {said[-1]}", (), answers)
+        lost = RankLost(text, f"rank {at}: communication failed: {said[-1]}", (), answers)
         lost.error = error
         return lost
 

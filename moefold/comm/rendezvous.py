@@ -50,8 +50,8 @@ def serve_beside(port: int, time_out_s: float) -> None:
     assert keeper.stdout is not None
     if keeper.stdout.readline().strip() != READY:
         said = keeper.communicate()[1].strip().rpartition("\n")[2]
-        rule = "name a free one as MASTER_PORT, the same for all ranks"
-        raise ValueError(f"ranks cannot meet at port {port}, {rule}: {said}")
+        rule = "set MASTER_PORT to a free port, the same for all ranks"
+        raise ValueError(f"ranks cannot connect at port {port}: {said}; {rule}")
     atexit.register(keeper.communicate, DONE)
 
 
@@ -68,7 +68,7 @@ def own_connection(time_out_s: float) -> TCPStore:
         ValueError: if this process has not joined other ranks.
     """
     if not MEETING:
-        raise ValueError("this process has not joined other ranks: comm.rendezvous.join does that")
+        raise ValueError("this process has not joined other ranks: call comm.rendezvous.join")
     return connect(**MEETING, time_out_s=time_out_s)
 
 
@@ -84,8 +84,8 @@ def cuda_device(spot: Spot) -> torch.device:
     number = 0 if spot.binds and devices == 1 else spot.local_rank
     if number >= devices:
         raise ValueError(
-            f"rank {spot.rank} is number {number} of its machine, which has {devices} CUDA "
-            "devices: start one rank for each, or run on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+            f"rank {spot.rank} needs CUDA device {number}, but its machine has {devices}; start "
+            "one rank per device, or run on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
         )
     return torch.device("cuda", number)
 
@@ -107,7 +107,7 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
         RuntimeError: if not all ranks join in time.
     """
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"ranks run on cpu or cuda, not on {device!r}")
+        raise ValueError(f"device {device!r} cannot run several ranks; use cpu or cuda")
     if not spot.served and spot.rank == 0:
         serve_beside(spot.port, time_out_s)
     here = torch.device("cpu")
@@ -129,12 +129,12 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
             timeout=timedelta(seconds=time_out_s),
         )
     except RuntimeError as error:
-        what, absent = "the ranks could not meet", list[int]()
+        what, absent = "the ranks could not connect", list[int]()
         with suppress(RuntimeError):  # The store may be gone.
             absent = [rank for rank in range(spot.world) if not store.check([f"here/{rank}"])]
         if absent:
             named = ", ".join(map(str, absent))
-            what = f"ranks {named} of {spot.world} have not come in time"
+            what = f"ranks {named} of {spot.world} did not connect within {meet_s:g} s"
         raise RuntimeError(f"{what}: {error}") from error
     MEETING.update(address=spot.address, port=spot.port)
     return here

@@ -50,13 +50,13 @@ def judge(beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int
     for rank in absent:
         why = "is alive and in no operation, while others wait for it; see its stacks"
         if rank in silent:
-            why = "does not answer: stopped, dead, or its machine is gone"
+            why = "sends no heartbeat: stopped, dead, or on an unreachable machine"
         last = beats[rank].last if rank in beats else ""
         lines.append(f"rank {rank} is absent: it {why}. Its last operation: {last or 'none'}")
     lines += _divergence(waits, absent, beats, rings)
     for rank, wait in waits:
         if rank not in absent:
-            late = _names(_late(wait, beats)) or "nobody: all have begun it"
+            late = _names(_late(wait, beats)) or "no rank: all have begun it"
             lines.append(
                 f"rank {rank} has waited {wait.seconds:.1f} s in {wait.words}; it waits for {late}"
             )
@@ -90,7 +90,7 @@ def _divergence(
     }
     if mixed:
         channel, number = min(mixed, key=lambda place: (place[1], place[0]))
-        said = [f"rank {rank} does {words}" for rank, words in mixed[channel, number]]
+        said = [f"rank {rank} calls {words}" for rank, words in mixed[channel, number]]
         return [f"first divergence: operation {number} of {channel}: " + "; ".join(said)]
     apart = [
         (rank, wait, late)
@@ -102,10 +102,10 @@ def _divergence(
     to_absent = [found for found in apart if set(found[2]) <= set(absent)]
     rank, wait, late = max(to_absent or apart, key=lambda found: found[1].seconds)
     has = beats[late[0]].begun.get(wait.channel, 0) if late[0] in beats else 0
-    line = f"first divergence: rank {rank} is in {wait.words}; {_names(late)} began {has} of "
-    lines = [f"{line}{wait.channel}, not {wait.number}"]
+    line = f"first divergence: rank {rank} is in {wait.words}; {_names(late)} began {has} "
+    lines = [f"{line}operations of {wait.channel}, not {wait.number}"]
     if not absent:
-        lines.append("the ranks wait for each other in a circle: their operations differ in order")
+        lines.append("deadlock: the ranks wait for each other, as their operations differ in order")
     return lines
 
 

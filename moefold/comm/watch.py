@@ -136,7 +136,7 @@ class HangWatch:
             return
         with suppress(OSError), self._file().open("a", encoding="utf-8") as file:
             file.write(f"rank {self.rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n\n")
-            file.write("last operations, the oldest first:\n")
+            file.write("last operations, oldest first:\n")
             file.writelines(f"  {record.words}\n" for record in records)
             file.write("\nstacks:\n")
             file.flush()
@@ -185,7 +185,7 @@ class HangWatch:
         if self.folder is not None:
             with suppress(OSError):
                 (self.folder / "report.txt").write_text(verdict + "\n", encoding="utf-8")
-        print(f"ranks wait in vain:\n{verdict}", file=sys.stderr, flush=True)
+        print(f"ranks hang:\n{verdict}", file=sys.stderr, flush=True)
         return verdict
 
     def _beats(self) -> dict[int, Beat]:

@@ -203,7 +203,7 @@ class Rank:
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"died: killed by {signal.Signals(-code).name}"
-        return f"died without a word, exit status {code}"
+        return f"died with exit status {code} and no error message"
 
     def leave(self) -> None:
         """Release a rank that has answered, and wait briefly for its exit."""

@@ -87,16 +87,16 @@ class World:
         if folding.world == 1:
             return cls.single(device)
         if not dist.is_initialized():
-            raise ValueError(f"the layout is for {folding.world} ranks and this process is alone")
+            raise ValueError(f"the layout needs {folding.world} ranks, but 1 runs; start them all")
         if dist.get_world_size() != folding.world:
-            text = f"the layout is for {folding.world} ranks and {dist.get_world_size()} run"
-            raise ValueError(f"{text}; start as many as the layout has")
+            text = f"the layout needs {folding.world} ranks, but {dist.get_world_size()} run"
+            raise ValueError(f"{text}; start {folding.world}")
         world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
         store = own_connection(time_out_s)
         world._watch = HangWatch(world.recorder, store, world.rank, world.size, time_out_s, reports)
         limit = timedelta(seconds=PATIENCE_S)
         handle = dist.new_group(timeout=limit, backend="gloo", group_desc=HOST)
-        assert isinstance(handle, dist.ProcessGroup), "every rank is in it"
+        assert isinstance(handle, dist.ProcessGroup), "every rank is a member"
         everyone = tuple(range(world.size))
         world._host = Group(HOST, everyone, world.rank, handle, world.recorder)
         world._make_all()
@@ -112,7 +112,7 @@ class World:
         found = self._by_kind.get(kind)
         if found is not None:
             return found
-        raise ValueError(f"ranks speak over no kind of group {kind!r}, but {', '.join(SPOKEN)}")
+        raise ValueError(f"there is no group of kind {kind!r}; kinds are {', '.join(SPOKEN)}")
 
     def stage_group(self, stages: Iterable[int]) -> Group:
         """Return the group of this pipeline's ranks on some stages, to sum weights they all hold.
@@ -147,7 +147,7 @@ class World:
         """
         whole = self.group(kind)
         if whole.size % inner:
-            raise ValueError(f"inner groups of {inner} ranks do not divide {kind}{whole.size}")
+            raise ValueError(f"groups of {inner} ranks do not divide {kind} of {whole.size} ranks")
         first, place = whole.index // inner * inner, whole.index % inner
         return (
             self._made(f"{kind} inner {inner}", whole.ranks[first : first + inner], kind in BULK),

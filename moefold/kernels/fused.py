@@ -25,7 +25,7 @@ def _uncompiled(kernel: Callable[..., None]) -> Any:
 # Without a GPU only tests run kernels. They import Triton first; others are spared that import.
 try:
     if not (torch.version.cuda or torch.version.hip or "triton" in sys.modules):
-        raise ImportError("this build of torch knows no device")
+        raise ImportError("this build of torch supports no GPU")
     import triton
     import triton.language as tl
 
@@ -50,8 +50,8 @@ def why_not(device: str) -> str:
     if device == "meta":
         return ""
     if device != "cuda":
-        return f"own kernels run on GPUs, not on {device}"
-    return f"no Triton: {MISSING}" if MISSING else ""
+        return f"Triton kernels run on GPUs, not on {device}"
+    return f"Triton is missing: {MISSING}" if MISSING else ""
 
 
 def fused(x: Tensor) -> bool:

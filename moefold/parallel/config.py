@@ -39,9 +39,9 @@ class StatePlacement(Record):
     def rules(self) -> Iterator[Violation]:
         """State on the device is updated there; ``folder`` is set exactly for ``disk``."""
         if self.at == "device" and self.step == "host":
-            yield Violation(("step",), self.step, "at: device is updated there", "device")
+            yield Violation(("step",), self.step, "must be device with at: device", "device")
         if (self.at == "disk") != (self.folder is not None):
-            rule = "at: disk, and that alone, names a folder"
+            rule = "must be set with at: disk, and only then"
             yield Violation(("folder",), self.folder, rule, None if self.folder else "./scratch")
 
     @property
@@ -93,7 +93,7 @@ class Layout(Record):
         if len(set(axes)) < len(axes):
             kept = dict(zip(axes, words, strict=True))
             yield Violation(
-                ("sizes",), self.sizes, "each axis is named once", " ".join(kept.values())
+                ("sizes",), self.sizes, "must name each axis once", " ".join(kept.values())
             )
 
     def violations(self, model: ModelNeeds, rows: int | None = None) -> Iterator[Violation]:
@@ -116,8 +116,8 @@ class Layout(Record):
             yield from (broken.under("offload") for broken in found)
             roomy = isinstance(self.dispatch, FixedRoom) and self.split.ep * self.split.etp > 1
             if self.offload.pages is not None and not roomy:
-                rule = "rows have pages where room for them is stated: dispatch padded or spread, "
-                rule += "over ep or etp; elsewhere there are as many as came"
+                rule = "needs dispatch padded or spread, with ep or etp above 1: only these state "
+                rule += "how many rows a rank can receive"
                 yield Violation(("offload", "pages"), self.offload.pages, rule, None)
         found = iter(())
         if isinstance(self.recompute, Selective) and not model.outside:
@@ -142,18 +142,18 @@ class Layout(Record):
         draws = any(spec.draws for spec in model.specs)
         pairs = self.ordered_by.paired
         broken = (
-            ("activations stay on the device where passes are graphs", leaves, "none"),
-            ("state stays on the device where passes are graphs", self.state.away, "none"),
-            ("no router draws by the step's number where passes are graphs", draws, "none"),
+            ("cannot be combined with offloaded activations", leaves, "none"),
+            ("cannot be combined with offloaded layout.state", self.state.away, "none"),
+            ("cannot be combined with a router that draws random numbers", draws, "none"),
             (
-                "two threads issue a pair of passes, and a step that is one graph is recorded of "
-                "one",
+                "cannot be step with a schedule that overlaps forwards and backwards: two threads "
+                "issue their kernels, and one graph records one thread",
                 whole and pairs,
                 "partial",
             ),
             (
-                "row counts are read, which a step that is one graph cannot: dispatch padded and "
-                "spread have fixed shapes, and graphs: partial leaves out what is sent",
+                "cannot be step with this dispatch, which reads row counts on the host: use "
+                "dispatch padded or spread, or graphs: partial, which leaves exchanges out",
                 whole and sends,
                 "partial",
             ),
@@ -163,8 +163,8 @@ class Layout(Record):
                 yield Violation(("graphs",), self.graphs, rule, nearest)
         most = 2 if whole else 1
         if self.zero > most:
-            rule = f"at most {most} with graphs: {self.graphs}, which reads weights "
-            rule += "where these lay" if whole else "and adds to gradients where these lay"
+            fixed = "weights" if whole else "weights and gradients"
+            rule = f"must be at most {most}: graphs: {self.graphs} needs {fixed} in fixed memory"
             yield Violation(("zero",), self.zero, rule, most)
 
     def step_violations(self, micro_batches: int) -> Iterator[Violation]:
@@ -189,23 +189,23 @@ class Layout(Record):
         sent = rows // (sizes.tp * sizes.cp) * top_k
         least = -(-sent // sizes.ep) if dispatch.of_pair else sent
         if sizes.ep * sizes.etp > 1 and dispatch.max_rows < least:
-            rule = f"no less than {least}, the mean of {sent} copies that each rank sends: every "
-            rule += "step would lack room"
+            where = "between two ranks" if dispatch.of_pair else "on each rank"
+            rule = f"must be at least {least}, the rows {where} if routing is perfectly balanced"
             yield Violation(("dispatch", "max_rows"), dispatch.max_rows, rule, least)
 
     def _clone_violations(self, clones: Clones, experts: tuple[int, ...]) -> Iterator[Violation]:
         """Yield why these clones are impossible; ``experts`` counts the experts of each layer."""
         ep = self.split.ep
         if ep == 1:
-            rule = "clones are on other ranks of ep, of which there are none"
+            rule = "needs ep above 1: clones are on other ranks of ep"
             yield Violation(("clones",), clones, rule, None)
             return
         if isinstance(self.dispatch, Foreign):
-            rule = f"dispatch {self.dispatch.kind} knows the experts of the model, and no clones"
+            rule = f"cannot be combined with dispatch {self.dispatch.kind}, which has no clones"
             yield Violation(("clones",), clones, rule, None)
         most = min((n - n // ep for n in experts), default=clones.slots)
         if clones.slots > most:
-            rule = f"at most the experts that other ranks of ep{ep} have, {most}"
+            rule = f"must be at most {most}, the number of experts on the other ranks of ep{ep}"
             yield Violation(("clones", "slots"), clones.slots, rule, most)
 
     def _schedule_violations(self) -> Iterator[Violation]:
@@ -213,7 +213,7 @@ class Layout(Record):
         sizes = self.split
         for found in self.ordered_by.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
             if found.path == ("vpp",) and sizes.pp == 1:
-                rule = f"{found.rule}, and without a pipeline there are none"
+                rule = f"needs a pipeline, pp above 1, with vpp{found.nearest}"
                 yield Violation(("schedule",), self.schedule, rule, None)
             elif found.path == ("vpp",):
                 nearest = sizes.model_copy(update={"vpp": found.nearest}).text
@@ -232,7 +232,7 @@ class Layout(Record):
         """Yield options other than ``sizes`` that do not fit ``world`` ranks."""
         copies = world // (self.split.tp * self.split.pp)
         if self.zero and self.zero_ranks is not None and copies % self.zero_ranks:
-            rule = f"divides the {copies} ranks that hold copies of dense weights"
+            rule = f"must divide the {copies} ranks that hold copies of dense weights"
             yield Violation(
                 ("zero_ranks",), self.zero_ranks, rule, math.gcd(copies, self.zero_ranks)
             )

@@ -29,9 +29,9 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
     # Cauchy-Schwarz: n * sum(r**2) >= sum(r)**2, with equality only where all r are equal.
     if n * squares != rows**2:
         raise ValueError(
-            f"layout.dispatch: {dispatch.kind} needs as many rows in every micro-batch on every "
-            f"rank, and not all have the mean, {rows / n:g}. Pack sequences to one length, or "
-            "choose dispatch: alltoall_once"
+            f"layout.dispatch: {dispatch.kind} needs the same number of rows in every micro-batch "
+            f"on every rank, but some differ from the mean, {rows / n:g}. Pack sequences to one "
+            "length, or use dispatch: alltoall_once"
         )
 
 
@@ -85,11 +85,11 @@ def no_room(placed: ModelParts, needed: Enough) -> ValueError:
     if not needed.needed_rows:
         assert offload is not None and offload.pages is not None
         return ValueError(
-            f"layout.offload.pages.load is {offload.pages.load:g}, and {needed.needed_load:g} is "
-            "needed. Set load to that or more, or let layout.dispatch.on_overflow be again"
+            f"layout.offload.pages.load is {offload.pages.load:g}, but {needed.needed_load:g} is "
+            "needed. Set load to that or more, or layout.dispatch.on_overflow to again"
         )
     rows = needed.needed_rows
     return ValueError(
-        f"layout.dispatch.max_rows is {dispatch.max_rows}, and {rows} is needed. Set max_rows to "
-        f"{rows} or more, let on_overflow be again, or choose dispatch: alltoall"
+        f"layout.dispatch.max_rows is {dispatch.max_rows}, but {rows} is needed. Set max_rows to "
+        f"{rows} or more, or on_overflow to again, or use dispatch: alltoall"
     )

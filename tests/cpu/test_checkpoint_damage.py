@@ -158,7 +158,7 @@ def test_a_manifest_that_is_missing_empty_or_cut(tmp_path: Path) -> None:
     assert [p.file for p in verify(path)] == [manifest.FILE]
     with pytest.raises(DamagedError, match="never finished"):
         load(path)
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="no such checkpoint folder"):
         verify(path / "nowhere")
 
 

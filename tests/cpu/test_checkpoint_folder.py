@@ -269,7 +269,7 @@ def test_no_write_starts_where_room_is_short(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SaveError, match="cannot be made"):
+    with pytest.raises(SaveError, match="cannot be created"):
         save(tmp_path / "file" / "folder", 1, state(1), {})
 
 
@@ -371,7 +371,7 @@ def test_who_has_lost_the_folder_sweeps_nothing_away(tmp_path: Path) -> None:
         (tmp_path / LOCK).unlink()
         with FolderLock(tmp_path, "run two", say=lambda text: None):
             (tmp_path / "step-00000007.tmp-00ff").mkdir()
-            with pytest.raises(LockError, match="'run one' no longer holds this folder"):
+            with pytest.raises(LockError, match="'run one' no longer holds this lock"):
                 save(tmp_path, 1, state(1), {}, lock=first)
             assert steps(tmp_path) == [7]
 

@@ -197,7 +197,7 @@ def test_another_models_tensors_are_all_told_and_none_is_touched(
             restore(path, other.data, other.optimizer)
         assert equal(weights(other), before) == []
     error, experts = caught.value, "layers.0.moe.experts.w_out"
-    said = "stored float32 [4, 16, 16], wanted float32 [4, 16, 24]"
+    said = "stored float32 [4, 16, 16], expected float32 [4, 16, 24]"
     assert error.mismatched[f"model.{experts}"] == said
     assert any(experts in name and "model." not in name for name in error.mismatched), "moments"
     odd = error.unexpected if layers == 1 else error.missing

@@ -111,7 +111,7 @@ def test_a_folder_stands_for_its_newest(saved: Path, capsys: pytest.CaptureFixtu
 
 def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert moefold("inspect", tmp_path / "nowhere") == 2
-    assert "there is no checkpoint" in capsys.readouterr().err
+    assert "no such checkpoint folder" in capsys.readouterr().err
     assert moefold("verify", tmp_path) == 1
     assert "never finished" in capsys.readouterr().out
     (tmp_path / "manifest.json").write_text('{"format": "other", "version": 3}')

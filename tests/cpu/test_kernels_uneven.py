@@ -97,7 +97,7 @@ def test_b33_widths_that_do_not_fit_are_refused_in_words(dtype: torch.dtype) -> 
     step = 16 // dtype.itemsize
     for width in range(1, 65):
         if width % step:
-            with pytest.raises(ValueError, match=f"Use widths that {step} divides"):
+            with pytest.raises(ValueError, match=f"Use multiples of {step}"):
                 choose("grouped", dtype, 64, width)
             assert choose("auto", dtype, 64, width).name == "loop"
         else:

@@ -154,5 +154,5 @@ def test_attention_that_notes_no_logits_is_refused() -> None:
             World.single(),
         )
     )
-    with pytest.raises(ValueError, match=r"Unwatched of layer 0 notes no logits; inherit from"):
+    with pytest.raises(ValueError, match=r"Unwatched of layer 0 does not record logits; derive"):
         data.optimizer(AdamW(qk_clip=QkClip()))

@@ -171,14 +171,14 @@ def test_b54_a_block_that_is_not_finite_is_reported_with_weight_and_expert(
                 weight[place] = torch.inf
             with pytest.raises(NonFiniteStep) as caught:
                 job.step()
-            (line,) = (one for one in str(caught.value).splitlines() if "First codes" in one)
+            (line,) = (one for one in str(caught.value).splitlines() if "First non-finite" in one)
             found.append(line.partition(": ")[2])
             with torch.no_grad():
                 weight.copy_(before)
         assert job.step()["lm_loss"] > 0 and job.model.recipe.noted is None
     assert found == [
-        "the weight layers.1.moe.experts.w_out, expert 2",
-        "rows at layers.0.attention.q.weight",
+        "weight layers.1.moe.experts.w_out, expert 2",
+        "input of layers.0.attention.q.weight",
     ]
 
 
@@ -189,12 +189,12 @@ def test_the_banner_names_each_products_path_and_why(tmp_path: Path, wgrad: str,
     with job_of(tmp_path, train={"quantise": {"kind": "mxfp8", "wgrad": wgrad}}) as job:
         shown = [*rows(job)]
     at = [what for what, _ in shown].index("quantise")
-    assert said in shown[at][1] and "all emulated (in plain torch" in shown[at + 1][1]
+    assert said in shown[at][1] and "all emulated (plain torch" in shown[at + 1][1]
 
 
 def test_b57_a_back_end_that_is_not_there_is_told_before_data_is_prepared(tmp_path: Path) -> None:
     """With how to get it. Plant: the first product tells."""
     quantise = {"kind": "fp8_block", "backend": "deep_gemm"}
-    with pytest.raises(ValueError, match=r"deep_gemm is not there: .*Build 2.1 or newer"):
+    with pytest.raises(ValueError, match=r"deep_gemm cannot be used: .*Install 2.1 or newer"):
         job_of(tmp_path, train={"quantise": quantise})
     assert [one.name for one in tmp_path.iterdir()] == ["corpus"]

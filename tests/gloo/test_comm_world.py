@@ -96,9 +96,9 @@ def too_many(rank: int) -> None:
 
 
 def test_a_layout_for_other_ranks_is_refused() -> None:
-    with pytest.raises(RankError, match="the layout is for 4 ranks and 2 run"):
+    with pytest.raises(RankError, match="the layout needs 4 ranks, but 2 run"):
         run_ranks(too_many, 2)
-    with pytest.raises(ValueError, match="this process is alone"):
+    with pytest.raises(ValueError, match="but 1 runs; start them all"):
         too_many(0)
 
 

@@ -143,5 +143,5 @@ def test_a_run_that_cannot_be_saved_by_starting_anew_is_not(tmp_path: Path) -> N
                     time.sleep(0.02)
                 pid = faults.pid_of(notes, 1)
 
-    with pytest.raises(RankError, match=r"in a row.*Starting it once more would only repeat that"):
+    with pytest.raises(RankError, match=r"in a row.*too often for watch.survive"):
         trained(tmp_path, 2, again_and_again)

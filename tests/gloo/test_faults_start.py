@@ -27,7 +27,7 @@ def alone(rank: int) -> str:
 def test_missing_ranks_are_named() -> None:
     """Case 40."""
     (said,) = run_ranks(alone, 1, time_out_s=60)
-    assert said.startswith("ranks 1, 2 of 3 have not come in time")
+    assert said.startswith("ranks 1, 2 of 3 did not connect within")
 
 
 def late(rank: int, port: int) -> float:

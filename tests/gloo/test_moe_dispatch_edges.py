@@ -148,7 +148,7 @@ def test_a_step_without_room_ends_with_the_number_that_is_enough() -> None:
         fullest = max(int((experts // 2 == target).sum()) for target in range(4))
         assert overflow == fullest - 2
         assert (step, evaluation) == answers[0][1:]
-    assert re.search("is 1, and [0-9]+ is needed", answers[0][1])
+    assert re.search("is 1, but [0-9]+ is needed", answers[0][1])
 
 
 SHORT: tuple[tuple[str, int, FixedRoom, Any, Precision], ...] = (

@@ -263,7 +263,7 @@ def test_frozen_units_stay_bit_for_bit_and_have_no_state(case: Case) -> None:
 
 def test_neighbours_that_do_not_divide_the_copies_are_refused() -> None:
     for said in run_ranks(refused, RANKS):
-        assert "divides the 4 ranks that hold copies of dense weights" in said
+        assert "must divide the 4 ranks that hold copies of dense weights" in said
 
 
 def refused(rank: int) -> str:

@@ -59,9 +59,9 @@ def test_who_is_alone() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         (TORCHRUN | {"RANK": "x"}, "RANK is 'x'"),
         (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
-        (SLURM | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "Slurm names no nodes"),
+        (SLURM | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "no list of nodes in"),
         (SLURM | {"SLURM_PROCID": "-1"}, "SLURM_PROCID is '-1'"),
-        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3"}, "no list of nodes"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3"}, "not a list of nodes"),
     ],
 )
 def test_what_is_malformed_is_said(given: dict[str, str], said: str) -> None:

@@ -211,7 +211,7 @@ def test_a_run_may_have_a_layout(sizes: str) -> None:
         ({"sizes": "pp8"}, "sizes", "pp * vpp (8) is at most 4", "pp4"),
         ({"sizes": "pp2 vpp4"}, "sizes", "pp * vpp (8) is at most 4", "pp2 vpp2"),
         ({"sizes": "vpp2"}, "sizes", "vpp needs pp2 or more", ""),
-        ({"sizes": "tp2 tp4"}, "sizes", "each axis is named once", "tp4"),
+        ({"sizes": "tp2 tp4"}, "sizes", "must name each axis once", "tp4"),
         (
             {"sizes": "tp2 pp2", "order": "tp-cp-ep-pp-dp"},
             "order", "both grids agree", "tp-cp-ep-dp-pp",

@@ -87,7 +87,7 @@ def test_room_below_the_mean_is_refused(sizes: str, kind: str, least: int) -> No
 
     load_run("tiny", asked(least))
     if sizes:
-        with pytest.raises(RunError, match="every step would lack room") as error:
+        with pytest.raises(RunError, match="if routing is perfectly balanced") as error:
             load_run("tiny", asked(least - 1))
         (found,) = error.value.violations
         assert (found.path, found.nearest) == (("layout", "dispatch", "max_rows"), least)

@@ -41,20 +41,19 @@ def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CP
     if asked == "grouped" and not fits:
         step = 16 // dtype.itemsize
         raise ValueError(
-            f"layout.experts: grouped takes bf16 and fp32 rows of 16-byte multiples; "
-            f"got {dtype} and {dims}. "
-            f"Use widths that {step} divides, or experts: loop"
+            f"layout.experts: grouped needs bf16 or fp32 rows of a multiple of 16 bytes, not "
+            f"{dtype} of widths {dims}. Use multiples of {step}, or experts: loop"
         )
     if asked == "triton" and not own:
         takes = dtype in fused.DTYPES
-        missing = why_not(device.type) if takes else f"own kernels take no {dtype}"
-        raise ValueError(f"layout.experts: no triton here: {missing}. Use experts: auto")
-    why = "asked for"
+        missing = why_not(device.type) if takes else f"Triton kernels do not support {dtype}"
+        raise ValueError(f"layout.experts: triton cannot be used: {missing}. Use experts: auto")
+    why = "requested"
     if asked == "auto":
-        why = "" if fits else f"grouped_mm takes no {dtype} rows of {dims}"
+        why = "" if fits else f"grouped_mm does not support {dtype} rows of widths {dims}"
         why = why or (why_library_waits(dtype, device) if own else _why_compiled(dtype, device))
         asked = ("triton" if own else "loop") if why else "grouped"
-        why = why or f"takes {dtype} and these widths"
+        why = why or f"supports {dtype} and these widths"
     name = "grouped_mm" if asked == "grouped" else asked
     kernels = {"grouped_mm": grouped, "triton": fused, "loop": loop}[name]
     # ``grouped_mm`` rounds the weight gradient of 16-bit rows before it can be added in fp32.
@@ -66,7 +65,7 @@ def _why_compiled(dtype: torch.dtype, device: torch.device) -> str:
     """Return why the loop with its rounded row counts is faster on a CPU; empty where it is not."""
     if device.type != "cpu" or dtype.itemsize != 2:
         return ""
-    return "grouped_mm has a product compiled for each number of rows in 16 bits on CPUs"
+    return "grouped_mm compiles a kernel for each number of 16-bit rows on CPUs"
 
 
 def why_library_waits(dtype: torch.dtype, device: torch.device) -> str:
@@ -74,8 +73,8 @@ def why_library_waits(dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     if torch.version.hip:
-        return "grouped_mm may go group by group on ROCm, and leave empty groups unwritten"
+        return "grouped_mm may run group by group on ROCm, and leave empty groups unwritten"
     if dtype != torch.bfloat16:
-        return f"grouped_mm goes group by group in {dtype}"
+        return f"grouped_mm runs group by group in {dtype}"
     major, minor = torch.cuda.get_device_capability(device)
-    return "" if major in ONE_KERNEL else f"grouped_mm goes group by group on sm_{major}{minor}"
+    return "" if major in ONE_KERNEL else f"grouped_mm runs group by group on sm_{major}{minor}"

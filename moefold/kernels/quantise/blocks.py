@@ -67,12 +67,12 @@ def format_of(kind: str, role: str, scales: str | None = None, block: int | None
         ValueError: the kind, role or rule is unknown.
     """
     if kind not in BLOCKS:
-        raise ValueError(f"kind {kind!r} is none of {', '.join(BLOCKS)}")
+        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(BLOCKS)}")
     if role not in ("rows", "gradient", "weight"):
-        raise ValueError(f"role {role!r} is none of rows, gradient, weight")
+        raise ValueError(f"role is {role!r}; it must be one of rows, gradient, weight")
     rule = scales or SCALES[kind][0]
     if rule not in SCALES[kind]:
-        raise ValueError(f"scales {scales!r} of {kind} are none of {', '.join(SCALES[kind])}")
+        raise ValueError(f"scales of {kind} are {scales!r}; must be {' or '.join(SCALES[kind])}")
     if kind == "fp8_tensor":
         return Format(kind, role, E5M2 if role == "gradient" else E4M3, None, None, rule)
     length = block or BLOCKS[kind]
@@ -170,11 +170,11 @@ def quantise(
             or ``chance`` has another shape or is given for another kind.
     """
     if dim not in (-1, -2) or x.ndim < -dim:
-        raise ValueError(f"dim {dim} of {x.ndim} dims: blocks lie along -1, or -2 where x has it")
+        raise ValueError(f"dim {dim} of {x.ndim} dims: it must be -1, or -2 with 2 dims or more")
     if not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype}: floating point becomes codes")
+        raise ValueError(f"x is {x.dtype}; it must be floating point")
     if chance is not None and (kind != "nvfp4" or chance.shape != x.shape):
-        raise ValueError(f"chance rounds nvfp4, in the shape of x: {tuple(x.shape)}")
+        raise ValueError(f"chance is for nvfp4 alone, in the shape of x, {tuple(x.shape)}")
     if x.ndim == 1:
         row = None if chance is None else chance[None]
         found = quantise(x[None], kind, role=role, scales=scales, chance=row)

@@ -58,10 +58,10 @@ class Quantise(Record):
             return
         if asked not in self.libraries:
             known = ", ".join(("auto", "emulated", *self.libraries))
-            rule = f"must be one of {known}, which multiply {self.kind}"
+            rule = f"must be one of {known} for kind {self.kind}"
             yield Violation(("backend",), asked, rule, "auto")
         elif self.block not in (None, self.length):
-            rule = f"multiplies published blocks alone, and block is {self.block}"
+            rule = f"does not support block: {self.block}; must be auto or emulated"
             yield Violation(("backend",), asked, rule, "emulated")
 
     @property

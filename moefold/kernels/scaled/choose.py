@@ -42,17 +42,17 @@ def choose(asked: str, use: Use) -> Path:
     """
     *others, emulated = BACKENDS
     if use.dtype == torch.float64 or asked == emulated.name:
-        return Path(emulated, "asked for" if asked == emulated.name else "sums of fp64")
+        return Path(emulated, "requested" if asked == emulated.name else "fp64 sums")
     if asked == "auto" and use.device.type != "cuda":
-        return Path(emulated, f"in plain torch: no kernel is for {use.device.type} by itself")
+        return Path(emulated, f"plain torch: auto uses libraries on GPUs, not on {use.device.type}")
     demand(asked, use.device)
     if not use.published:
-        return Path(emulated, "libraries have published blocks alone")
+        return Path(emulated, "libraries support only the published block length")
     preferred = [one for one in others if one.name == asked]
     said = []
     for one in preferred or others:
         if not (why := one.why_not(use) or _wrong(one, use)):
-            return Path(one, "; ".join(said) or ("asked for" if preferred else "the first choice"))
+            return Path(one, "; ".join(said) or ("requested" if preferred else "preferred"))
         said.append(f"{one.name}: {why}")
     return Path(emulated, "; ".join(said))
 
@@ -66,8 +66,8 @@ def demand(asked: str, device: torch.device) -> None:
     for one in (backend for backend in BACKENDS if backend.name == asked):
         if why := one.missing(device):
             raise ValueError(
-                f"train.quantise.backend: {asked} is not there: {why}. "
-                f"{one.remedy}, or take backend: auto"
+                f"train.quantise.backend: {asked} cannot be used: {why}. "
+                f"{one.remedy}, or use backend: auto"
             )
 
 
@@ -91,7 +91,7 @@ def _wrong(backend: Emulated, use: Use) -> str:
         return str(error).partition("\n")[0] or type(error).__name__
     want = torch.cat(BACKENDS[-1].each(made, weight, groups, torch.float32))
     off = float((found - want).norm() / want.norm())
-    return "" if off < BOUND else f"its products are off by {off:.1g}"
+    return "" if off < BOUND else f"its products have a relative error of {off:.1g}"
 
 
 def _operands(use: Use) -> tuple[list[Quantised], Quantised, list[int]]:

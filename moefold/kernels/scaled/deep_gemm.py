@@ -25,29 +25,29 @@ class DeepGemm(Emulated):
     """DeepSeek's kernels, which accumulate in fp32 after every 128 elements of the summed dim."""
 
     name = "deep_gemm"
-    remedy = "Build 2.1 or newer from github.com/deepseek-ai/DeepGEMM"
+    remedy = "Install 2.1 or newer from github.com/deepseek-ai/DeepGEMM"
 
     def missing(self, device: torch.device) -> str:
         """Return why the package cannot be used on a device; imports it."""
         if device.type != DEVICE:
-            return f"it runs on NVIDIA GPUs, and rows are on {device.type}"
+            return f"it runs on NVIDIA GPUs, not on {device.type}"
         try:
             module = import_module(MODULE)
         except Exception as error:  # imports of CUDA packages fail with errors of any type
-            return str(error).partition("\n")[0] or f"its import ends in a {type(error).__name__}"
+            return str(error).partition("\n")[0] or f"its import raises {type(error).__name__}"
         names = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous")
-        return "".join(f"it has no {name}" for name in names if getattr(module, name, None) is None)
+        return ", ".join(f"no {name}" for name in names if getattr(module, name, None) is None)
 
     def why_not(self, use: Use) -> str:
         """Return why a product is not supported, first by its kind, then by installation."""
         if use.kind != "fp8_block":
-            return f"it has no {use.kind}"
+            return f"it does not support {use.kind}"
         if use.dtype != torch.bfloat16:
-            return "it multiplies bf16 rows"
+            return "it supports bf16 rows only"
         if why := self.missing(use.device):
             return why
         packs = use.device.type == "cuda" and torch.cuda.get_device_capability(use.device)[0] > 9
-        return "it packs scales as powers of two here" if packs and use.scales == "fp32" else ""
+        return "it rounds scales to powers of two here" if packs and use.scales == "fp32" else ""
 
     def times(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
         """Return ``a @ b``; weight gradients, of which both operands are rows, are fp32 first."""

@@ -37,11 +37,11 @@ class ScaledGroupedMm(ScaledMm):
         if why := self.missing(use.device):
             return why
         if not use.grouped or use.product == "dw" or use.dtype != torch.bfloat16:
-            return "it has y and dx of experts' bf16 rows alone"
+            return "it supports y and dx of experts' bf16 rows only"
         if use.kind not in ("mxfp8", "fp8_tensor"):
-            return f"it has no {use.kind} with a scale for each run"
+            return f"it does not support {use.kind} with a scale for each run"
         if use.kind == "fp8_tensor" and use.product == "dx":
-            return "it has no E5M2"
+            return "it does not support E5M2"
         return super().why_not(use)
 
     def each(

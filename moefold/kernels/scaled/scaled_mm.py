@@ -29,18 +29,18 @@ class ScaledMm(Emulated):
     def missing(self, device: torch.device) -> str:
         """Return why a device is not supported, such as ROCm with its other FP8 dtypes."""
         if device.type not in ("cuda", "cpu"):
-            return f"it runs on NVIDIA GPUs and CPUs, and rows are on {device.type}"
-        return "ROCm multiplies other FP8 numbers" if torch.version.hip else ""
+            return f"it runs on NVIDIA GPUs and CPUs, not on {device.type}"
+        return "it uses other FP8 formats on ROCm" if torch.version.hip else ""
 
     def why_not(self, use: Use) -> str:
         """Return why the device does not support a product."""
         if use.device.type == "cpu":
-            return "" if use.kind == "fp8_tensor" else f"a CPU has no {use.kind} products"
+            return "" if use.kind == "fp8_tensor" else f"it does not support {use.kind} on CPUs"
         capability = torch.cuda.get_device_capability(use.device)
         last = LEAST["fp8_block"] if use.kind == "fp8_block" else capability
         if LEAST[use.kind] <= capability <= last:
             return ""
-        return f"no {use.kind} products on sm_{capability[0]}{capability[1]}"
+        return f"it does not support {use.kind} on sm_{capability[0]}{capability[1]}"
 
     def times(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
         """Return ``a @ b`` in ``dtype``, with the device's accumulation."""

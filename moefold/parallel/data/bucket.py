@@ -200,7 +200,7 @@ class Bucket:
     def reshard(self) -> None:
         """Remove a user of the weights; the last one frees those that do not stay whole."""
         self._users -= 1
-        assert self._users >= 0, f"{self.unit} was let go more often than it was taken"
+        assert self._users >= 0, f"{self.unit} was released more often than acquired"
         if not self._users and not self.keeps:
             self.wait_unshard()
             self._resize(0)
@@ -221,7 +221,7 @@ class Bucket:
     def _sent(self) -> Tensor:
         """Return what the gather sends of this rank's run."""
         run_L = self._narrow_L if self.offloaded else self.master_L.to(self.dtype)
-        assert run_L is not None, f"{self.unit} is gathered while its masters lie elsewhere"
+        assert run_L is not None, f"{self.unit} is gathered while its masters are offloaded"
         return run_L
 
     def wait_unshard(self) -> None:

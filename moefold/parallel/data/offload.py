@@ -184,7 +184,7 @@ class OffloadedOptimizer(Optimizer):
             for kind, words in part.optimizer.describe().items():
                 said.setdefault(kind, {})[words] = None
         where = f"{record.share:.0%} of the state on the {record.at}, updated by the {record.step}"
-        return {kind: f"{' or '.join(words)} at once; {where}" for kind, words in said.items()}
+        return {kind: f"{' or '.join(words)} at a time; {where}" for kind, words in said.items()}
 
     def _come(self, number: int) -> Callable[[], None]:
         """Start to fetch what a part's update needs; the function returned waits for it."""

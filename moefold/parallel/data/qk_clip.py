@@ -112,15 +112,14 @@ def _watch(placed: ModelParts) -> list[_Watched]:
         if not isinstance(attention, SoftmaxAttention):
             kind = type(attention).__name__
             raise ValueError(
-                f"optim.qk_clip: {kind} of layer {number} notes no logits; inherit from "
-                "moefold.layers.attention.SoftmaxAttention and attend by attended(), or leave "
-                "qk_clip out"
+                f"optim.qk_clip: {kind} of layer {number} does not record logits; derive it from "
+                "moefold.layers.attention.SoftmaxAttention and call its attended(), or omit qk_clip"
             )
         for weight in (f"{name}.{one.weight}" for one in rows):
             if tp > 1 and placed.shards[weight].placement.cuts.get("tp") != 0:
                 raise ValueError(
-                    f"optim.qk_clip: tp must cut the rows of {weight} by heads, as its factors are "
-                    "those of the rank's own heads; use tp1, or leave qk_clip out"
+                    f"optim.qk_clip: tp does not split {weight} by heads, and a rank has the "
+                    "factors of its own heads only; use tp1, or omit qk_clip"
                 )
         largest_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
         attention.largest_H = largest_H

@@ -119,7 +119,7 @@ class Executor:
                 self.executed.append(step)
                 self._fetch_for(at + 1)
         self._messages.close()
-        assert not self._held, "passes without their backward"
+        assert not self._held, "forward passes without their backward"
         return self._ran
 
     def _fetch_for(self, at: int) -> None:

@@ -145,7 +145,7 @@ class P2PMessages:
     def give(self, result: ActionResult, tensor: Tensor) -> None:
         """Pass a result to the stage that reads it: store it for this rank, or send it."""
         reader = self._plan.table.reader(result)
-        assert reader is not None, "nobody reads the result"
+        assert reader is not None, "no rank reads the result"
         if reader == self._plan.rank:
             self._here[result] = tensor
             return
@@ -162,4 +162,4 @@ class P2PMessages:
         """Wait for sends in flight; all received results must have been read."""
         for _, pending, _ in chain.from_iterable(self._sent.values()):
             pending.wait()
-        assert not (self._here or self._coming), "results that nobody has read"
+        assert not (self._here or self._coming), "results that no pass has read"

@@ -44,7 +44,7 @@ class RecordedPart(NamedTuple):
         """Copy values into the static inputs, except tensors that already have that memory."""
         for old, new in zip(self.static_inputs, values, strict=True):
             if not isinstance(old, Tensor):
-                assert old == new, f"a graph holds {old}, and is given {new}"
+                assert old == new, f"a graph was recorded with {old}, and gets {new}"
             elif old.data_ptr() != new.data_ptr():
                 with torch.no_grad():
                     old.copy_(new)

@@ -56,7 +56,7 @@ class CudaGraphs:
                     graph.capture_end()
         except RuntimeError as error:
             raise RuntimeError(
-                f"layout.graphs: this cannot be a CUDA graph: {error}. Use graphs: none"
+                f"layout.graphs: a CUDA graph could not be captured: {error}. Use graphs: none"
             ) from error
         self._pool = graph.pool()
         return graph.replay, left
