@@ -37,7 +37,7 @@ def rows(job: Trainer) -> list[Row]:
     said = [*_model(job), *_cost(job), *_paths(job), ("balance", _balance(job)), *_data(job)]
     said.append(("folder", str(job.folder)))
     if job.resumed_from is not None:
-        said.append(("goes on", f"from {job.resumed_from.name}: step {job.step_number:,}"))
+        said.append(("resumes", f"from {job.resumed_from.name}: step {job.step_number:,}"))
     return said
 
 
@@ -157,13 +157,13 @@ def _cost(job: Trainer) -> Iterator[Row]:
     )
     yield (
         "time",
-        f"at least {step_time(least)} a step and {clock(steps * least)} in all, with every "
-        f"product at the best rate{on_all}; the real time is measured after 3 steps",
+        f"at least {step_time(least)} a step and {clock(steps * least)} in total, if every matrix "
+        f"product ran at the best measured rate{on_all}; a forecast follows after 3 steps",
     )
     yield (
         "memory",
         f"{size(state_bytes(job))} of weights, gradients and optimizer state; "
-        "the peak is measured after 3 steps",
+        "peak memory is measured after 3 steps",
     )
 
 
@@ -175,23 +175,23 @@ def _device(job: Trainer) -> str:
     said = f"CPU ({platform.machine()}), {plural(threads, 'thread')}"
     if threads == 1 or policy.lower() == "passive":
         return said
-    return f"{said} that spin while they wait (OMP_WAIT_POLICY=passive before torch is loaded)"
+    return f"{said} that spin while idle; set OMP_WAIT_POLICY=passive before torch is loaded"
 
 
 def _paths(job: Trainer) -> Iterator[Row]:
     dtype, machine = job.model.recipe.dtype, job.utilisation.machine
     rate = f"{si(machine.flops_per_s)}FLOP/s ({machine.source})"
     if job.utilisation.peak is not None:
-        rate += f" of {si(job.utilisation.peak)}FLOP/s that the chip is sold with"
-    rate += " each" if job.world.size > 1 else ""
-    layout = job.run.layout.split.text or "data ranks alone"
+        rate += f" of {si(job.utilisation.peak)}FLOP/s published peak"
+    rate += " per rank" if job.world.size > 1 else ""
+    layout = job.run.layout.split.text or "of data-parallel ranks only"
     over = "NCCL" if job.device.type == "cuda" else "gloo"
     several = f"{job.world.size}, layout {layout}, over {over}"
     yield "ranks", "one" if job.world.size == 1 else several
     yield "device", f"{_device(job)}; {rate}"
     master = str(job.model.recipe.master_dtype).removeprefix("torch.")
-    masters = "" if master == str(dtype).removeprefix("torch.") else f" from {master} masters"
-    settled = f"{job.precision.why}; here {job.precision.said}"
+    masters = "" if master == str(dtype).removeprefix("torch.") else f", {master} master weights"
+    settled = f"{job.precision.why}; measured: {job.precision.said}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({settled})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
         number, wide = len(narrow_weights(job.run.decoder())), str(dtype).removeprefix("torch.")
@@ -199,7 +199,7 @@ def _paths(job: Trainer) -> Iterator[Row]:
         if quantise.wgrad == "wide":
             three = f"y and dx in {quantise.kind}, dw in {wide}"
         if quantise.scaling == "delayed":
-            three += ", scaled by the steps before"
+            three += ", with delayed scaling"
         yield "quantise", f"products of {number} weights: {three}"
         recipe = recipe_of(quantise)
         use = recipe.use("y", False, dtype, job.device)
@@ -214,19 +214,19 @@ def _paths(job: Trainer) -> Iterator[Row]:
         where = "" if len(kernels) == 1 else f" in layers {layers}"
         yield "experts", f"{name}{where}: {why}"
     if job.device.type == "cuda":
-        yield "kernels", why_not("cuda") or "own ones between products, but for fp64"
-    yield "attention", "scaled_dot_product_attention, document by document"
+        yield "kernels", why_not("cuda") or "moefold's Triton kernels, except in fp64"
+    yield "attention", "scaled_dot_product_attention within each document"
     for number, (kind, said) in enumerate(job.optimizer.describe().items()):
         yield "" if number else "optimizer", f"{kind}: {said}"
     extra = orthogonal_flops(job.decoder, job.run.optim)
     if extra:
         step = tokens_per_step(job) * job.counts.flops_per_token(job.run.data.seq, causal=True)
-        share = f"{100 * extra / step:.0f} % of what the model takes"
-        yield "", f"Newton-Schulz: {si(extra)}FLOP a step, {share}; MFU leaves it out"
+        share = f"{100 * extra / step:.0f} % of the model's FLOP"
+        yield "", f"Newton-Schulz: {si(extra)}FLOP a step, {share}, not counted in MFU"
     if job.device.type == "cuda" and job.run.layout.graphs != "none":
         with suppress(ValueError):  # the planner does not know the run
             held = max(graph_bytes(job.run, job.world.size))
-            yield "graphs", f"{job.run.layout.graphs}: {size(held)} of inputs and outputs, planned"
+            yield "graphs", f"{job.run.layout.graphs}: {size(held)} planned for inputs and outputs"
     recompute = job.run.layout.recompute
     if recompute is not None:
         modules = ", ".join(getattr(recompute, "modules", ()))
@@ -239,7 +239,7 @@ def _paths(job: Trainer) -> Iterator[Row]:
             f"{', '.join(to.modules)} of {to.share:.0%} of the layers",
         )
         if spill := getattr(to, "spill", 0):
-            yield "on host", f"those of {spill:.0%} of the layers meanwhile"
+            yield "on host", f"pages of {spill:.0%} of the layers, until backward"
 
 
 def _balance(job: Trainer) -> str:
@@ -259,11 +259,11 @@ def _balance(job: Trainer) -> str:
     for name, coefficients in found.items():
         each = " and ".join(f"{c:g}" for c in dict.fromkeys(coefficients))
         total = math.fsum(coefficients)
-        said.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in all")
-    said += [f"selection bias: {rate:g} a step in {n} layers" for rate, n in rates.items()]
+        said.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in total")
+    said += [f"selection bias: rate {rate:g} in {n} layers" for rate, n in rates.items()]
     if not said:
         return "none" if any(model.mixtures()) else "none (no experts)"
-    return "; ".join(said) + ". The reported LM loss has none of it"
+    return "; ".join(said) + ". The reported LM loss excludes balancing terms"
 
 
 def _data(job: Trainer) -> Iterator[Row]:
@@ -283,7 +283,7 @@ def _data(job: Trainer) -> Iterator[Row]:
     for name, reasons in prepared.skipped.items():
         for reason, found in reasons.items():
             first = ", ".join(found["first"][:2])
-            yield "left out", f"{name}: {plural(found['count'], 'document')}, {reason}: {first}"
+            yield "skipped", f"{name}: {plural(found['count'], 'document')}, {reason}: {first}"
     tokenizer = job.tokenizer
     kind = getattr(job.run.data.tokenizer, "kind", "")
     yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"

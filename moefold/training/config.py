@@ -87,7 +87,7 @@ class Routing(Record):
     def rules(self) -> Iterator[Violation]:
         """Exactly one of ``record`` and ``replay`` is set."""
         if (self.record is None) == (self.replay is None):
-            rule = "must stand alone beside record" if self.record else "must be given, or record"
+            rule = "cannot be combined with record" if self.record else "must be set, or record"
             yield Violation(("replay",), self.replay, rule, None if self.record else "./routing")
 
 
@@ -121,10 +121,10 @@ class Train(Record):
         """Yield violations of the loss and of recorded or replayed routing against the run."""
         yield from self.loss.violations(run)
         if self.routing is not None and run.layout.graphs != "none":
-            rule = "must be none: the host sees no choice of a step that is a graph (train.routing)"
+            rule = "must be none with train.routing, which reads or writes choices on the host"
             yield Violation(("layout", "graphs"), run.layout.graphs, rule, "none")
         if self.routing is not None and not any(has_routing(b.ffn) for b in run.decoder().blocks):
-            rule = "must be left out: no layer has experts to choose from"
+            rule = "must be left out: no layer of the model has a router"
             yield Violation(("train", "routing"), self.routing, rule, None)
 
     def rules(self) -> Iterator[Violation]:

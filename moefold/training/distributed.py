@@ -41,7 +41,7 @@ def device_kind(ranks_here: int = 1) -> str:
     devices = torch.cuda.device_count()
     if ranks_here > devices:
         raise ValueError(
-            f"{ranks_here} ranks and {devices} CUDA devices here: start {devices} at most, or run "
+            f"{ranks_here} ranks and {devices} CUDA devices here; start at most {devices}, or run "
             "on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
         )
     return "cuda"

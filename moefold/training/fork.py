@@ -44,8 +44,8 @@ def fork(
     """
     if job.resumed_from is not None:
         raise ValueError(
-            f"--fork {job.folder}: there is a run already; name a new folder, or go on with that "
-            f"run by --folder {job.folder} without --fork"
+            f"--fork {job.folder}: the folder already holds a run; name a new folder, or resume "
+            f"that run with --folder {job.folder} without --fork"
         )
     ranks = job.world.group("world")
     path = Path(on_first(lambda: str(checkpoint_in(source)), ranks))
@@ -64,17 +64,16 @@ def fork(
         weights = [name for name in names if not name.startswith(f"{PREFIX}.")]
         if weights and all(name.endswith((LORA_A, LORA_B)) for name in weights):
             raise CheckpointError(
-                f"{path} has other adapters than this run, or one of both has none; give the "
-                "adapter of that run, or write its model, with any adapters in the weights, and "
-                f"train that: moefold export {path} HF_FOLDER --merged"
+                f"{path} and this run have different adapters; set adapter as in the checkpoint's "
+                "run, or merge its adapters into the model's weights and train that: "
+                f"moefold export {path} HF_FOLDER --merged"
             ) from None
         if weights:
             raise
         seen = all(name.endswith(".amaxes") for name in names)
-        what = "magnitudes of other products (train.quantise)"
-        what = what if seen else "the state of another optimizer"
+        what = "scaling histories (train.quantise)" if seen else "optimizer states (optim)"
         raise CheckpointError(
-            f"{path} holds {what}; --weights-only takes its weights and leaves that"
+            f"{path} and this run have different {what}; --weights-only takes only the weights"
         ) from None
     job.data.renew()
     before = as_known_today(meta["run"], job.run) if "run" in meta else {}
@@ -97,11 +96,11 @@ def _mismatch(path: Path, stored: Tokenizer, number: int, now: str | None, then:
     """Return the error text for token ids that differ from a checkpoint's, with the remedy."""
     folder, first = path.parent, ""
     if not (folder / TOKENIZER_FILE).is_file():
-        first, folder = f"moefold export {path} HF_FOLDER, and then ", Path("HF_FOLDER")
+        first, folder = f"moefold export {path} HF_FOLDER and then ", Path("HF_FOLDER")
     rows = f" model.shape.vocab={stored.vocab}" if stored.vocab > stored.size else ""
     return (
         f"{path} was trained with another tokenizer: token {number} is {then!r} there and "
-        f"{now!r} here, so that its weights know nothing of this run's tokens. Keep its own "
-        f"with {first}'data.tokenizer={{kind: file, path: {folder}}}'{rows}, or ask for the "
+        f"{now!r} here, so its embeddings do not fit this run's tokens. Keep its tokenizer "
+        f"with {first}'data.tokenizer={{kind: file, path: {folder}}}'{rows}, or allow the "
         "new one with --new-tokenizer"
     )

@@ -69,7 +69,7 @@ class LocalCopies:
     ) -> None:
         root = os.path.expandvars(record.folder)
         if "$" in root:
-            raise ValueError(f"watch.checkpoint.local.folder: no value for what {root} names")
+            raise ValueError(f"watch.checkpoint.local.folder: unset environment variable in {root}")
         self._root, self._every, self._identity = Path(root), record.every, identity
         self._folder, self._form, self._world = folder, form, world
         self._session, self._here = "", Path()
@@ -189,7 +189,7 @@ class LocalCopies:
                 DISK.rename(part, path)
             self._written = step
         except OSError as error:
-            _log.warning("no local copy of step %d: %s", step, error)
+            _log.warning("cannot write the local copy of step %d: %s", step, error)
 
     def _found(self, here: Path, since: int) -> dict[RankCopy, list[Path]]:
         """Return the files of each part on this machine that fits the run and its layout."""
@@ -276,5 +276,5 @@ def _read(paths: Sequence[Path]) -> Tensor | None:
         digest.update(values.numpy().data)
         if count == size and said.decode("ascii", "replace").strip() == digest.hexdigest():
             return values
-        _log.warning("%s is not as it was written", path)
+        _log.warning("%s is damaged: its size or checksum is wrong", path)
     return None

@@ -68,21 +68,21 @@ def explaining_oom(run: Run, world: World) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        held = "not known on a CPU"
+        held = "unknown on a CPU"
         if world.device.type == "cuda":
             stats, of_all = torch.cuda.memory_stats(world.device), "allocated_bytes.all"
             peak, now = stats[f"{of_all}.peak"] / GIB, stats[f"{of_all}.current"] / GIB
             room = stats["reserved_bytes.all.current"] / GIB
-            held = f"{now:.2f} GiB, at most {peak:.2f}, of {room:.2f} taken"
+            held = f"{now:.2f} GiB, peak {peak:.2f}; PyTorch reserved {room:.2f}"
         try:
             task, choice = of_run(run, cluster(f"h100x{world.size}"))
             mine = next(m for m in memory(choice.case(task)) if m.rank == world.attention.pp)
             parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in mine.parts.items())
-            expected = f"{mine.total / GIB:.2f} GiB at most: {parts}"
+            expected = f"peak {mine.total / GIB:.2f} GiB: {parts}"
         except ValueError as unknown:
-            expected = f"not known to the planner: {unknown}"
+            expected = f"cannot be planned: {unknown}"
         raise OutOfMemory(
-            f"rank {world.rank} has no memory left: {error}\nheld: {held}\nexpected: {expected}\n"
-            "Split the model over more ranks, lower train.micro_batch or data.seq, or let "
-            "layout.recompute drop more; `moefold plan` weighs them"
+            f"rank {world.rank} has no memory left: {error}\nallocated: {held}\n"
+            f"planned: {expected}\nSplit the model over more ranks, lower train.micro_batch or "
+            "data.seq, or recompute more (layout.recompute); `moefold plan` compares such layouts"
         ) from error

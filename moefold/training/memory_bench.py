@@ -60,8 +60,8 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     needed = fullest(case).allocated * world
     if needed > here:
         raise ValueError(
-            f"{run.name} on {world} ranks takes {needed / 1e9:.1f} GB and this machine has "
-            f"{here / 1e9:.1f}: fewer layers, a smaller width or a shorter data.seq"
+            f"{run.name} on {world} ranks needs {needed / 1e9:.1f} GB, and this machine has "
+            f"{here / 1e9:.1f} GB; reduce the model's layers or width, or data.seq"
         )
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
     wanted = [planned(case, run.layout, pp) for pp in range(case.sizes.pp)]

@@ -89,13 +89,13 @@ class StoredModel:
         with Reader(path) as reader:
             meta = reader.manifest.meta
             if "decoder" not in meta:
-                raise CheckpointError(f"{path} holds no model that moefold wrote")
+                raise CheckpointError(f"{path} holds no model in moefold's format")
             verdict = check(Decoder, meta["decoder"])
             if verdict.record is None:
                 if files := (meta.get("run") or {}).get("uses"):
                     flags = " ".join(f"--uses {file}" for file in files)
                     raise CheckpointError(
-                        f"{path} was written by a run with parts of its own; name their files: "
+                        f"{path} was written by a run with plug-ins; name their files: "
                         f"{flags} (in Python: uses=[...])"
                     )
                 raise RunError(verdict.violations, meta["decoder"], str(path))
@@ -114,19 +114,19 @@ class StoredModel:
             ConvertError: if their base is not a Hugging Face folder, or has changed.
         """
         said = (self.meta.get("run") or {}).get("model", {})
-        base, remedy = said.get("from"), "; --merged writes the base with the adapters in it"
+        base, remedy = said.get("from"), "; --merged writes the base with the adapters merged"
         if said.get("family") != "folder" or not isinstance(base, str):
-            raise ConvertError(folder, ["the run's base is no Hugging Face folder" + remedy])
+            raise ConvertError(folder, ["the run's base is not a Hugging Face folder" + remedy])
         shapes = {name: self.tensors.shape(name) for name in self.tensors}
-        own, notes = identity(shapes, self.tensors.part), [f"an adapter alone; its base: {base}"]
+        own, notes = identity(shapes, self.tensors.part), [f"adapter only; its base: {base}"]
         if (Path(base) / "config.json").is_file():
             reading = read_config(Path(base), said.get("multi_token") != [])
             with import_folder(base, reading=reading) as found:
                 if own != found.tensors.identity():
-                    what = f"{base} does not hold the weights that the run was trained on"
+                    what = f"the weights in {base} are not those that the run was trained on"
                     raise ConvertError(folder, [what + remedy])
         else:
-            notes.append("the base is not here, so that nothing was compared with it")
+            notes.append(f"{base} was not found, so its weights were not checked")
         adapters = {
             name: LowRank(weight=name, rank=self.tensors.shape(name + LORA_B)[-1], scale=scale)
             for name, scale in self.tensors.scales.items()
@@ -216,7 +216,7 @@ def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool 
     if whole:
         problems += [f"unexpected: {name}" for name in tensors if name not in own]
     if problems:
-        raise CheckpointError("the tensors are not the model's\n  " + "\n  ".join(problems))
+        raise CheckpointError("the tensors do not match the model's\n  " + "\n  ".join(problems))
 
 
 def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:

@@ -24,7 +24,7 @@ from moefold.training.state import Progress
 from moefold.training.step import StepFigures
 
 SHOWN = 8
-ROLES = {"weight": "the weight", "rows": "rows at", "gradient": "the gradient of rows at"}
+ROLES = {"weight": "weight", "rows": "input of", "gradient": "output gradient of"}
 """Words for the operands that were quantised, by role."""
 MACHINE = "Replay: a machine fault"
 DATA = "Replay: a fault of the data or the model"
@@ -65,14 +65,16 @@ def decide(
     if not (used_up or told.startswith(MACHINE)):
         return "skip" if isinstance(policy, Skip) else "rewind"
     holders = "\n".join([holders, *blame(data, again)])
-    limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
+    more = "; or set train.on_nonfinite to skip or rewind"
+    if not isinstance(policy, Stop):
+        more = f"; or raise train.on_nonfinite.limit, as the limit of {policy.limit} is used up"
     raise NonFiniteStep(
         f"step {progress.step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
         f"{figures.grad_norm}, router terms {figures.router_terms or 'none'}); nothing was "
-        f"updated.\n{holders}\nPlace in the data's order: {progress.place()}\n"
+        f"updated.\n{holders}\nPosition in the data order: {progress.place()}\n"
         + (f"{told}\n" if told else "")
-        + "Mend the cause, lower optim.lr, or set train.on_nonfinite to skip or rewind"
-        + limit * used_up
+        + "Remove the cause or lower optim.lr"
+        + more * used_up
     )
 
 
@@ -90,7 +92,7 @@ def _holders(batches: Sequence[MicroBatch], data: ShardedState) -> str:
             lines.append(f"Gradients not finite{where}: {', '.join(names[:SHOWN])}{more}")
     named = dict.fromkeys(name for each in said for name in each["documents"])
     lines = lines or ["Gradients not finite: none"]
-    return "\n".join([*lines, f"documents: {', '.join(named) or 'unknown'}"])
+    return "\n".join([*lines, f"Documents of the step: {', '.join(named) or 'unknown'}"])
 
 
 def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
@@ -112,7 +114,7 @@ def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
         where = f" on rank {rank}" if world.size > 1 else ""
         for number, role, expert in each:
             of = "" if expert is None else f", expert {expert}"
-            lines.append(f"First codes not finite{where}: {ROLES[role]} {names[number]}{of}")
+            lines.append(f"First non-finite operand{where}: {ROLES[role]} {names[number]}{of}")
     return lines
 
 
@@ -126,9 +128,9 @@ def replay(data: ShardedState, again: Callable[[], Any]) -> str:
     if not ranks:
         return f"{DATA}: all ranks computed the same bits again"
     return (
-        f"{MACHINE}: rank {ranks} got other bits from the same weights and data. What one "
-        "computes reaches others: test the hardware of all that are named, then go on from the "
-        "newest checkpoint"
+        f"{MACHINE}: rank {ranks} got different bits from the same weights and data. An error "
+        "spreads to other ranks: test the hardware of all ranks named, then resume from the newest "
+        "checkpoint"
     )
 
 

@@ -68,9 +68,9 @@ class PrecisionChoice:
         said = on_first(found, world.on_host)
         rates, held = said["rates"], said["held"]
         if held is not None and asked in ("auto", held):  # Stored run files have the chosen format.
-            precision, why = held, "as the run began"
+            precision, why = held, "kept from the run's start"
         elif asked != "auto":
-            precision, why = asked, "asked for"
+            precision, why = asked, "set explicitly"
         else:
             precision, why = faster(rates), "auto"
         on = {"asked": asked, "flops_per_s": rates, "device": device_name(world.device)}
@@ -93,11 +93,10 @@ class PrecisionChoice:
         if slow is None:
             return
         other, factor = slow
-        what = "the run began in it, and goes on so" if self.why != "asked for" else self.why
         _log.warning(
-            "train.precision %s (%s): its products are %.1f times slower here than those of %s "
-            "(%s). A new run with train.precision=auto takes the faster one",
-            self.precision, what, factor, other, self.said,
+            "train.precision %s (%s): its matrix products are %.1f times slower here than those of "
+            "%s (%s). A new run with train.precision=auto uses the faster format",
+            self.precision, self.why, factor, other, self.said,
         )  # fmt: skip
 
     @property

@@ -21,11 +21,11 @@ MOST_CHECKS = 300
 BASELINES = {"bigram": "bigram table", "xz": "xz -9e"}
 LAYER_CURVES = {
     "load_max_over_mean": "Busiest expert, load over the mean",
-    "dead_experts": "Experts without a token",
-    "load_entropy": "Evenness of the load (1 = even)",
-    "probability_entropy": "Evenness of router probabilities (1 = even)",
-    "drop_rate": "Share of choices dropped",
-    "bias_range": "Selection bias, largest less smallest",
+    "dead_experts": "Experts without tokens",
+    "load_entropy": "Entropy of the expert load (1 = uniform)",
+    "probability_entropy": "Entropy of router probabilities (1 = uniform)",
+    "drop_rate": "Share of routing choices dropped",
+    "bias_range": "Selection bias, maximum minus minimum",
 }
 PARTS = ("restart_s", "load_s", "lost_s")
 """Seconds from the notice of a loss to the rendezvous, from there to the start, of lost steps."""
@@ -131,14 +131,14 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
             cards.append([f"{said} %", f"model FLOPs utilisation, of {of}"])
     if "goodput" in facts:
         cards.append([clock(facts["wall_s"]), "wall clock"])
-        cards.append([f"{100 * facts['goodput']:.0f} %", "goodput: of it inside steps"])
+        cards.append([f"{100 * facts['goodput']:.0f} %", "goodput: wall clock inside steps"])
         cards.append([str(facts["restarts"]), "restarts"])
         if facts["recoveries"]:
             spent = clock(sum(facts["lost_s"].values()))
-            cards.append([str(facts["recoveries"]), f"recoveries in place, {spent} in all"])
-            cards.append([str(facts["lost_steps"]), "steps made again"])
+            cards.append([str(facts["recoveries"]), f"recoveries after lost ranks, {spent} in all"])
+            cards.append([str(facts["lost_steps"]), "steps repeated"])
         if "save_every_s" in facts:
-            cards.append([clock(facts["save_every_s"]), "best time between checkpoints"])
+            cards.append([clock(facts["save_every_s"]), "best interval between checkpoints"])
     cards.append([str(facts["alarms"]), "routing alarms"])
     return cards
 

@@ -61,21 +61,21 @@ def check_same_run(
     """
     if "run" not in meta:
         raise CheckpointError(
-            f"{path} is a model that was imported, and no run to continue; start one from its "
-            f"weights: moefold train RUN --folder {path.parent} --fork NEW"
+            f"{path} is an imported model, not a run to resume; start a run from its weights: "
+            f"moefold train RUN --folder {path.parent} --fork NEW"
         )
     changed = differences(as_known_today(meta["run"], run), to_dict(run))
     changed += differences(meta["parts"], parts, tuple({**parts, **meta["parts"]}))
     if meta["data"] != data and not any(line.startswith("data.") for line in changed):
-        changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
+        changed.append("data: the tokens or the tokenizer differ from the checkpoint's")
     model = check(Decoder, meta.get("decoder")).record
     if not changed and model not in (None, trainable(run.decoder())):
-        changed.append("model: what its config.json says is not what the checkpoint holds")
+        changed.append("model: its config.json describes another model than the checkpoint's")
     if changed:
         raise ValueError(
-            f"{path} belongs to a run that computes something else:\n  "
+            f"{path} belongs to a run with other settings (stored -> this run):\n  "
             + "\n  ".join(changed)
-            + "\nGive another --folder, or --fork NEW to start a new run from it"
+            + "\nUse another --folder, or start a new run from it with --fork NEW"
         )
 
 

@@ -114,8 +114,8 @@ class ChoiceReader:
         for key, chosen_NK in self._chosen.items():
             if (missing := (chosen_NK[:, 0] == ABSENT).nonzero()).numel():
                 raise RoutingError(
-                    f"{folder}: holds no choice of {key} for token {token_N[missing[0, 0]]} of the "
-                    "step: replay what a run of the same data, batch and layers recorded"
+                    f"{folder}: no choice of {key} for token {token_N[missing[0, 0]]} of the step; "
+                    "replay a recording of the same data, train.batch and layers"
                 )
         first, found = 0, list[Flow]()
         for flow in flows:
@@ -136,9 +136,9 @@ class ChoiceReader:
             if other.numel():
                 at = other[0, 0]
                 raise RoutingError(
-                    f"{path}: token {token_M[here_M][at]} of the step was {id_M[here_M][at]}, and "
-                    f"is {id_N[to_M][at]} in this run: replay what a run of the same data in the "
-                    "same order recorded"
+                    f"{path}: token {token_M[here_M][at]} of the step has id {id_M[here_M][at]}, "
+                    f"but {id_N[to_M][at]} in this run; replay a recording of the same data in the "
+                    "same order"
                 )
             for key in sorted(self._chosen.keys() & said.keys()):
                 chosen_MK, wanted_NK = file.get_tensor(key), self._chosen[key]
@@ -146,7 +146,7 @@ class ChoiceReader:
                 wrong = (chosen_MK < -asked[1]) | (chosen_MK > asked[1])
                 if (chosen_MK.shape[1], said[key]) != asked or bool(wrong.any()):
                     raise RoutingError(
-                        f"{path}: {key} chose {chosen_MK.shape[1]} of {said[key]} experts, and "
+                        f"{path}: {key} chose {chosen_MK.shape[1]} of {said[key]} experts, but "
                         f"chooses {asked[0]} of {asked[1]} in this run"
                     )
                 wanted_NK[to_M] = chosen_MK[here_M]

@@ -32,7 +32,7 @@ def recording(path: Path, library: str) -> Iterator[tuple[Any, dict[str, int]]]:
         with safe_open(path, library) as file:
             yield file, json.loads(file.metadata()["choices"])
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise RoutingError(f"{path}: is no file of routers' choices: {error}") from error
+        raise RoutingError(f"{path}: not a file of routers' choices: {error}") from error
 
 
 class LayerChoices(NamedTuple):
@@ -123,7 +123,7 @@ def lines(folder: Path, tokens: bool = False) -> Iterator[dict[str, Any]]:
     before = dict[str, LayerChoices]()
     steps = sorted(at for at in folder.glob("step-*") if at.name[5:].isdecimal())
     if not steps:
-        raise RoutingError(f"{folder}: holds no step; train with train.routing.record={folder}")
+        raise RoutingError(f"{folder}: has no steps; train with train.routing.record={folder}")
     for at in steps:
         layers = read_step(step_files(at))
         for key, layer in layers.items():
@@ -141,9 +141,9 @@ def step_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*-of-*.safetensors"))
     ranks = {int(path.stem.rpartition("-")[2]) for path in found}
     if len(ranks) != 1 or len(found) != max(ranks):
-        there = f"{len(found)} of the files of {max(ranks)} ranks" if found else "no choices"
+        there = f"{len(found)} files of {max(ranks)} ranks" if found else "no choices"
         raise RoutingError(
-            f"{folder}: holds {there}: name a folder that train.routing.record filled, and that "
-            "has every step"
+            f"{folder}: has {there}; name a folder in which train.routing.record has written every "
+            "step completely"
         )
     return found

@@ -61,7 +61,7 @@ class StepLines:
                 if found <= (last := self.newest["step"]):
                     raise ValueError(
                         f"{self.path}: step {found} at byte {start} follows step {last}; "
-                        "move the file away or mend it"
+                        "move the file away or repair it"
                     )
                 end, self.newest = stop, line
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
@@ -115,8 +115,8 @@ def _spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
                 index(found["step"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
-                    f"{path}, line {number}: not the JSON object of a step; "
-                    "move the file away or mend it"
+                    f"{path}, line {number}: not a JSON object with a step; "
+                    "move the file away or repair it"
                 ) from error
             yield found, start, start + len(line)
             start += len(line)
@@ -255,7 +255,7 @@ def read_baselines(path: Path) -> dict[str, float]:
             found = json.loads(path.read_bytes()) if path.exists() else {}
         return {name: float(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: holds no figures by name: {error}; remove it") from error
+        raise ValueError(f"{path}: not a JSON object of numbers: {error}; remove it") from error
 
 
 def note(folder: Path, event: str, **values: Any) -> None:

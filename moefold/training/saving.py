@@ -90,7 +90,7 @@ class Saver:
             if self._policy.on_failure == "stop":
                 raise
             if self._ranks.index == 0:
-                _log.warning("checkpoint failed: %s; training goes on", error)
+                _log.warning("checkpoint failed: %s; training continues", error)
 
     def wait(self) -> None:
         """Finish the save in progress, if any; raises ``SaveError`` on all ranks if it failed."""

@@ -60,8 +60,8 @@ class Speaker:
             step = meta.get("progress", {}).get("step")
         if tokenizer is None:
             raise CheckpointError(
-                f"{path} holds no tokenizer, so text means nothing to it; import it from a folder "
-                "that has one"
+                f"{path} has no tokenizer, so it cannot read or write text; import it from a "
+                "folder that has one"
             )
         return cls(path, model, tokenizer, window, step)
 

@@ -371,7 +371,7 @@ class Trainer:
         for caught in failed:
             if error is None:
                 raise caught
-            _log.warning("a hook failed while the run ended: %s", caught)
+            _log.warning("a hook failed at the end of the run: %s", caught)
 
     @together
     def evaluate(self, tokens: int | None = None) -> Figures:

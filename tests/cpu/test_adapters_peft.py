@@ -290,7 +290,7 @@ def test_b78_adapters_of_another_base_rank_or_target_are_refused(tmp_path: Path)
 def test_an_adapter_of_no_folder_goes_out_merged_alone(tmp_path: Path) -> None:
     with job_of(tmp_path, "out", adapter={"kind": "lora", "rank": 2}) as job:
         job.save()
-    with pytest.raises(ConvertError, match="no Hugging Face folder; --merged"):
+    with pytest.raises(ConvertError, match="not a Hugging Face folder; --merged"):
         api.export(tmp_path / "out", tmp_path / "alone")
 
 

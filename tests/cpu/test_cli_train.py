@@ -129,7 +129,7 @@ def test_a_finished_run_says_so_and_goes_on_when_asked(trained: Path, capsys: An
     assert main(["train", "--folder", str(trained), "train.steps=5"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "step 8 is done already; to train further" in said and "train.steps=16" in said
-    assert "0 steps to go, 0 tokens" in said and "(as the run began; here" in said
+    assert "0 steps to go, 0 tokens" in said and "(kept from the run's start;" in said
     assert main([*again, "train.steps=10", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["step"] == 10 and answer["restarts"] == 1 and answer["status"] == 0
@@ -225,7 +225,7 @@ def test_a_dry_run_writes_nothing_anywhere(
         (["--folder", "file/x"], "Not a directory: file/x"),
         (["--folder", "n" * 300], "File name too long"),
         (["--folder", "loop/x"], "Too many levels of symbolic links: loop/x"),
-        (["--folder", "new/x", "data.train=[{source: text, files: [empty]}]"], "gives no document"),
+        (["--folder", "new/x", "data.train=[{source: text, files: [empty]}]"], "has no document"),
         (["--folder", "new/x", "--until", "99"], "most 8"),
     ],
 )
@@ -321,10 +321,10 @@ def test_a_dry_run_of_what_no_machine_holds(trained: Path, tmp_path: Path, capsy
         (["--fork", "x"], "--folder OLD"),
         (["train.step=9"], "steps"),
         (["layout.recompute={kind: auto, limit: 1 MB}"], "raise the limit to that"),
-        (["layout.state={at: disk, folder: /dev/null/x}"], "a file in /dev/null/x cannot be made"),
+        (["layout.state={at: disk, folder: /dev/null/x}"], "in /dev/null/x cannot be created"),
         (
             ["layout.offload.disk={modules: [attention], folder: /dev/null/x}"],
-            "a file in /dev/null/x cannot be made",
+            "a file in /dev/null/x cannot be created",
         ),
     ],
 )

@@ -166,7 +166,7 @@ def test_a_checkpoint_names_parts_and_runs_none_of_their_code(tmp_path: Path, ca
     assert main(["sample", out, "--prompt", "a", "--tokens", "2"]) == 2
     told = capsys.readouterr().err
     assert "--uses" in told and str(tmp_path / "entropy.py") in told and "aux, z" not in told
-    with pytest.raises(ValueError, match="parts of its own"):
+    with pytest.raises(ValueError, match="a run with plug-ins"):
         moefold.load_model(out)
     assert main(["sample", out, "--prompt", "a", "--tokens", "2", "--uses", str(part)]) == 0
     forget()

@@ -26,7 +26,7 @@ def test_no_memory_left(
         job.train()
     text = str(caught.value)
     assert "rank 0 has no memory left: CUDA out of memory. Tried to allocate 2.00 GiB" in text
-    assert "expected: " in text and said in text and "train.micro_batch" in text
+    assert "planned: " in text and said in text and "train.micro_batch" in text
 
 
 def test_no_memory_to_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_the_alarm_is_raised_once_after_patience(
     assert len(lines) == (6 if action == "stop" else 20)
     assert job.calls == calls
     assert said(out).count("routing alarm") == 1
-    assert "step 6, layer 1: 2 of 4 experts get no token, 3 checks in a row" in said(out)
+    assert "step 6, layer 1: 2 of 4 experts get no token in 3 consecutive checks" in said(out)
 
 
 def test_a_recovered_layer_can_alarm_again(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Pat
     job.save = save  # type: ignore[method-assign]
     job.go(steps=34)
     assert saved == [10, 11, 13, 17, 20, 30]
-    assert re.findall(r"step (\d+) tries again", out.getvalue()) == ["11", "13", "17", "20"]
+    assert re.findall(r"next attempt is at step (\d+)", out.getvalue()) == ["11", "13", "17", "20"]
     stops = CheckpointHook(CheckpointPolicy(every=4, on_failure="stop"), Console(quiet=True))
     refused, job = [True], FakeJob(tmp_path, [stops], last_step=8)
     job.save = save  # type: ignore[method-assign]

@@ -64,7 +64,7 @@ def test_auto_is_the_faster_format_and_the_saved_run_says_why(
     with opened(tmp_path) as job:
         assert job.model.recipe.precision == chosen
         said = dict(rows(job))["precision"]
-        assert f"bf16 {rates['bf16'] / 1e9:,.0f}" in said and "as the run began" in said
+        assert f"bf16 {rates['bf16'] / 1e9:,.0f}" in said and "kept from the run's start" in said
 
 
 @pytest.mark.parametrize("begun", ["auto", "bf16"])
@@ -80,7 +80,7 @@ def test_a_run_goes_on_as_it_began_where_that_is_slow_and_says_so(
     assert after["run"]["train"]["precision"] == "bf16"
     assert after["precision"] == before["precision"]
     (said,) = caplog.messages
-    assert "55.5 times slower here than those of fp32" in said and "the run began in it" in said
+    assert "55.5 times slower here than those of fp32" in said and "the run's start" in said
 
 
 def test_naming_the_format_that_auto_chose_is_the_same_run(here: Any, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_non_finite_step_stops_the_run_before_the_update(tmp_path: Path, value
         job.step()
         job.step()
         before = weights(job)
-        with pytest.raises(NonFiniteStep, match=r"(?s)step 3 .*documents: text \d+"):
+        with pytest.raises(NonFiniteStep, match=r"(?s)step 3 .*Documents of the step: text \d+"):
             job.step()
         assert equal(weights(job), before) == [] and job.step_number == 2
 

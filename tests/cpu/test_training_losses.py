@@ -181,7 +181,7 @@ def test_b77_scores_are_stored_once_and_read_by_each_step(tmp_path: Path) -> Non
     api.export(tmp_path / "resident", tmp_path / "tuned")
     for changed, said in (
         ({"teacher": str(tmp_path / "tuned")}, "scored with teacher '"),
-        ({"top_k": 8}, f"scored with top_k {vocab}, and this run has 8"),
+        ({"top_k": 8}, f"scored with top_k {vocab}, but this run has 8"),
         ({"temperature": 1.0}, r"scored with temperature 2\.0"),
     ):
         with pytest.raises(DataError, match=said):
@@ -224,8 +224,8 @@ def prepared(folder: Path, examples: list[dict[str, Any]], **how: Any) -> Any:
     ("pair", "said"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pair without a difference"),
-        ({"prompt": "a", "chosen": "b"}, r"no pair: it has \['chosen', 'prompt'\], and no"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "without an answer: its completion"),
+        ({"prompt": "a", "chosen": "b"}, r"not a pair: it has \['chosen', 'prompt'\], but"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "without an answer: completion is"),
         ({"prompt": "a", "chosen": "b" * 90, "rejected": "c"}, "a pair of .* raise data.seq"),
     ],
 )
@@ -245,7 +245,7 @@ def test_losses_that_do_not_fit_a_run(tmp_path: Path) -> None:
     for loss, pairs, said in (
         ({"kind": "dpo"}, True, "train.loss.reference.*no adapter"),
         ({"kind": "dpo", "reference": "stored"}, False, "compares pairs of answers"),
-        ({"kind": "cross_entropy"}, True, "cannot learn from pairs"),
+        ({"kind": "cross_entropy"}, True, "cannot use the pairs of answers"),
         ({"kind": "distill", "teacher": "nowhere"}, False, "train.loss.teacher.*nowhere"),
     ):
         with pytest.raises(RunError, match=f"(?s){said}"):
@@ -256,9 +256,9 @@ def test_losses_that_do_not_fit_a_run(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         load(Run, raw | {"data": data | {"train": raw["data"]["train"]}})
     (rule,) = (item.rule for item in caught.value.violations if item.path == ("train", "loss"))
-    assert rule == "cannot learn from pairs of answers, which data.valid names"
+    assert rule == "cannot use the pairs of answers in data.valid"
     raw = raw_run(tmp_path, layout={"graphs": "step"}, train={"steps": 8, "loss": {"kind": "dpo"}})
-    with pytest.raises(RunError, match=r"(?s)layout.graphs.*no graph repeats"):
+    with pytest.raises(RunError, match=r"(?s)layout.graphs.*outside the step"):
         load(Run, raw)
 
 
@@ -276,7 +276,7 @@ def test_b76_a_stored_reference_is_the_model_as_the_run_began(tmp_path: Path) ->
     assert set(said) == {"val_loss", *(f"val/preferences/{w}" for w in ("loss", *FIGURES))}
     (tmp_path / "out" / "reference.json").unlink()
     with (
-        pytest.raises(ValueError, match="put it back"),
+        pytest.raises(ValueError, match="restore the file"),
         Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job,
     ):
         job.evaluate()
@@ -314,14 +314,14 @@ def test_b77_a_teacher_is_read_from_its_folder(tmp_path: Path) -> None:
     (other / "tokenizer_config.json").write_text((hub / "tokenizer_config.json").read_text())
     raw["data"] |= {"tokenizer": {"kind": "file", "path": str(other)}}
     with (
-        pytest.raises(DataError, match=r"its token .* a teacher needs the model's tokenizer"),
+        pytest.raises(DataError, match=r"the teacher's token .*both need one tokenizer"),
         Trainer(load(Run, raw).record, tmp_path / "refused") as job,
     ):
         job.step()
     raw["train"]["loss"] |= {"stored": "scores", "top_k": 301}
-    with pytest.raises(RunError, match=r"(?s)300 tokens.*each epoch cuts it elsewhere"):
+    with pytest.raises(RunError, match=r"(?s)300 tokens.*each epoch cuts text differently"):
         load(Run, raw)
     raw["train"]["loss"] |= {"stored": None, "top_k": 64}
     raw["data"] |= {"tokenizer": {"kind": "bpe", "vocab": 290}}
-    with pytest.raises(RunError, match="has 300 tokens and the model 290"):
+    with pytest.raises(RunError, match="vocabulary of 290 tokens, but has 300"):
         load(Run, raw)

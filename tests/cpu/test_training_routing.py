@@ -119,11 +119,11 @@ def test_b99_a_pass_may_be_given_its_decisions() -> None:
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"seed": 2}, "replay what a run of the same data in the same order recorded"),
-        ({"train": {"steps": 4}}, "step-00000003: holds no choices"),
-        ({"model": {"shape": {"top_k": 3}}}, "layers.0 chose 2 of 4 experts, and chooses 3 of 4"),
-        ({"model": {"shape": {"layers": 3}}}, "holds no choice of layers.2 for token 0"),
-        ({"train": {"batch": 8}}, "holds no choice of layers.0 for token 64"),
+        ({"seed": 2}, "replay a recording of the same data in the same order"),
+        ({"train": {"steps": 4}}, "step-00000003: has no choices"),
+        ({"model": {"shape": {"top_k": 3}}}, "layers.0 chose 2 of 4 experts, but chooses 3 of 4"),
+        ({"model": {"shape": {"layers": 3}}}, "no choice of layers.2 for token 0"),
+        ({"train": {"batch": 8}}, "no choice of layers.0 for token 64"),
     ],
 )
 def test_b99_what_was_recorded_of_another_run_is_refused(

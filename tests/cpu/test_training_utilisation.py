@@ -101,7 +101,7 @@ def test_the_banner_counts_ranks_and_the_epochs_of_the_steps_to_go(tmp_path: Pat
     with job_of(tmp_path, optim=muon) as job:
         alone, said = least_step_time(job), dict(rows(job))
         assert said["ranks"] == "one" and f"in {job.last_step} steps" in said["data"]
-        assert any("Newton-Schulz" in text and "MFU leaves" in text for _, text in rows(job))
+        assert any("Newton-Schulz" in text and "not counted" in text for _, text in rows(job))
         job.progress.step = job.last_step - 2
         (read,) = (text for what, text in rows(job) if what == "data")
         per_step = job.loader.epoch(2)["text"]
@@ -111,7 +111,7 @@ def test_the_banner_counts_ranks_and_the_epochs_of_the_steps_to_go(tmp_path: Pat
         job.world = four
         assert least_step_time(job) == alone / 4
         said = dict(rows(job))
-        assert said["ranks"] == "4, layout data ranks alone, over gloo"
+        assert said["ranks"] == "4, layout of data-parallel ranks only, over gloo"
         assert "on all 4 ranks" in said["time"]
         job.world = world
 

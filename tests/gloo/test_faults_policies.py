@@ -158,7 +158,7 @@ def test_a_bad_step_is_reported_by_all_with_the_documents_of_all(tmp_path: Path)
             assert document in rank["data"]
     assert "Replay: a fault of the data or the model" in told[0]["data"]
     assert "Gradients not finite on rank" in told[0]["data"]
-    assert "Replay: a machine fault: rank 1 got other bits" in told[0]["machine"]
+    assert "Replay: a machine fault: rank 1 got different bits" in told[0]["machine"]
     assert told[0]["machine"] == told[1]["machine"]
 
 

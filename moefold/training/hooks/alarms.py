@@ -57,7 +57,7 @@ class HealthHook(StepLinesHook):
             failed[layer] = before.get(layer, 0) + 1
             if failed[layer] == self._record.patience:
                 alarms += 1
-                text = f"layer {layer}: {trouble}, {self._record.patience} checks in a row"
+                text = f"layer {layer}: {trouble} in {self._record.patience} consecutive checks"
                 _warn(self._console, "[bold red]routing alarm[/]", f"{job.step_number}, {text}")
         metrics[ALARMS] = alarms
         if alarms and self._record.action == "stop":
@@ -76,7 +76,7 @@ class HealthHook(StepLinesHook):
         if limit is None:
             limit = 0.75 * experts / figures["top_k"]
         if limit > 1 and ratio >= limit:
-            return f"the busiest expert gets {ratio:.1f} times the mean"
+            return f"the busiest expert gets {ratio:.1f} times the mean load"
         return ""
 
 
@@ -92,8 +92,8 @@ class AlarmHook(Hook):
         if alarms and self._action == "stop":
             raise RoutingCollapse(
                 f"routing alarm in {alarms} layer(s) at step {job.step_number}, and "
-                f"watch.health.action is stop; saved {job.save()}. Raise the balancing term, lower "
-                "optim.lr, or continue with watch.health.action=warn"
+                f"watch.health.action is stop; saved {job.save()}. Raise the balancing "
+                "coefficient, lower optim.lr, or continue with watch.health.action=warn"
             )
 
 
@@ -123,8 +123,8 @@ class PaceHook(Hook):
             if times == record.patience:
                 text = (
                     f"{job.step_number}: rank {rank} was busy for "
-                    f"{busy[rank]:.2f} s in {record.every} steps, the ranks' median is "
-                    f"{usual:.2f} s; the others waited for it. Look at its machine"
+                    f"{busy[rank]:.2f} s in {record.every} steps, the median rank for "
+                    f"{usual:.2f} s, so the others waited for it; check its machine"
                 )
                 _warn(self._console, "[bold yellow]slow rank[/]", text)
 
@@ -160,8 +160,8 @@ class SpikesHook(Hook):
         facts = {"step": job.step_number, "place": job.place, "grad_norm": norm, "usual": usual}
         note(job.folder, "spike", **facts, documents=list(dict.fromkeys(named)))
         text = (
-            f"{job.step_number}: gradient norm {norm:.3g}, of late {usual:.3g}; its documents "
-            "stand in events.jsonl"
+            f"{job.step_number}: gradient norm {norm:.3g}, recent median {usual:.3g}; "
+            "events.jsonl lists the step's documents"
         )
         _warn(self._console, "[bold yellow]spike[/]", text)
 

@@ -120,7 +120,5 @@ def tell(hooks: Sequence[Hook], event: str, job: JobView, *given: Any) -> None:
                 raise
             if not hook.refused:
                 name = type(hook).__name__.removesuffix("Hook").lower()
-                _log.warning(
-                    "%s: %s; training goes on, and its steps are missing there", name, error
-                )
+                _log.warning("%s: %s; training continues without writing these steps", name, error)
             hook.refused = True

@@ -48,7 +48,7 @@ class CheckpointHook(Hook):
                 self._owed = min(self._owed, step - step % every + every)
             self._console.print(
                 f"[bold red]checkpoint failed[/] step {step}: {escape(str(error))}\n"
-                f"training goes on; step {self._owed} tries again",
+                f"training continues; the next attempt is at step {self._owed}",
                 soft_wrap=True,
                 highlight=False,
             )

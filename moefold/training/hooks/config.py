@@ -67,7 +67,7 @@ class Evaluate(Record):
         """Each baseline is named once."""
         kept = tuple(dict.fromkeys(self.baselines))
         if len(kept) < len(self.baselines):
-            yield Violation(("baselines",), list(self.baselines), "each may stand once", list(kept))
+            yield Violation(("baselines",), list(self.baselines), "must be distinct", list(kept))
 
 
 class Sample(Record):
@@ -108,7 +108,7 @@ class Profile(Record):
         """Steps are strictly increasing."""
         kept = sorted(set(self.steps))
         if kept != list(self.steps):
-            yield Violation(("steps",), list(self.steps), "must rise, each named once", kept)
+            yield Violation(("steps",), list(self.steps), "must be strictly increasing", kept)
 
 
 class Pace(Record):

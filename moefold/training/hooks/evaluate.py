@@ -54,4 +54,4 @@ class BaselinesHook(Hook):
             found = {name: measured[name] for name in self._wanted}
             write_text(path, json.dumps(found) + "\n")
         said = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
-        self._console.print(f"[cyan]to beat[/] {said} bits per byte", highlight=False)
+        self._console.print(f"[cyan]baselines[/] {said} bits per byte", highlight=False)

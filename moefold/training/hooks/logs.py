@@ -117,9 +117,9 @@ class WandbHook(Hook):
             )
         except (wandb.Error, ConnectionError, TimeoutError) as error:
             raise ValueError(
-                f"W&B does not take the run: {error}; log in and look at the network, or give "
-                "watch.metrics.wandb.mode=offline to send it later, or watch.metrics.wandb=null "
-                "to do without"
+                f"W&B cannot open the run: {error}; log in and check the network, or set "
+                "watch.metrics.wandb.mode=offline to upload it later, or watch.metrics.wandb=null "
+                "to train without W&B"
             ) from error
         write_json(path, {"id": self._run.id})
 
@@ -136,6 +136,6 @@ class WandbHook(Hook):
 def _demand(package: str, asked: str) -> None:
     if find_spec(package) is None:
         raise ValueError(
-            f"watch.metrics.{package} is {asked}, but the package is missing: "
+            f"watch.metrics.{package} is {asked}, but the package is not installed: "
             f"pip install 'moefold[{package}]'"
         )

@@ -123,7 +123,7 @@ def load_figure(history: History, title: str) -> Figure | None:
     image = _draw_now(axes, np.ma.masked_invalid(load[-LAST:]).mean(axis=0), layers, norm)
     _finish(axes, f"{title}: load of each expert, step {steps[-1]}", grid=False)
     bar = now.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
-    bar.set_label("1 = fair share", color=INK)
+    bar.set_label("load over the mean", color=INK)
     bar.outline.set_visible(False)
     shown_at = evenly(steps)
     grid = over_time.subplots(rows, columns, squeeze=False, sharey=True)
@@ -182,9 +182,9 @@ def _moved_figure(layers: list[str], shares: np.ndarray, title: str) -> Figure:
     norm = TwoSlopeNorm(float(np.ma.mean(percent)), low - 1e-9, high + 1e-9)
     axes = figure.add_subplot()
     image = _draw_now(axes, percent, layers, norm)
-    _finish(axes, f"{title}: how far adapters moved each expert", grid=False)
+    _finish(axes, f"{title}: change of each expert by adapters", grid=False)
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05)
-    bar.set_label("% of its weights", color=INK)
+    bar.set_label("% of its weights' norm", color=INK)
     bar.outline.set_visible(False)
     return figure
 

@@ -87,7 +87,7 @@ class ProgressHook(Hook):
             peak = torch.cuda.max_memory_allocated()
         self._print(
             f"[cyan]measured[/] {1000 * step_s:.0f} ms a step, {plural(steps, 'step')} to go: "
-            f"{clock(left)} and what evaluation takes, so about {at}; peak memory {size(peak)}"
+            f"{clock(left)} plus evaluation, so until about {at}; peak memory {size(peak)}"
         )
 
     def on_evaluate(self, job: JobView, metrics: Figures) -> None:

@@ -28,8 +28,8 @@ class SampleHook(Hook):
         self._ids = [job.tokenizer.prompt(text) for text in self._record.prompts]
         if not all(self._ids):
             raise ValueError(
-                "watch.sample.prompts: give each some text; the tokenizer has no token that starts "
-                "one"
+                "watch.sample.prompts: an empty prompt has no tokens, as the tokenizer has no "
+                "start token; give each prompt some text"
             )
         cut_after(job.folder / SAMPLES_FILE, job.step_number)
 

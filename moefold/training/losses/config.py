@@ -28,21 +28,21 @@ class LossRecord(Record):
     def violations(self, run: Any) -> Iterator[Violation]:
         """Yield violations between a run and its loss; paths start at the run."""
         if run.layout.graphs == "step" and not isinstance(self, CrossEntropy):
-            rule = "train.loss runs more than the step's own forward, which no graph repeats"
+            rule = "cannot be step: train.loss needs computations outside the step's CUDA graph"
             yield Violation(("layout", "graphs"), "step", rule, "partial")
         if not isinstance(self, CrossEntropy) and run.decoder().multi_token:
-            rule = "has no losses of further tokens, which model.multi_token: [] leaves out"
+            rule = "cannot be combined with multi-token prediction; set model.multi_token to []"
             yield Violation(("train", "loss"), self, rule, {"kind": "cross_entropy"})
         for part in ("train", "valid"):
             for number, source in enumerate(getattr(run.data, part)):
                 paired = isinstance(source, Preferences)
                 if paired and not self.pairs:
-                    rule = f"cannot learn from pairs of answers, which data.{part} names"
+                    rule = f"cannot use the pairs of answers in data.{part}"
                     yield Violation(("train", "loss"), self, rule, {"kind": "dpo"})
                 elif self.pairs and not paired:
                     path = ("data", part, number, "source")
                     nearest = "preferences" if isinstance(source, FileSource) else MISSING
-                    rule = "train.loss compares pairs of answers"
+                    rule = "must be preferences: train.loss compares pairs of answers"
                     yield Violation(path, source.source, rule, nearest)
 
 
@@ -100,14 +100,14 @@ class Distill(LossRecord):
             return
         own = run.decoder().vocab
         if teacher.vocab != own:
-            rule = f"has {teacher.vocab} tokens and the model {own}: both speak of the same ones"
+            rule = f"must have the model's vocabulary of {own} tokens, but has {teacher.vocab}"
             yield Violation(path, self.teacher, rule)
         if self.stored is not None:
             if self.top_k > own:
-                rule = f"must not be above the vocabulary's {own} tokens"
+                rule = f"must be at most the vocabulary's {own} tokens"
                 yield Violation(("train", "loss", "top_k"), self.top_k, rule, own)
             if not all(isinstance(source, Chat) for source in run.data.train):
-                rule = "must be left out where data.train names text: each epoch cuts it elsewhere"
+                rule = "needs chat sources only in data.train: each epoch cuts text differently"
                 yield Violation(("train", "loss", "stored"), self.stored, rule, REMOVE)
         layout = self.layout(run.layout)
         if not any(run.layout.rules()) and layout.is_split:
@@ -136,5 +136,5 @@ class Dpo(LossRecord):
         """Yield sources without pairs, and a reference without adapters in a run without them."""
         yield from super().violations(run)
         if self.reference == "adapters_off" and run.adapter is None:
-            rule = "is the model as it is trained where a run has no adapter"
+            rule = "needs an adapter: without one the reference is the trained model itself"
             yield Violation(("train", "loss", "reference"), self.reference, rule, "stored")

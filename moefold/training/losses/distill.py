@@ -121,8 +121,8 @@ class TopKDistillation(Distillation):
         for name, wanted in asked.items():
             if (found := index["of"].get(name)) != wanted:
                 raise DataError(
-                    f"{folder}: was scored with {name} {found!r}, and this run has {wanted!r}; "
-                    "name another folder as train.loss.stored, and the teacher scores anew"
+                    f"{folder}: was scored with {name} {found!r}, but this run has {wanted!r}; "
+                    "set train.loss.stored to a new folder, so that the teacher scores again"
                 )
         self._folder, self._begins = folder, index["begins"]
         self._files: dict[int, np.ndarray] = {}
@@ -192,7 +192,7 @@ class TopKDistillation(Distillation):
             if key not in self._begins:
                 raise DataError(
                     f"{self._folder}: document {origin.document} of {origin.name} was not scored; "
-                    "name another folder as train.loss.stored, and the teacher scores anew"
+                    "set train.loss.stored to a new folder, so that the teacher scores again"
                 )
             dp, first = self._begins[key]
             if dp not in self._files:
@@ -214,8 +214,8 @@ def demand_same_tokens(folder: Path, own: Tokenizer) -> None:
     if (found := own.first_difference(from_path(str(folder)))) is not None:
         number, ours, theirs = found
         raise DataError(
-            f"{folder}: its token {number} is {theirs!r} and the model's {ours!r}: a teacher needs "
-            "the model's tokenizer; name its folder as data.tokenizer"
+            f"{folder}: the teacher's token {number} is {theirs!r}, the model's is {ours!r}; both "
+            f"need one tokenizer: set data.tokenizer to {{kind: file, path: {folder}}}"
         )
 
 

@@ -106,8 +106,8 @@ class StoredPreference(Preference):
         if not on_first(path.exists, job.world.on_host):
             if job.step_number and (job.resumed_from or job.recovered):  # but not a new fork
                 raise CheckpointError(
-                    f"{path} is gone, and the model has been trained since: put it back, or begin "
-                    "a new folder"
+                    f"{path} is missing, and the model has been trained since the reference was "
+                    "scored; restore the file, or start a new run"
                 )
             on_first(partial(write_json, path, self._scores(job)), job.world.on_host)
         self._stored = on_first(partial(read_json, path), job.world.on_host)
