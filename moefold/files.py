@@ -76,7 +76,7 @@ def read_json(
     """
 
     def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is not a number")
+        raise ValueError(f"{name} is not allowed")
 
     with named(path, kind):
         if limit is not None and path.stat().st_size > limit:
@@ -87,7 +87,7 @@ def read_json(
     except (RecursionError, ValueError) as error:
         raise kind(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise kind(f"{path} holds no JSON object but a {type(found).__name__}")
+        raise kind(f"{path} must contain a JSON object, not a {type(found).__name__}")
     return found
 
 

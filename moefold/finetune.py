@@ -26,10 +26,10 @@ def refuse_alone(source: str | Path) -> None:
     """Raise ``ValueError`` for a fine-tuning recipe and for an adapter, which need a model."""
     if is_adapter(Path(source)):
         said = f"moefold train {base_of(Path(source))} 'adapter={{kind: lora, from: {source}}}'"
-        raise ValueError(f"{source} is an adapter, which is trained further on its base: {said}")
+        raise ValueError(f"{source} is an adapter; to train it, name its base model: {said}")
     if str(source) in recipes():
         said = f"moefold train FOLDER {_BASE}{source}"
-        raise ValueError(f"{source} trains a Hugging Face folder, which is to be named: {said}")
+        raise ValueError(f"the recipe {source} needs a Hugging Face folder to fine-tune: {said}")
 
 
 def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -59,11 +59,11 @@ class Run(Record):
         for violation in self.optim.violations(self.train.steps):
             yield violation.under("optim")
         if self.layout.state.step == "host" and not self.optim.elementwise:
-            rule = f"{self.optim.kind} has no step on the host"
+            rule = f"needs an elementwise optimizer, such as adamw; optim.kind is {self.optim.kind}"
             yield Violation(("layout", "state", "step"), "host", rule, "device")
         dispatch = self.layout.dispatch
         if self.deterministic and isinstance(dispatch, Dispatch) and not dispatch.repeatable:
-            rule = f"layout.dispatch {dispatch.kind} refuses to run where torch is deterministic"
+            rule = f"must be false with layout.dispatch {dispatch.kind}, which is not deterministic"
             yield Violation(("deterministic",), True, rule, False)
         try:
             violations = list(self.model.violations(self.data.vocab))  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ class Run(Record):
         """Yield a violation if the schedule cannot run a step's number of micro-batches."""
         train = self.train
         for found in self.layout.step_violations(train.batch // train.micro_batch):
-            rule = f"in micro-batches of {train.micro_batch}: {found.rule}"
+            rule = f"counted in micro-batches of {train.micro_batch}: {found.rule}"
             nearest = found.nearest * train.micro_batch
             yield Violation(("train", "batch"), train.batch, rule, nearest)
 
@@ -121,8 +121,8 @@ def demand_fit(run: Run, world: int) -> None:
     found = size_violations(layout.split, model, world, layout.order, layout.stages)
     found += [broken.under("layout") for broken in layout.violations_over(world)]
     if found:
-        ranks = f"{world} ranks" if world > 1 else "one rank (--nproc N or a launcher starts more)"
-        raise RunError(found, to_dict(run), f"{ranks} for the layout {layout.sizes!r}")
+        ranks = f"{world} ranks" if world > 1 else "one rank (for more: --nproc N or a launcher)"
+        raise RunError(found, to_dict(run), f"layout {layout.sizes!r} on {ranks}")
 
 
 def recipes() -> dict[str, Path]:

@@ -37,13 +37,13 @@ def baselines(prepared: Prepared) -> dict[str, float]:
     """
     if not prepared.valid:
         raise DataError(
-            "watch.evaluate.baselines are measured on held-out text, of which there is none: give "
-            "a source a holdout, name data.valid, or leave them out (baselines: [])"
+            "watch.evaluate.baselines needs held-out text; set holdout on a source, add a set to "
+            "data.valid, or set baselines: []"
         )
     if any(isinstance(p.corpus, Conversations) for p in (*prepared.train, prepared.valid[0])):
         raise DataError(
-            "watch.evaluate.baselines are of text, of which every byte is predicted; of "
-            "conversations answers alone are: leave them out (baselines: [])"
+            "watch.evaluate.baselines cannot be measured on conversations, in which only answers "
+            "are predicted; set baselines: []"
         )
     size, spelling = prepared.tokenizer.size, prepared.tokenizer.token_bytes
     held = list(_documents(prepared.valid[0].corpus, _TEXT_BYTES))

@@ -256,7 +256,7 @@ def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
     ``labels_BS`` [B, S], if given, must be shifted already.
     """
     if ids_BS.dim() != 2:
-        raise ValueError(f"ids need the shape [sequences, tokens], not {list(ids_BS.shape)}")
+        raise ValueError(f"ids must have the shape [sequences, tokens], not {list(ids_BS.shape)}")
     b, s = ids_BS.shape
     if labels_BS is None:
         shifted_BS = torch.full_like(ids_BS, IGNORED, dtype=torch.int64)

@@ -41,7 +41,7 @@ class TokenizerRecord(Record):
 
     def vocab_size(self) -> int:
         """Return the number of rows of the embedding."""
-        raise NotImplementedError(f"{type(self).__name__} does not say its vocabulary's size")
+        raise NotImplementedError(f"{type(self).__name__} must implement vocab_size")
 
     def stamp(self) -> str:
         """Return a text that changes when the tokenizer's files change."""
@@ -241,23 +241,20 @@ class Data(Record):
                 while f"{label}_{number}" in taken:
                     number += 1
                 taken.add(f"{label}_{number}")
-                rule = f"each source needs its own name, {label!r} is taken"
+                rule = "must differ from the names of the other sources"
                 yield Violation((*path, "name"), label, rule, f"{label}_{number}")
         trains = isinstance(self.tokenizer, BpeTokenizer)
         for path, source in places:
             valid = path[0] == "valid"
             if valid and source.holdout:
-                rule = "a validation set holds nothing out: all of it is evaluated"
+                rule = "must be 0 under data.valid, where all documents are used for evaluation"
                 yield Violation((*path, "holdout"), source.holdout, rule, 0.0)
             if isinstance(source, IndexedTokens) and trains:
-                rule = "token files need the tokenizer that made them (tokenizer: {kind: file})"
+                rule = "needs the tokenizer of these tokens (data.tokenizer: {kind: file, ...})"
                 nearest = REMOVE if valid else {"source": "python_stdlib"}
                 yield Violation(path, source.prefix, rule, nearest)
             if isinstance(source, Chat | Preferences) and trains:
-                rule = (
-                    "conversations need a tokenizer that brings a chat template (tokenizer: "
-                    "{kind: file, path: ...})"
-                )
+                rule = "needs a tokenizer with a chat template (data.tokenizer: {kind: file, ...})"
                 yield Violation(path, source.files[0], rule, REMOVE if valid else MISSING)
 
 
@@ -287,7 +284,7 @@ def ids_in(file: Path, written_ns: int = 0) -> int:
         new = {token["content"] for token in added}.difference(known)
         highest = max(highest, len(vocab) + len(new) - 1)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{file}: has no model.vocab with ids; is it a tokenizer.json?") from error
+        raise DataError(f"{file}: model.vocab or added_tokens is missing or malformed") from error
     return demand_ids(highest + 1, file)
 
 
@@ -295,6 +292,6 @@ def demand_ids(size: int, source: str | Path) -> int:
     """Return ``size``, a tokenizer's number of ids; raises ``DataError`` above ``MAX_IDS``."""
     if size > MAX_IDS:
         raise DataError(
-            f"{source}: has the id {size - 1}, and the most are {MAX_IDS}; mend the file"
+            f"{source}: has the id {size - 1}, but ids must be below {MAX_IDS}; correct the file"
         )
     return size

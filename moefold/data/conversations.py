@@ -55,7 +55,7 @@ class ConversationReader(FileReader):
 
     whole = True
     unit = "conversation"
-    shorten = "drop ends (long: cut at its source), or leave such out (long: skip)"
+    shorten = "set long: cut (drops their ends) or long: skip (leaves them out) in the source"
     """Remedies for documents that are too long, besides a larger ``data.seq``."""
 
     def __init__(self, record: Chat | Preferences) -> None:
@@ -72,7 +72,7 @@ class ConversationReader(FileReader):
             folder = Path(pattern)
             parts = sorted(folder.glob("*.arrow")) if folder.is_dir() else []
             if not parts and (folder / "dataset_dict.json").is_file():
-                raise DataError(f"{folder}: holds several sets; name the folder of one inside it")
+                raise DataError(f"{folder}: contains several sets; name the folder of one of them")
             found.update(dict.fromkeys(parts or expand((pattern,))))
         return list(found)
 
@@ -127,7 +127,7 @@ class ConversationReader(FileReader):
                 template = templates[bool(example.get("tools"))]
                 written = self._texts(example, template, tokenizer)
             except UnicodeEncodeError as error:
-                self.refuse(name, "broken text", f"{error.reason}", skipped)
+                self.refuse(name, "invalid text", f"{error.reason}", skipped)
             except BadDocument as error:
                 self.refuse(name, *error.args, skipped=skipped)
             else:
@@ -143,8 +143,8 @@ class ConversationReader(FileReader):
     ) -> tuple[Written, ...]:
         """Return the text of an example."""
         if any(side in example for side in SIDES):
-            said = "chosen and rejected are no conversation; read them as source: preferences"
-            raise BadDocument("a pair", f"{said}, for train.loss: dpo")
+            said = "chosen and rejected need source: preferences, for losses such as dpo"
+            raise BadDocument("a pair of answers", said)
         return (self._written(example, template, tokenizer),)
 
     def _written(
@@ -154,7 +154,7 @@ class ConversationReader(FileReader):
         if isinstance(prompt := example.get("prompt"), str):
             completion = example.get("completion")
             if not isinstance(completion, str) or not completion:
-                raise BadDocument("example without an answer", "its completion is no text")
+                raise BadDocument("example without an answer", "completion is empty or not text")
             begin = tokenizer.files.special().get("bos_token", "") if tokenizer.start else ""
             return Written(Rendered(begin + prompt, ()), completion + tokenizer.end)
         return Written(rendered(example, template, self._answers == "last"))
@@ -173,9 +173,9 @@ class ConversationReader(FileReader):
             ids_N = np.concatenate(ids)
             marks_N = np.concatenate([one + REJECTED * at for at, one in enumerate(trained)])
             if not all(one[1:].any() for one in trained):
-                self.refuse(name, "example without an answer", "no token of it is trained", skipped)
+                self.refuse(name, "example without an answer", "it has no labelled tokens", skipped)
             elif len(ids) > 1 and np.array_equal(*ids):
-                said_so = "chosen and rejected are the same tokens"
+                said_so = "chosen and rejected have the same tokens"
                 self.refuse(name, "pair without a difference", said_so, skipped)
             elif len(ids_N) <= seq or self._fits(name, len(ids_N), marks_N[1:seq], seq, skipped):
                 found.append(Coded(name, said, ids_N[:seq], marks_N[:seq]))
@@ -196,19 +196,19 @@ class ConversationReader(FileReader):
 class PreferenceReader(ConversationReader):
     """Reads pairs of answers; each pair is one document."""
 
-    unit, shorten = "pair", "leave such out (long: skip)"
+    unit, shorten = "pair", "set long: skip (leaves them out) in the source"
 
     def _texts(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
     ) -> tuple[Written, ...]:
         """Return a pair's two texts."""
         if missing := [side for side in SIDES if side not in example]:
-            raise BadDocument("no pair", f"it has {sorted(example)[:20]}, and no {missing}")
+            raise BadDocument("not a pair", f"it has {sorted(example)[:20]}, but lacks {missing}")
         shared = {name: value for name, value in example.items() if name not in SIDES}
         answer = "completion" if "prompt" in example else "messages"
         sides = [shared | {answer: example[side]} for side in SIDES]
         if sides[0] == sides[1]:
-            raise BadDocument("pair without a difference", "chosen and rejected are the same")
+            raise BadDocument("pair without a difference", "chosen and rejected are equal")
         return tuple(self._written(side, template, tokenizer) for side in sides)
 
 
@@ -233,9 +233,8 @@ def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> Chat
     text = tokenizer.files.template(tools)
     if text is None:
         raise DataError(
-            f"{tokenizer.source}: has no chat template, so conversations have no form; put one "
-            "beside the tokenizer as chat_template.jinja, or in a run name a file of one with "
-            "tokenizer: {template: chat.jinja}"
+            f"{tokenizer.source}: has no chat template, which conversations need; put one beside "
+            "it as chat_template.jinja, or set data.tokenizer.template to its file"
         )
     source = tokenizer.template_source or tokenizer.source
     return ChatTemplate(text, tokenizer.files.special(), source, **how)
@@ -254,29 +253,30 @@ def rendered(found: Mapping[str, Any], template: ChatTemplate, last: bool) -> Re
     elif "prompt" in found and "completion" in found:
         prompt, completion = found["prompt"], found["completion"]
         if not (isinstance(prompt, list) and isinstance(completion, list)):
-            said = "prompt and completion are both text or both messages"
-            raise BadDocument("no conversation", said)
+            said = "prompt and completion must be both text or both lists of messages"
+            raise BadDocument("not a conversation", said)
         messages, first = [*prompt, *completion], len(prompt)
     else:
-        said = f"it has {sorted(found)[:20]}, not messages, or prompt and completion"
-        raise BadDocument("no conversation", said)
+        said = f"it has {sorted(found)[:20]}, but needs messages, or prompt and completion"
+        raise BadDocument("not a conversation", said)
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        said = "messages are no list of objects with role and content"
-        raise BadDocument("no conversation", said)
+        said = "messages must be a list of objects with role and content"
+        raise BadDocument("not a conversation", said)
     check_roles(messages)
     if last:
         first = len(messages) - 1
     if not any(m["role"] == ANSWER for m in messages[first:]):
-        said = "its completion has no message of an assistant"
+        said = f"completion must contain a message with role {ANSWER}"
         raise BadDocument("example without an answer", said)
     tools, more = found.get("tools"), found.get("chat_template_kwargs")
     if isinstance(tools, str):  # in tables, schemas of different forms are stored as text
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise BadDocument("tools are no JSON", str(error)) from error
+            raise BadDocument("tools are not JSON", str(error)) from error
     if not isinstance(tools, list | None) or not isinstance(more, dict | None):
-        raise BadDocument("no conversation", "tools are no list, or chat_template_kwargs no object")
+        said = "tools must be a list, and chat_template_kwargs an object"
+        raise BadDocument("not a conversation", said)
     return template.answers(messages, tools or None, first, **(more or {}))
 
 
@@ -286,20 +286,20 @@ def check_roles(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         role, text = message.get("role"), message.get("content")
         if role not in BEFORE:
-            said = f"message {number} has role {role!r}, not {[*BEFORE]}"
+            said = f"message {number} has role {role!r}; known roles: {', '.join(BEFORE)}"
             raise BadDocument("unknown role", said)
         if before not in BEFORE[role]:
             after = f"follows {before}" if before else "comes first"
-            said = f"message {number} of {role} {after}; put them in order, or join neighbours"
+            said = f"message {number} ({role}) {after}; reorder messages, or merge neighbours"
             raise BadDocument("roles out of order", said)
         if not (isinstance(text, str | list) or (role == ANSWER and message.get("tool_calls"))):
-            raise BadDocument("no content", f"message {number} of {role} has no content")
+            raise BadDocument("no content", f"message {number} ({role}) has no content")
         if role == ANSWER and not text and not message.get("tool_calls"):
-            raise BadDocument("example without an answer", f"message {number} of {role} is empty")
+            raise BadDocument("example without an answer", f"message {number} ({role}) is empty")
         before = role
     if before != ANSWER:
-        said = f"it ends with {before}" if before else "it has no messages"
-        raise BadDocument("example without an answer", f"{said}, not with {ANSWER}")
+        said = f"the last message has role {before}" if before else "it has no messages"
+        raise BadDocument("example without an answer", f"{said}; the last must have role {ANSWER}")
 
 
 def tokens_of(span: tuple[int, int], spans_N2: np.ndarray) -> tuple[int, int]:

@@ -26,7 +26,7 @@ def write_chats(file: Path, number: int) -> int:
     """
     found = dict(chats())
     if not 0 < number <= len(found):
-        raise DataError(f"{number} conversations: this Python's library makes 1 to {len(found)}")
+        raise DataError(f"{number} conversations: this Python's library has 1 to {len(found)}")
     # In random order, so that any beginning is a sample of the whole library.
     drawn = sorted(found, key=lambda asked: sha256(asked.encode()).digest())[:number]
     rows = (
@@ -35,7 +35,7 @@ def write_chats(file: Path, number: int) -> int:
     )
     text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
     if file.exists() and file.read_bytes() != text.encode():
-        raise DataError(f"{file}: is there already and holds something else; name a new file")
+        raise DataError(f"{file}: already exists with other content; name a new file")
     write_text(file, text)
     return number
 

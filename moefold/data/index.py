@@ -134,7 +134,7 @@ class Indexed:
         self.bin, self.idx = files_of(prefix)
         for file in (self.bin, self.idx):
             if not file.is_file():
-                raise DataError(f"{file}: no such file; token files are a .bin and an .idx")
+                raise DataError(f"{file}: no such file; token files are pairs of .bin and .idx")
         self._read_index()
         self._check_entries()
         self._rows_1 = np.cumsum(np.append(0, self.lengths), dtype=np.int64)
@@ -159,20 +159,20 @@ class Indexed:
     def _read_index(self) -> None:
         size, at = self.idx.stat().st_size, _HEADER.size
         if size < at:
-            self._refuse("header", 0, f"the file has {size} bytes, the header alone {at}")
+            self._refuse("header", 0, f"the file has {size} bytes, fewer than the header's {at}")
         with self.idx.open("rb") as file:
             magic, version, code, n, marks = _HEADER.unpack(file.read(at))
         middle = at + 12 * n
         end = middle + 8 * marks
-        need = f"need {{}} bytes, it has {size}"
+        need = f"need {{}} bytes, the file has {size}"
         for wrong, field, byte, said in (
-            (magic != MAGIC, "magic", 0, f"is {magic!r}, not {MAGIC!r}: this is no token index"),
-            (version != VERSION, "version", 9, f"is {version}; only version {VERSION} is known"),
-            (code not in DTYPES, "dtype", 17, f"is {code}; of whole numbers: {list(DTYPES)}"),
+            (magic != MAGIC, "magic", 0, f"is {magic!r}, not {MAGIC!r}: not a token index"),
+            (version != VERSION, "version", 9, f"is {version}; only version {VERSION} can be read"),
+            (code not in DTYPES, "dtype", 17, f"is {code}; integer types are {list(DTYPES)}"),
             (middle > size, "sequence count", 18, f"{n} sequences {need.format(middle)}"),
             (end > size, "document count", 26, f"{marks} marks {need.format(end)}"),
             (size not in (end, end + n), "end", end, f"{size - end} bytes follow the last field"),
-            (marks < 1, "document count", 26, "is 0; there is one mark more than documents"),
+            (marks < 1, "document count", 26, "is 0; must be the number of documents plus one"),
         ):
             if wrong:
                 self._refuse(field, byte, said)
@@ -189,29 +189,29 @@ class Indexed:
         """
         lengths, offsets = self.lengths, self.offsets.astype(np.int64)
         item, size, first = self.dtype.itemsize, self.bin.stat().st_size, _HEADER.size
-        self._check(lengths < 0, "length of sequence", first, 4, "is {}", lengths)
+        self._check(lengths < 0, "length of sequence", first, 4, "{} is negative", lengths)
         first += 4 * len(lengths)
         ends = offsets + lengths.astype(np.int64) * item
         before = np.append(0, ends)[:-1]
         for wrong, said in (
             (offsets < 0, "{} is negative"),
-            (offsets % item != 0, f"{{}} is no multiple of {item}, the bytes of a token"),
-            (offsets > size, f"{{}} lies outside the .bin file, which has {size} bytes"),
-            (offsets < before, "{} lies before the end of the one before it, {}"),
+            (offsets % item != 0, f"{{}} is not a multiple of {item}, the bytes of a token"),
+            (offsets > size, f"{{}} is beyond the end of the .bin file, which has {size} bytes"),
+            (offsets < before, "{} is before the end of the previous sequence, {}"),
         ):
             self._check(wrong, "offset of sequence", first, 8, said, offsets, before)
         for i in np.flatnonzero(ends > size)[:1]:
-            said = f"sequence {i} ends at byte {ends[i]}; the file is cut off or of another index"
+            said = f"sequence {i} ends at byte {ends[i]}; truncated, or not the file of this index"
             self._refuse("end of file", size, said, self.bin)
         if size % item:
-            said = f"is no multiple of {item}, the bytes of a token; the file is damaged"
+            said = f"is not a multiple of {item}, the bytes of a token; the file is damaged"
             self._refuse("end of file", size, said, self.bin)
         marks, n = self.documents_1, len(lengths)
         last = np.arange(len(marks)) == len(marks) - 1
         for wrong, said in (
             (marks[:1] != 0, "is {}, not 0"),
-            (marks < np.append(0, marks)[:-1], "{} is below the one before it, {}"),
-            (last & (marks != n), f"the last one is {{}}, not the number of sequences, {n}"),
+            (marks < np.append(0, marks)[:-1], "{} is less than the previous mark, {}"),
+            (last & (marks != n), f"the last mark is {{}}, not the number of sequences, {n}"),
         ):
             first = _HEADER.size + 12 * n
             self._check(wrong, "document mark", first, 8, said, marks, np.append(0, marks)[:-1])
@@ -303,9 +303,9 @@ class IndexedSource:
         if made_by in (None, fingerprint) or self._record.other_tokenizer == "allow":
             return
         raise UnfitTokens(
-            f"{facts_file(self.prefix)}: these tokens were made by the tokenizer {made_by[:12]}…, "
-            f"the run's is {fingerprint[:12]}…; use that one, prepare the text again, or set "
-            "other_tokenizer: allow"
+            f"{facts_file(self.prefix)}: the tokens were made by the tokenizer {made_by[:12]}…, "
+            f"but the run's is {fingerprint[:12]}…; use the former, prepare the text again, or "
+            "set other_tokenizer: allow in the source"
         )
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:

@@ -58,7 +58,7 @@ class Loader:
         ranks: int = 1,
     ) -> None:
         if batch % micro_batch:
-            raise ValueError(f"a batch of {batch} is no multiple of a micro-batch of {micro_batch}")
+            raise ValueError(f"batch {batch} must be a multiple of micro_batch {micro_batch}")
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
         self._rank, self._ranks = rank, ranks
         self.offset = 0
@@ -122,8 +122,8 @@ class Loader:
         if name is None and len(self._valid) == 1:
             (name,) = self._valid
         if name not in self._valid:
-            sets = ", ".join(self._valid) or "none; give a source a holdout, or name data.valid"
-            raise DataError(f"no held-out set {name!r}; there are: {sets}")
+            sets = ", ".join(self._valid) or "none; set holdout on a source, or add data.valid"
+            raise DataError(f"no held-out set {name!r}; the held-out sets are: {sets}")
         return self._in_order(self._valid[name], limit)
 
     def everything(self, held_out: bool = True) -> Iterator[MicroBatch]:

@@ -65,7 +65,7 @@ class Conversations(Corpus):
     def __init__(self, name: str, indexed: Indexed, vocab: int, trained: Indexed) -> None:
         super().__init__(name, indexed, vocab)
         if not np.array_equal(indexed.rows_1, trained.rows_1):
-            raise DataError(f"{trained.bin}: does not belong to {indexed.bin}; make both again")
+            raise DataError(f"{trained.bin}: does not match {indexed.bin}; prepare both again")
         self._trained = trained
 
     @cached_property

@@ -113,8 +113,8 @@ def prepare(
         _make(draft, data, sources, progress or (lambda *_: None))
         if _key(data, sources)[:16] != key:
             raise DataError(
-                "files of the data changed while they were read, so that nobody could make these "
-                "tokens again: prepare them once more when nothing writes to the files"
+                "files of the data changed while they were read; prepare the data again when "
+                "nothing writes to them"
             )
         try:
             draft.rename(final)
@@ -280,16 +280,14 @@ def _sampled(prefix: Path) -> list[str]:
 
 def _nothing(record: SourceRecord, side: str, documents: int, skipped: Skipped) -> str:
     if not documents:
-        said = f"source {record.label}: gives no document with text in it"
+        said = f"source {record.label}: has no document with text"
         files = ", ".join(record.files) if isinstance(record, FileSource) else ""
         left = "".join(f"; left out: {found['count']} ({why})" for why, found in skipped.items())
-        return f"{said}{files and f'; look at {files}, or name others'}{left}"
+        return f"{said}{files and f'; check {files}, or name other files'}{left}"
+    said = f"source {record.label}: holdout {record.holdout} takes"
     if side == "train":
-        return f"source {record.label}: all its {documents} documents are held out; give it more"
-    return (
-        f"source {record.label}: holdout {record.holdout} takes none of its {documents} documents; "
-        "raise it, or name a file of its own under data.valid"
-    )
+        return f"{said} all of its {documents} documents; lower it, or add documents"
+    return f"{said} none of its {documents} documents; raise it, or add a source under data.valid"
 
 
 def _prefix(folder: Path, record: SourceRecord, side: str) -> Path:
@@ -307,7 +305,7 @@ def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
     said = folder / MANIFEST
     manifest = read_json(said, DataError) if said.is_file() else {}
     if manifest.get("format") != FORMAT:
-        raise DataError(f"{said}: missing, or of another format than {FORMAT}")
+        raise DataError(f"{said}: is missing, or its format is not {FORMAT}")
     tokenizer = load(folder / _TOKENIZER)
     train: list[PreparedPart] = []
     valid: list[PreparedPart] = []
@@ -332,9 +330,9 @@ def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokeniz
     facts, indexed = read_facts(prefix), Indexed(prefix)
     found, said = (len(indexed), indexed.tokens), (facts.get("documents"), facts.get("tokens"))
     if found != said or facts.get("tokenizer") != tokenizer.fingerprint:
-        raise DataError(f"{facts_file(prefix)}: does not belong to the token files beside it")
+        raise DataError(f"{facts_file(prefix)}: does not match the token files beside it")
     if facts.get("sampled") not in (None, _sampled(prefix)):
-        raise DataError(f"{indexed.bin}: the token files are not as they were written")
+        raise DataError(f"{indexed.bin}: the token files differ from those written")
     corpus, digest = Corpus(record.label, indexed, tokenizer.size), facts["digest"]
     if "mask" in facts:
         trained = Indexed(f"{prefix}{MASK}")
@@ -351,8 +349,8 @@ def _ready_part(
     corpus = Corpus(record.label, source.indexed, tokenizer.size, None if everything else chosen)
     if not corpus.documents:
         raise UnfitTokens(
-            f"source {record.label}: {len(source.indexed)} documents in {source.prefix}, none of "
-            f"them on this side with holdout {record.holdout}"
+            f"source {record.label}: training or validation gets none of the documents in "
+            f"{source.prefix} with tokens (holdout {record.holdout}); change holdout"
         )
     ratio = facts["bytes"] / facts["token_bytes"] if facts.get("token_bytes") else 1.0
     digest = sha256(source.indexed.digest().encode() + chosen.tobytes()).hexdigest()

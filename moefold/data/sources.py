@@ -85,7 +85,7 @@ class Skipped(dict[str, dict[str, Any]]):
         said = list[str]()
         if self._refused:
             listed, skip = "\n  ".join(self._refused), setting("bad", "skip")
-            said.append(f"{listed}; mend it, or leave such out with {skip}")
+            said.append(f"{listed}; correct the data, or leave such documents out with {skip}")
         if self._long:
             listed = "\n  ".join(what for _, what in self._long[:LONG])
             more = f"\n  and {len(self._long) - LONG:,} more" if len(self._long) > LONG else ""
@@ -114,7 +114,7 @@ class Source(ABC):
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents; those left out are counted in ``skipped``."""
-        raise NotImplementedError(f"{type(self).__name__} gives no text")
+        raise NotImplementedError(f"{type(self).__name__} must implement documents")
 
     def coded(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Coded]]:
         """Yield the documents as tokens, in groups; ``seq`` is the length of sequences."""
@@ -206,17 +206,17 @@ class JsonlReader(FileReader):
         """Return the document of a line."""
         content = json_object(line)
         if self._field not in content:
-            said = f"the line has {sorted(content)[:20]}; name one with {setting('field', 'NAME')}"
+            said = f"the line has {sorted(content)[:20]}; choose with {setting('field', 'NAME')}"
             raise BadDocument(f"no field {self._field!r}", said)
         text = content[self._field]
         if not isinstance(text, str):
             kind = "null" if text is None else f"a {type(text).__name__}"
-            raise BadDocument(f"field {self._field!r} is no text", f"it holds {kind}")
+            raise BadDocument(f"field {self._field!r} is not text", f"it holds {kind}")
         try:
             text.encode()  # JSON can encode half of a surrogate pair, which UTF-8 cannot
         except UnicodeEncodeError as error:
             said = f"character {error.start} is half of a surrogate pair"
-            raise BadDocument("broken text", said) from error
+            raise BadDocument("invalid text", said) from error
         return text
 
 
@@ -242,8 +242,8 @@ class ParquetReader(FileReader):
     def _check(self, path: Path, schema: Any) -> None:
         if self._column not in schema.names:
             raise DataError(
-                f"{path}: has no column {self._column!r}; its columns are {schema.names}: "
-                f"name one with {setting('column', 'NAME', 'field')}"
+                f"{path}: has no column {self._column!r}; its columns are {schema.names}; "
+                f"choose with {setting('column', 'NAME', 'field')}"
             )
         kind, types = schema.field(self._column).type, self._arrow.types
         inner = kind.value_type if types.is_dictionary(kind) else kind
@@ -261,7 +261,7 @@ class ParquetReader(FileReader):
                 self.refuse(name, "not UTF-8", f"byte {error.start}: {error.reason}", skipped)
                 continue
             if text is None:
-                self.refuse(name, f"column {self._column!r} is no text", "it holds null", skipped)
+                self.refuse(name, f"column {self._column!r} is not text", "it holds null", skipped)
             else:
                 yield Document(name, text)
 
@@ -285,8 +285,8 @@ class StdlibReader(Source):
             kept += [Path(folder, name) for name in sources if name.endswith(".py")]
         if not kept:
             raise DataError(
-                f"{self._root}: holds no .py files, so this interpreter brings no sources; "
-                "use one that does, or a text source"
+                f"{self._root}: contains no .py files of Python's standard library; use another "
+                "Python installation, or a text source"
             )
         return sorted(kept, key=self._name)
 
@@ -326,7 +326,7 @@ def utf8(document: Document) -> bytes:
         return document.text.encode()
     except UnicodeEncodeError as error:
         said = f"character {error.start} is half of a surrogate pair"
-        raise DataError(f"{document.name}: {said}; mend the text") from error
+        raise DataError(f"{document.name}: {said}; correct the text") from error
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -347,7 +347,7 @@ def json_object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadDocument("not JSON", str(error)) from error
     if not isinstance(content, dict):
-        raise BadDocument("no object", f"the line holds a {type(content).__name__}")
+        raise BadDocument("not an object", f"the line holds a {type(content).__name__}")
     return content
 
 
@@ -365,8 +365,7 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
             if folder:
                 raise DataError(f"{pattern}: is a folder; add a pattern such as /**/*.txt")
             raise DataError(
-                f"{pattern}: no file matches; name files that are there, as files: [...] at the "
-                "source"
+                f"{pattern}: no file matches; name existing files (files: [...] in the source)"
             )
         found.update(dict.fromkeys(files))
     return list(found)
@@ -376,20 +375,20 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, decompressed if its name ends in ``.gz``."""
     if path.suffix in (".zst", ".xz", ".bz2", ".zip"):
-        raise DataError(f"{path}: {path.suffix} is not read here; unpack it, or pack it as .gz")
+        raise DataError(f"{path}: {path.suffix} is not supported; decompress it, or use .gz")
     try:
         packed = path.suffix == ".gz"
         with cast(IO[bytes], gzip.open(path) if packed else path.open("rb")) as file:
             yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: is damaged: {error}; fetch it again") from error
+        raise DataError(f"{path}: is damaged: {error}; get a new copy") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def setting(field: str, value: str, flag: str | None = None) -> str:
     """Return a source's setting in words: in a run file, and as a flag of ``data prepare``."""
-    return f"{field}: {value} at its source (data prepare: --{flag or field} {value})"
+    return f"{field}: {value} in the source (data prepare: --{flag or field} {value})"
 
 
 def decoded(data: bytes) -> str:

@@ -95,15 +95,11 @@ class ChatTemplate:
             self._inner = environment.from_string(text)
         except TemplateSyntaxError as error:
             said = f"{source}: line {error.lineno} of the chat template: {error.message}"
-            raise DataError(
-                f"{said}; mend it, or name another with tokenizer: {{template: …}}"
-            ) from error
+            raise DataError(f"{said}; correct it, or set data.tokenizer.template") from error
 
     def _date(self, form: str) -> str:
         if self._today is None:
-            raise TemplateError(
-                "it writes the date of the day, so that data made again is other data"
-            )
+            raise TemplateError("it writes the current date, so prepared data changes by the day")
         return self._today.strftime(form)
 
     def render(
@@ -124,7 +120,7 @@ class ChatTemplate:
             given = {**self._special, **held, **more, "add_generation_prompt": prompt}
             marked = self._inner.render(given)
         except RecursionError as error:
-            raise BadDocument("the template fails", "it does not end") from error
+            raise BadDocument("the template fails", "it recurses without end") from error
         except Exception as error:  # third-party code can raise anything
             self._refuse(error)
         spans, parts, begun = list[tuple[int, int]](), list[str](), 0
@@ -141,8 +137,8 @@ class ChatTemplate:
         lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
         where = f" (line {lines[-1]} of {self._source})" if lines else ""
         if isinstance(error, UndefinedError):
-            said = f"{error}{where}; give it, or mend the template"
-            raise BadDocument("the template asks for what is not there", said) from error
+            said = f"{error}{where}; add it to the data, or correct the template"
+            raise BadDocument("the template needs a missing value", said) from error
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise BadDocument("the template fails", f"{kind}{error}{where}") from error
 
@@ -157,7 +153,7 @@ class ChatTemplate:
         whole = self.render(messages, tools, **more)
         said = json.dumps([messages, tools, more], ensure_ascii=False, default=str)
         if _OPEN in said or _CLOSE in said:
-            raise BadDocument("broken text", "a noncharacter, U+FDD0 or U+FDD1")
+            raise BadDocument("invalid text", "it contains the noncharacter U+FDD0 or U+FDD1")
 
         def begin(number: int) -> int:
             """Return the character at which the answer in message ``number`` begins."""
@@ -186,11 +182,10 @@ class ChatTemplate:
             (i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(whole)
         )
         raise BadDocument(
-            "the template rewrites history",
+            "the template changes earlier messages",
             f"up to message {number} it writes {part[at : at + 40]!r} where the whole conversation "
-            f"has {whole[at : at + 40]!r}, so that what answer {number} follows is not in it; "
-            "mark answers in the template with {% generation %}, or train on the last answer "
-            "alone (answers: last)",
+            f"has {whole[at : at + 40]!r}, so answer {number} cannot be located; mark answers in "
+            "the template with {% generation %}, or train only last answers (answers: last)",
         )
 
 

@@ -82,7 +82,7 @@ class Tokenizer:
         self.vocab = self.size if vocab is None else vocab
         """Rows of the embedding; the ids from ``size`` on never occur."""
         if self.vocab < self.size:
-            raise DataError(f"{source}: {self.size} ids, but {self.vocab} rows of an embedding")
+            raise DataError(f"{source}: {self.size} ids exceed the embedding's {self.vocab} rows")
 
     def _id(self, token: str) -> int:
         found = self._inner.token_to_id(token)
@@ -183,7 +183,7 @@ def load(path: Path) -> Tokenizer:
     beside = read_json(beside_file, DataError)
     end, vocab = content(beside.get("eos_token")), beside.get("vocab")
     if end is None or not isinstance(vocab, int):
-        raise DataError(f"{beside_file}: has no eos_token and vocab, with which it was written")
+        raise DataError(f"{beside_file}: is damaged: eos_token or vocab is missing")
     start, files = content(beside.get("bos_token")), beside.get("files")
     return Tokenizer(_text(path), end, start, vocab=vocab, source=str(path), files=files)
 
@@ -215,7 +215,7 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
         found = [content(each) for each in tokens]
         end = next((name for name in _USUAL_ENDS if name in found), None)
         if end is None:
-            raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
+            raise DataError(f"{file}: has no known end token; set data.tokenizer.end")
     files = Beside.read(file.parent, end, start)
     start = content(beside.get("bos_token")) if start is None else start or None
     found = Tokenizer(_text(file), end, start, source=str(file), files=files)
@@ -282,7 +282,7 @@ def _library(source: str) -> Iterator[None]:
             if not panicked and type(error) is not Exception:
                 raise
             raise DataError(
-                f"{source}: is not a tokenizer.json that works: {error}; get the file again"
+                f"{source}: is not a valid tokenizer.json: {error}; get a new copy"
             ) from error
         finally:
             os.dup2(before, STDERR)

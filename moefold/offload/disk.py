@@ -72,7 +72,7 @@ class DiskFile:
         path = os.path.expandvars(folder)
         self._where, self._lock = f"rank {rank}, {called} in {path}", threading.Lock()
         if "$" in path:
-            text = f"rank {rank}: no value for what the folder {path} names"
+            text = f"rank {rank}: an environment variable in the folder {path} is not set"
             raise OffloadError(text, EINVAL)
         try:
             make_folder(Path(path))
@@ -80,7 +80,7 @@ class DiskFile:
             self._fd = _without_cache(name, plain)
             os.unlink(name)
         except OSError as error:
-            text = f"{self._where} cannot be made: {error.strerror}"
+            text = f"{self._where} cannot be created: {error.strerror}"
             raise OffloadError(text, error.errno) from error
         weakref.finalize(self, os.close, self._fd)
         self._end = self.bytes = self.peak = 0
@@ -139,13 +139,13 @@ class DiskFile:
                 count = os.preadv(self._fd, [rest], at)
             if not count:
                 raise OffloadError(
-                    f"{self._where}: {done} of the {slot.room} bytes of {slot.what} are there"
+                    f"{self._where}: only {done} of the {slot.room} bytes of {slot.what} remain"
                 )
             done += count
         if slot.digest != crc32(into[: slot.size]):
             raise OffloadError(
-                f"{self._where}: the {slot.size} bytes of {slot.what} are not as they were "
-                "written; test the disk, then go on from the newest checkpoint"
+                f"{self._where}: the {slot.size} bytes of {slot.what} differ from those written; "
+                "test the disk, then resume from the newest checkpoint"
             )
 
     @contextmanager
@@ -154,7 +154,7 @@ class DiskFile:
         try:
             yield
         except OSError as error:
-            text = f"{self._where}: {size} bytes of {what} at {start}: {error.strerror}"
+            text = f"{self._where}: {size} bytes of {what} at offset {start}: {error.strerror}"
             raise OffloadError(text, error.errno) from error
 
 

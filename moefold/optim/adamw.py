@@ -121,8 +121,8 @@ class AdamWOptimizer(Optimizer):
         unfit = [name for name, p in self.params.items() if not fusible(p)]
         if rule.backend == "fused" and unfit:
             raise ValueError(
-                f"fused AdamW takes contiguous float32 on {' or '.join(FUSED_DEVICES)}; set backend"
-                f" to auto, or change: {', '.join(unfit)}"
+                "backend fused needs contiguous float32 parameters on "
+                f"{' or '.join(FUSED_DEVICES)}; set backend to auto, or change: {', '.join(unfit)}"
             )
         self._fused = {
             n for n, p in self.params.items() if rule.backend != "reference" and fusible(p)
@@ -216,8 +216,8 @@ class AdamWOptimizer(Optimizer):
         """Return in words how the update is computed."""
         plain = len(self.params) - len(self._fused)
         words = [f"{len(self._fused)} tensors fused"] if self._fused else []
-        words += [f"{plain} tensors by the reference"] if plain or not self._fused else []
+        words += [f"{plain} tensors unfused"] if plain or not self._fused else []
         if self.narrow:
             kind = "fp8" if self.group else "bf16"
-            words.append(f"moments of {len(self.narrow)} in {kind}, emulated in plain torch")
+            words.append(f"moments of {len(self.narrow)} tensors in {kind}, in plain torch")
         return {self.rule.kind: ", ".join(words)}

@@ -74,7 +74,7 @@ class Optimizer(ABC):
         for name, p in self.params.items():
             first = first_name.setdefault(id(p), name)
             if first != name:
-                raise ValueError(f"{first} and {name} are one parameter; give it under one name")
+                raise ValueError(f"{first} and {name} are the same parameter; use one name")
 
     @abstractmethod
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
@@ -107,8 +107,8 @@ class Optimizer(ABC):
         shape = self.params[name].shape
         if tensor.dim() and tensor.shape != shape and not what.endswith("_groups"):
             raise ValueError(
-                f"state {what} of {name} is {list(tensor.shape)}: it must have the parameter's "
-                f"shape, {list(shape)}, or be one number (no dims)"
+                f"state {what} of {name} has shape {list(tensor.shape)}; it must have the "
+                f"parameter's shape, {list(shape)}, or no dims"
             )
         self._state[f"{PREFIX}.{name}.{what}"] = tensor
         return tensor

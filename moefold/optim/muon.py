@@ -186,6 +186,6 @@ class MuonOptimizer(Optimizer):
             for name, momentum in self._momenta.items()
         }
         words = " and ".join(sorted(types)).replace("torch.", "") or "no type"
-        owner = "its own" if isinstance(self._wholes, LocalMatrices) else "all ranks'"
+        owner = "local" if isinstance(self._wholes, LocalMatrices) else "gathered"
         line = f"{len(self._matrices)} parameters, Newton-Schulz of {owner} matrices in {words}"
         return {self.rule.kind: line, **self._rest.describe()}

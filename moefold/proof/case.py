@@ -107,9 +107,9 @@ class ProofCase:
             return
         sizes, dp = layout.split, self.folding.dp
         if self.subject.rows % (sizes.tp * 2 * sizes.cp):
-            yield f"tp * 2 * cp divides the rows of a micro-batch ({self.subject.rows})"
+            yield f"tp * 2 * cp must divide the rows of a micro-batch ({self.subject.rows})"
         if self.subject.micro_batches % dp:
-            yield f"dp{dp} divides the micro-batches ({self.subject.micro_batches})"
+            yield f"dp {dp} must divide the number of micro-batches ({self.subject.micro_batches})"
         elif not fills(layout, self.subject.micro_batches // dp):
             yield f"the schedule has no table for {self.subject.micro_batches // dp} micro-batches"
 

@@ -150,7 +150,7 @@ def _idle_words(what: str, values: Sequence[float], subject: Subject, least: flo
     words = []
     for expert, value in enumerate(values):
         if expert in subject.idle and value:
-            words.append(f"{what}: expert {expert} is to have no token and has {value:g}")
+            words.append(f"{what}: expert {expert} must be idle, but has {value:g}")
         elif expert not in subject.idle and not value > least:
             words.append(f"{what}: expert {expert} has {value:g}")
     return words
@@ -200,7 +200,7 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     _judge_norm(outcome, facts["tensors"]["gradients"], told)
     if len(told[0]["figures"]["lm_loss"]) == len(facts["figures"]["lm_loss"]):
         missing = facts["tensors"].keys() - {kind for rank in told for kind in rank["pieces"]}
-        problems += [f"{kind} is on no rank" for kind in sorted(missing)]
+        problems += [f"no rank has {kind}" for kind in sorted(missing)]
     problems += _judge_counts(outcome, facts["counts"], told)
     replicas: list[str] = []
     for kind in dict.fromkeys(kind for rank in told for kind in rank["pieces"]):
@@ -246,7 +246,7 @@ def _judge_norm(outcome: Outcome, tensors: Tensors, told: Sequence[dict[str, Any
     for number, rank in enumerate(told):
         for have in rank["figures"].get("grad_norm", [])[:1]:
             error = abs(have - whole) / max(whole, NEGLIGIBLE)
-            _note(outcome, "grad_norm", error, "beside all gradients", number)
+            _note(outcome, "grad_norm", error, "against all gradients", number)
 
 
 def _judge_counts(
@@ -261,7 +261,7 @@ def _judge_counts(
             apart = sum(abs(a - b) for a, b in zip(have, want, strict=False))
             error = apart / max(sum(want), 1) if len(have) == len(want) else math.inf
             _note(outcome, "counts", error, name, number)
-    return [f"counts of {name} are on no rank" for name in wanted if name not in seen]
+    return [f"no rank has counts of {name}" for name in wanted if name not in seen]
 
 
 def _judge_kind(
@@ -282,13 +282,13 @@ def _judge_kind(
         if any(len({digest for *_, digest in copies}) > 1 for copies in boxes.values()):
             replicas.append(what)
         if name not in tensors:
-            yield f"{what}: one rank has no such tensor"
+            yield f"{what}: the reference has no such tensor"
             continue
         norm, shape = tensors[name]
         size = math.prod(shape)
         volume = sum(math.prod(end - start for start, end in box) for box in boxes)
         if volume != size or not boxes:
-            yield f"{what}: {volume} of {size} elements are there"
+            yield f"{what}: the ranks have {volume} of {size} elements"
         floor = FLOOR * everything * math.sqrt(size / max(elements, 1))
         if norm < floor:
             outcome.floored = (*outcome.floored, what)

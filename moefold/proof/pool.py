@@ -84,7 +84,7 @@ def run_cases(
                 named = (int(n) for n in re.findall(rf"{CaseFailed.__name__}: (\d+)", error))
                 ended = next(n for n in (*named, *left) if n not in outcomes)
                 keep(ended, Outcome(problems=(error,)))
-            assert error is not None or len(outcomes) == len(cases), "ranks ended without a word"
+            assert error is not None or len(outcomes) == len(cases), "ranks ended without an error"
     return [outcomes[number] for number in range(len(cases))]
 
 

@@ -213,8 +213,8 @@ class RankRun:
         if any(lacked.values()):
             needed = ", ".join(f"layout.{name} must be {n}" for name, n in lacked.items() if n)
             raise ValueError(
-                f"{needed} for this model: with less the step is made by alltoall, and this "
-                "dispatcher is not proved"
+                f"{needed} or more for this model; with less, alltoall repeats the step and the "
+                "proof does not cover this dispatcher"
             )
         if fault is not None and fault.parameter:
             for held in self.data.gradients():

@@ -69,8 +69,8 @@ class RoundingNoise:
     @property
     def problems(self) -> tuple[str, ...]:
         """Quantities before an update for which the format is too coarse, and failed runs."""
-        words = "sums in other orders differ by {:.0%}, too much to tell: prove it in fp32 or fp64"
-        failed = tuple(f"one rank, sums shuffled: {why}" for why in self.failed)
+        words = "reordered sums differ by {:.0%}, too much to compare; verify in fp32 or fp64"
+        failed = tuple(f"one rank with reordered sums: {why}" for why in self.failed)
         return failed + tuple(
             f"{quantity} of {what}: {words.format(error)}"
             for (quantity, what), error in self.coarse.items()

@@ -107,7 +107,7 @@ def test_b70_ids_and_masks_are_those_of_transformers(tmp_path: Path, family: str
         e for e, example in zip(expected, examples, strict=True) if not rewritten(family, example)
     ]
     assert documents(found) == kept and len(kept) > EACH // 5
-    refused = found.skipped["chat"].get("the template rewrites history", {"count": 0})
+    refused = found.skipped["chat"].get("the template changes earlier messages", {"count": 0})
     assert refused["count"] == EACH - len(kept)
 
 
@@ -228,32 +228,32 @@ def test_packed_is_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "said"),
     [
-        ({"messages": [{"role": "user", "content": "a"}]}, "without an answer: it ends with user"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "the last message has role user"),
         ({"messages": []}, "without an answer: it has no messages"),
         (
             {"messages": [{"role": "assistant", "content": "a"}]},
-            "roles out of order: message 0 of assistant comes first",
+            r"roles out of order: message 0 \(assistant\) comes first",
         ),
         (
             {"messages": [{"role": r, "content": "a"} for r in ("user", "user", "assistant")]},
-            "roles out of order: message 1 of user follows user",
+            r"roles out of order: message 1 \(user\) follows user",
         ),
         ({"messages": [{"role": "human", "content": "a"}]}, "unknown role: message 0 .*'human'"),
-        ({"messages": [{"role": "user"}]}, "no content: message 0 of user"),
+        ({"messages": [{"role": "user"}]}, r"no content: message 0 \(user\)"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
-            "without an answer: message 1 of assistant is empty",
+            r"without an answer: message 1 \(assistant\) is empty",
         ),
-        ({"messages": "hello"}, "no conversation: messages are no list"),
-        ({"text": "hello"}, r"no conversation: it has \['text'\], not messages"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair: chosen and rejected"),
-        ({"prompt": "a", "completion": ""}, "without an answer: its completion"),
-        ({"prompt": "a", "completion": []}, "without an answer: its completion"),
-        ({"prompt": [], "completion": "b"}, "no conversation: prompt and completion are both"),
-        ({"messages": MARKED}, "broken text: a noncharacter"),
+        ({"messages": "hello"}, "not a conversation: messages must be a list"),
+        ({"text": "hello"}, r"not a conversation: it has \['text'\], but needs"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair of answers: chosen and rejected"),
+        ({"prompt": "a", "completion": ""}, "without an answer: completion is"),
+        ({"prompt": "a", "completion": []}, "without an answer: completion is"),
+        ({"prompt": [], "completion": "b"}, "not a conversation: prompt and completion must"),
+        ({"messages": MARKED}, "invalid text: it contains the noncharacter"),
         (
             {"messages": drawn(1)[0]["messages"], "tools": [{"name": "\ufdd0"}]},
-            "broken text: a non",
+            "invalid text: it contains",
         ),
     ],
 )
@@ -261,7 +261,7 @@ def test_bad_examples_are_refused_by_line_or_left_out(
     tmp_path: Path, example: dict[str, Any], said: str
 ) -> None:
     file = chats(tmp_path, [*drawn(2), example])
-    remedy = "mend it, or leave such out with bad: skip"
+    remedy = "correct the data, or leave such documents out with bad: skip"
     with pytest.raises(DataError, match=rf"chats\.jsonl:3: .*{said}(?s:.*){remedy}"):
         prepared_from(tmp_path, tmp_path / "model", file)
     left = prepared_from(tmp_path, tmp_path / "model", file, bad="skip")
@@ -275,9 +275,9 @@ def test_bad_examples_are_told_of_at_once_up_to_a_number(tmp_path: Path) -> None
     file = chats(tmp_path, [bad, *drawn(2), *[bad] * 20])
     with pytest.raises(DataError) as caught:
         prepared_from(tmp_path, tmp_path / "model", file)
-    *told, remedy = str(caught.value).replace("; mend it", "\nmend it").split("\n")
+    *told, remedy = str(caught.value).replace("; correct", "\ncorrect").split("\n")
     assert [line.split(":")[1] for line in told] == ["1", *map(str, range(4, 4 + REFUSED - 1))]
-    assert remedy.startswith("mend it, or leave such out")
+    assert remedy.startswith("correct the data, or leave such")
 
 
 @pytest.mark.parametrize(
@@ -288,12 +288,12 @@ def test_bad_examples_are_told_of_at_once_up_to_a_number(tmp_path: Path) -> None
             "\n{{ messages[0].content + 3 }}",
             r"chats\.jsonl:1: .*TypeError.*\(line 2 of .*chat_template\.jinja\)",
         ),
-        ("{{ persona }}", r"chats\.jsonl:1: .*asks for what is not there: 'persona' is undefined"),
-        ("{{ strftime_now('%Y') }}", r"chats\.jsonl:1: .*date of the day"),
-        ("{% generation %}{% endgeneration %}a", r"chats\.jsonl:1: .*without an answer: no token"),
+        ("{{ persona }}", r"chats\.jsonl:1: .*needs a missing value: 'persona' is undefined"),
+        ("{{ strftime_now('%Y') }}", r"chats\.jsonl:1: .*current date"),
+        ("{% generation %}{% endgeneration %}a", r"chats\.jsonl:1: .*without an answer: it has no"),
         ("{{ ''.__class__.__mro__ }}", r"chats\.jsonl:1: .*unsafe"),
-        ("{% for m in messages %}", r"chat_template\.jinja: line 1 .*mend it, or name another"),
-        (None, "has no chat template.*name a file"),
+        ("{% for m in messages %}", r"chat_template\.jinja: line 1 .*correct it, or set data"),
+        (None, "has no chat template.*set data.tokenizer.template"),
     ],
 )
 def test_templates_that_cannot_be_used(tmp_path: Path, template: str | None, said: str) -> None:
@@ -314,7 +314,7 @@ def test_conversations_longer_than_a_sequence(tmp_path: Path) -> None:
         prepared_from(tmp_path, tmp_path / "model", file, seq=160)
     first, second = str(caught.value).split("\n")
     assert re.search(r"chats\.jsonl:4: a conversation of \d+ tokens does not fit .* 160$", first)
-    assert re.search(r"chats\.jsonl:5: .* 160; raise data\.seq to (\d+), or drop ends", second)
+    assert re.search(r"chats\.jsonl:5: .* 160; raise data\.seq to (\d+), or set long: cut", second)
     left = prepared_from(tmp_path, tmp_path / "model", file, seq=160, long="skip")
     cut = prepared_from(tmp_path, tmp_path / "model", file, seq=160, long="cut")
     assert max(len(ids) for ids, _ in documents(cut)) == 160
@@ -330,15 +330,13 @@ def test_long_conversations_are_told_of_all_at_once(tmp_path: Path) -> None:
         prepared_from(tmp_path, tmp_path / "model", file, seq=2)
     *told, rest = str(caught.value).split("\n")
     assert [line.split(":")[1] for line in told] == [str(i + 1) for i in range(LONG)]
-    assert rest.startswith(f"  and 5 more; raise data.seq to {max(lengths)}, or drop ends")
+    assert rest.startswith(f"  and 5 more; raise data.seq to {max(lengths)}, or set long: cut")
     prepared_from(tmp_path, tmp_path / "model", file, seq=max(lengths))
 
 
 def test_an_empty_set_is_refused(tmp_path: Path) -> None:
     file = chats(tmp_path, [])
-    with pytest.raises(
-        DataError, match=r"source chat: gives no document.*; look at .*chats\.jsonl"
-    ):
+    with pytest.raises(DataError, match=r"source chat: has no document.*; check .*chats\.jsonl"):
         prepared_from(tmp_path, tmp_path / "model", file)
     write_lines(file, [{"messages": []}])
     with pytest.raises(DataError, match=r"left out: 1 \(example without an answer\)"):

@@ -234,8 +234,8 @@ def test_documents_of_any_length(
 
 
 def test_what_is_asked_for_must_be_there(prepared: Prepared) -> None:
-    with pytest.raises(ValueError, match="no multiple"):
+    with pytest.raises(ValueError, match="batch 6 must be a multiple"):
         Loader(prepared, 8, 6, 4)
-    with pytest.raises(DataError, match="no held-out set 'b'; there are: a"):
+    with pytest.raises(DataError, match="no held-out set 'b'; the held-out sets are: a"):
         next(Loader(prepared, 8, 6).evaluation("b"))
     assert Loader(prepared, 8, 6).evaluation_sets == ("a",)

@@ -69,7 +69,7 @@ def test_docstrings_become_questions_and_answers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="3 conversations: this Python"):
         write_chats(file, 3)
     assert write_chats(file, 2) == 2, "the same once more"
-    with pytest.raises(DataError, match=r"chats\.jsonl: is there already"):
+    with pytest.raises(DataError, match=r"chats\.jsonl: already exists"):
         write_chats(file, 1)
     assert len(file.read_text().splitlines()) == 2
 

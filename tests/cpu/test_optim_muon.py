@@ -405,7 +405,7 @@ def test_what_is_shown() -> None:
     optimizer = MuonOptimizer(rule, parameters())
     assert optimizer.lr(0.5) == {"muon": 0.1, "adamw": 0.05}
     assert optimizer.describe() == {
-        "muon": "6 parameters, Newton-Schulz of its own matrices in float32",
+        "muon": "6 parameters, Newton-Schulz of local matrices in float32",
         "adamw": "4 tensors fused",
     }
 

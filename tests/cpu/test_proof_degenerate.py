@@ -151,7 +151,7 @@ def test_a_run_with_shuffled_sums_that_failed_is_told_of() -> None:
     """Else its subject had the narrowest bounds of all, and its layouts failed by them."""
     failed = Outcome(problems=("MemoryError: no room",))
     noise = RoundingNoise.of(small(moe(), precision="bf16"), [Outcome(each={}), failed])
-    assert noise.problems == ("one rank, sums shuffled: MemoryError: no room",)
+    assert noise.problems == ("one rank with reordered sums: MemoryError: no room",)
 
 
 def test_every_product_of_rows_is_summed_in_another_order() -> None:

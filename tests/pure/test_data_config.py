@@ -90,7 +90,7 @@ def test_vocabulary_of_a_tokenizer_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "no such file"), ("{", "is not JSON"), ("[]", "no JSON object"), ("{}", "model.vocab")],
+    [(None, "no such file"), ("{", "is not JSON"), ("[]", "JSON object"), ("{}", "model.vocab")],
 )
 def test_a_tokenizer_file_that_is_none(tmp_path: Path, content: str | None, said: str) -> None:
     file = tmp_path / "tokenizer.json"

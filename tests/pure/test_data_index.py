@@ -108,9 +108,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "bytes left over": (GOOD + b"x", "end at byte 82: 1 bytes follow"),
     "negative length": (patched(38, "<i", -1), "length of sequence 1 at byte 38"),
     "negative offset": (patched(42, "<q", -2), "offset of sequence 0 at byte 42"),
-    "uneven offset": (patched(50, "<q", 3), "offset of sequence 1 at byte 50: 3 is no multiple"),
+    "uneven offset": (patched(50, "<q", 3), "offset of sequence 1 at byte 50: 3 is not a multiple"),
     "offset outside": (patched(50, "<q", 2**40), "offset of sequence 1 at byte 50"),
-    "offsets unsorted": (patched(50, "<q", 2), "offset of sequence 1 at byte 50: 2 lies before"),
+    "offsets unsorted": (patched(50, "<q", 2), "offset of sequence 1 at byte 50: 2 is before"),
     "first mark": (patched(58, "<q", 1), "document mark 0 at byte 58"),
     "marks unsorted": (patched(66, "<q", 3), "document mark 2 at byte 74"),
     "mark negative": (patched(66, "<q", -1), "document mark 1 at byte 66"),
@@ -134,7 +134,7 @@ def test_bytes_behind_the_last_whole_token_are_refused(tmp_path: Path) -> None:
     prefix = put(tmp_path, GOOD, [1, 2, 3])
     with prefix.with_suffix(".bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match=r"x\.bin: end of file at byte 7: is no multiple of 2"):
+    with pytest.raises(DataError, match=r"x\.bin: end of file at byte 7: is not a multiple of 2"):
         Indexed(prefix)
 
 

@@ -220,12 +220,12 @@ def test_what_is_left_out_is_reported(tmp_path: Path) -> None:
     for _ in range(2):  # told again when the files are only opened
         prepared = prepare(load(Data, raw).record, tmp_path / "out")
         counts = {reason: r["count"] for reason, r in prepared.skipped["jsonl"].items()}
-        assert counts == {"empty": 1, "field 'text' is no text": 1}
+        assert counts == {"empty": 1, "field 'text' is not text": 1}
 
 
 NOTHING: dict[str, tuple[str, float, str]] = {
-    "no documents": ("", 0.0, "gives no document with text in it"),
-    "only empty ones": ('{"text": ""}', 0.0, "gives no document with text in it"),
+    "no documents": ("", 0.0, "has no document with text"),
+    "only empty ones": ('{"text": ""}', 0.0, "has no document with text"),
     "holdout of one": ('{"text": "a b c"}', 1e-9, "takes none of its 1 documents"),
 }
 
@@ -346,7 +346,7 @@ def test_a_tokenizer_that_rewrites_text_is_weighed_by_the_text(tmp_path: Path) -
 def test_baselines_without_held_out_text_say_what_to_do(tmp_path: Path) -> None:
     corpus(tmp_path)
     prepared = replace(prepare(described(tmp_path), tmp_path / "out"), valid=())
-    with pytest.raises(DataError, match="give a source a holdout"):
+    with pytest.raises(DataError, match="set holdout on a source"):
         baselines(prepared)
 
 

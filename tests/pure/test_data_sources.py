@@ -69,15 +69,15 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "not json": (b'{"text": "a', "not JSON"),
     "python": (b"{'text': 'a'}", "not JSON"),
     "deep": (b"[" * 100_000, "not JSON"),
-    "number": (b"3", "no object: the line holds a int"),
+    "number": (b"3", "not an object: the line holds a int"),
     "no field": (
         b'{"body": "a"}',
-        r"no field 'text': the line has \['body'\]; name one with field: NAME",
+        r"no field 'text': the line has \['body'\]; choose with field: NAME",
     ),
-    "null": (b'{"text": null}', "field 'text' is no text: it holds null"),
-    "list": (b'{"text": ["a"]}', "field 'text' is no text: it holds a list"),
+    "null": (b'{"text": null}', "field 'text' is not text: it holds null"),
+    "list": (b'{"text": ["a"]}', "field 'text' is not text: it holds a list"),
     "latin-1": (b'{"text": "\xe9"}', "not UTF-8: byte 10 of the line"),
-    "half a pair": (b'{"text": "\\ud800"}', "broken text: character 0"),
+    "half a pair": (b'{"text": "\\ud800"}', "invalid text: character 0"),
     "huge number": (b'{"n": ' + b"9" * 9999 + b"}", "not JSON"),
 }
 
@@ -87,7 +87,7 @@ def test_a_bad_line_is_refused_by_file_and_line_or_counted(tmp_path: Path, name:
     line, said = BAD_LINES[name]
     file = tmp_path / "a.jsonl"
     file.write_bytes(lines("good", line, "better"))
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: {said}.*; mend it, or leave .* bad: skip"):
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {said}.*; correct the data.* bad: skip"):
         read(Jsonl(files=(str(file),)))
     documents, skipped = read(Jsonl(files=(str(file),), bad="skip"))
     assert [text for _, text in documents] == ["good", "better"]
@@ -98,7 +98,7 @@ def test_a_bad_line_is_refused_by_file_and_line_or_counted(tmp_path: Path, name:
 def test_text_that_is_not_utf8_names_the_byte(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"ok|\xff bad|fine")
-    with pytest.raises(DataError, match=r"a\.txt#1: not UTF-8: byte 3: .*; mend it, or leave such"):
+    with pytest.raises(DataError, match=r"a\.txt#1: not UTF-8: byte 3: .*; correct the data, or"):
         read(Text(files=(str(file),), split="|"))
     documents, skipped = read(Text(files=(str(file),), split="|", bad="skip"))
     assert [text for _, text in documents] == ["ok", "fine"]
@@ -112,14 +112,14 @@ def test_damaged_and_foreign_packings_are_named(tmp_path: Path) -> None:
     wrong.write_bytes(b"no gzip")
     other = tmp_path / "c.txt.zst"
     other.write_bytes(b"x")
-    for file, said in ((cut, "is damaged"), (wrong, "is damaged"), (other, "is not read here")):
+    for file, said in ((cut, "is damaged"), (wrong, "is damaged"), (other, "is not supported")):
         with pytest.raises(DataError, match=said) as caught:
             read(Text(files=(str(file),)))
         assert str(file) in str(caught.value)
 
 
 def test_patterns_without_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file matches; name files that are there"):
+    with pytest.raises(DataError, match="no file matches; name existing files"):
         read(Text(files=(f"{tmp_path}/*.nothing",)))
     with pytest.raises(DataError, match=r"is a folder; add a pattern"):
         read(Text(files=(str(tmp_path),)))
@@ -160,10 +160,10 @@ def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     cases = (
         (
             {"column": "body"},
-            r"has no column 'body'; its columns are \['text', 'n'\]: name one with column: NAME",
+            r"has no column 'body'; its columns are \['text', 'n'\]; choose with column: NAME",
         ),
         ({"column": "n"}, "column 'n' holds int64, not strings"),
-        ({}, r"a\.parquet:1: column 'text' is no text: it holds null"),
+        ({}, r"a\.parquet:1: column 'text' is not text: it holds null"),
     )
     for fields, said in cases:
         with pytest.raises(DataError, match=said):

@@ -469,9 +469,9 @@ def test_a_folder_of_an_unknown_model_is_one_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[1]", "no JSON object"),
+        ("[1]", "a JSON object, not a list"),
         ("{", "not JSON"),
-        ('{"a": NaN}', "NaN is not a number"),
+        ('{"a": NaN}', "NaN is not allowed"),
         ('{"a": ' * 100_000, "not JSON"),
         ('{"a": "' + "x" * 2000 + '"}', "larger than 1000 bytes"),
         ("\x80", "not UTF-8 text"),
