@@ -146,8 +146,8 @@ def demand_no_checkpoint(folder: Path) -> None:
     """
     if is_checkpoint(folder):
         raise CheckpointError(
-            f"{folder} is a checkpoint, not a run's folder; to resume that run from its newest "
-            f"checkpoint, use --folder {folder.parent}; to start a new run from this one, use "
+            f"{folder} is a checkpoint, not a run's folder; resume that run from its newest "
+            f"checkpoint with --folder {folder.parent}, or start a new run from this one with "
             f"--folder {folder} --fork NEW"
         )
 

@@ -221,7 +221,7 @@ def parse(raw: bytes, folder: Path) -> Manifest:
     try:
         envelope = _Envelope.model_validate_json(raw)
     except ValidationError:
-        raise DamagedError(folder, FILE, "is not valid JSON; " + USE_OLDER) from None
+        raise DamagedError(folder, FILE, "is not JSON; " + USE_OLDER) from None
     if envelope.format is None:
         raise DamagedError(folder, FILE, "has no field `format`; " + USE_OLDER)
     ours, number = envelope.format == FORMAT, envelope.version

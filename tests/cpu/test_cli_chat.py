@@ -105,7 +105,7 @@ def test_what_cannot_speak_is_told(folder: Path, tmp_path: Path, capsys: Any) ->
     assert main(["sample", str(folder), "--system", "x"]) == 2
     assert "--chat" in capsys.readouterr().err
     assert main(["sample", str(tmp_path), "--chat"]) == 2
-    assert "no checkpoint" in capsys.readouterr().err
+    assert "not a checkpoint" in capsys.readouterr().err
     for flags in (["--top-k", "0"], ["--tokens", "0"], ["--top-p", "2"]):
         assert main(["chat", str(folder), *flags]) == 2
     mute = tmp_path / "mute"

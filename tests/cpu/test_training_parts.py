@@ -159,7 +159,7 @@ def test_load_model_reads_folders_checkpoints_and_runs(tmp_path: Path, folder: P
     narrow = moefold.load_model(folder, "bfloat16")
     assert narrow.head_weight.dtype == torch.float32
     assert narrow.logits(ids).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="not a checkpoint"):
         moefold.load_model(tmp_path / "corpus")
 
 

@@ -174,7 +174,7 @@ def uneven(rank: int) -> list[str]:
 
     step.check_even_rows(placed, rows(8, 8))
     for batches in (rows(3 + 2 * rank), rows(3, 5)):
-        with pytest.raises(ValueError, match="as many rows") as error:
+        with pytest.raises(ValueError, match="same number of rows") as error:
             step.check_even_rows(placed, batches)
         said.append(str(error.value))
     return said

@@ -138,7 +138,7 @@ def test_a_file_system_without_locks_has_a_marker_instead(
     monkeypatch.setattr(fcntl, "flock", missing)
     with FolderLock(tmp_path, "run one") as lock:
         lock.check()
-        with pytest.raises(LockError, match=r"'run one' .* has no locks: where .* remove .*\.lock"):
+        with pytest.raises(LockError, match=r"'run one' .* has no locks: if .* remove .*\.lock"):
             FolderLock(tmp_path, "run two").acquire()
     assert not list(tmp_path.iterdir())
 
