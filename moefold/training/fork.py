@@ -99,8 +99,8 @@ def _mismatch(path: Path, stored: Tokenizer, number: int, now: str | None, then:
         first, folder = f"moefold export {path} HF_FOLDER and then ", Path("HF_FOLDER")
     rows = f" model.shape.vocab={stored.vocab}" if stored.vocab > stored.size else ""
     return (
-        f"{path} was trained with another tokenizer: token {number} is {then!r} there and "
-        f"{now!r} here, so its embeddings do not fit this run's tokens. Keep its tokenizer "
+        f"{path} was trained with another tokenizer: token {number} is {then!r} there "
+        f"and {now!r} in this run, so the embeddings do not fit. Keep the checkpoint's tokenizer "
         f"with {first}'data.tokenizer={{kind: file, path: {folder}}}'{rows}, or allow the "
         "new one with --new-tokenizer"
     )

@@ -70,7 +70,7 @@ def check_same_run(
         changed.append("data: the tokens or the tokenizer differ from the checkpoint's")
     model = check(Decoder, meta.get("decoder")).record
     if not changed and model not in (None, trainable(run.decoder())):
-        changed.append("model: its config.json describes another model than the checkpoint's")
+        changed.append("model: its description (config.json or code) differs from the checkpoint's")
     if changed:
         raise ValueError(
             f"{path} belongs to a run with other settings (stored -> this run):\n  "
