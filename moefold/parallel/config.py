@@ -146,14 +146,14 @@ class Layout(Record):
             ("cannot be combined with offloaded layout.state", self.state.away, "none"),
             ("cannot be combined with a router that draws random numbers", draws, "none"),
             (
-                "cannot be step with a schedule that overlaps forwards and backwards: two threads "
+                "must be partial with a schedule that overlaps forwards and backwards: two threads "
                 "issue their kernels, and one graph records one thread",
                 whole and pairs,
                 "partial",
             ),
             (
-                "cannot be step with this dispatch, which reads row counts on the host: use "
-                "dispatch padded or spread, or graphs: partial, which leaves exchanges out",
+                "must be partial with this dispatch, which reads row counts on the host; padded "
+                "and spread do not",
                 whole and sends,
                 "partial",
             ),
@@ -201,7 +201,7 @@ class Layout(Record):
             yield Violation(("clones",), clones, rule, None)
             return
         if isinstance(self.dispatch, Foreign):
-            rule = f"cannot be combined with dispatch {self.dispatch.kind}, which has no clones"
+            rule = f"needs another dispatch: {self.dispatch.kind} does not support clones"
             yield Violation(("clones",), clones, rule, None)
         most = min((n - n // ep for n in experts), default=clones.slots)
         if clones.slots > most:
