@@ -172,7 +172,7 @@ def _unknown_key(
         return Violation(path, value, rule, Rename(like), "unknown-key")
     given = closest(key, known, alike)
     if given is not None:
-        rule += f" (did you mean {given}? It is given already)"
+        rule += f" (did you mean {given}? It is already set)"
     elif home is not None:
         rule += f" ({key} belongs at {dotted(home)})"
     return Violation(path, value, rule, REMOVE, "unknown-key")
@@ -196,8 +196,8 @@ def _refused_value(
     rule = f"is required: {legal}" if sort == "missing" else f"must be {legal}"
     if sort == "refused":
         rule = "; ".join(dict.fromkeys(message for _, message in said))
-    elif sort == "not-finite" and spec.annotation is Any:
-        rule = "must be a finite number"
+    elif sort == "not-finite":
+        rule = "must be a finite number" if spec.annotation is Any else f"must be finite: {legal}"
     beside = _slot_beside(above, get_at(data, path[:-1]), value)
     if beside is not None:
         rule += f"; {value if isinstance(value, str) else 'it'} is a kind of {beside}"

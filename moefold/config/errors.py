@@ -82,7 +82,7 @@ class RunError(ValueError):
         self.data = data
         self.source = source
         count = len(self.violations)
-        head = f"{source or 'the run'}: {count} thing{'s' if count != 1 else ''} to mend"
+        head = f"{source or 'the run'}: {count} error{'s' if count != 1 else ''}"
         lines = (line for item in self.violations for line in describe(item))
         super().__init__("\n".join([head, *lines]))
 

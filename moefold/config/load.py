@@ -118,7 +118,7 @@ class _Reading:
         if path is None:
             rule = f"there is no file or recipe {str(source)!r}"
             if Path(source).is_dir():
-                rule = "is a folder without config.json, so no Hugging Face folder; name a run file"
+                rule = "is a folder without config.json: name a run file or a Hugging Face folder"
             like = closest(Path(source).name, self.recipes)
             item = Violation((), str(source), rule, MISSING if like is None else like, "no-file")
             raise RunError([item], source=str(source))
@@ -185,7 +185,7 @@ class _Reading:
         with named(name), path.open("rb") as file:
             parsed = read_yaml(file.read(MAX_BYTES + 1), name)
         if not isinstance(parsed.data, dict):
-            rule = "holds no mapping of keys to values at its top"
+            rule = "must hold a mapping of keys to values at its top level"
             item = Violation((), parsed.data, rule, id="syntax", where=name)
             raise RunError([item], source=name)
         self.violations += parsed.violations
@@ -200,7 +200,7 @@ class _Reading:
         if _names(given):
             listed = {(BASE, i): name for i, name in enumerate(given)}
         elif not listed:
-            wrong[(BASE,)] = given, "must be a path, a recipe's name, or a list", REMOVE
+            wrong[(BASE,)] = given, "must be a path, a recipe's name, or a list of these", REMOVE
         for path, name in listed.items():
             base = self._find(name, folder)
             if base is None:

@@ -99,7 +99,7 @@ class MergedData:
             if there is MISSING:
                 there = spec_at(self.spec, self.data, path).default
             if there is not MISSING and not isinstance(there, list):
-                rule = f"{dotted(path)} is no list, so nothing can be added to it"
+                rule = f"{dotted(path)} is not a list: += adds only to lists"
                 return Violation(path, value, rule, id="override", where=text)
             path = (*path, 0 if there is MISSING else len(there))
         for end, part in enumerate(path):
@@ -127,12 +127,12 @@ class MergedData:
             there = get_at(with_parents(self.spec, self.data, (*path, part)), path)
         if isinstance(there, list):
             if not isinstance(part, int):
-                return "is a list: name an item by its number, from 0"
-            many = f"has length {len(there)}, so the next is {len(there)}"
+                return "is a list: give the index of an item, from 0"
+            many = f"has {len(there)} items, so the next index is {len(there)}"
             return many if part > len(there) else None
         if isinstance(there, Mapping):
             return "is not a list" if isinstance(part, int) else None
-        return f"is a single value, so nothing stands at {part!r} in it"
+        return f"is a single value: it has no {part!r}"
 
     def _forget(self, path: FieldPath) -> None:
         """Drop the origins of everything at and below a path."""

@@ -28,7 +28,7 @@ def _int(text: str) -> int:
         raise ValueError("it has too many digits")
     value = int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
     if not -(2**63) <= value < 2**63:
-        raise ValueError("it does not fit 64 bits")
+        raise ValueError("it does not fit in 64 bits")
     return value
 
 
@@ -38,7 +38,7 @@ def _float(text: str) -> float:
         return float(text.lower().replace(".", ""))
     value = float(text)
     if math.isinf(value):
-        raise OverflowError("it is beyond the largest number")
+        raise OverflowError("it is too large for a 64-bit float")
     return value
 
 
@@ -99,7 +99,7 @@ def read_yaml(text: str | bytes, source: str = "") -> Parsed:
         RunError: the text is not YAML, is too large, or has a tag that is not plain data.
     """
     if len(text) > MAX_BYTES:
-        raise _refusal(source, None, f"larger than {MAX_BYTES} bytes", "too-large")
+        raise _refusal(source, None, f"is larger than {MAX_BYTES} bytes", "too-large")
     try:
         whole = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         node = CoreLoader(whole).get_single_node()
@@ -172,7 +172,7 @@ class _Converter:
             held = self.convert(value, (*path, name), above)
             if name in found:
                 where = f"{self.source}:{key.start_mark.line + 1}"
-                rule = "the key stands twice; write it once"
+                rule = "the key occurs twice; keep one"
                 self.parsed.violations.append(
                     Violation((*path, name), held, rule, id="duplicate-key", where=where)
                 )

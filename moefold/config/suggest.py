@@ -36,7 +36,7 @@ _BOUND_WORDS = {
     "multiple_of": "a multiple of {}",
     "min_length": "of at least {} {unit}",
     "max_length": "of at most {} {unit}",
-    "pattern": "of the form {}",
+    "pattern": "that matches {}",
 }
 
 

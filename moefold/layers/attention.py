@@ -91,7 +91,7 @@ class GroupedQueryAttention(SoftmaxAttention):
             x_THd = x_THd if norm is None else norm(x_THd, flow)
             flow.keeper.owns("attention", x_THd)  # attention's input, even if a norm made it
             return x_THd
-        assert not isinstance(norm, UnitNorm), "it comes after rotation"
+        assert not isinstance(norm, UnitNorm), "a norm without a weight comes after rotation"
         return _turned(x_THd, rope, flow, norm)
 
 

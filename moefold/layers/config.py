@@ -74,7 +74,7 @@ class Bands(Record):
         """Require that ``fast`` is at least ``slow``; if equal, nothing is interpolated."""
         if self.fast < self.slow:
             yield Violation(
-                ("fast",), self.fast, f"must not be below slow ({self.slow})", self.slow * 4
+                ("fast",), self.fast, f"must be at least slow ({self.slow})", self.slow * 4
             )
 
 
@@ -98,9 +98,9 @@ class Rope(Record):
     def rules(self) -> Iterator[Violation]:
         """Refuse ``yarn`` with ``bands``, or with a theta whose logarithm is not positive."""
         if self.yarn is not None and self.bands is not None:
-            yield Violation(("bands",), self.bands, "must be left out beside yarn", None)
+            yield Violation(("bands",), self.bands, "cannot be combined with yarn", None)
         if self.yarn is not None and self.theta <= 1:
-            yield Violation(("theta",), self.theta, "must be above 1 beside yarn", 10000.0)
+            yield Violation(("theta",), self.theta, "must be above 1 with yarn", 10000.0)
 
     def dims(self, head_dim: int) -> int:
         """Return how many dims of a head are rotated."""
@@ -109,7 +109,7 @@ class Rope(Record):
     def fits(self, head_dim: int) -> Iterator[Violation]:
         """Yield a violation, relative to the layer's record, if rotated dims do not form pairs."""
         if self.dims(head_dim) % 2 or not self.dims(head_dim):
-            rule = f"must turn an even number of the {head_dim} dims of a head"
+            rule = f"must rotate an even number of the {head_dim} dims of a head, at least 2"
             yield Violation(("rope", "fraction"), self.fraction, rule, 1.0)
 
 
@@ -186,7 +186,7 @@ class Ulysses(Context):
         """Require that ``cp`` divides the heads of a tensor rank; else suggest mixed or ring."""
         most = _most_over_heads(sizes, heads)
         if most < sizes.cp:
-            rule = f"tp * cp ({sizes.tp * sizes.cp}) divides {_counts(heads)}"
+            rule = f"all_to_all needs tp * cp ({sizes.tp * sizes.cp}) to divide {_counts(heads)}"
             fewer = {"kind": "mixed", "heads": most} if most > 1 else {"kind": "ring"}
             yield Violation((), self.kind, rule, fewer)
 
@@ -213,7 +213,7 @@ class Mixed(Context):
         """Require that ``heads`` divides ``cp`` and the heads of a tensor rank."""
         most = _most_over_heads(sizes, heads, self.heads)
         if sizes.cp > 1 and most < self.heads:
-            rule = f"divides cp ({sizes.cp}), and tp * heads divides {_counts(heads)}"
+            rule = f"must divide cp ({sizes.cp}), and tp * heads must divide {_counts(heads)}"
             yield Violation(("heads",), self.heads, rule, most)
 
 
@@ -226,7 +226,7 @@ def _most_over_heads(sizes: Sizes, heads: Collection[int], at_most: int | None =
 
 def _counts(heads: Collection[int]) -> str:
     counts = ", ".join(str(count) for count in sorted(set(heads)))
-    return f"the numbers of heads and of key-value heads ({counts})"
+    return f"the numbers of attention and key-value heads ({counts})"
 
 
 Kind = Literal["norms", "attention", "mla_up", "ffn", "shared", "experts", "permute", "gather"]
@@ -253,10 +253,10 @@ class Selective(Record):
         there = [kind for kind in self.modules if kind in known]
         rest = [kind for kind in there if kind != "gather" or tp > 1]
         if absent := [kind for kind in self.modules if kind not in known]:
-            rule = f"the model has no {', '.join(absent)}"
+            rule = f"the model has no modules of kind {', '.join(absent)}"
             yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
         if len(there) > len(rest):
-            rule = "there are no tensor ranks to gather rows from"
+            rule = "gather needs tp2 or more: with tp1 no rows are gathered"
             yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
 
 
@@ -279,14 +279,14 @@ class Auto(Record):
     def rules(self) -> Iterator[Violation]:
         """Refuse ``host`` together with ``disk``."""
         if self.host and self.disk is not None:
-            rule = "the plan sends kinds to the host or to a disk: one of them is a place for all"
+            rule = "cannot be combined with host: the planner offloads to one of the two"
             yield Violation(("disk",), self.disk, rule, None)
 
     def violations(self, offload: "Offload | None") -> Iterator[Violation]:
         """Yield ``host`` or ``disk`` if the layout has ``offload``, which states both."""
         for name in ("host", "disk") if offload is not None else ():
             if getattr(self, name):
-                rule = "layout.offload says what leaves; leave it out for the plan to say it"
+                rule = "cannot be combined with layout.offload, which states what is offloaded"
                 yield Violation(
                     (name,), getattr(self, name), rule, None if name == "disk" else False
                 )
@@ -357,16 +357,16 @@ class Offload(Record):
     def rules(self) -> Iterator[Violation]:
         """Require at least one place, and no kind in two places."""
         if not self.stated:
-            rule = "a place is stated; to keep all where it is made leave layout.offload out"
+            rule = "layout.offload needs pages, host or disk; to offload nothing, leave it out"
             yield Violation(("host",), None, rule, {"modules": ["experts"]})
         gone = dict[str, str]()
         for place, to in self.stated.items():
             twice = [name for name in to.modules if name in gone]
             if twice:
-                there = ", ".join(f"{name} to {gone[name]}" for name in twice)
+                there = ", ".join(f"{name} ({gone[name]})" for name in twice)
                 rest = [name for name in to.modules if name not in twice]
                 free = [name for name in get_args(Offloaded) if name not in gone]
-                rule = f"a kind goes to one place, and {there} already"
+                rule = f"must leave out kinds that another place offloads: {there}"
                 nearest = rest or free[:1] or None
                 path = (place, "modules") if nearest else (place,)
                 yield Violation(path, list(to.modules), rule, nearest)
@@ -383,7 +383,7 @@ class Offload(Record):
         for name, to in self.stated.items():
             absent = [kind for kind in to.modules if kind not in present]
             if absent:
-                rule = f"the model has no {', '.join(absent)}"
+                rule = f"the model has no modules of kind {', '.join(absent)}"
                 yield self._without(name, absent, rule, "attention")
             chosen = again.modules if isinstance(again, Selective) else ()
             gone = ["norms"] if isinstance(again, Auto) or "norms" in chosen else []
@@ -391,8 +391,8 @@ class Offload(Record):
                 gone = [kind for kind in get_args(Offloaded) if kind != "block"]
             gone = [kind for kind in to.modules if kind in gone]
             if gone:
-                may = "may make" if isinstance(again, Auto) else "makes"
-                rule = f"layout.recompute {may} {', '.join(gone)} again, so that nothing is kept"
+                may = "may recompute" if isinstance(again, Auto) else "recomputes"
+                rule = f"layout.recompute {may} {', '.join(gone)}, so there is nothing to offload"
                 yield self._without(name, gone, rule, "block")
 
     def _without(self, place: str, kinds: Collection[str], rule: str, other: str) -> Violation:

@@ -73,8 +73,8 @@ def rows_before(
     pieces = x_TC.unflatten(0, (2, -1))
     if pieces.shape[1] < reach:
         raise ValueError(
-            f"context ranks have pieces of {pieces.shape[1]} rows, and a convolution reaches "
-            f"{reach} rows back: lower cp, or train on longer sequences"
+            f"cp{ranks.size} cuts sequences into pieces of {pieces.shape[1]} rows, but a "
+            f"convolution reads {reach} rows back: lower cp or raise data.seq"
         )
     every = in_order(all_gather(of(pieces[:, -reach:]).flatten(0, 1), ranks), ranks.size)
     first, second = ranks.index, 2 * ranks.size - 1 - ranks.index

@@ -88,7 +88,7 @@ def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
             continue
         if weight.shape != tuple(tensor.shape):
             built = list(tensor.shape)
-            raise ValueError(f"{name} is {built} where its layer describes {list(weight.shape)}")
+            raise ValueError(f"{name} has shape {built}; its layer states {list(weight.shape)}")
         found[name] = Placement({units.axis: dim for dim, units in weight.cuts}, weight.master)
     return found
 

@@ -126,7 +126,7 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
         if not isinstance(owner, WeightProducts):
             raise ValueError(
                 f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
-                f"keep it wide with train.quantise.keep=[{name}]"
+                f"exclude the weight with train.quantise.keep=[{name}]"
             )
         narrow = Narrow(recipe, number, not record.by_run)
         if isinstance(record, Fp8Tensor) and record.scaling == "delayed":
@@ -310,7 +310,7 @@ def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Return a gathered value in the dtype that a layer asks for."""
     assert value.untyped_storage().size(), "a weight is read outside of its unit's pass"
     assert dtype == value.dtype or value.dtype == master, (
-        f"a layer reads in {dtype} what was brought in {value.dtype}: its layer "
-        "describes it as read by products, or looked up"
+        f"a layer reads a weight in {dtype} that was gathered in {value.dtype}: its description "
+        "must state how it is read (product, looked_up)"
     )
     return value.detach().to(dtype)

@@ -43,9 +43,9 @@ class Sizes(Record):
             match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
             if match is None or match[1] not in AXES:
                 known = ", ".join(AXES)
-                raise ValueError(f"layout {text!r}: {word!r} is no size of {known}, such as tp2")
+                raise ValueError(f"layout {text!r}: {word!r} is not an axis ({known}) and size")
             if match[1] in sizes:
-                raise ValueError(f"layout {text!r}: {match[1]} stands twice")
+                raise ValueError(f"layout {text!r}: {match[1]} is given twice")
             sizes[match[1]] = int(match[2])
         return cls(**sizes)
 

@@ -61,8 +61,8 @@ def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
     found += [need.rule for need in model.needs if need.number % asked[need.axis]]
     if sizes.pp * sizes.vpp > most:
         found.append(
-            f"pp * vpp ({sizes.pp * sizes.vpp}) is at most {most}: the number of layers, or of "
-            "the stages that layout.stages names"
+            f"pp * vpp ({sizes.pp * sizes.vpp}) must be at most {most}, the number of layers or "
+            "of stages in layout.stages"
         )
     return found
 
@@ -77,9 +77,9 @@ def world_violations(
     below, above = max(world, 0) // smallest * smallest, (max(world, 0) // smallest + 1) * smallest
     near = above if below == 0 or above - world < world - below else below
     others = f"{below} or {above}" if below else f"{above}"
-    rule = f"a multiple of pp * lcm(tp * cp, ep * etp) = {smallest}, such as {others}"
+    rule = f"must be a multiple of pp * lcm(tp * cp, ep * etp) = {smallest}, such as {others}"
     if world > 0:
-        rule += f"; or on {world} ranks: {nearest_sizes(sizes, model, world, most)}"
+        rule += f"; or set layout.sizes to {nearest_sizes(sizes, model, world, most).text!r}"
     yield Violation(("world",), world, rule, near)
 
 
@@ -89,8 +89,8 @@ def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
     if order.endswith("pp") or sizes.pp == 1 or attention == experts:
         return
     rule = (
-        f"with pp before dp both grids agree on the stages only where tp * cp ({attention}) is "
-        f"ep * etp ({experts}), or pp is 1"
+        f"pp before dp needs tp * cp ({attention}) equal to ep * etp ({experts}), or pp1, so that "
+        "attention and experts have the same ranks on a stage"
     )
     yield Violation(("order",), order, rule, ORDERS[0])
 
@@ -105,7 +105,7 @@ def stage_violations(text: str, sizes: Sizes, model: ModelNeeds) -> Iterator[Vio
     count = sizes.pp * sizes.vpp
     faults = stages.faults(count, model.mixtures, model.multi_token)
     if stages.letters[-1].count("m") < "".join(stages.letters).count("m"):
-        faults.append("every m stands in the last stage, with L")
+        faults.append("must have every m in the last stage, with L")
     if faults:
         near = stages.nearest(count, model.mixtures, model.multi_token).text
         yield from (Violation(("stages",), text, rule, near) for rule in faults)

@@ -123,7 +123,7 @@ class Stages:
             ValueError: if ``pp`` does not divide the number of stages.
         """
         if len(self.letters) % pp:
-            raise ValueError(f"{len(self.letters)} stages cannot be dealt out to pp{pp} evenly")
+            raise ValueError(f"{len(self.letters)} stages cannot be divided evenly among pp{pp}")
         dealt: list[list[tuple[Place, ...]]] = [[] for _ in range(pp)]
         for k, stage in enumerate(self.places()):
             dealt[home(k, pp, way)].append(stage)
@@ -139,23 +139,21 @@ class Stages:
         """
         found = []
         if len(self.letters) != count:
-            found.append(f"pp * vpp stages ({count}), and these are {len(self.letters)}")
+            found.append(f"must have pp * vpp ({count}) stages, not {len(self.letters)}")
         whole = "".join(self.letters)
         if not re.fullmatch(r"E[tdx]*m*L", whole):
-            found.append("one E, then layers, then any m, then one L")
+            found.append("must be one E, then layers, then any m, then one L")
         elif not (self.letters[0].startswith("E") and self.letters[-1].endswith("L")):
-            found.append("E stands in the first stage and L in the last")
+            found.append("must have E in the first stage and L in the last")
         if self.layers != len(mixtures):
-            found.append(
-                f"as many layers as the model ({len(mixtures)}), and these are {self.layers}"
-            )
+            found.append(f"must have the model's {len(mixtures)} layers, not {self.layers}")
         if whole.count("m") != multi_token:
-            found.append(f"as many m as the model has ({multi_token})")
+            found.append(f"must have as many m as the model has multi-token layers ({multi_token})")
         named = [letter for letter in whole if letter in LAYERS]
         for i, (letter, mixture) in enumerate(zip(named, mixtures, strict=False)):
             if letter == ("d" if mixture else "x"):
                 kind = "experts" if mixture else "no experts"
-                found.append(f"layer {i} has {kind}, and here it is {letter!r}")
+                found.append(f"layer {i} has {kind}, so its letter cannot be {letter!r}")
                 break
         return found
 
@@ -205,27 +203,27 @@ def _written_out(text: str) -> str:
         word = token[0]
         if word.startswith("*"):
             if not token[1] or not levels[-1]:
-                what = "a number follows" if levels[-1] else "something to repeat stands before"
-                raise _slip(text, f"{what} '*'", token.start())
+                what = "a number after" if levels[-1] else "a letter or group before"
+                raise _slip(text, f"'*' needs {what} it", token.start())
             if len(levels[-1][-1]) * int(token[1]) > LONGEST:
-                raise _slip(text, f"more than {LONGEST:,} places", token.start())
+                raise _slip(text, f"more than {LONGEST:,} letters and breaks", token.start())
             levels[-1][-1] *= int(token[1])
         elif word == "(":
             levels.append([])
         elif word == ")":
             if len(levels) == 1:
-                raise _slip(text, "')' closes nothing", token.start())
+                raise _slip(text, "')' has no '('", token.start())
             inner = "".join(levels.pop())
             levels[-1].append(inner)
         elif word in KINDS or word == "|":
             levels[-1].append(word)
         elif not re.fullmatch(r"[\s,]+", word):
-            raise _slip(text, f"{word!r} is none of {' '.join(KINDS)} | ( ) *n", token.start())
+            raise _slip(text, f"{word!r} is not one of {' '.join(KINDS)} | ( ) *n", token.start())
     if len(levels) > 1:
-        raise _slip(text, "'(' is never closed", len(text))
+        raise _slip(text, "'(' has no ')'", len(text))
     whole = "".join(levels[0])
     if len(whole) > LONGEST:
-        raise _slip(text, f"more than {LONGEST:,} places", len(text))
+        raise _slip(text, f"more than {LONGEST:,} letters and breaks", len(text))
     return whole
 
 

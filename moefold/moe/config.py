@@ -38,7 +38,8 @@ class Groups(Record):
     def rules(self) -> Iterator[Violation]:
         """Keep at most as many groups as there are."""
         if self.keep > self.count:
-            yield Violation(("keep",), self.keep, f"at most count ({self.count})", self.count)
+            rule = f"must be at most count ({self.count})"
+            yield Violation(("keep",), self.keep, rule, self.count)
 
 
 class Idle(Record):
@@ -63,7 +64,7 @@ class Idle(Record):
     def rules(self) -> Iterator[Violation]:
         """Require at least one choice."""
         if not self.count:
-            yield Violation(("identity",), 0, "idle names at least one choice", 1)
+            yield Violation(("identity",), 0, "must be at least 1 if constant and zero are 0", 1)
 
 
 @ROUTER.register
@@ -135,13 +136,13 @@ class Router(Record):
             rule = f"must be at most experts ({self.choices})"
             yield Violation(("top_k",), self.top_k, rule, self.choices)
         if self.order == "topk_first" and self.score != "softmax":
-            rule = "topk_first needs softmax scores"
+            rule = "topk_first needs score: softmax"
             yield Violation(("order",), self.order, rule, "score_first")
         elif self.order == "score_first" and self.top_k == 1 and self.renormalise:
-            rule = "with top_k 1 the renormalised weight is always 1 and the router learns nothing"
+            rule = "with top_k 1 the renormalised weight is always 1: the router cannot learn"
             yield Violation(("renormalise",), True, rule, False)
         elif self.order == "topk_first" and self.top_k == 1:
-            rule = "with top_k 1 a softmax over the chosen is always 1: the router learns nothing"
+            rule = "with top_k 1 a softmax over the chosen is always 1: the router cannot learn"
             yield Violation(("order",), self.order, rule, "score_first")
         if self.groups is not None:
             yield from self._group_rules(self.groups)
@@ -182,7 +183,7 @@ class IdleRouter(Router):
         """Apply the rules of top-k; refuse groups, which contain experts only."""
         yield from super().rules()
         if self.groups is not None:
-            rule = "experts that compute nothing are in no group"
+            rule = "cannot be combined with idle: zero-computation experts have no group"
             yield Violation(("groups",), self.groups, rule, None)
 
 
@@ -194,7 +195,7 @@ class _OwnChoice(Router):
         yield from super().rules()
         for name, without in (("groups", None), ("selection_bias", False)):
             if (value := getattr(self, name)) != without:
-                yield Violation((name,), value, f"{self.kind} chooses without it", without)
+                yield Violation((name,), value, f"has no effect with kind {self.kind}", without)
 
 
 @ROUTER.register
@@ -265,16 +266,16 @@ class ExpertChoice(_OwnChoice):
     @property
     def words(self) -> str:
         """Description of the choice for the banner."""
-        return f"experts choose, {self.top_k} of a token on average, by later tokens too"
+        return f"expert choice, {self.top_k} per token on average, looking at later tokens"
 
     def rules(self) -> Iterator[Violation]:
         """Apply the rules of top-k; weights are scores over all experts, not renormalised."""
         yield from super().rules()
         if self.renormalise:
-            rule = "must be off: a token of few experts would weigh as much as one of many"
+            rule = "must be off: weights would sum to 1 for any number of experts per token"
             yield Violation(("renormalise",), True, rule, False)
         if self.order == "topk_first":
-            rule = "experts choose by scores over all experts"
+            rule = "must be score_first: expert_choice reads scores over all experts"
             yield Violation(("order",), self.order, rule, "score_first")
         if self.most > self.experts > 0:
             rule = f"must be at most experts ({self.experts})"
@@ -310,7 +311,7 @@ class Shared(Record):
     def rules(self) -> Iterator[Violation]:
         """Require ``gate`` for ``two_way``."""
         if self.two_way and not self.gate:
-            yield Violation(("gate",), False, "must be on: two_way shares out by it", True)
+            yield Violation(("gate",), False, "must be on: two_way needs the gate", True)
 
 
 @BALANCE.register
@@ -456,22 +457,22 @@ class Moe(MoeSpec):
         for i, term in enumerate(self.balance):
             moves = isinstance(term, Bias | Quantile)
             if moves and not self.router.selection_bias:
-                rule = f"kind {term.kind} moves the router's selection_bias, which is off"
+                rule = f"must be on: balance kind {term.kind} updates the selection bias"
                 yield Violation(("router", "selection_bias"), False, rule, True)
             if moves and any(isinstance(one, Bias | Quantile) for one in seen):
-                rule = "two entries move the selection bias"
+                rule = "only one entry may update the selection bias"
                 yield Violation(("balance", i), term, rule, REMOVE)
             if isinstance(term, Quantile) and self.router.eligible <= self.router.top_k:
-                rule = f"kind quantile needs fewer than what can be chosen ({self.router.eligible})"
+                rule = f"must be below the reachable experts ({self.router.eligible}) for quantile"
                 most = self.router.eligible - 1
                 yield Violation(("router", "top_k"), self.router.top_k, rule, most)
             if term.model_copy(update=FREE) in seen:
-                rule = "the same term stands in the list already"
+                rule = "repeats an earlier entry of the list"
                 yield Violation(("balance", i), term, rule, REMOVE)
             seen.append(term.model_copy(update=FREE))
         if self.weigh == "input" and self.shared is not None and self.shared.two_way:
-            rule = "must be output: two_way shares out what experts give"
+            rule = "must be output: shared.two_way weights the experts' outputs"
             yield Violation(("weigh",), self.weigh, rule, "output")
         if self.capacity is not None and isinstance(self.router, ExpertChoice):
-            rule = "experts that choose take as many tokens each"
+            rule = "cannot be combined with expert_choice: each expert gets equally many tokens"
             yield Violation(("capacity",), self.capacity, rule, None)

@@ -60,12 +60,12 @@ class MoeSpec(LayerSpec):
 
     def _experts(self) -> tuple[Units, Units]:
         return (
-            Units("ep", self.router.experts, "the experts"),
-            Units("etp", self.width, "the experts' width"),
+            Units("ep", self.router.experts, "the number of experts"),
+            Units("etp", self.width, "the expert width"),
         )
 
     def _shared(self) -> Units:
-        return Units("tp", self.shared.width, "the shared expert's width")
+        return Units("tp", self.shared.width, "the shared expert width")
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the weights of router, experts, latent projections, shared and idle experts."""

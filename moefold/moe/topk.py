@@ -120,7 +120,6 @@ def demand_places(router: str, experts_TK: Tensor, record: Router, training: boo
     chosen, places = experts_TK.shape[1], record.places
     if training and chosen != places:
         raise ValueError(
-            f"{router}.choose gives each token {chosen} places for experts, and its record says "
-            f"{places}: say as many by the record's places, and partial = True where some stay "
-            "empty"
+            f"{router}.choose returns {chosen} experts per token, but its record's places is "
+            f"{places}: make them equal, and set partial = True if some may be empty"
         )

@@ -55,12 +55,12 @@ class Grouped(Schedule):
             return
         group = max(p, self.group or p)
         if self.group is not None and self.group < p:
-            rule = f"a group has a micro-batch for each of the {p} ranks"
+            rule = f"must be at least the number of pipeline ranks ({p})"
             yield Violation(("group",), self.group, rule, group)
         if not _fills(m, p, group):
-            rule = f"with vpp{v} micro-batches come in groups of {group}"
+            rule = f"vpp{v} needs micro-batches in groups of {group}"
             if group > p:
-                rule += f", the last one may be shorter, down to {p}"
+                rule += f", of which the last may have as few as {p}"
             near = (n for n in range(max(1, m - group), m + group + 1) if _fills(n, p, group))
             nearest = min(near, key=lambda n: (abs(n - m), -n))  # the larger in a tie
             yield Violation(("micro_batches",), m, rule, nearest)
@@ -79,9 +79,9 @@ class Vee(Schedule):
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """There are two chunks, and enough micro-batches to fill both directions."""
         if v != 2:
-            yield Violation(("vpp",), v, "a V has two chunks on each rank", 2)
+            yield Violation(("vpp",), v, f"{self.name} needs vpp2: two chunks on each rank", 2)
         if m < 2 * p:
-            rule = f"at least two micro-batches for each of the {p} ranks fill a V"
+            rule = f"{self.name} needs two micro-batches or more for each of the {p} pipeline ranks"
             yield Violation(("micro_batches",), m, rule, 2 * p)
 
 
@@ -103,7 +103,7 @@ class OneFOneB(Schedule):
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """One chunk per rank."""
         if v != 1:
-            rule = "1f1b has one chunk on each rank; several are the schedule interleaved"
+            rule = "1f1b needs one chunk on each rank; for several, choose schedule interleaved"
             yield Violation(("vpp",), v, rule, 1)
 
 
@@ -156,7 +156,7 @@ def tabulate(schedule: Schedule, p: int, v: int, m: int) -> Table:
         RunError: outside its domain, with the nearest legal values.
     """
     named = (("pp", p), ("vpp", v), ("micro_batches", m))
-    wrong = [Violation((name,), size, "is at least 1", 1) for name, size in named if size < 1]
+    wrong = [Violation((name,), size, "must be at least 1", 1) for name, size in named if size < 1]
     wrong = wrong or list(schedule.violations(p, v, m))
     if wrong:
         said = f"schedule {schedule.name} with pp{p} vpp{v}, {m} micro-batches"

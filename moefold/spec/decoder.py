@@ -78,9 +78,9 @@ def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     from either end, so that all have equal work under a causal mask. A plug-in layer without a
     description has no rules.
     """
-    found = [Units("tp", decoder.vocab, "the vocabulary")]
+    found = [Units("tp", decoder.vocab, "the vocabulary size")]
     if seq is not None:
-        rule = f"cp is 1, or 2 * cp divides the length of a sequence ({seq})"
+        rule = f"cp must be 1, or 2 * cp must divide the sequence length ({seq})"
         found.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
     routed, specified, outside = list[bool](), dict[LayerSpec, None](), False
     for stack in decoder.stacks:
@@ -120,7 +120,7 @@ def last_norm(decoder: Decoder) -> Weight:
 
 
 def _table(decoder: Decoder, name: str) -> Weight:
-    cut = ((0, Units("tp", decoder.vocab, "the vocabulary")),)
+    cut = ((0, Units("tp", decoder.vocab, "the vocabulary size")),)
     return Weight(name, (decoder.vocab, decoder.hidden), cut, frozen=name in decoder.frozen)
 
 
@@ -287,9 +287,9 @@ def clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
         names = [f"attention.{rows.weight}" for rows in spec.logits]
         adapted = {adapter.weight for adapter in block.adapters}
         if not names:
-            rule = f"must be off: layer {number} norms queries and keys, whatever their weights"
+            rule = f"must be off: layer {number} normalises queries and keys, which undoes clipping"
         elif any(name in block.frozen or name in adapted for name in names):
-            rule = f"must be off: queries or keys of layer {number} are frozen"
+            rule = f"must be off: query or key weights of layer {number} are not trained"
         else:
             continue
         yield Violation(("qk_clip",), given, rule, None)

@@ -70,8 +70,8 @@ class Units(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """The rule that a layout must keep, such as ``tp divides attention heads (7)``."""
-        return self.said or f"{self.axis} divides {self.name} ({self.number})"
+        """The rule that a layout must keep, such as ``tp must divide the vocabulary size (7)``."""
+        return self.said or f"{self.axis} must divide {self.name} ({self.number})"
 
     def fraction(self, ranks: int) -> float:
         """Return the fraction of the units that one rank computes, at least one unit."""
@@ -475,7 +475,7 @@ def _undescribed(record: Record) -> ValueError:
     name = type(record).__name__
     return ValueError(
         f"{name} is not described: inherit from moefold.spec.layer.LayerSpec, or from a kind that "
-        "does, and state weights, operations and saved"
+        "does, and define weights, operations and saved"
     )
 
 

@@ -16,7 +16,7 @@ from moefold.spec.decoder import ModelNeeds, halves, model_weights, needs
 from moefold.spec.layer import Rows, Units, Weight
 from moefold.spec.tuning import nearest_name
 
-CUT = "train.quantise cuts no block"
+CUT = "blocks of train.quantise cannot be split"
 
 
 def narrow_weights(decoder: Decoder) -> dict[str, int]:
@@ -79,15 +79,15 @@ class _Cuts(NamedTuple):
                 if units.axis != "ep" and outputs > 1:
                     size = weight.shape[dim]
                     what = f"{weight.name} ({size} wide)"
-                    rule = f"{units.axis} is 1, or {units.axis} * {outputs} divides {what}"
+                    rule = f"{units.axis} must be 1, or {units.axis} * {outputs} must divide {what}"
                     whole = size // outputs if size % outputs == 0 else 1
                     found.append(Units(units.axis, whole, what, said=f"{rule}: {CUT}"))
         if not record.by_run:
             return cls(tuple(dict.fromkeys(found)), 0, False)
         if along_rows > 1:
             whole = seq // (2 * block) if seq % (2 * block) == 0 else 1
-            rule = f"cp is 1, or 2 * cp * {block} divides the length of a sequence ({seq}): {CUT}"
-            found.append(Units("cp", whole, "blocks of rows", said=rule))
+            rule = f"cp must be 1, or 2 * cp * {block} must divide the sequence length ({seq})"
+            found.append(Units("cp", whole, "blocks of rows", said=f"{rule}: {CUT}"))
         tensor_wide = record.of_matrices or along_rows > 1
         bands = along_rows if own and along_rows > 1 else 0
         return cls(tuple(dict.fromkeys(found)), bands, experts and tensor_wide)
@@ -97,13 +97,13 @@ class _Cuts(NamedTuple):
         asked = dict(sizes)
         yield from (one.rule for one in self.units if one.number % asked[one.axis])
         if self.bands and sizes.tp > 1 and seq % (sizes.tp * sizes.cp * self.bands):
-            whole = f"tp * cp * {self.bands} divides the length of a sequence ({seq})"
-            yield f"tp is 1, or {whole}, whose rows tensor ranks project to latents: {CUT}"
+            whole = f"tp * cp * {self.bands} must divide the sequence length ({seq})"
+            yield f"tp must be 1, or {whole}, as tensor ranks project own rows to latents: {CUT}"
         if self.experts and (sizes.ep * sizes.etp) % (sizes.tp * sizes.cp):
             yield (
-                f"tp * cp ({sizes.tp * sizes.cp}) divides ep * etp ({sizes.ep * sizes.etp}): the "
-                "rows of a micro-batch and expert have one scale, or blocks, and lie on one rank; "
-                "train.quantise.rows=rank gives that up"
+                f"tp * cp ({sizes.tp * sizes.cp}) must divide ep * etp ({sizes.ep * sizes.etp}): "
+                "an expert's rows of a micro-batch share scales or blocks and must be on one rank; "
+                "or set train.quantise.rows=rank"
             )
 
     def violations(self, decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
@@ -159,23 +159,23 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
             experts = any("experts." in one.weight for one in adapters)
             yield from _draw_violations(layout, "adapter.dropout", experts)
             if layout.clones is not None and experts:
-                rule = "brings weights of experts, and adapter.dropout asks whose rows they are"
+                rule = "cannot be used with adapter.dropout, which needs the clones' expert numbers"
                 yield Violation(("clones",), layout.clones, rule, None)
         return
     cuts = _Cuts.of(decoder, record, seq)
     yield from cuts.violations(decoder, layout, seq)
     experts = _narrow_experts(decoder)
     if layout.clones is not None and experts:
-        rule = "brings weights of experts, and not their codes"
+        rule = "copies the experts' weights but not their quantised codes"
         yield Violation(("clones",), layout.clones, rule, None)
     if layout.offload is not None and layout.offload.pages is not None and experts:
-        rule = "experts of few bits keep codes, and pages are of rows as they came"
+        rule = "cannot be used with quantised experts: they save codes, pages hold wide rows"
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
     yield from _draw_violations(layout, "train.quantise", cuts.experts)
     dispatch, sizes = layout.dispatch, layout.split
     moves = getattr(dispatch, "moves_codes", False) or sizes.ep * sizes.etp == 1
     if record.wire == "codes" and not (moves or isinstance(dispatch, Foreign)):
-        rule = "moves no codes, as train.quantise.wire asks"
+        rule = "cannot send quantised rows, which train.quantise.wire: codes requires"
         yield Violation(("dispatch",), getattr(dispatch, "kind", ""), rule, "alltoall")
 
 
@@ -190,7 +190,8 @@ def moment_violations(
         size, last = weight.shape[-1], len(weight.shape) - 1
         for cut in (units for dim, units in weight.cuts if dim == last > 0):
             axis, name = cut.axis, f"{weight.name} ({size} wide)"
-            rule = f"{axis} is 1, or {axis} * {group} divides {name}: optim.moments cuts no group"
+            rule = f"{axis} must be 1, or {axis} * {group} must divide {name}: "
+            rule += "groups of optim.moments cannot be split"
             found.append(Units(axis, size // group if size % group == 0 else 1, name, said=rule))
     # Report only one weight for each axis and number of units.
     named = {(units.axis, units.number): units for units in reversed(found)}
@@ -200,14 +201,14 @@ def moment_violations(
 def _draw_violations(layout: Layout, what: str, experts: bool) -> Iterator[Violation]:
     """Yield parts of a layout in which rows' numbers, and thus random numbers, are unknown."""
     if layout.graphs != "none":
-        rule = f"replays a step's draws, and {what} draws anew"
+        rule = f"replays recorded random numbers, but {what} needs new ones in each step"
         yield Violation(("graphs",), layout.graphs, rule, "none")
     again = isinstance(layout.dispatch, FixedRoom) and layout.dispatch.on_overflow == "again"
     if again and experts and layout.split.ep * layout.split.etp > 1:
-        rule = f"makes a step again in rounds, in which {what} does not know one row from another"
+        rule = f"repeats a step in rounds that send no row numbers, which {what} needs"
         yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
     if isinstance(layout.dispatch, Foreign):
-        rule = f"sends numbers of rows in no format that keeps them, and {what} asks them"
+        rule = f"sends only bf16 rows, but {what} also needs their exact row numbers"
         yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")
 
 
@@ -219,37 +220,37 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
     kind = record.kind
     at = ("train", "quantise")
     if any(one.adapters for one in (decoder, *decoder.blocks)):
-        yield Violation(at, kind, "reads codes of weights, to which no adapter adds", REMOVE)
+        yield Violation(at, kind, "cannot be combined with adapters", REMOVE)
     if any(getattr(block.ffn, "formed", False) for block in decoder.blocks):
-        rule = "reads codes of experts without biases and with SwiGLU alone"
+        rule = "needs experts with plain SwiGLU, without biases, and with weigh: output"
         yield Violation(at, kind, rule, REMOVE)
     if record.scaling == "delayed" and not isinstance(record, Fp8Tensor):
-        rule = "is of whole matrices, which fp8_tensor alone scales by nothing else"
+        rule = "needs fp8_tensor, the only kind with a single scale per matrix"
         yield Violation((*at, "scaling"), record.scaling, rule, "current")
     if record.wire == "codes" and (record.of_matrices or record.rule == "fp32"):
-        rule = "sends blocks whose scales are powers of two: fp8_block's (scales: power), mxfp8's"
+        rule = "needs blocks with powers of two as scales: mxfp8, or fp8_block with scales: power"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
     if record.wire == "codes" and not _narrow_experts(decoder):
-        rule = "sends rows to experts whose products read codes, and there are none"
+        rule = "needs experts with quantised products, and the model has none"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
     if record.hidden == "codes" and not any(n.endswith(".w_in") for n in narrow_weights(decoder)):
-        rule = "keeps what feed-forwards activate whose products read codes, and there are none"
+        rule = "needs a feed-forward with quantised products, and the model has none"
         yield Violation((*at, "hidden"), record.hidden, rule, "wide")
     names = [name for name, *_ in _products(decoder)]
     for place, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):
-            rule = "must match a weight that is quantised"
+            rule = "must match a weight that would otherwise be quantised"
             yield Violation((*at, "keep", place), pattern, rule, nearest_name(pattern, names))
     for name in names:
         pair = name.removesuffix("w_in") + "w_out"
         if name.endswith(".w_in") and matches(name, record.keep) != matches(pair, record.keep):
-            rule = "must keep both matrices of a feed-forward, or none"
+            rule = "must match both matrices of a feed-forward, or neither"
             nearest = [*record.keep, name.replace("w_in", "*")]
             yield Violation((*at, "keep"), list(record.keep), rule, nearest)
             break
     most, first, last = len(decoder.blocks) - 1, record.keep_first, record.keep_last
     if first + last > most:
-        rule = f"must leave one of {most + 1} blocks to quantise"
+        rule = f"must leave one of the {most + 1} blocks to quantise"
         end, kept, other = (
             ("keep_first", first, last) if last <= most else ("keep_last", last, first)
         )

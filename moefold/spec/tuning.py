@@ -127,7 +127,7 @@ def adapter_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
             there = [w for w in words if any(is_target(weight, (w,)) for weight in weights)]
             names = [weight.name for weight in weights]
             nearest = closest(target, there) or nearest_name(target, names)
-            yield Violation(("targets", place), target, "must match a weight of products", nearest)
+            yield Violation(("targets", place), target, "must match an adaptable weight", nearest)
     if not lora.divided:
         return
     specs = (block.ffn for block in decoder.blocks if isinstance(block.ffn, LayerSpec))
@@ -161,11 +161,11 @@ def first_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     for name, own in first.items():
         rank = ranks[name + LORA_B]
         if own.rank != rank:
-            rule = f"gives {name} rank {rank}, and {lora.start} has rank {own.rank}"
+            rule = f"gives {name} rank {rank}, but in {lora.start} it has rank {own.rank}"
             yield Violation(("rank",), lora.rank, rule, max(1, lora.rank * own.rank // rank))
             return
         if not isclose(own.scale, scales[name], rel_tol=1e-6):
-            rule = f"over rank {rank} must be the scale of {lora.start}, {own.scale:g}"
+            rule = f"alpha / rank ({rank}) must be {own.scale:g}, as in {lora.start}"
             yield Violation(("alpha",), lora.alpha, rule, own.scale * rank)
             return
 

@@ -58,7 +58,7 @@ def test_more_places_than_the_record_says_are_refused() -> None:
     """Dispatch takes it from the record whether any stays empty, and plans how many there are."""
     router = GreedyRouter(RouterRecord(experts=4, top_k=2), 6).double()
     x_TD, flow = drawn(5, double=True), flow_of(rows_of([5]), double=True)
-    with pytest.raises(ValueError, match=r"GreedyRouter.choose gives each token 4 .* says 2"):
+    with pytest.raises(ValueError, match=r"GreedyRouter.choose returns 4 .* places is 2"):
         router(x_TD, flow)
     assert router(x_TD, replace(flow, training=False)).sent_TK.shape == (5, 4)
 

@@ -23,5 +23,5 @@ def test_names_shapes_and_order_of_parameters_are_as_described(name: str) -> Non
 def test_a_parameter_of_another_shape_is_refused() -> None:
     model = DecoderModel(SUBJECTS["gqa"].decoder, device="meta")
     wider = SUBJECTS["gqa"].decoder.model_copy(update={"hidden": 32})
-    with pytest.raises(ValueError, match="where its layer describes"):
+    with pytest.raises(ValueError, match="its layer states"):
         placements(model, wider)

@@ -274,7 +274,7 @@ def test_the_error_reads_well_and_travels() -> None:
         load(Train, changed((("crew",), 0), (("bel",), True), (("bell",), REMOVE)))
     text = str(caught.value)
     assert text.splitlines() == [
-        "train: 2 things to mend",
+        "train: 2 errors",
         "  bel = true  [data]",
         f"      unknown key; the run has {', '.join(specs(Train))}",
         "      nearest: rename to 'bell'",

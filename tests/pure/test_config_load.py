@@ -247,10 +247,10 @@ def test_lists_in_defaults_can_be_added_to() -> None:
         ("name", "write path=value"),
         ("=3", "write path=value"),
         ("name.x=3", "single value"),
-        ("coaches.first.seats=3", "by its number"),
-        ("coaches[7].seats=3", "the next is 2"),
+        ("coaches.first.seats=3", "index of an item"),
+        ("coaches[7].seats=3", "the next index is 2"),
         ("limits[0]=3", "not a list"),
-        ("name+=x", "no list"),
+        ("name+=x", "not a list"),
         ("crew=[1", "not valid YAML"),
         ("crew=!!python/name:os.system", "plain data"),
         ("crwe=2", "unknown key"),
@@ -329,7 +329,7 @@ def test_a_misspelt_override_is_the_key_that_a_file_gives() -> None:
             load(Train, full(), [text])
         assert repair(Train, caught.value.data, [item])[name] == fixed
     (item,) = violations(full(), "crew=3", "crewe=2")
-    assert item.nearest == REMOVE and "did you mean crew? It is given already" in item.rule
+    assert item.nearest == REMOVE and "did you mean crew? It is already set" in item.rule
     (item,) = violations(full() | {"crewe": 3})
     assert item.nearest == REMOVE
 

@@ -56,7 +56,7 @@ def test_what_does_not_fit_and_what_nearly_would(
 ) -> None:
     (found,) = violations(sizes, context)
     assert (found.path, found.nearest) == (path, nearest)
-    assert "the numbers of heads and of key-value heads (4, 16)" in found.rule
+    assert "the numbers of attention and key-value heads (4, 16)" in found.rule
     mended = {"context": nearest} if path == ("context",) else {"context": Mixed(heads=nearest)}  # type: ignore[arg-type]
     assert not list(Layout(sizes=sizes, **mended).violations(model()))  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from moefold.mesh.folding import KINDS, Folding
 def said(capsys: Any, *words: str, status: int = 0) -> str:
     """What ``explain demo`` prints, the run itself left out."""
     assert main(["explain", "demo", "--given", *words]) == status
-    return capsys.readouterr().out.partition("what follows")[2]
+    return capsys.readouterr().out.partition("derived values")[2]
 
 
 def test_grids_are_drawn(capsys: Any) -> None:
@@ -31,7 +31,7 @@ def test_grids_are_drawn(capsys: Any) -> None:
     assert lines[start + 1 : start + 4] == ["ep0 ep1 ep2 ep3", "pp0 0 1 2 3", "pp1 4 5 6 7"]
     start = lines.index("stages: Ett|ttL")
     assert lines[start + 2 : start + 4] == ["pp0 embedding, layers 0–1", "pp1 layers 2–3, loss"]
-    start = lines.index("experts of a layer, by slot")
+    start = lines.index("experts of a layer, by expert-parallel rank")
     assert lines[start + 1 : start + 5] == ["ep0 0–1", "ep1 2–3", "ep2 4–5", "ep3 6–7"]
     rows = {
         line.split()[0]: line for line in lines if line.split()[:1] and line.split()[0] in KINDS
@@ -57,8 +57,8 @@ def test_what_is_not_legal_is_drawn_and_listed(capsys: Any) -> None:
     text = said(capsys, "--layout", "tp3 pp8 ep5", status=2)
     assert "attention: pp8 dp5 cp1 tp3" in text and "groups of 120 ranks" in text
     listed = text.partition("not legal: tp3 pp8 ep5 on 120 ranks")[2]
-    rules = ("the vocabulary (2048)", "attention heads (4)", "key-value heads (4)",
-             "the experts (8)", "pp * vpp (8) is at most 4")  # fmt: skip
+    rules = ("the vocabulary size (2048)", "attention heads (4)", "key-value heads (4)",
+             "the number of experts (8)", "pp * vpp (8) must be at most 4")  # fmt: skip
     assert all(rule in listed for rule in rules)
     assert listed.count("nearest: 'tp4 pp4 ep4'") == listed.count("nearest") == len(rules)
     assert main(["explain", "demo", "--layout", "tp3 pp8 ep5", "--json"]) == 2
@@ -81,7 +81,7 @@ def test_other_parts_of_an_illegal_layout_are_kept(capsys: Any) -> None:
     words = ["layout.sizes=pp2", "layout.stages=Et|t*3L", "layout.order=tp-cp-ep-pp-dp"]
     assert "stages: Et|t*3L" in said(capsys, *words)
     text = said(capsys, "--layout", "tp2 pp3", *words, status=2)
-    assert "pp * vpp stages (3), and these are 2" in text and "both grids agree" in text
+    assert "pp * vpp (3) stages, not 2" in text and "same ranks on a stage" in text
     assert "attention:" not in text and "layout      tp2 pp3" in text
 
 

@@ -228,7 +228,7 @@ def test_the_smallest_world(tp: int, cp: int, ep: int, etp: int, pp: int) -> Non
 
 
 def test_grids_that_disagree_on_stages_are_refused() -> None:
-    with pytest.raises(RunError, match="tp \\* cp \\(2\\) is ep \\* etp \\(4\\)") as caught:
+    with pytest.raises(RunError, match="tp \\* cp \\(2\\) equal to ep \\* etp \\(4\\)") as caught:
         Folding(Sizes.parse("tp2 pp2 ep4"), 8, "tp-cp-ep-pp-dp")
     assert caught.value.violations[0].nearest == ORDERS[0]
     for sizes in ("tp2 ep4", "tp4 pp2 ep2 etp2"):

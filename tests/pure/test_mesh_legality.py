@@ -109,15 +109,14 @@ def test_legal_sizes_are_those_that_break_no_rule() -> None:
 def test_every_broken_rule_is_listed() -> None:
     found = size_violations(Sizes.parse("tp3 cp7 pp7 vpp2 ep5 etp9"), MODEL, world=100)
     assert sorted(item.rule for item in found if item.path == ("sizes",)) == [
-        "cp is 1, or 2 * cp divides the length of a sequence (120)",
-        "ep divides the experts (24)",
-        "etp divides the experts' width (96)",
-        "pp * vpp (14) is at most 6: the number of layers, or of the stages that "
-        "layout.stages names",
-        "tp divides key-value heads (4)",
-        "tp divides the feed-forward's width (200)",
-        "tp divides the shared expert's width (80)",
-        "tp divides the vocabulary (2000)",
+        "cp must be 1, or 2 * cp must divide the sequence length (120)",
+        "ep must divide the number of experts (24)",
+        "etp must divide the expert width (96)",
+        "pp * vpp (14) must be at most 6, the number of layers or of stages in layout.stages",
+        "tp must divide the number of key-value heads (4)",
+        "tp must divide the feed-forward width (200)",
+        "tp must divide the shared expert width (80)",
+        "tp must divide the vocabulary size (2000)",
     ]
     (near,) = {item.nearest for item in found if item.path == ("sizes",)}
     assert near == "tp4 cp6 pp3 vpp2 ep6 etp8"
@@ -203,24 +202,24 @@ def test_a_run_may_have_a_layout(sizes: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "path", "rule", "near"),
     [
-        ({"sizes": "tp3 ep4"}, "sizes", "tp divides attention heads (4)", "tp4 ep4"),
-        ({"sizes": "tp8"}, "sizes", "tp divides key-value heads (4)", "tp4"),
-        ({"sizes": "ep16"}, "sizes", "ep divides the experts (8)", "ep8"),
-        ({"sizes": "etp3"}, "sizes", "etp divides the experts' width (128)", "etp4"),
-        ({"sizes": "cp3"}, "sizes", "2 * cp divides the length of a sequence (256)", "cp4"),
-        ({"sizes": "pp8"}, "sizes", "pp * vpp (8) is at most 4", "pp4"),
-        ({"sizes": "pp2 vpp4"}, "sizes", "pp * vpp (8) is at most 4", "pp2 vpp2"),
+        ({"sizes": "tp3 ep4"}, "sizes", "must divide the number of attention heads (4)", "tp4 ep4"),
+        ({"sizes": "tp8"}, "sizes", "tp must divide the number of key-value heads (4)", "tp4"),
+        ({"sizes": "ep16"}, "sizes", "ep must divide the number of experts (8)", "ep8"),
+        ({"sizes": "etp3"}, "sizes", "etp must divide the expert width (128)", "etp4"),
+        ({"sizes": "cp3"}, "sizes", "2 * cp must divide the sequence length (256)", "cp4"),
+        ({"sizes": "pp8"}, "sizes", "pp * vpp (8) must be at most 4", "pp4"),
+        ({"sizes": "pp2 vpp4"}, "sizes", "pp * vpp (8) must be at most 4", "pp2 vpp2"),
         ({"sizes": "vpp2"}, "sizes", "vpp needs pp2 or more", ""),
         ({"sizes": "tp2 tp4"}, "sizes", "must name each axis once", "tp4"),
         (
             {"sizes": "tp2 pp2", "order": "tp-cp-ep-pp-dp"},
-            "order", "both grids agree", "tp-cp-ep-dp-pp",
+            "order", "same ranks on a stage", "tp-cp-ep-dp-pp",
         ),
-        ({"sizes": "pp2", "stages": "Ett|t|tL"}, "stages", "pp * vpp stages (2)", "Ett|ttL"),
-        ({"sizes": "pp2", "stages": "Ett|tL"}, "stages", "as many layers as the model", "Ett|ttL"),
+        ({"sizes": "pp2", "stages": "Ett|t|tL"}, "stages", "pp * vpp (2) stages", "Ett|ttL"),
+        ({"sizes": "pp2", "stages": "Ett|tL"}, "stages", "the model's 4 layers", "Ett|ttL"),
         ({"sizes": "pp2", "stages": "Ed|t*3L"}, "stages", "layer 0 has experts", "Et|t*3L"),
-        ({"sizes": "pp2", "stages": "E(tt|ttL"}, "stages", "'(' is never closed", None),
-        ({"stages": "Ett|ttL"}, "stages", "pp * vpp stages (1)", "Et*4L"),
+        ({"sizes": "pp2", "stages": "E(tt|ttL"}, "stages", "'(' has no ')'", None),
+        ({"stages": "Ett|ttL"}, "stages", "pp * vpp (1) stages", "Et*4L"),
     ],
 )  # fmt: skip
 def test_a_run_that_has_none_is_told_what_is_near(

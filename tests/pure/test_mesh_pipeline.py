@@ -65,14 +65,14 @@ def test_text_says_what_it_was_made_from(letters: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Et*|L", r"a number follows '\*' \(character 3 of"),
-        ("*3t", r"something to repeat stands before '\*' \(character 1"),
-        ("E(t|L", r"'\(' is never closed \(character 6"),
-        ("Et)|L", r"'\)' closes nothing \(character 3"),
-        ("Eq|L", r"'q' is none of E t d x m L .*character 2"),
-        ("Et*99999999|L", "more than 10,000 places"),
-        ("((t*999)*9)*9", "more than 10,000 places"),
-        ("t*9999 " * 3, "more than 10,000 places"),
+        ("Et*|L", r"'\*' needs a number after it \(character 3 of"),
+        ("*3t", r"'\*' needs a letter or group before it \(character 1"),
+        ("E(t|L", r"'\(' has no '\)' \(character 6"),
+        ("Et)|L", r"'\)' has no '\(' \(character 3"),
+        ("Eq|L", r"'q' is not one of E t d x m L .*character 2"),
+        ("Et*99999999|L", "more than 10,000 letters"),
+        ("((t*999)*9)*9", "more than 10,000 letters"),
+        ("t*9999 " * 3, "more than 10,000 letters"),
     ],
 )
 def test_slips_are_named_with_their_place(text: str, said: str) -> None:
@@ -83,17 +83,17 @@ def test_slips_are_named_with_their_place(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "count", "rule"),
     [
-        ("Ettt|tL", 4, "pp * vpp stages (4), and these are 2"),
-        ("tttt|L", 2, "one E, then layers, then any m, then one L"),
-        ("Ettt|t", 2, "one E, then layers, then any m, then one L"),
-        ("Ettm|tL", 2, "one E, then layers, then any m, then one L"),
-        ("EEtt|ttL", 2, "one E, then layers, then any m, then one L"),
-        ("|Ett|ttL", 3, "E stands in the first stage and L in the last"),
-        ("Ett|ttL|", 3, "E stands in the first stage and L in the last"),
-        ("Ett|tL", 2, "as many layers as the model (4), and these are 3"),
-        ("Ett|ttmL", 2, "as many m as the model has (0)"),
-        ("Edx|xxL", 2, "layer 1 has no experts, and here it is 'x'"),
-        ("Edd|dxL", 2, "layer 2 has experts, and here it is 'd'"),
+        ("Ettt|tL", 4, "must have pp * vpp (4) stages, not 2"),
+        ("tttt|L", 2, "must be one E, then layers, then any m, then one L"),
+        ("Ettt|t", 2, "must be one E, then layers, then any m, then one L"),
+        ("Ettm|tL", 2, "must be one E, then layers, then any m, then one L"),
+        ("EEtt|ttL", 2, "must be one E, then layers, then any m, then one L"),
+        ("|Ett|ttL", 3, "must have E in the first stage and L in the last"),
+        ("Ett|ttL|", 3, "must have E in the first stage and L in the last"),
+        ("Ett|tL", 2, "must have the model's 4 layers, not 3"),
+        ("Ett|ttmL", 2, "must have as many m as the model has multi-token layers (0)"),
+        ("Edx|xxL", 2, "layer 1 has no experts, so its letter cannot be 'x'"),
+        ("Edd|dxL", 2, "layer 2 has experts, so its letter cannot be 'd'"),
     ],
 )
 def test_what_a_layout_breaks(text: str, count: int, rule: str) -> None:
@@ -151,5 +151,5 @@ def test_there_and_back() -> None:
     assert numbers == [[[0], [3]], [[1], [4]], [[2], [5]]]
     turned = stages.table(3, "v")
     assert turned[0][1][-1] == Place("loss") and turned[2][1] == (Place("layer", 3),)
-    with pytest.raises(ValueError, match="6 stages cannot be dealt out to pp4"):
+    with pytest.raises(ValueError, match="6 stages cannot be divided evenly among pp4"):
         stages.table(4)

@@ -106,7 +106,7 @@ def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     block = Block.model_construct(attention=Diagonal(), ffn=Dense(width=8))
     stacks = (Stack.model_construct(repeat=3, blocks=(block,)),)
     decoder = Decoder.model_construct(vocab=8, hidden=4, tied=False, stacks=stacks)
-    assert "tp divides the mixer's features (100)" in [one.rule for one in needs(decoder).needs]
+    assert "tp must divide the mixer's features (100)" in [one.rule for one in needs(decoder).needs]
     assert count(decoder).parts["attention"].parameters == 3 * 100 * 4
     assert "layers.2.attention.in.weight" in {weight.name for weight in model_weights(decoder)}
     assert [saved.name for saved in kept(block, Shape(4, 8))][:2] == ["input", "rows"]

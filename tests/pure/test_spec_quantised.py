@@ -61,12 +61,12 @@ def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
         (
             ("train.quantise={kind: mxfp8, hidden: codes, keep: ['*.experts.*', '*.ffn.*']}",),
             "train.quantise.hidden",
-            "there are none",
+            "the model has none",
         ),
         (
             ("train.quantise={kind: mxfp8, wire: codes, keep: ['*.experts.*']}",),
             "train.quantise.wire",
-            "there are none",
+            "the model has none",
         ),
     ],
 )
@@ -92,12 +92,12 @@ HIDDEN = "{kind: nvfp4, hidden: codes}"
 @pytest.mark.parametrize(
     ("quantise", "sizes", "said", "nearest"),
     [
-        ("fp8_block", "tp4", "tp * 128 divides k.weight", "tp2 ep2"),
-        ("mxfp8", "etp16 ep4", "etp * 32 divides experts.w_in", "ep4 etp8"),
-        ("nvfp4", "cp32 ep8 etp4", "2 * cp * 16 divides the length", "cp16 ep8 etp4"),
-        ("nvfp4", "tp2", "lie on one rank", "tp2 ep2"),
-        ("fp8_tensor", "tp2 cp2 ep2", "lie on one rank", "tp2 cp2 ep4"),
-        (HIDDEN, "ep2 etp4", "etp * 128 divides experts.w_in", "ep2 etp2"),
+        ("fp8_block", "tp4", "tp * 128 must divide k.weight", "tp2 ep2"),
+        ("mxfp8", "etp16 ep4", "etp * 32 must divide experts.w_in", "ep4 etp8"),
+        ("nvfp4", "cp32 ep8 etp4", "2 * cp * 16 must divide", "cp16 ep8 etp4"),
+        ("nvfp4", "tp2", "must be on one rank", "tp2 ep2"),
+        ("fp8_tensor", "tp2 cp2 ep2", "must be on one rank", "tp2 cp2 ep4"),
+        (HIDDEN, "ep2 etp4", "etp * 128 must divide experts.w_in", "ep2 etp2"),
     ],
 )
 def test_b53_a_cut_through_what_shares_a_scale_is_refused(

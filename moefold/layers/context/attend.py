@@ -36,7 +36,7 @@ def attend(
     heads = Heads(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, window, sinks_H)
     if flow.world.group("cp").size == 1:
         return on_one_rank(heads)
-    assert flow.context is not None, "context ranks share rows and no kind says how"
+    assert flow.context is not None, "cp2 or more needs layout.context"
     return build(flow.context, heads, flow.world)
 
 

@@ -107,7 +107,7 @@ class Sight:
 
     @property
     def _piece(self) -> int:
-        assert self.rows % 2 == 0, f"{self.rows} rows are not two pieces"
+        assert self.rows % 2 == 0, f"{self.rows} rows cannot be cut into two equal pieces"
         return self.rows // 2
 
     @cached_property

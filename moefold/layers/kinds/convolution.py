@@ -38,14 +38,14 @@ class ShortConvolution(LayerSpec):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield input projection (gates and rows), taps and output projection, cut by channels."""
-        units = Units("tp", hidden, "the convolution's channels")
+        units = Units("tp", hidden, "the number of convolution channels")
         yield Weight("w_in", (3, hidden, hidden), ((1, units),), stacked=True)
         yield Weight("taps", (hidden, 1, self.taps), ((0, units),), product=False, summed=True)
         yield Weight("out.weight", (hidden, hidden), ((1, units),), added=True)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield both products, with the convolution between them."""
-        units = Units("tp", hidden, "the convolution's channels")
+        units = Units("tp", hidden, "the number of convolution channels")
         products = (Matmul(("w_in",)), Matmul(("out.weight",)))
         passes = 8 + 4 * self.taps
         traffic = (Traffic(hidden, passes, 2 * passes, units=units),)

@@ -106,7 +106,7 @@ class DeltaNet(LayerSpec):
     @property
     def head_units(self) -> Units:
         """Units that tp divides: key heads, each with its value heads."""
-        return Units("tp", self.key_heads, "key heads of linear attention")
+        return Units("tp", self.key_heads, "the number of key heads of linear attention")
 
     def _projections(self) -> Iterator[tuple[str, int, int | None]]:
         """Yield name, outputs and rank of each input projection."""

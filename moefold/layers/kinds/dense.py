@@ -61,11 +61,11 @@ class Dense(LayerSpec):
     def _violations(self, features: int) -> Iterator[Violation]:
         if features % self.blocks:
             nearest = max(n for n in range(1, self.blocks) if features % n == self.width % n == 0)
-            rule = f"must divide the features that it reads ({features})"
+            rule = f"must divide the input features ({features})"
             yield Violation(("blocks",), self.blocks, rule, nearest)
 
     def _units(self) -> Units:
-        return Units("tp", self.width // self.blocks, "the feed-forward's width")
+        return Units("tp", self.width // self.blocks, "the feed-forward width")
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield gate and up projection as one weight, down projection, and latent projections."""

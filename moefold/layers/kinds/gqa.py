@@ -76,10 +76,10 @@ class Gqa(LayerSpec):
         elif self.rope is not None:
             yield from self.rope.fits(self.head_dim)
         if self.norm_after_rope and self.qk_norm == "projection":
-            rule = "must be off: norms over whole projections come before heads are cut"
+            rule = "must be off: qk_norm projection normalises before rotation"
             yield Violation(("norm_after_rope",), True, rule, False)
         if self.qk_norm == "unit" and not self.norm_after_rope:
-            rule = "must be on: norms without a weight come after rotation"
+            rule = "must be on: qk_norm unit normalises after rotation"
             yield Violation(("norm_after_rope",), False, rule, True)
 
     @property
@@ -113,8 +113,8 @@ class Gqa(LayerSpec):
     def head_units(self) -> tuple[Units, Units]:
         """Units that tp divides: query heads, and key-value heads."""
         return (
-            Units("tp", self.heads, "attention heads", heads=True),
-            Units("tp", self.kv_heads, "key-value heads", heads=True),
+            Units("tp", self.heads, "the number of attention heads", heads=True),
+            Units("tp", self.kv_heads, "the number of key-value heads", heads=True),
         )
 
     def weights(self, hidden: int) -> Iterator[Weight]:

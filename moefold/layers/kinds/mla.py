@@ -61,7 +61,7 @@ class Mla(LayerSpec):
                 ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
             )
         if self.rope is not None and self.rope.fraction != 1:
-            rule = "must be 1: rope_dim says how many dims turn"
+            rule = "must be 1: rope_dim states how many dims are rotated"
             yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
 
     @property
@@ -79,7 +79,7 @@ class Mla(LayerSpec):
         )
 
     def _heads(self) -> Units:
-        return Units("tp", self.heads, "attention heads", heads=True)
+        return Units("tp", self.heads, "the number of attention heads", heads=True)
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield down-projections, whole on each rank, and up-projections, cut by heads."""

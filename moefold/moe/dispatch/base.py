@@ -101,11 +101,11 @@ class Dispatcher(Generic[Config]):
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Dispatch to experts on several ranks."""
-        raise AssertionError("experts live on other ranks")
+        raise AssertionError("this dispatcher needs all experts on one rank")
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Combine from experts on several ranks."""
-        raise AssertionError("experts live on other ranks")
+        raise AssertionError("this dispatcher needs all experts on one rank")
 
 
 def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Dispatched:

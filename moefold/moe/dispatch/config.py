@@ -54,7 +54,7 @@ class LocalExperts(Dispatch):
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """Refuse layouts with experts on other ranks."""
         if sizes.ep * sizes.etp > 1:
-            rule = f"local sends nothing, and ep{sizes.ep} etp{sizes.etp} has experts elsewhere"
+            rule = f"local needs ep1 etp1: ep{sizes.ep} etp{sizes.etp} puts experts on other ranks"
             yield Violation(("kind",), self.kind, rule, "alltoall")
 
 
@@ -214,7 +214,7 @@ class Foreign(Dispatch):
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """Refuse ``etp``, for which these packages do not gather rows."""
         if sizes.etp > 1:
-            rule = f"{self.kind} sends rows over ep alone, and etp is {sizes.etp}"
+            rule = f"{self.kind} needs etp1, not etp{sizes.etp}: it sends rows over ep only"
             yield Violation(("kind",), self.kind, rule, "alltoall_once")
 
 
@@ -247,7 +247,7 @@ class DeepEp(Foreign):
         yield from super().violations(sizes)
         if sizes.ep > 1 and sizes.ep not in DEEP_EP_RANKS:
             known = ", ".join(map(str, DEEP_EP_RANKS))
-            rule = f"deep_ep has settings for {known} ranks, and ep is {sizes.ep}"
+            rule = f"deep_ep needs ep of {known}, not {sizes.ep}"
             yield Violation(("kind",), self.kind, rule, "alltoall_once")
 
 

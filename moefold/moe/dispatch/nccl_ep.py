@@ -33,13 +33,13 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
         rows, top_k = experts_TK.shape
         if rows > self._record.max_rows:
             raise ValueError(
-                f"layout.dispatch.max_rows is {self._record.max_rows}, and a rank has {rows} rows: "
+                f"layout.dispatch.max_rows is {self._record.max_rows}, but a rank has {rows} rows: "
                 f"set it to {rows} or more"
             )
         if not no_drop:
             raise ValueError(
-                "layout.dispatch: nccl_ep sends every row to top_k experts: pack sequences without "
-                "padding and leave capacity out, or choose dispatch: padded"
+                "layout.dispatch: nccl_ep must send every row to top_k experts: pack sequences "
+                "without padding and remove capacity, or choose dispatch: padded"
             )
         buffer = self._buffer(x_TD.shape[1], top_k, world)
         x_RD, probs_R, counts_E = self._module.ep_dispatch(

@@ -74,10 +74,10 @@ def load(record: Foreign) -> Any:
         module = import_module(record.module)
         why = "; ".join(filter(None, (_mismatch(module, *call) for call in record.calls)))
     except Exception as error:  # packages look for their libraries here, each in its own way
-        why = str(error).partition("\n")[0] or f"its import ends in a {type(error).__name__}"
+        why = str(error).partition("\n")[0] or f"its import fails with {type(error).__name__}"
     if why:
         raise ValueError(
-            f"layout.dispatch: {record.kind} needs {record.module}, and {why}. {record.remedy}, "
+            f"layout.dispatch: {record.kind} needs {record.module}: {why}. {record.remedy}, "
             "or choose dispatch: alltoall_once, which sends the same rows"
         )
     return module
@@ -96,7 +96,7 @@ def _mismatch(module: Any, name: str, arguments: str) -> str:
     try:
         takes.bind(**dict.fromkeys(given))
     except TypeError as error:
-        return f"its {name} is another: {error}"
+        return f"its {name} takes other arguments: {error}"
     return ""
 
 
@@ -113,6 +113,6 @@ def check_rows(record: Foreign, x_TD: Tensor) -> None:
     """
     if x_TD.dtype != torch.bfloat16 or x_TD.device.type != DEVICE:
         raise ValueError(
-            f"layout.dispatch: {record.kind} sends bf16 rows of GPUs, and these are {x_TD.dtype} "
-            f"on {x_TD.device.type}. Set train.precision: bf16, or choose dispatch: alltoall_once"
+            f"layout.dispatch: {record.kind} sends only bf16 rows on GPUs, not {x_TD.dtype} on "
+            f"{x_TD.device.type}. Set train.precision: bf16, or choose dispatch: alltoall_once"
         )
