@@ -148,7 +148,7 @@ class AdapterTensors(Mapping[str, Tensor]):
         parts = [self._ours(stored, end) for stored in self.found.stored[weight]]
         whole = torch.stack(parts) if self.found.stored[weight][0].site.index else parts[0]
         if bool(whole.isnan().any()):
-            raise ConvertError(self.found.path, [f"the adapter of {weight} holds NaN"])
+            raise ConvertError(self.found.path, [f"the adapter of {weight} contains NaN"])
         return whole
 
     def _ours(self, stored: Stored, end: str) -> Tensor:

@@ -81,7 +81,7 @@ def export_folder(
 def demand_new(folder: Path) -> None:
     """Raise ``ConvertError`` if a folder to write exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConvertError(folder, ["is there already; name a new folder"])
+        raise ConvertError(folder, ["already exists; name a new or empty folder"])
 
 
 @contextmanager
@@ -128,7 +128,7 @@ class _Reader:
         self._held: tuple[str, Tensor] | None = None
         names = set(tensors)  # `in` on the mapping itself may read a tensor
         problems = [f"tensor {n} is missing" for n in wanted if n not in names]
-        problems += [f"tensor {n} is not the decoder's" for n in tensors if n not in wanted]
+        problems += [f"tensor {n} is not part of the model" for n in tensors if n not in wanted]
         if problems:
             raise ConvertError(folder, problems)
 

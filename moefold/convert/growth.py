@@ -90,8 +90,9 @@ def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: G
     router = mixture.model.chosen_router
     shards, copies = wanted.granularity, router.experts // wanted.granularity
     if copies % len(sources):
-        nearest = max(1, round(copies / len(sources))) * len(sources) * shards
-        raise ValueError(f"--experts: {len(sources)} models have as many each, such as {nearest}")
+        unit = len(sources) * shards
+        nearest = max(1, round(copies / len(sources))) * unit
+        raise ValueError(f"--experts: must be a multiple of {unit}; nearest: {nearest}")
     root = shards ** (1 / 3)
     into, out = (root, root) if wanted.scale == "cube_root" else (1.0, float(shards))
 
@@ -112,10 +113,10 @@ def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: G
 
     notes: list[str] = []
     if len(sources) > 1:
-        notes.append("another function than each of the models: what is no expert is their mean")
+        notes.append("outputs differ from every source's: weights outside MoE layers are averaged")
     elif wanted.scale == "cube_root" and shards > 1:
         off = step0_error(read, sources[0], shards, copies)
-        notes.append(f"the first feed-forward's output is off by {off:.3g} of its norm at step 0")
+        notes.append(f"the first feed-forward's output has a relative error of {off:.3g} at step 0")
     return deepened(mixture.model, mixture.decoder, read, wanted, notes)
 
 
@@ -158,15 +159,15 @@ def grow(
     have, want = router.experts, wanted.experts or router.experts
     times = want // have
     if want != have and router.groups is not None:
-        raise ValueError("--experts: groups of experts would be others; leave it out")
+        raise ValueError("--experts: cannot be changed in a model with group-limited routing")
     if want > have and want % have:
         nearest = round(want / have) * have
-        raise ValueError(f"--experts: {want} is no multiple of {have}; the nearest is {nearest}")
+        raise ValueError(f"--experts: not a multiple of the source's {have}; nearest: {nearest}")
     if want < have and loads is None:
-        raise ValueError("--experts: to keep the busiest, name a --text whose tokens are counted")
+        raise ValueError(f"--experts: fewer than {have} need --text, to decide which are kept")
     top_k = wanted.top_k or min(want, router.top_k * max(1, times))
     if want < have or top_k != router.top_k * times or not (times == 1 or _shared_out(source)):
-        notes.append("another function than the source's: other experts, or other weights of them")
+        notes.append("outputs differ from those of the source: other experts or routing weights")
     # Routing weights without normalisation would sum to ``times`` as much over the copies.
     free = router.score != "softmax" and not router.renormalise
     share = 1 / times if times > 1 and free else 1.0
@@ -200,7 +201,7 @@ def deepened(
     blocks, shape, times = decoder.blocks, source.shape, wanted.hidden_times
     layers = wanted.layers or len(blocks)
     if layers < len(blocks):
-        raise ValueError(f"--layers: {layers} is less than the {len(blocks)} that there are")
+        raise ValueError(f"--layers: {layers} must be at least the source's {len(blocks)}")
     first = next(n for n, block in enumerate(blocks) if has_routing(block.ffn))
     spread = (len(blocks) - first) / (layers - first)
     origin = [n if n < first else first + int((n - first) * spread) for n in range(layers)]
@@ -210,7 +211,7 @@ def deepened(
             update[name] = tuple(n for n in range(layers) if origin[n] in value)
     deep = source.model_copy(update={"shape": shape.model_copy(update=update)})
     if [blocks[n] for n in origin] != list(deep.describe(decoder.vocab).blocks):
-        raise ValueError("--layers: layers differ here, and new ones would change their turn")
+        raise ValueError("--layers: repeated layers do not fit the family's pattern of layer kinds")
     widths = ("expert_width", "dense_width", "shared_width")
     for name in ("hidden", "heads", "kv_heads", *widths):
         if value := getattr(shape, name, None):
@@ -219,7 +220,7 @@ def deepened(
     refuse((broken.under("shape") for broken in model.shape.rules()), "the new model: ")
     refuse(model.rules(), "the new model: ")
     if times > 1 and decoder.tied:
-        raise ValueError("--hidden-times: the head is the embedding, whose logits would be larger")
+        raise ValueError("--hidden-times: cannot be used with a tied head: logits would be larger")
 
     def deep_read(name: str) -> Tensor:
         if not name.startswith("layers."):
@@ -245,7 +246,7 @@ def tiled(name: str, found: Tensor, shape: Sequence[int]) -> Tensor:
         return found
     times = [new // old for new, old in zip(shape, found.shape, strict=True)]
     if [old * n for old, n in zip(found.shape, times, strict=True)] != list(shape):
-        raise ValueError(f"{name} is {list(found.shape)} and would be {list(shape)}: no multiple")
+        raise ValueError(f"{name} of shape {list(found.shape)} cannot be repeated to {list(shape)}")
     summed = found.dim() > 1 and name != "embed.weight" and not name.endswith("bias")
     return found.repeat(times) / (times[-1] if summed else 1)
 

@@ -85,12 +85,12 @@ class FolderTensors(Mapping[str, Tensor]):
             names = [piece.name for piece in used]
             here = [n for n in names if n in self._source.tensors]
             sick = [n for n in here if bool(self._source.read(n).isnan().any())] or names
-            raise ConvertError(self._source.folder, [f"{n} holds NaN" for n in sick])
+            raise ConvertError(self._source.folder, [f"{n} contains NaN" for n in sick])
         for copy in self._copies.get(name, ()):
             if not torch.equal(self._source.read_box(copy, box).to(wanted.dtype), wanted):
                 whose = "embedding" if name == _EMBED else "head"
                 field = FURTHER if ".layers." in copy else "tie_word_embeddings"
-                said = f"{copy} differs from the {whose}, but config.json says {field}"
+                said = f"{copy} must equal the {whose} ({field} in config.json)"
                 raise ConvertError(self._source.folder, [said])
         low = None if self._adapter is None else self._adapter.found.adapters.get(name)
         if self._adapter is None or low is None:
@@ -201,11 +201,11 @@ def import_folder(
 
         def ignored(name: str) -> str | None:
             if reading.decoder.tied and name == names[_HEAD]:
-                return "the head is the embedding"
+                return "tied to the embedding"
             if any(name in those for those in copies.values()):
-                return "copies of embedding and head"
+                return "copies of embedding or head"
             if reading.nested and BESIDE.match(name):
-                return "no part of the language model"
+                return "not part of the language model"
             return reading.model.ignores(name)
 
         plan = make_plan(
@@ -226,7 +226,7 @@ def import_folder(
     four = sum(scale.endswith(SCALES) for scale in plan.scales.values())
     counts = {"FP8": len(plan.scales) - four, "MXFP4": four}
     scaled = [
-        f"{number} {kind} tensors multiplied out with their block scales"
+        f"{kind} tensors dequantised with their block scales: {number}"
         for kind, number in counts.items()
         if number
     ]
@@ -262,8 +262,8 @@ def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors
     try:
         if found.found.identity not in (None, tensors.identity()):
             problem = (
-                f"was trained on another base than {base}, whose weights are others; take that "
-                f"base, or train an adapter of this one"
+                f"was trained on a base model with other weights than {base}; use that base model, "
+                "or train an adapter for this one"
             )
             raise ConvertError(own, [problem])
     except BaseException:
@@ -278,7 +278,7 @@ def _about_tokenizer(folder: Path) -> Iterator[str]:
     if not (folder / "tokenizer.json").is_file():
         yield f"{folder} has no tokenizer.json; the checkpoint will have no tokenizer"
     elif config.is_file() and "auto_map" in read_json(config, limit=CONFIG_LIMIT):
-        yield f"auto_map in {config.name} names code of the folder's own; it is never run"
+        yield f"auto_map in {config.name} refers to Python code in the folder, which is never run"
 
 
 def _left_out(plan: ImportPlan) -> Iterator[str]:
@@ -286,7 +286,8 @@ def _left_out(plan: ImportPlan) -> Iterator[str]:
     for name, reason in plan.left_out.items():
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
-        yield f"{len(names)} tensors left out, {reason}: {names[0]}" + (" …" if names[1:] else "")
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        yield f"tensors left out ({reason}): {names[0]}{more}"
 
 
 def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -85,12 +85,12 @@ class PickledWeights(Weights):
         ends = [name for name in held if name == anchor or name.endswith("." + anchor)]
         if len(ends) != 1:
             known = ", ".join(list(held)[:3]) or "none"
-            what = f"{len(ends)} tensors are named {anchor}, with or without a prefix"
-            raise ConvertError(path, [f"{what}; one is needed. It holds {known}, …"])
+            what = f"must have one tensor named {anchor}, with or without a prefix"
+            raise ConvertError(path, [f"{what}, not {len(ends)}; its first tensors: {known}"])
         prefix = ends[0].removesuffix(anchor)
         self._held = {n.removeprefix(prefix): p for n, p in held.items() if n.startswith(prefix)}
         left = len(held) - len(self._held)
-        notes = [f"{left} tensors are not under {prefix!r} and left out"] * bool(left)
+        notes = [f"tensors left out (names without {prefix!r}): {left}"] * bool(left)
         super().__init__(path, {name: p.info for name, p in self._held.items()}, notes)
 
     def read_box(self, name: str, box: Box) -> Tensor:
@@ -118,7 +118,7 @@ def _saved(path: Path) -> Iterator[tuple[str, _Pickled]]:
             raise ConvertError(path, [f"{file.name}: {_first_line(error)}"]) from None
         for name, tensor in _flat(found):
             if name in seen:
-                raise ConvertError(path, [f"{name} lies in two files, one is {file.name}"])
+                raise ConvertError(path, [f"{name} is in two files, one of them {file.name}"])
             seen.add(name)
             info = _info(file.name, tensor.dtype, tuple(tensor.shape))
             box = tuple((0, size) for size in tensor.shape)
@@ -145,7 +145,7 @@ def _distributed(folder: Path) -> dict[str, _Pickled]:
             parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in held.chunks]
             numbers = [n for at, sizes in parts for n in (*at, *sizes)]
             if min(numbers, default=0) < 0 or not tiles(shape, parts):
-                problems.append(f"{name}: its boxes do not make up its shape {list(shape)}")
+                problems.append(f"{name}: its parts do not cover its shape {list(shape)} once")
                 continue
             boxes = []
             for at, sizes in parts:
@@ -155,7 +155,7 @@ def _distributed(folder: Path) -> dict[str, _Pickled]:
                 boxes.append((box, read))
             found[name] = _Pickled(_info(METADATA, dtype, shape), boxes)
     except (AttributeError, TypeError, ValueError, KeyError) as error:
-        raise ConvertError(folder, [f"{METADATA} is not as expected: {error!r}"]) from None
+        raise ConvertError(folder, [f"{METADATA} has an unknown structure: {error!r}"]) from None
     if problems:
         raise ConvertError(folder, problems)
     return found
@@ -166,7 +166,7 @@ def _misplaced(folder: Path, name: str, info: Any) -> Iterator[str]:
     file, start, size = str(info.relative_path), int(info.offset), int(info.length)
     path = folder / file
     if file != path.name or "\0" in file or not path.is_file():
-        yield f"{name}: {file[:80]!r} is no file in the folder"
+        yield f"{name}: {file[:80]!r} is not a file in the folder"
     elif not 0 <= start <= start + size <= path.stat().st_size:
         yield f"{name}: {file} has no bytes {start} to {start + size}"
     if getattr(info, "transform_descriptors", None):
@@ -186,7 +186,7 @@ def _read_box(
     except Exception as error:
         raise ConvertError(folder, [f"{name} in {path.name}: {_first_line(error)}"]) from None
     if not isinstance(part, Tensor) or tuple(part.shape) != shape or part.dtype != dtype:
-        wanted = f"the {dtype} tensor {list(shape)} that {METADATA} names"
+        wanted = f"the {dtype} tensor {list(shape)} that {METADATA} describes"
         raise ConvertError(folder, [f"{name} in {path.name} is not {wanted}"])
     return part
 
@@ -196,7 +196,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"names {module}.{name}, which is not on the allow-list")
+            raise pickle.UnpicklingError(f"{module}.{name} is not on the allow-list")
         return ALLOWED[module, name]
 
 
@@ -222,7 +222,7 @@ def _files(path: Path) -> list[Path]:
     for pattern in PARTS:
         if found := sorted(path.glob(pattern)):
             return found
-    what = f"has neither {METADATA} nor {' nor '.join(PARTS)}" if path.is_dir() else "is not there"
+    what = f"has no {METADATA} and no {' or '.join(PARTS)}" if path.is_dir() else "does not exist"
     raise ConvertError(path, [what])
 
 

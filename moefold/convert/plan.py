@@ -74,7 +74,7 @@ def contract(
     """
     for name, asked, known in (("dtype", dtype, Dtype), ("layout", layout, Layout)):
         if asked not in get_args(known):
-            raise ValueError(f"{name} {asked!r}: one of {', '.join(get_args(known))}")
+            raise ValueError(f"{name} is {asked!r}; supported: {', '.join(get_args(known))}")
     wanted, sent, family = targets(decoder), dict[str, Sent](), family_of(decoder)
     copies = family.copies(decoder)
     for name, (row, layer) in find(sized(family.tensors, decoder), wanted).items():
@@ -146,7 +146,7 @@ def make_plan(
     alone = [*(p for p in wanted if not p.rows), *{p.name: p for p in once}.values()]
     stored_as = [p.name + CODES if p.name in coded else p.name for p in alone]
     uses = Counter(stored_as + list(scales.values()))
-    problems += [f"{n} would be used {count} times" for n, count in uses.items() if count > 1]
+    problems += [f"{n} is needed {count} times, not once" for n, count in uses.items() if count > 1]
     left_out: dict[str, str] = {}
     for name in present:
         reason = None if name in uses else ignored(name)
@@ -155,8 +155,8 @@ def make_plan(
         elif name not in uses:
             held = present[name]
             problems.append(
-                f"{held.stored or name} in {held.file} is not a tensor of this model: remove it, "
-                "or mend config.json, which says what the model has"
+                f"{held.stored or name} in {held.file} is not a tensor of the model that "
+                "config.json describes; remove it, or correct config.json"
             )
     for piece in wanted:
         stored = present.get(piece.name)
@@ -184,7 +184,7 @@ def _scales(
         scale = piece.name + SCALE
         held = present.get(scale)
         if block is None:
-            problems.append(f"{piece.name} is FP8, and config.json has no block size for it")
+            problems.append(f"{piece.name} is FP8, but config.json has no weight_block_size")
         elif held is None:
             problems.append(f"{scale} is missing")
         else:
@@ -205,8 +205,8 @@ def _code_problems(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> Ite
     codes, scales = piece.name + CODES, piece.name + SCALES
     if scales not in present:
         yield (
-            f"{scales} is missing, without which {codes} in {present[codes].file} says nothing; "
-            "fetch the file that holds it, or a folder of the same weights as BF16"
+            f"{scales} is missing, but needed to dequantise {codes} in {present[codes].file}; "
+            "download the file that has it, or the same weights in BF16"
         )
     experts, inner, outer = piece.shape
     shape = (experts, outer, inner // MXFP4)
@@ -215,4 +215,4 @@ def _code_problems(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> Ite
         if held is not None and (held.shape != expected or inner % MXFP4):
             yield f"{name} has shape {list(held.shape)}, expected {list(expected)}"
         if held is not None and held.dtype != "U8":
-            yield f"{name} is of type {held.dtype}; MXFP4 is read as U8"
+            yield f"{name} is of type {held.dtype}; supported: U8"

@@ -87,7 +87,7 @@ class Weights(ABC):
         inner = {name: _INNER.sub(r"\1", name) for name in self.tensors}
         twice = [name for name in self.tensors if inner[name] != name and inner[name] in inner]
         if twice:
-            said = [f"{n} and {inner[n]} in {self.tensors[n].file} are the same" for n in twice]
+            said = [f"{n} in {self.tensors[n].file} is also stored as {inner[n]}" for n in twice]
             raise ConvertError(self.folder, said)
         named = {inner[n]: replace(info, stored=n) for n, info in self.tensors.items()}
         self.tensors = named
@@ -137,12 +137,12 @@ class SafetensorsWeights(Weights):
             for name in names:
                 view = opened.get_slice(name)
                 if name in self.tensors:
-                    problems.append(f"{name} lies in {self.tensors[name].file} and in {file}")
+                    problems.append(f"{name} is both in {self.tensors[name].file} and in {file}")
                 self.tensors[name] = TensorInfo(file, view.get_dtype(), tuple(view.get_shape()))
             if indexed is not None:
                 missing, extra = sorted(indexed - set(names)), sorted(set(names) - indexed)
-                problems += [f"{n}: {INDEX} puts it in {file}, which lacks it" for n in missing]
-                problems += [f"{n} lies in {file}, and {INDEX} does not say so" for n in extra]
+                problems += [f"{n} is not in {file}, where {INDEX} lists it" for n in missing]
+                problems += [f"{n} is in {file}, where {INDEX} does not list it" for n in extra]
         if problems:
             raise ConvertError(self.folder, problems)
 
@@ -168,15 +168,15 @@ def _files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
         problem = f"has neither {SINGLE} nor {INDEX}"
         if pickled:
             problem = (
-                f"has only pickled weights ({pickled[0]}), which can run code when they are read; "
-                "name them with --weights, which reads tensors and nothing else out of them"
+                f"has only pickled weights ({pickled[0]}), which can run code when loaded; "
+                "pass them with --weights, which reads only tensors"
             )
         raise ConvertError(folder, [problem])
     stray = [n for n in present if n.endswith(".safetensors") and n not in files]
     for what, found in (
-        ("code of the folder's own is never run", [n for n in present if n.endswith(".py")]),
+        ("Python code in the folder is never run", [n for n in present if n.endswith(".py")]),
         ("pickled files are not read", pickled),
-        ("weights outside the index are not read", stray),
+        ("other safetensors files are not read", stray),
     ):
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         notes += [f"{what}: {', '.join(found[:3])}{more}"] if found else []
@@ -199,7 +199,7 @@ def _indexed(folder: Path) -> dict[str, set[str]]:
     problems: list[str] = []
     for name, file in weight_map.items():
         if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file) or not file.isprintable():
-            problems.append(f"{name}: {json.dumps(file)[:80]} is no file name inside the folder")
+            problems.append(f"{name}: {json.dumps(file)[:80]} is not a safetensors file name")
         else:
             files.setdefault(file, set()).add(name)
     problems += [f"{file} is missing" for file in files if not (folder / file).is_file()]

@@ -92,7 +92,7 @@ class TensorBatch:
         for span, digest in zip(self.spans, self.sha256, strict=True):
             raw = self.data[span.offset : span.offset + span.size]
             if sha256(raw.numpy().data).hexdigest() != digest:
-                raise ConvertError("a bucket", [f"{span.sent.name}: bytes are not as sent"])
+                raise ConvertError("a bucket", [f"{span.sent.name}: bytes differ from those sent"])
             yield span, raw.view(span.sent.dtype).view(span.shape)
 
 
@@ -118,8 +118,8 @@ def stream(
     ranks, decoder = data.placed.world.on_host, data.placed.model.record
     if adapter_scales(decoder):
         raise ValueError(
-            "a run with adapters hands no weights on, because a weight and its adapter lie apart; "
-            "save it, and moefold export writes the adapter, or with --merged the whole model"
+            "cannot stream the weights of a run with adapters; save a checkpoint and use moefold "
+            "export, with --merged for the whole model"
         )
     held = {(each.name, each.box): each.tensor.detach() for each in data.weights() if each.first}
     mine = list(held)
@@ -182,7 +182,7 @@ def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[RowRange,
     for each in sent:
         row = math.prod(each.shape[1 if by_rows(each) else 0 :]) * each.dtype.itemsize
         if row > bucket_bytes:
-            raise ValueError(f"bucket_bytes={bucket_bytes}: a row of {each.name} has {row} bytes")
+            raise ValueError(f"bucket_bytes is {bucket_bytes}; {each.name} needs at least {row}")
         first = 0
         if not by_rows(each):  # never split
             row //= each.shape[0]

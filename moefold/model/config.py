@@ -67,7 +67,7 @@ class Block(Record):
         """Refuse a norm after a half with experts that compute nothing: they bypass that norm."""
         idle = getattr(getattr(self.ffn, "router", None), "unsent", None)
         if idle is not None and self.norms in ("after", "both"):
-            rule = "must not come after a half with experts that compute nothing"
+            rule = "must be before or shared: zero-computation experts bypass a norm after them"
             yield Violation(("norms",), self.norms, rule, "before")
 
     def normed(self, half: str) -> tuple[bool, bool]:
@@ -144,5 +144,5 @@ class Decoder(Record):
                     yield from (v.under("stacks", place, "blocks", number, half) for v in found)
         first, said = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
         if not first or any(block.multi_token for block in first):
-            rule = "blocks with multi_token come last, after one without"
+            rule = "blocks with multi_token must come last, after at least one without"
             yield Violation(("stacks",), said, rule)

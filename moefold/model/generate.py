@@ -56,11 +56,10 @@ def stream(
         ValueError: for an empty prompt, a temperature below 0, or a top_p outside (0, 1].
     """
     if any(not len(p) for p in prompts):
-        raise ValueError("a prompt has no tokens; give at least one character to go on from")
+        raise ValueError("a prompt is empty; give at least one character")
     if not (temperature >= 0 and 0 < top_p <= 1):
         raise ValueError(
-            f"temperature {temperature} and top_p {top_p}: the first is at least 0, the second "
-            f"above 0 and at most 1"
+            f"temperature {temperature} must be at least 0, and top_p {top_p} above 0 and at most 1"
         )
     # A generator for each prompt: its text does not depend on the other prompts of the batch.
     draws = [torch.Generator().manual_seed(seed) for _ in prompts]

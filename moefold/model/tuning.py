@@ -28,9 +28,9 @@ def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
         owner = model.get_submodule(path)
         if not isinstance(owner, Adaptable):
             raise ValueError(
-                f"{name}: {type(owner).__name__} reads its weights without "
-                "adapters; inherit from moefold.layers.linear.Adaptable and read them by its "
-                "operand(), or leave it out of adapter.targets"
+                f"{name}: {type(owner).__name__} does not support adapters; leave the weight out "
+                "of adapter.targets, or inherit from moefold.layers.linear.Adaptable and read "
+                "the weight with its operand()"
             )
         like = owner.get_parameter(leaf)
         shapes = (weights[name + end].shape for end in (LORA_A, LORA_B))

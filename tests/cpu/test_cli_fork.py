@@ -223,7 +223,7 @@ def test_weights_of_another_program_are_trained_on(tmp_path: Path) -> None:
     assert same_model(tmp_path / "new" / "step-00000000", imported / "step-00000000")
 
 
-LEFT_OUT = "1 tensors left out, layers for multi-token prediction"
+LEFT_OUT = "tensors left out (layers for multi-token prediction)"
 
 
 def test_weights_that_are_left_out_are_said_once_wherever_they_are(

@@ -136,14 +136,14 @@ def test_what_is_missing_or_left_over_is_told(hub: Path, tmp_path: Path) -> None
     with pytest.raises(ConvertError) as caught:
         import_folder(hub, tmp_path / "odd.pt")
     assert sorted(caught.value.problems) == [
-        "model.extra in odd.pt is not a tensor of this model: remove it, or mend config.json, "
-        "which says what the model has",
+        "model.extra in odd.pt is not a tensor of the model that config.json describes; "
+        "remove it, or correct config.json",
         "model.norm.weight is missing",
     ]
     torch.save({"a": theirs(), "b": theirs()}, tmp_path / "two.pt")
-    with pytest.raises(ConvertError, match=r"2 tensors are named model\.embed_tokens\.weight"):
+    with pytest.raises(ConvertError, match=r"one tensor named model\.embed_tokens\.weight.*not 2"):
         import_folder(hub, tmp_path / "two.pt")
-    with pytest.raises(ConvertError, match="is not there"):
+    with pytest.raises(ConvertError, match="does not exist"):
         import_folder(hub, tmp_path / "none.pt")
 
 
@@ -179,7 +179,7 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(hub: Path, tmp_path: Path)
     (tmp_path / "raw.pt").write_bytes(pickle.dumps({**theirs(), "more": trap}))
     refused(hub, tmp_path / "raw.pt", "raw.pt")
     folder = write_dcp(tmp_path / "meta", theirs(), lambda said: setattr(said, "odd", trap))
-    refused(hub, folder, r"names (posix|nt)\.system, which is not on the allow-list")
+    refused(hub, folder, r"(posix|nt)\.system is not on the allow-list")
     folder = write_dcp(tmp_path / "part", theirs())
     raw = io.BytesIO()
     torch.save(trap, raw)
@@ -241,12 +241,12 @@ def packed(said: Metadata) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (elsewhere, "is no file in the folder"),
+        (elsewhere, "is not a file in the folder"),
         (beyond, "has no bytes"),
-        (twice, "boxes do not make up its shape"),
-        (huge, "boxes do not make up its shape"),
-        (without, r"\.metadata is not as expected: KeyError"),
-        (other, r"\.metadata is not as expected: TypeError"),
+        (twice, "parts do not cover its shape"),
+        (huge, "parts do not cover its shape"),
+        (without, r"\.metadata has an unknown structure: KeyError"),
+        (other, r"\.metadata has an unknown structure: TypeError"),
         (packed, "is compressed"),
     ],
 )
@@ -270,4 +270,4 @@ def test_dictionaries_that_hold_themselves_end(hub: Path, tmp_path: Path) -> Non
     cycle: dict[str, Any] = theirs()
     cycle["again"] = cycle
     torch.save(cycle, tmp_path / "cycle.pt")
-    refused(hub, tmp_path / "cycle.pt", "4 tensors are named")
+    refused(hub, tmp_path / "cycle.pt", "not 4; its first tensors")

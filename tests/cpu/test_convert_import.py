@@ -106,8 +106,8 @@ def test_b24_nothing_missing_left_over_or_of_another_shape_passes(
     stored[f"{mlp}.gate.weight"] = torch.zeros(5, 16)
     stored["lm_head.weight"] = torch.zeros(40, 16, dtype=torch.int8)
     write_hub(folder, decoder_of("olmoe"), stored)
-    unknown = "in model.safetensors is not a tensor of this model: remove it, or mend config.json, "
-    unknown += "which says what the model has"
+    unknown = "in model.safetensors is not a tensor of the model that config.json describes; "
+    unknown += "remove it, or correct config.json"
     assert sorted(problems(folder)) == [
         "lm_head.weight is of type I8; supported: F64, F32, F16, BF16, F8_E4M3",
         f"model.layers.0.self_attn.q_proj.bias {unknown}",
@@ -127,8 +127,8 @@ def test_b24_a_packed_tensor_beside_single_experts_is_refused(
     stored[whole] = on_disk(decoder, weights_of(decoder), "packed")[whole]
     write_hub(folder, decoder, stored)
     assert len(problems(folder)) == 8
-    said = {p.split(" is ")[1].partition(":")[0] for p in problems(folder)}
-    assert said == {"not a tensor of this model"}
+    said = {p.split(" is ")[1].partition(";")[0] for p in problems(folder)}
+    assert said == {"not a tensor of the model that config.json describes"}
 
 
 def test_b24_a_part_that_is_not_written_stays_nan_and_is_refused(
@@ -141,7 +141,7 @@ def test_b24_a_part_that_is_not_written_stays_nan_and_is_refused(
     with import_folder(folder) as found:
         parts: Any = found.tensors._plan.parts
         parts[name] = parts[name][:-1]
-        with pytest.raises(ConvertError, match="holds NaN"):
+        with pytest.raises(ConvertError, match="contains NaN"):
             found.tensors[name]
 
 
@@ -153,7 +153,7 @@ def test_nan_on_disk_is_refused_by_name(olmoe: tuple[Path, dict[str, Tensor]]) -
     with import_folder(folder) as found:
         with pytest.raises(ConvertError) as caught:
             found.tensors["layers.2.moe.experts.w_in"]
-        assert caught.value.problems == (f"{sick} holds NaN",)
+        assert caught.value.problems == (f"{sick} contains NaN",)
 
 
 def test_one_tensor_is_read_at_a_time(
@@ -216,8 +216,8 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     write_hub(tmp_path, decoder, stored, num_nextn_predict_layers=1)
     with import_folder(tmp_path) as found:
         said = "\n".join(found.notes)
-    assert "2 tensors left out, layers for multi-token prediction" in said
-    assert "1 tensors left out, rotary frequencies" in said
+    assert "tensors left out (layers for multi-token prediction): " in said
+    assert "tensors left out (rotary frequencies, which" in said
 
 
 @pytest.mark.parametrize("inside", ["language_model.model.", "model.language_model."])
@@ -235,17 +235,17 @@ def test_b24_the_language_model_of_a_larger_one_is_read(tmp_path: Path, inside: 
     with import_folder(folder) as found:
         assert not [name for name in values if not same_bits(found.tensors[name], values[name])]
         said = "\n".join(found.notes)
-    assert "the text_config of any_vl alone is read" in said
-    assert "1 tensors left out, no part of the language model: model.visual.patch.weight" in said
+    assert "only the text_config of any_vl is read" in said
+    assert "tensors left out (not part of the language model): model.visual.patch.weight" in said
     stored[f"{inside}extra.weight"] = torch.zeros(3)
     write_hub(tmp_path, decoder, stored)
     (folder / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
     (said,) = problems(folder)
-    assert said.startswith(f"{inside}extra.weight in model.safetensors is not a tensor of this")
+    assert said.startswith(f"{inside}extra.weight in model.safetensors is not a tensor of the")
     stored["model.norm.weight"] = stored[f"{inside}norm.weight"].clone()
     write_hub(tmp_path, decoder, stored)
     (folder / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
-    assert "are the same" in problems(folder)[0]
+    assert "is also stored as" in problems(folder)[0]
 
 
 def test_a_tied_head_may_be_stored_only_where_it_is_the_embedding(tmp_path: Path) -> None:
@@ -257,10 +257,10 @@ def test_a_tied_head_may_be_stored_only_where_it_is_the_embedding(tmp_path: Path
     with import_folder(tmp_path / "same") as found:
         assert same_bits(found.tensors["embed.weight"], embedding)
         assert "head.weight" not in found.tensors
-        assert any("the head is the embedding: lm_head.weight" in n for n in found.notes)
+        assert any("(tied to the embedding): lm_head.weight" in n for n in found.notes)
     with (
         import_folder(tmp_path / "other") as found,
-        pytest.raises(ConvertError, match="differs from the embedding"),
+        pytest.raises(ConvertError, match="must equal the embedding"),
     ):
         found.tensors["embed.weight"]
 
@@ -276,7 +276,7 @@ def test_fp8_is_multiplied_out_with_its_scales(tmp_path: Path) -> None:
     write_hub(tmp_path, decoder, stored, quantization_config=quantised)
     with import_folder(tmp_path) as found:
         whole = found.tensors["layers.1.moe.experts.w_out"]
-        assert any("1 FP8 tensors" in n for n in found.notes)
+        assert any("FP8 tensors dequantised with their block scales: 1" in n for n in found.notes)
     assert codes.shape == (16, 6)
     for row in range(16):
         for column in range(6):
@@ -286,7 +286,7 @@ def test_fp8_is_multiplied_out_with_its_scales(tmp_path: Path) -> None:
     write_hub(tmp_path, decoder, stored, quantization_config=quantised)
     assert problems(tmp_path) == [f"{name}_scale_inv is missing"]
     write_hub(tmp_path, decoder, stored)
-    assert problems(tmp_path) == [f"{name} is FP8, and config.json has no block size for it"]
+    assert problems(tmp_path) == [f"{name} is FP8, but config.json has no weight_block_size"]
 
 
 def test_fp8_of_gate_above_up_is_multiplied_out(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_names_stay_inside_the_folder(olmoe: tuple[Path, dict[str, Tensor]]) -> 
         write_index(folder, dict.fromkeys(stored, file))
         found = problems(folder)
         assert len(found) == len(stored)
-        assert all("no file name inside the folder" in p for p in found)
+        assert all("is not a safetensors file name" in p for p in found)
 
 
 def test_the_index_and_the_files_agree(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
@@ -337,9 +337,9 @@ def test_the_index_and_the_files_agree(olmoe: tuple[Path, dict[str, Tensor]]) ->
     moved = next(n for n, f in index.items() if f == first)
     write_index(folder, index | {moved: second, "ghost": first})
     assert sorted(problems(folder)) == [
-        f"ghost: model.safetensors.index.json puts it in {first}, which lacks it",
-        f"{moved} lies in {first}, and model.safetensors.index.json does not say so",
-        f"{moved}: model.safetensors.index.json puts it in {second}, which lacks it",
+        f"ghost is not in {first}, where model.safetensors.index.json lists it",
+        f"{moved} is in {first}, where model.safetensors.index.json does not list it",
+        f"{moved} is not in {second}, where model.safetensors.index.json lists it",
     ]
     (folder / second).unlink()
     write_index(folder, index)
@@ -356,7 +356,7 @@ def test_a_tensor_in_two_files_is_refused(olmoe: tuple[Path, dict[str, Tensor]])
     held = {n: stored[n].contiguous() for n, f in index.items() if f == second}
     double = next(n for n, f in index.items() if f == first)
     save_file(held | {double: stored[double]}, folder / second)
-    assert f"{double} lies in {first} and in {second}" in problems(folder)
+    assert f"{double} is both in {first} and in {second}" in problems(folder)
 
 
 def test_damaged_files_are_refused_by_name(olmoe: tuple[Path, dict[str, Tensor]]) -> None:

@@ -56,7 +56,7 @@ def test_b24_codes_arrive_as_numbers_in_their_places(tmp_path: Path) -> None:
     stored = coded(on_disk(described, weights_of(described)))
     write_hub(tmp_path, described, stored, **CONFIG)
     with import_folder(tmp_path) as found:
-        assert "2 MXFP4 tensors multiplied out with their block scales" in found.notes
+        assert "MXFP4 tensors dequantised with their block scales: 2" in found.notes
         w_in, w_out = (found.tensors[f"layers.1.moe.experts.{n}"] for n in ("w_in", "w_out"))
         half = ((1, 2), (1, 2), (4, 20), (7, 40))
         part = found.tensors.part("layers.1.moe.experts.w_in", half)
@@ -83,7 +83,7 @@ def test_codes_without_scales_are_refused_with_file_and_remedy(tmp_path: Path, n
     (problem,) = caught.value.problems
     assert f"{AT}{name}_scales is missing" in problem
     assert "model.safetensors" in problem
-    assert "fetch the file that holds it" in problem
+    assert "download the file that has it" in problem
 
 
 def test_codes_of_another_shape_or_type_and_scales_that_are_no_number(tmp_path: Path) -> None:
@@ -96,13 +96,13 @@ def test_codes_of_another_shape_or_type_and_scales_that_are_no_number(tmp_path: 
     with pytest.raises(ConvertError) as caught:
         import_folder(tmp_path)
     assert sorted(caught.value.problems) == [
-        f"{AT}down_proj_scales is of type I8; MXFP4 is read as U8",
+        f"{AT}down_proj_scales is of type I8; supported: U8",
         f"{AT}gate_up_proj_blocks has shape [2, 64, 2, 8], expected [2, 64, 2, 16]",
     ]
     stored[f"{AT}down_proj_scales"][1, 2, 0] = 255
     write_hub(tmp_path, described, stored, **CONFIG)
     with (
         import_folder(tmp_path) as found,
-        pytest.raises(ConvertError, match="down_proj holds NaN"),
+        pytest.raises(ConvertError, match="down_proj contains NaN"),
     ):
         found.tensors["layers.1.moe.experts.w_out"]

@@ -171,5 +171,5 @@ def test_an_import_says_which_balance_it_took(
     path.write_text(json.dumps(config))
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "checkpoint")]) == 0
     said = capsys.readouterr().err
-    assert "router_aux_loss_coef is not in config.json" in said
+    assert "config.json has no router_aux_loss_coef" in said
     assert "0.001" in said

@@ -168,7 +168,7 @@ def test_blocks_of_further_tokens_come_last() -> None:
     last = Block(attention=small.GQA, ffn=Dense(width=8), multi_token=MultiToken())
     for blocks in ((last,), (last, last.model_copy(update={"multi_token": None}))):
         (said,) = Decoder(vocab=8, hidden=8, stacks=(Stack(blocks=blocks),)).rules()
-        assert "come last" in said.rule
+        assert "must come last" in said.rule
 
 
 @pytest.mark.parametrize("stages", ["Et|tL", "Et|tmL", "Etm|tmL", "E|ttm|mL", "Et|tmmmL"])

@@ -344,7 +344,7 @@ def test_b07_a_missing_coefficient_is_the_documented_default_and_said(
 def test_b07_deepseek_says_its_balance_too() -> None:
     notes = from_hf(DEEPSEEK).notes
     assert [n for n in notes if "aux_loss_alpha" in n and "0.0001" in n]
-    assert [n for n in notes if "selection bias moves by 0.001" in n]
+    assert [n for n in notes if "of the selection bias is 0.001" in n]
     given = DEEPSEEK | {"aux_loss_alpha": 0.003, "seq_aux": False}
     assert moe_of(given).balance[1] == Aux(over="micro_batch", coefficient=0.003)
     assert len(moe_of(DEEPSEEK | {"aux_loss_alpha": 0.0}).balance) == 1
@@ -449,7 +449,7 @@ def test_the_page_of_families_says_which_parts_each_uses() -> None:
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'kimi_lineer' is not known; nearest: 'kimi_linear'; "):
         from_hf({"model_type": "kimi_lineer"})
-    with pytest.raises(ValueError, match=r"'any_vl' .*; its text_config is of 'llama', neither; "):
+    with pytest.raises(ValueError, match=r"'any_vl' .*; nor is 'llama' of its text_config; "):
         from_hf({"model_type": "any_vl", "text_config": {"model_type": "llama"}})
     with pytest.raises(ValueError, match=r"'llama' is not known; known: .*deepseek_v3, dots1"):
         from_hf({"model_type": "llama"})
@@ -491,7 +491,7 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_more_layers_than_memory_holds_are_refused_before_they_are_written_out(name: str) -> None:
-    with pytest.raises(ValueError, match="num_hidden_layers is 2147483648, and the most are 10000"):
+    with pytest.raises(ValueError, match="num_hidden_layers is 2147483648; must be at most 10000"):
         from_hf({**RELEASED[name], "num_hidden_layers": 2**31})
     with pytest.raises(ValueError, match=r"model\.shape\.layers = 2147483648"):
         load_run("tiny", ["model.shape.layers=2147483648"])

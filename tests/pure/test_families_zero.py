@@ -31,7 +31,7 @@ def _usual(model_type: str, **change: Any) -> dict[str, Any]:
     ],
 )
 def test_a_step_between_layers_of_zero_is_refused_by_name_once(model_type: str, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0, less than 1") as caught:
+    with pytest.raises(ValueError, match=f"{field} is 0; must be at least 1") as caught:
         from_hf(_usual(model_type, first_k_dense_replace=1, **{field: 0}))
     assert str(caught.value).count(field) == 1
 
@@ -57,12 +57,12 @@ def test_a_field_of_zero_that_others_are_divided_by_is_refused(
 
 def test_kinds_of_layers_that_are_no_kinds_are_refused_by_name() -> None:
     for name in ("layer_types", "mlp_layer_types"):
-        with pytest.raises(ValueError, match=f"{name} is not .* for each of 8 layers"):
+        with pytest.raises(ValueError, match=f"{name} must be .* for each of 8 layers"):
             from_hf(_usual("exaone_moe", **{name: [{}] * 8}))
-    with pytest.raises(ValueError, match="no_rope_layers names 3 of 8 layers"):
+    with pytest.raises(ValueError, match="no_rope_layers has 3 entries for 8 layers"):
         from_hf(_usual("llama4_text", no_rope_layers=[1, 1, 0]))
     lists = {"full_attn_layers": ["x"], "kda_layers": [1]}
-    with pytest.raises(ValueError, match="do not name each of 8 layers once"):
+    with pytest.raises(ValueError, match="must list each of 8 layers once"):
         from_hf(_usual("kimi_linear", linear_attn_config=lists))
 
 

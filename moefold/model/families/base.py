@@ -166,7 +166,7 @@ class Family(Record):
     def ignores(self, name: str) -> str | None:
         """Return why a tensor on disk may be ignored; None if the model must have it."""
         if _ROTARY.search(name):
-            return "rotary frequencies, which are computed"
+            return "rotary frequencies, which are recomputed"
         if _FURTHER.match(name):
             return "layers for multi-token prediction"
         layer = _LAYER.match(name)
@@ -233,8 +233,8 @@ class Family(Record):
         tokens, block = reader.special_tokens(), reader.quantised()
         reader.finish()
         model = cls(**(fields | own | {"shape": sizes | own["shape"]}))
-        refuse((b.under("shape") for b in model.shape.rules()), "config.json describes a model: ")
-        refuse(model.rules(), "config.json describes a model: ")
+        refuse((b.under("shape") for b in model.shape.rules()), "config.json: ")
+        refuse(model.rules(), "config.json: ")
         for entry in cls.fields:
             entry.check(reader, model)
         reader.refuse_all()
@@ -253,11 +253,11 @@ class Family(Record):
         try:
             found = cls.guess(decoder)
         except (AttributeError, StopIteration, ValidationError):
-            raise ValueError(f"its blocks are not those of {cls.model_type}") from None
+            raise ValueError(f"{cls.model_type}: has other kinds of layers") from None
         wanted = _plain(found.describe(decoder.vocab))
         differing = list(_differences(_plain(decoder), wanted, ""))
         if differing:
-            raise ValueError(f"not a {cls.model_type}: " + "; ".join(differing[:8]))
+            raise ValueError(f"{cls.model_type}: " + "; ".join(differing[:8]))
         return found
 
     @classmethod
@@ -349,18 +349,19 @@ class Family(Record):
         yield from self._replaced()
         yield from balance_rules(self.balance, router.selection_bias)
         if not self.turns and self.rope != Rope():
-            yield Violation(("rope",), self.rope, f"{self.model_type} has no positions", Rope())
+            rule = f"must be left out: {self.model_type} has no rotary positions"
+            yield Violation(("rope",), self.rope, rule, Rope())
         if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
-            rule = f"{self.model_type} rotates pairs laid out as {self.fixed_rope}"
+            rule = f"must be {self.fixed_rope}, the rotary layout of {self.model_type}"
             yield Violation(("rope", "layout"), self.rope.layout, rule, self.fixed_rope)
         partial = any(isinstance(f, Rotary) and f.fraction is not None for f in self.fields)
         if self.rope.fraction != 1 and not partial:
-            rule = f"{self.model_type} turns all dims of a head"
+            rule = f"must be 1: {self.model_type} rotates all dims of a head"
             yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
         elif self.rope.fraction != 1 and isinstance(self.shape, GqaSizes):
             yield from self.rope.fits(self.shape.dims_per_head)
         if not self.scales_softmax and self.rope.yarn and self.rope.yarn.mscale_all_dim:
-            rule = f"{self.model_type} does not scale its softmax; leave mscale_all_dim at 0"
+            rule = f"must be 0: {self.model_type} does not scale the softmax"
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
             )
@@ -371,11 +372,11 @@ class Family(Record):
             return
         for name in ("experts", "top_k"):
             if value := getattr(self.router, name):
-                yield Violation(("router", name), value, f"shape.{name} says it; leave it out", 0)
+                yield Violation(("router", name), value, f"must be 0: shape.{name} sets it", 0)
         for name in self.router_fields:
             value, unset = getattr(self, name), type(self).model_fields[name].default
             if value != unset:
-                rule = "is read by the family's own router alone; say it under router"
+                rule = "must be left out if router is given; set it under router instead"
                 yield Violation((name,), value, rule, unset)
 
 
@@ -389,7 +390,7 @@ def too_few_rows(path: FieldPath, rows: int | None, vocab: int) -> Iterator[Viol
 
 def refuse(broken: Iterable[Violation], where: str = "model.") -> None:
     """Raise ``ValueError`` with all violations, if there are any."""
-    said = [f"{where}{dotted(b.path)} is {b.value!r}; rule: {b.rule}" for b in broken]
+    said = [f"{where}{dotted(b.path)} is {b.value!r}: {b.rule}" for b in broken]
     if said:
         raise ValueError("; ".join(said))
 
@@ -401,9 +402,9 @@ def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[V
     for i, term in enumerate(balance):
         rule = ""
         if isinstance(term, Bias) and not selection_bias:
-            rule = "kind bias moves a selection bias, which this family's router does not have"
+            rule = "needs a router with a selection bias, which this model does not have"
         elif any(_same_term(term, other) for other in seen):
-            rule = "the same term stands in the list already"
+            rule = "must differ from the terms before it in kind or in over"
         if rule:
             offers = (Aux(), Z(), Aux(over="sequence"), Aux(over="global_batch"))
             fresh = (o for o in offers if not any(_same_term(o, t) for t in taken))
@@ -432,4 +433,4 @@ def _differences(have: Any, want: Any, path: str) -> Iterator[str]:
         for i, (a, b) in enumerate(zip(have, want, strict=True)):
             yield from _differences(a, b, f"{path}[{i}]")
     elif have != want:
-        yield f"{path} is {have!r} where the family has {want!r}"
+        yield f"{path} is {have!r}, expected {want!r}"

@@ -32,12 +32,12 @@ def read_dense(
         "granularity": width % shards == 0,
     }
     rules = {
-        "experts": f"a dense model needs it, a multiple of the granularity, {shards}, such as "
-        f"{near}",
-        "top-k": f"must be a multiple of the granularity, {shards}, as a token takes all shards of "
-        f"a copy, and at most --experts; the nearest is "
+        "experts": f"must be given for a dense model, as a multiple of --granularity ({shards}), "
+        f"such as {near}",
+        "top-k": f"must be at most --experts, and a multiple of --granularity ({shards}): a token "
+        f"takes all shards of a copy; nearest: "
         f"{min(max(1, round(top_k / shards)) * shards, near)}",
-        "granularity": f"must divide the width of the feed-forward, {width}; the nearest is "
+        "granularity": f"must divide the width of the feed-forward ({width}); nearest: "
         f"{max(n for n in range(1, shards + 1) if width % n == 0)}",
     }
     if wrong := [f"--{name}: {rules[name]}" for name, fits in asked.items() if not fits]:

@@ -239,8 +239,8 @@ class AuxField(ConfigField):
         """Read the coefficient; 0 is no term."""
         if not config.present("router_aux_loss_coef"):
             config.notes.append(
-                "router_aux_loss_coef is not in config.json: the documented default of "
-                f"{config.model_type}, {self.default}, is the coefficient of the aux loss"
+                "config.json has no router_aux_loss_coef: the coefficient of the aux loss is the "
+                f"documented default of {config.model_type}, {self.default}"
             )
         coefficient = config.take("router_aux_loss_coef", float, self.default)
         aux = (Aux(coefficient=coefficient),) if coefficient > 0 else ()
@@ -258,7 +258,7 @@ class BiasBalance(ConfigField):
 
     def read(self, config: ConfigReader) -> Values:
         """Return the update, and note the rate."""
-        config.notes.append(f"the selection bias moves by {RATE} a step, as in the report")
+        config.notes.append(f"the update rate of the selection bias is {RATE}, as in DeepSeek-V3")
         return {"balance": (Bias(rate=RATE),)}
 
 
@@ -273,8 +273,8 @@ class SequenceBalance(BiasBalance):
         """Read the coefficient; 0 is no term."""
         if not config.present("aux_loss_alpha"):
             config.notes.append(
-                "config.json has no aux_loss_alpha: the aux loss of each sequence takes the "
-                f"report's coefficient, {self.alpha}"
+                "config.json has no aux_loss_alpha: the coefficient of the aux loss is that of "
+                f"the model's report, {self.alpha}"
             )
         terms = super().read(config)["balance"] if self.biased else ()
         coefficient = config.take("aux_loss_alpha", float, self.alpha)
@@ -360,7 +360,7 @@ class DenseSize(ConfigField):
     def check(self, config: ConfigReader, model: Any) -> None:
         """Refuse dense layers if no field states their width."""
         if model.shape.dense and not (config.present(self.name) or self.other):
-            config.refuse(f"{self.name} is missing, and there are dense layers")
+            config.refuse(f"{self.name} is missing, but the model has dense layers")
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the width, or its default."""

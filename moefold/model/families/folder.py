@@ -97,7 +97,7 @@ class Folder(Record):
         except ValueError:
             return  # reported by rules()
         if rows < vocab:
-            rule = f"has {rows} rows for {vocab} tokens; train with the folder's own tokenizer"
+            rule = f"has {rows} embedding rows for {vocab} tokens; use the folder's own tokenizer"
             yield Violation(("from",), self.path, rule)
 
     def rules(self) -> Iterator[Violation]:
@@ -110,7 +110,7 @@ class Folder(Record):
             return
         there = len(decoder.multi_token)
         if self.multi_token and len(self.multi_token) != there:
-            rule = f"has as many as the folder, {there}, or none"
+            rule = f"must have one entry per multi-token block of the folder ({there}), or none"
             yield Violation(("multi_token",), self.multi_token, rule, self.multi_token[:there])
         moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
         if self.balance is not None and moes:

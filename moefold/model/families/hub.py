@@ -101,7 +101,7 @@ class ConfigReader:
         """Return a field that is an interval of layers; less than 1 is refused."""
         found = self.take(name, int, default)
         if found < 1:
-            self._problems.append(f"{name} is {found}, less than 1")
+            self._problems.append(f"{name} is {found}; must be at least 1")
         return max(1, found)
 
     def present(self, name: str) -> bool:
@@ -171,7 +171,7 @@ class ConfigReader:
             known = " or ".join(self._architectures)
             self._problems.append(f"architectures is {names!r}; supported: {known}")
         if self.config.get("auto_map") is not None:
-            self.notes.append("auto_map names code of the folder's own; it is never run")
+            self.notes.append("auto_map refers to Python code in the folder, which is never run")
         self._read.add("auto_map")
         left = sorted(n for n in self.config if n not in self._read and n not in _NO_EFFECT.split())
         if left:
@@ -248,7 +248,7 @@ def read_rope(
         config.refuse(f"rotary positions: {str(error).removeprefix('config.json: ')}")
         yarn = bands = None
     if any(bands.rules()) if bands else False:
-        config.refuse(f"rotary positions: {bands!r} has its fast boundary below its slow one")
+        config.refuse("rotary positions: high_freq_factor must be at least low_freq_factor")
         bands = None
     return Rope(theta=theta, yarn=yarn, bands=bands, fraction=turning)
 
@@ -316,9 +316,9 @@ def left_out(decoder: Decoder) -> list[str]:
     moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
     said: list[str] = []
     if any(one != MultiToken() for one in decoder.multi_token):
-        said.append("weights of further tokens' losses, and what is read, are left out")
+        said.append("multi_token weight and reads are left out: config.json has no fields for them")
     if any(m.capacity for m in moes):
-        said.append("capacity is left out: transformers drops no token")
+        said.append("capacity is left out: transformers drops no tokens")
     kinds = {str(getattr(t, "kind", t)) for m in moes for t in m.balance if not isinstance(t, Aux)}
     said += [f"balance term {k} is left out: config.json has no field for it" for k in kinds]
     if any(sum(isinstance(t, Aux) for t in m.balance) > 1 for m in moes):

@@ -20,7 +20,7 @@ def kinds_of(config: ConfigReader, name: str, both: tuple[str, str], usual: Any)
     layers, (one, other) = config.take("num_hidden_layers", int), both
     kinds = config.take(name, list, usual)
     if len(kinds) != layers or not all(kind in both for kind in kinds):
-        config.refuse(f"{name} is not {one} or {other} for each of {layers} layers")
+        config.refuse(f"{name} must be {one} or {other} for each of {layers} layers")
     return kinds
 
 
@@ -101,7 +101,7 @@ class ExpertLayers(ConfigField):
         for step in range(1, layers + 1):
             if self.sparse(wanted[0], wanted[-1], step, layers) == wanted:
                 return {_START: wanted[0], _END: wanted[-1], _STEP: step}
-        raise ValueError(f"layers with experts {wanted} are no first, last and step of this family")
+        raise ValueError(f"layers with experts are {wanted}; supported: every n-th in a range")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ConvolvedKinds(ConfigField):
         """Read the numbers of the layers with attention."""
         kinds = mixers_of(config, self.other, self.full)
         if FULL not in kinds:
-            config.refuse(f"layer_types has no {FULL}")
+            config.refuse(f"layer_types must contain {FULL}")
         return {"shape.full_layers": numbers(kinds, FULL)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
@@ -161,7 +161,7 @@ class NestedNets(ConfigField):
         layers = [n for part in LISTS for n in inner.take(part, list, [])]
         every = list(range(1, config.take("num_hidden_layers", int) + 1))
         if layers and sorted(map(repr, layers)) != sorted(map(repr, every)):
-            inner.refuse(f"{LISTS[0]} and {LISTS[1]} do not name each of {len(every)} layers once")
+            inner.refuse(f"{LISTS[0]} and {LISTS[1]} must list each of {len(every)} layers once")
         sizes = {
             ours: inner.take(short, int, config.take(long, int, usual))
             for ours, (short, long, usual) in KIMI.items()
@@ -254,11 +254,11 @@ class ChunkKinds(ConfigField):
         usual = [int((n + 1) % step != 0) for n in range(layers)]
         turns = config.take("no_rope_layers", list, usual) or usual
         if len(turns) < layers:
-            config.refuse(f"no_rope_layers names {len(turns)} of {layers} layers")
+            config.refuse(f"no_rope_layers has {len(turns)} entries for {layers} layers")
         kinds = [CHUNKED if turn else FULL for turn in turns[:layers]]
         if config.take("layer_types", list, kinds) != kinds:
-            rule = f"{CHUNKED} where no_rope_layers has 1 and {FULL} where it has 0"
-            config.refuse(f"layer_types is supported as {rule}")
+            rule = f"{CHUNKED} where no_rope_layers is 1, and {FULL} where it is 0"
+            config.refuse(f"layer_types must be {rule}")
         full = numbers(kinds, FULL)
         every = config.take("floor_scale", int, 8192)
         scale = config.take("attn_scale", float, 0.1)
@@ -301,10 +301,10 @@ class WindowKinds(ConfigField):
         kinds = mixers_of(config, SLIDING, self.full)
         if SLIDING not in kinds:
             if self.some and window is not None:
-                config.refuse("sliding_window is stated, and layer_types has no sliding layer")
+                config.refuse(f"sliding_window is given, but layer_types has no {SLIDING}")
             return {}
         if window is None:
-            config.refuse("layer_types has sliding layers, and sliding_window is missing")
+            config.refuse(f"sliding_window is missing, but layer_types has {SLIDING}")
         return {"shape.window": window, "shape.full_layers": numbers(kinds, FULL)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
@@ -326,7 +326,7 @@ class KindRotary(Rotary):
         config.skip("rope_scaling")
         both = config.take("rope_parameters", dict, {})
         if not {FULL, SLIDING}.issuperset(both):
-            config.refuse(f"rope_parameters has other keys than {FULL} and {SLIDING}")
+            config.refuse(f"rope_parameters has keys other than {FULL} and {SLIDING}")
         context = {"max_position_embeddings": config.take("max_position_embeddings", int, None)}
         found: list[Rope] = []
         fraction = config.take("partial_rotary_factor", float, self.fraction)

@@ -49,7 +49,7 @@ class TwoKindSizes(WindowSizes, DenseListed):
         """Require that twice the key-value heads divide the heads; check ``window_rope``."""
         yield from super().rules()
         if self.window is not None and self.heads % (2 * self.kv_heads):
-            rule = f"must divide heads ({self.heads}) twice over: layers with a window have double"
+            rule = f"must divide heads ({self.heads}) when doubled, as in layers with a window"
             half = (n for n in range(self.kv_heads, 0, -1) if self.heads % (2 * n) == 0)
             yield Violation(("kv_heads",), self.kv_heads, rule, next(half, 1))
         if self.window_rope is not None:
@@ -57,7 +57,7 @@ class TwoKindSizes(WindowSizes, DenseListed):
                 path = ("window_rope", "fraction")
                 yield Violation(path, broken.value, broken.rule, broken.nearest)
             if self.window is None:
-                rule = "is of layers with a window, and there is none"
+                rule = "needs window: it applies to layers with a window only"
                 yield Violation(("window_rope",), self.window_rope, rule, None)
 
     @classmethod
@@ -102,9 +102,9 @@ class ChunkedSizes(FreeGqaSizes, DenseListed):
     def rules(self) -> Iterator[Violation]:
         """Check the numbers of full layers, which ``temperature`` needs."""
         yield from super().rules()
-        yield from self._rule_of_numbers("full_layers", "not all")
+        yield from self._rule_of_numbers("full_layers", "not all of them")
         if self.temperature is not None and not self.full_layers:
-            rule = "is of full layers, and there is none"
+            rule = "needs full_layers: it applies to full layers only"
             yield Violation(("temperature",), self.temperature, rule, None)
 
     @classmethod

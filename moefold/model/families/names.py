@@ -143,7 +143,7 @@ def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, 
         else:
             found[name] = (row, int(match[1]) if match else 0)
     if unnamed:
-        raise ValueError(f"the family has no name on disk for: {', '.join(sorted(unnamed))}")
+        raise ValueError(f"the family has no Hugging Face name for: {', '.join(sorted(unnamed))}")
     return found
 
 

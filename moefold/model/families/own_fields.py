@@ -67,7 +67,7 @@ class RootScale(ConfigField):
         """
         root, factor = model.shape.hidden**0.5, model.embed_scale
         if factor not in (1.0, root):
-            raise ValueError(f"embed_scale is {factor}; {model.model_type} has 1 or {root}")
+            raise ValueError(f"embed_scale is {factor}; {model.model_type} supports 1 or {root}")
         return {"mup_enabled": factor == root}
 
 
@@ -92,7 +92,7 @@ class SharedMean(ConfigField):
             ValueError: if the factor is that of neither.
         """
         if model.scale not in ((1.0, 0.5) if model.shape.width_of_shared else (1.0,)):
-            raise ValueError(f"scale is {model.scale}; {model.model_type} has 1, or 0.5 as a mean")
+            raise ValueError(f"scale is {model.scale}; supported: 1, or 0.5 with shared_width")
         return {self.name: "sum" if model.scale == 1 else "average"}
 
 
@@ -113,7 +113,7 @@ class Swish(ConfigField):
         """
         made = model.activation
         if made.offset != 1 or made.limit is None:
-            raise ValueError(f"activation is {made!r}; {model.model_type} has a limit and offset 1")
+            raise ValueError(f"activation is {made!r}; it must have a limit and offset 1")
         return {"swiglu_alpha": made.alpha, "swiglu_limit": made.limit}
 
 

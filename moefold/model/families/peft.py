@@ -64,8 +64,8 @@ def base_of(folder: Path) -> Path:
     if isinstance(said, str) and (Path(said) / "config.json").is_file():
         return Path(said)
     raise ValueError(
-        f"{folder / CONFIG}: its base, {said!r}, is no Hugging Face folder here; write the base's "
-        f"folder under {BASE}"
+        f"{folder / CONFIG}: {BASE} is {said!r}, which is not a local Hugging Face folder; set "
+        "it to the base model's folder"
     )
 
 
@@ -150,10 +150,10 @@ def settings(
     known = {site.weight.name for site in every}
     if foreign := [name for name in adapters if name not in known]:
         raise ValueError(
-            f"{', '.join(foreign)}: PEFT adapts no such weight: its matrix is one with others in "
-            "transformers (gate and up of a shared expert), lies transposed there (experts of "
-            "gpt_oss and llama4_text), or is not there (a block of further tokens); leave it out "
-            "of adapter.targets, or write the merged weights (--merged)"
+            f"{', '.join(foreign)}: PEFT cannot adapt such a weight: in transformers it is part of "
+            "a joined matrix (gate and up of some shared experts), transposed (experts of gpt_oss "
+            "and llama4_text), or absent (multi-token blocks); leave it out of adapter.targets, "
+            "or write the merged weights (--merged)"
         )
     chosen = [site for site in every if site.weight.name in adapters]
     sizes = {name: (one.rank, one.scale) for name, one in adapters.items()}
@@ -254,11 +254,11 @@ def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
     ]
     if (begun := said.get("init_lora_weights")) not in _BESIDE_BASE:
         problems.append(
-            f"{CONFIG}: init_lora_weights is {begun!r}, which changes the base; save it once more "
-            "with path_initial_model_for_weight_conversion"
+            f"{CONFIG}: init_lora_weights is {begun!r}, which changes the base model; save the "
+            "adapter again with path_initial_model_for_weight_conversion"
         )
     if said.get("peft_type", "LORA") != "LORA":
-        problems.append(f"{CONFIG}: peft_type {said['peft_type']!r} is no low-rank adapter")
+        problems.append(f"{CONFIG}: peft_type is {said['peft_type']!r}; supported: 'LORA'")
     known = prefixes(_adapted(sites(decoder), said, shapes))
     left = set(shapes)
     found: dict[str, LowRank] = {}
@@ -274,20 +274,20 @@ def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
         turned = site.experts > 1 and _turned((*shapes[a][1:], *shapes[b][:1]), plain, said)
         into, out = plain[::-1] if turned else plain
         if (shapes[a], shapes[b]) != ((ranks, into), (out, ranks)):
-            wanted = [ranks, plain[0]], [plain[1], ranks]
-            problems.append(f"{a}, B: {list(shapes[a])}, {list(shapes[b])}, expected {wanted}")
+            wanted = (ranks, plain[0]), (plain[1], ranks)
+            problems.append(f"{a} and B have shapes {(shapes[a], shapes[b])}, expected {wanted}")
         own = LowRank(weight=name, rank=rank, scale=scale)
         if found.setdefault(name, own) != own:
-            problems.append(f"{prefix}: another rank or scale than its gate has")
+            problems.append(f"{prefix}: rank and scale must equal those of the gate")
         stored.setdefault(name, []).append(Stored(site, a, b, turned))
-    problems += [f"{name}: no weight of this base has it" for name in sorted(left)]
+    problems += [f"{name}: matches no weight of the base model" for name in sorted(left)]
     problems += [
-        f"{held[0].a}: PEFT adapts gate and up each, and one of them is missing"
+        f"{held[0].a}: gate and up must both have an adapter, but one of them has none"
         for held in stored.values()
         if held[0].site.index and len(held) < 2
     ]
     if problems or not found:
-        raise ValueError("\n  ".join([f"{folder}:", *(problems or ["holds no adapter"])]))
+        raise ValueError("\n  ".join([f"{folder}:", *(problems or ["has no adapter tensors"])]))
     return PeftFolder(
         folder, found, {n: tuple(held) for n, held in stored.items()}, metadata.get(IDENTITY)
     )
@@ -328,9 +328,9 @@ def _said_sizes(said: Mapping[str, Any], target: str) -> tuple[int, float]:
     try:
         rank, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
     except re.error as error:
-        raise ValueError(f"{CONFIG}: {error.pattern!r} is no pattern of names") from None
+        raise ValueError(f"{CONFIG}: {error.pattern!r} is not a valid regular expression") from None
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"{CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; expected numbers")
+        raise ValueError(f"{CONFIG}: r {rank!r} and lora_alpha {alpha!r} must be positive numbers")
     return rank, alpha
 
 
@@ -342,7 +342,7 @@ def _header(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, str]
     """
     file = folder / TENSORS
     if not file.is_file() and (folder / PICKLED).is_file():
-        raise ValueError(f"{folder / PICKLED} is pickled, and never read; save it as {TENSORS}")
+        raise ValueError(f"{folder / PICKLED} is a pickle, which is not read; save it as {TENSORS}")
     with named(file), file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         raw = opened.read(size) if size <= HEADER_LIMIT else b""
@@ -351,4 +351,4 @@ def _header(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, str]
         metadata = found.pop("__metadata__", {})
         return {name: tuple(each["shape"]) for name, each in found.items()}, metadata
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{file} is no safetensors file that is whole; copy it again") from None
+        raise ValueError(f"{file} is not a complete safetensors file; copy it again") from None

@@ -47,14 +47,14 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise ValueError(
-            f"config.json: num_hidden_layers is {layers}, and the most are {MAX_LAYERS}"
+            f"config.json: num_hidden_layers is {layers}; must be at most {MAX_LAYERS}"
         )
     known = families()
     read = known | {alias: family for family in known.values() for alias in family.aliases}
     inner = config.get("text_config")
     if model_type not in read and isinstance(inner, dict) and inner.get("model_type") in read:
         reading = from_hf({**inner, **{key: config[key] for key in _OUTSIDE if key in config}})
-        note = f"config.json: the text_config of {model_type} alone is read"
+        note = f"config.json: only the text_config of {model_type} is read"
         return replace(reading, nested=True, notes=(note, *reading.notes))
     if model_type in LACKS:
         raise ValueError(
@@ -64,7 +64,7 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
         name = closest(model_type, read)
         near = "" if name is None else f"nearest: {name!r}; "
         if isinstance(inner, dict):
-            near = f"its text_config is of {inner.get('model_type')!r}, neither; "
+            near = f"nor is {inner.get('model_type')!r} of its text_config; "
         raise ValueError(
             f"config.json: model_type {model_type!r} is not known; {near}known: "
             f"{', '.join(sorted(known))}"
@@ -87,6 +87,6 @@ def family_of(decoder: Decoder) -> type[Family]:
         else:
             return family
     raise ValueError(
-        "no family that can be written as a Hugging Face folder has this decoder:\n  "
+        "the model cannot be written as a Hugging Face folder; differences by family:\n  "
         + "\n  ".join(reasons)
     )

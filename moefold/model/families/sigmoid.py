@@ -47,8 +47,8 @@ class SigmoidFamily(Family):
         for name in set(SigmoidFamily.router_fields).difference(self.router_fields):
             value, own = getattr(self, name), type(self).model_fields[name].default
             if value != own:
-                yield Violation((name,), value, f"this family's router has {own}", own)
-        rule = "this family scores a group by the sum of its best two"
+                yield Violation((name,), value, f"must be {own} in this family", own)
+        rule = "this family must score a group by the sum of its two best experts"
         if self.groups is not None and self.groups.score != "sum_best":
             yield Violation(("groups", "score"), self.groups.score, rule, "sum_best")
         if self.groups is not None and self.groups.best != 2:

@@ -47,7 +47,7 @@ class FamilySizes(Record):
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return the attention record of a layer; ``own`` are fields that the family adds."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which attention it sizes")
+        raise NotImplementedError(f"{type(self).__name__} must define attention()")
 
     def _rule_of_numbers(
         self, key: str, said: str, some: bool = True, every: bool = False
@@ -61,7 +61,7 @@ class FamilySizes(Record):
         legal = sorted({n for n in given if 0 <= n <= last and some})
         legal = (legal or [0]) if every else legal[:last]
         if list(given) != legal:
-            rule = f"must be increasing numbers from 0 to {last}, {said}"
+            rule = f"must be increasing layer numbers from 0 to {last}, {said}"
             yield Violation((key,), given, rule, tuple(legal))
 
     @classmethod
@@ -137,7 +137,7 @@ class GqaSizes(FamilySizes):
     def _head_rules(self) -> Iterator[Violation]:
         if self.dims_per_head * self.heads != self.hidden or self.dims_per_head % 2:
             nearest = max(1, round(self.hidden / (2 * self.heads))) * 2 * self.heads
-            rule = f"hidden / heads ({self.heads}) must be a whole, even number of dims per head"
+            rule = f"must be an even multiple of heads ({self.heads})"
             yield Violation(("hidden",), self.hidden, rule, nearest)
 
     @classmethod
@@ -193,7 +193,7 @@ class WindowSizes(FreeGqaSizes):
     def rules(self) -> Iterator[Violation]:
         """Check the numbers of full layers."""
         yield from super().rules()
-        said = "not all, beside a window"
+        said = "not all of them, and none without window"
         yield from self._rule_of_numbers("full_layers", said, some=self.window is not None)
 
     @classmethod
@@ -282,7 +282,7 @@ class DenseFirst(DenseWidth):
         """Require at least one layer with experts."""
         yield from super().rules()
         if self.dense_layers >= self.layers:
-            rule = f"must be less than layers ({self.layers}): a layer keeps experts"
+            rule = f"must be less than layers ({self.layers}): one layer must have experts"
             yield Violation(("dense_layers",), self.dense_layers, rule, self.layers - 1)
 
     @classmethod
@@ -305,7 +305,7 @@ class DenseListed(DenseWidth):
     def rules(self) -> Iterator[Violation]:
         """Check the numbers of dense layers, which must leave a layer with experts."""
         yield from super().rules()
-        yield from self._rule_of_numbers("dense_layers", "not all: a layer keeps experts")
+        yield from self._rule_of_numbers("dense_layers", "not all of them")
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
