@@ -6,7 +6,7 @@ exists in --folder is resumed; RUN can then be left out.
 exit status:
   0   the run reached its last step or --until, or --dry-run succeeded
   2   wrong input
-  3   a policy stopped the run: non-finite loss or gradient, or collapsed routing
+  3   a policy stopped it: non-finite loss or gradient, or collapsed routing
   75  a signal stopped the run; it saved first, and --folder resumes it
 """
 
