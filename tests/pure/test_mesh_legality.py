@@ -113,8 +113,8 @@ def test_every_broken_rule_is_listed() -> None:
         "ep must divide the number of experts (24)",
         "etp must divide the expert width (96)",
         "pp * vpp (14) must be at most 6, the number of layers or of stages in layout.stages",
-        "tp must divide the number of key-value heads (4)",
         "tp must divide the feed-forward width (200)",
+        "tp must divide the number of key-value heads (4)",
         "tp must divide the shared expert width (80)",
         "tp must divide the vocabulary size (2000)",
     ]
@@ -155,7 +155,7 @@ def test_sizes_that_fit_the_ranks_still_do_when_mended() -> None:
 def test_ranks_that_do_not_fit_are_told_what_does() -> None:
     (item,) = size_violations(Sizes.parse("tp4 pp2 ep8"), MODEL, world=24)
     assert item.value == 24 and item.nearest == 16 and item.id
-    assert "= 16, such as 16 or 32; or on 24 ranks: tp4 pp2 ep6" in item.rule
+    assert "= 16, such as 16 or 32; or set layout.sizes to 'tp4 pp2 ep6'" in item.rule
 
 
 def test_odd_sequences_are_not_cut() -> None:
