@@ -1,8 +1,8 @@
-"""``moefold plan``: memory, time and the best layouts of a run on any cluster.
+"""``moefold plan``: estimate a run's memory and time on any cluster; find layouts.
 
-Plans a run on a cluster that need not exist: memory and time of its layout by part, the bottleneck,
-the fastest layouts that fit, and what to change. Needs no GPU and allocates nothing. docs/plan.md
-says how to read the plan and how far to trust it.
+Estimates memory and step time of a run's layout on a cluster, part by part, and names its
+bottleneck, the fastest layouts that fit, and changes that help. The cluster need not exist: no GPU
+is needed and nothing is allocated. docs/plan.md explains the output and how accurate it is.
 """
 
 import argparse
@@ -27,29 +27,29 @@ BAR = 24
 SMALL = 0.005
 """Parts with a smaller share of the whole are not listed."""
 TRILLION = 1e12
-LACKING = "training does not execute yet, or only with another package"
+LACKING = "not supported by training yet, or only with another package"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     kinds = "run file, recipe, Hugging Face folder, or published model"
     add_run(parser, "train.micro_batch=2", kinds)
-    text = "device and number, such as h100x256; cpu or a .json file, by `moefold bench`"
+    text = "device and number, such as h100x256; or cpu or a .json file (see `moefold bench`)"
     parser.add_argument("--cluster", metavar="NAME", required=True, help=text)
-    text = "sequences per step over all devices (default: the run's; published models need it)"
+    text = "sequences per step over all devices (default: the run's; a published model has none)"
     parser.add_argument("--batch", metavar="N", type=int, help=text)
     add_layout(parser)
-    text = "tokens of a published model's sequence (default: 4096)"
+    text = "tokens per sequence of a published model (default: 4096)"
     parser.add_argument("--seq", metavar="N", type=int, help=text)
-    text = f"load of the fullest expert rank over the mean (default: {LOAD})"
+    text = f"rows of the fullest expert rank over the mean (default: {LOAD})"
     parser.add_argument("--load", metavar="X", type=float, default=LOAD, help=text)
-    text = "memory of a device (default: what it is sold with)"
+    text = "memory of each device (default: its nominal memory)"
     parser.add_argument("--memory", metavar="GB", type=float, help=text)
-    text = "price of a device hour (default: no cost is shown)"
+    text = "price of a device-hour, to show the cost (default: none)"
     parser.add_argument("--price", metavar="X", type=float, help=text)
     text = "tokens of the whole run, such as 15e12 (default: the run's, or 1e12)"
     parser.add_argument("--tokens", metavar="N", type=float, help=text)
-    text = "write a page that explains the plan (default: none)"
+    text = "also write the plan as an HTML page (default: none)"
     parser.add_argument("--html", metavar="FILE", help=text)
     add_json(parser)
 
@@ -102,14 +102,14 @@ def _run_file(found: Plan) -> Iterator[Text]:
     """Yield the fastest layout that training executes, in the form of a run file."""
     best, today = found.best, found.today
     if best and best.not_yet:
-        text = f"the fastest layout uses what {LACKING}: {', '.join(best.not_yet)}"
+        text = f"the fastest layout uses features {LACKING}: {', '.join(best.not_yet)}"
         yield Text(f"\n{text}", style="yellow")
     if today is None:
         yield Text(f"no run file: {found.today_problem}", style="yellow")
         return
     yield Text.assemble(
-        ("\nin a run file", "bold"),
-        f"  the fastest that training executes: {_three(today.step_time_s)} s a step, "
+        ("\nrun file", "bold"),
+        f"  of the fastest layout that training supports: {_three(today.step_time_s)} s per step, "
         f"{today.memory_gb:,.1f} of {today.room_gb:.1f} GB",
     )
     yield Text(yaml.safe_dump(found.run_file, sort_keys=False).rstrip())
@@ -119,7 +119,7 @@ def _given(found: Plan) -> Iterator[Text | Table]:
     """Yield the given layout: in full if it fits, or if no other layout does."""
     given = found.given
     if given is None:
-        yield Text(f"\ngiven: none. {found.given_problem}", style="yellow")
+        yield Text(f"\nno given layout: {found.given_problem}", style="yellow")
     elif given.fits or found.best is None:
         yield Text("")
         yield from _close(given, "given")
@@ -127,7 +127,7 @@ def _given(found: Plan) -> Iterator[Text | Table]:
         yield Text.assemble(
             (f"\ngiven: {given.layout}", "bold"),
             ("  does not fit: ", "bold red"),
-            f"{given.memory_gb:,.1f} GB on its fullest device, of {given.room_gb:.1f}",
+            f"its fullest device needs {given.memory_gb:,.1f} of {given.room_gb:.1f} GB",
         )
 
 
@@ -140,8 +140,8 @@ def _asked(found: Plan) -> Iterator[Text]:
     )
     stack = f"{task.software.stack} {task.software.release}".strip()
     inputs = (
-        f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes to allocate), "
-        f"{task.cluster.domain} to a fast domain",
+        f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes usable), "
+        f"{task.cluster.domain} connected by fast links",
         f"expert load {task.load:g} (fullest rank over the mean)",
         f"software {stack}, CUDA graphs {found.graphs}",
     )
@@ -158,8 +158,8 @@ def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
     sure = "" if layout.sure else ", within the error of planned memory: try it"
     margin = f"{abs(layout.margin_gb):,.1f} GB {'free' if layout.fits else 'too much'}"
     yield Text.assemble(
-        f"  {_three(layout.step_time_s)} s a step ±{layout.time.uncertainty:.0%}, "
-        f"{_three(layout.tflops_per_gpu)} TFLOP/s each, "
+        f"  {_three(layout.step_time_s)} s per step ±{layout.time.uncertainty:.0%}, "
+        f"{_three(layout.tflops_per_gpu)} TFLOP/s per device, "
         f"{words.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
         f"{layout.room_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
         (f"{wall}, {margin}{sure}", style),
@@ -176,7 +176,7 @@ def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
     yield grid
     away = [f"{size / GB:,.1f} GB on {at}" for at, size in layout.memory.away.items()]
     if away:
-        yield Text(f"activations elsewhere, for each device: {', '.join(away)}")
+        yield Text(f"offloaded activations per device: {', '.join(away)}")
 
 
 def _bars(title: str, parts: dict[str, float], form: Callable[[float], str]) -> Table:
@@ -255,7 +255,7 @@ def _marks(found: Plan) -> Iterator[Text]:
         yield Text(f"* {LACKING}: {', '.join(names)}", style="yellow")
     for layout in found.published:
         if layout.published_tflops:
-            told = f"{layout.published_tflops:.0f} TFLOP/s measured with its own software"
+            told = f"{layout.published_tflops:.0f} TFLOP/s measured with other software"
             yield Text(f"published {layout.layout}: {told}; {layout.source}", style="dim")
 
 
@@ -265,20 +265,19 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
     assert best is not None
     expected = found.expected
     if not expected.ettr:
-        yield Text("\nnothing trains: devices fail before all have started anew", "bold red")
+        yield Text("\nno progress: failures and restarts take all the time", "bold red")
         return
     cost = found.bill(best, tokens)
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else words.clock(cost.days * DAY)
     energy = "" if cost.energy_mwh is None else f", at most {cost.energy_mwh:,.0f} MWh"
-    money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
+    money = "" if cost.cost is None else f", cost {cost.cost:,.0f}"
     yield Text.assemble(
-        ("\nover ", ""),
-        f"{words.count(tokens)} tokens in the fastest layout: {days}, "
-        f"{cost.device_hours:,.0f} device hours{energy}{money}; "
+        f"\n{words.count(tokens)} tokens in the fastest layout: {days}, "
+        f"{cost.device_hours:,.0f} device-hours{energy}{money}; "
         f"save every {words.clock(min(expected.interval_s, 1e7))}, "
-        f"{expected.ettr:.1%} of time trains "
+        f"{expected.ettr:.1%} of the time is spent training "
         f"({found.faults.per_device_day:.1e} failures per device and day, "
-        f"{found.faults.restart_s:.0f} s to restart, {found.faults.stall_s:g} s per save)",
+        f"{found.faults.restart_s:.0f} s per restart, {found.faults.stall_s:g} s per save)",
     )
 
 

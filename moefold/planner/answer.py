@@ -42,7 +42,7 @@ from moefold.spec.decoder import needs, with_multi_token
 from moefold.spec.quantised import rows_within
 
 GB = 1e9
-APART = "multi-token layers apart from the loss"
+APART = "multi-token layers on another stage than the loss"
 MEMORY_ERROR = 0.1
 """Largest relative error of planned memory in measured runs; see docs/plan.md."""
 
@@ -171,8 +171,8 @@ class Plan:
         if self.today is not None:
             return ""
         if self.task.foreign:
-            return f"training does not execute the model's {', '.join(self.task.foreign)}"
-        return f"no layout that training executes fits in {self.task.numbers.recipe}"
+            return f"training does not support the model's {', '.join(self.task.foreign)}"
+        return f"no layout that training supports fits in {self.task.numbers.recipe}"
 
     @property
     def run_file(self) -> dict[str, Any] | None:
@@ -261,7 +261,7 @@ def demand_numbers(**given: float | None) -> None:
     """
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} {value:g}: a number above 0")
+            raise ValueError(f"{name} {value:g}: must be a finite number above 0")
 
 
 def _task(
@@ -274,23 +274,23 @@ def _task(
 ) -> tuple[TrainingTask, Choice | None, Run | None]:
     """Return task, own layout and run of a run, or the task of a published model and None, None."""
     if isinstance(run, Run) and overrides:
-        raise ValueError(f"a run that is read has no overrides: {overrides[0]} changes nothing")
+        raise ValueError(f"override {overrides[0]} needs a run file or a recipe, not a loaded run")
     if isinstance(run, Run) or Path(run).exists() or str(run) in recipes():
         if seq is not None:
-            raise ValueError(f"seq {seq} is for published models: a run has data.seq={seq}")
+            raise ValueError(f"seq {seq} is for published models; in a run override data.seq={seq}")
         made = run if isinstance(run, Run) else load_run(run, overrides)
         return *of_run(made, cluster, batch, load), made
     known = find(str(run))
     if known is None:
         near = get_close_matches(str(run), [*entries(), *recipes()], 3, 0.4)
         raise ValueError(
-            f"{run} is no run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
-            "published model" + (f"; near are {', '.join(near)}" if near else "")
+            f"{run} is not a run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
+            "published model" + (f"; similar names: {', '.join(near)}" if near else "")
         )
     if overrides:
-        raise ValueError(f"{known} is a published model and no run: {overrides[0]} changes nothing")
+        raise ValueError(f"{known} is a published model: it takes no override {overrides[0]}")
     if batch is None:
-        raise ValueError(f"{known} is a published model and no run: give --batch (sequences/step)")
+        raise ValueError(f"{known} is a published model: it needs --batch (sequences per step)")
     return of_model(model(known), cluster, batch, seq or SEQ, load), None, None
 
 
@@ -388,7 +388,7 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         ValueError: training cannot execute the layout, so that no run file can state it.
     """
     if layout.not_yet:
-        raise ValueError(f"training does not execute {', '.join(layout.not_yet)}")
+        raise ValueError(f"training does not support {', '.join(layout.not_yet)}")
     choice, keeping = layout.choice, layout.choice.keeping
     said: dict[str, Any] = {"sizes": choice.sizes.text}
     if choice.stages is not None:

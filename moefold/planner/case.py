@@ -105,16 +105,16 @@ class Keeping:
     def __post_init__(self) -> None:
         """Check stage, module names and shares."""
         if self.zero not in ZERO_STAGES:
-            raise ValueError(f"zero {self.zero}: one of {ZERO_STAGES}")
+            raise ValueError(f"zero {self.zero}: must be one of {ZERO_STAGES}")
         for name, modules in (
             ("recompute", self.recompute), ("offload", self.offload), ("disk", self.disk)
         ):  # fmt: skip
             unknown = sorted(modules - {*get_args(Module)})
             if unknown:
-                raise ValueError(f"{name} {unknown}: among {', '.join(get_args(Module))}")
+                raise ValueError(f"{name} {unknown}: must be among {', '.join(get_args(Module))}")
         for name in ("offload_share", "disk_share", "spill", "optimizer_offload"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)}: a share from 0 to 1")
+                raise ValueError(f"{name} {getattr(self, name)}: must be a share from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,12 @@ class Case:
         """Check that a run could have these values."""
         count = self.sizes.pp * self.sizes.vpp
         if len(self.stages.letters) != count:
-            raise ValueError(f"stages are {len(self.stages.letters)}, pp * vpp is {count}")
+            raise ValueError(f"{len(self.stages.letters)} stages, but pp * vpp is {count}")
         layers, ahead = main_layers(self.decoder)
         if self.stages.layers != layers:
-            raise ValueError(f"stages hold {self.stages.layers} layers, the model has {layers}")
+            raise ValueError(f"stages hold {self.stages.layers} layers, but the model has {layers}")
         if self.multi_token != ahead:
-            raise ValueError(f"stages hold {self.multi_token} m, the model has {ahead}")
+            raise ValueError(f"stages hold {self.multi_token} m layers, but the model has {ahead}")
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
             raise ValueError(f"batch {self.batch} must be a multiple of dp * micro_batch = {share}")
@@ -263,11 +263,11 @@ class Case:
             said = "schedule {} with pp{} vpp{}, {} micro-batches on each data rank"
             raise RunError(broken, source=said.format(self.schedule.name, *order))
         if self.load < 1:
-            raise ValueError(f"load {self.load}: the most loaded is at least the mean, 1")
+            raise ValueError(f"load {self.load}: must be at least 1, the mean of all expert ranks")
         if not isinstance(self.context, Ring):
             heads = needs(self.decoder, self.seq).heads
             for found in self.context.violations(self.sizes, heads):
-                raise ValueError(f"context: {found.rule}")
+                raise ValueError(f"layout.context: {found.rule}")
 
     @property
     def world(self) -> int:
@@ -369,7 +369,7 @@ def recomputed(record: Record | None) -> Modules:
         return frozenset(record.modules)
     if isinstance(record, Auto):  # not decided yet: all that it could choose
         return frozenset(get_args(Kind))
-    raise ValueError(f"recompute {type(record).__name__} is not planned: Full or Selective")
+    raise ValueError(f"layout.recompute: {type(record).__name__} cannot be planned")
 
 
 def offloaded(record: Offload | None) -> dict[str, Any]:

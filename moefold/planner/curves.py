@@ -115,8 +115,8 @@ class Constants:
             found = {field.name: self._first(field.name, scopes) for field in fields(Rates)}
             if unknown := sorted(dict(own).keys() - found.keys()):
                 raise ValueError(
-                    f"rates of {device} that no plan knows: {', '.join(unknown)}; `moefold bench` "
-                    "measures this machine anew"
+                    f"unknown names of measured rates of {device}: {', '.join(unknown)}; run "
+                    "`moefold bench` again"
                 )
             self._made[key] = Rates(**found | dict(own))
         return self._made[key]

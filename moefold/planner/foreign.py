@@ -90,7 +90,7 @@ class Nothing(LayerSpec):
     """No layer in this half of a block."""
 
     absent = True
-    untrained = "blocks of one half"
+    untrained = "blocks without attention or without feed-forward"
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield nothing."""

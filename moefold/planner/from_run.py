@@ -54,13 +54,12 @@ RESERVE = 0.05
 OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
 """Dispatchers that need another package and have never been run with it."""
 UNMEASURED = (
-    "the time model is not fitted to moefold on a GPU: times and their ± are of its work at the "
-    "rates of other software, and a trace of its step has more kernels than are counted "
-    "(docs/plan.md)"
+    "the time model is not fitted to moefold on a GPU: times and their ± use rates measured with "
+    "other software, and a traced step has more kernels than the plan counts (docs/plan.md)"
 )
-TEACHER = "the teacher is not counted: neither its forward nor what it takes of a device's memory"
-REFERENCE = "the reference is not counted: it is a forward more in each step"
-NCCL_EP = "no rate of NCCL EP is published: its exchanges are planned at HybridEP's"
+TEACHER = "train.loss: the teacher's time and memory are not counted"
+REFERENCE = "train.loss: the reference's forward pass in each step is not counted"
+NCCL_EP = "NCCL EP has no published rates: its exchanges are planned at HybridEP's"
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def _stated(
     """Return a run's task and layout, leaving ``auto`` recompute undecided."""
     asked = run.train.precision
     if asked == "fp64":
-        raise ValueError("precision fp64 is for proofs and is not planned: bf16 or fp32")
+        raise ValueError("train.precision fp64 is for proofs, not for plans: use bf16 or fp32")
     found = faster(dict(cluster.device.peaks)) if asked == "auto" else asked
     narrow = run.train.quantise
     precision = cast("Recipe", narrow.kind if isinstance(narrow, Quantise) else found)
@@ -305,7 +304,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
     sizes = layout.split
     context = layout.context
     if not isinstance(context, Context):
-        raise ValueError(f"context {type(context).__name__} is not planned: no kind of Context")
+        raise ValueError(f"layout.context: {type(context).__name__} cannot be planned")
     return Choice(
         sizes=sizes,
         schedule=layout.ordered_by,
@@ -334,8 +333,8 @@ def _known(dispatch: Record) -> Dispatcher:
     kind = type(dispatch).model_fields["kind"].default
     if kind not in get_args(Dispatcher):
         raise ValueError(
-            f"dispatch {kind} is not planned, as nothing says what it sends; plan the run with "
-            f"another layout.dispatch: {', '.join(get_args(Dispatcher))}"
+            f"layout.dispatch {kind} cannot be planned, as its traffic is unknown; plan the run "
+            f"with one of {', '.join(get_args(Dispatcher))}"
         )
     return kind
 
@@ -352,7 +351,7 @@ def of_model(
     )  # fmt: skip
     if not task.foreign:
         return task
-    said = "layers that Moefold does not train yet: planned as Megatron-Core keeps and launches"
+    said = "moefold does not train all layers of this model yet: planned as in Megatron-Core"
     overlaps = Overlaps(gradients=True, parameters=True)
     return replace(task, software=Software("megatron", overlaps=overlaps), notes=(*notes, said))
 

@@ -47,7 +47,7 @@ class Faults:
         """Check that all values are finite and not negative."""
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} {value}: a finite number of at least 0")
+                raise ValueError(f"{name} {value}: must be a finite number of at least 0")
 
     def rate(self, devices: int) -> float:
         """Return failures per second of ``devices`` devices."""
@@ -93,9 +93,9 @@ class Price:
     def __post_init__(self) -> None:
         """Check the values."""
         if self.per_device_hour is not None and not 0 <= self.per_device_hour < math.inf:
-            raise ValueError(f"price {self.per_device_hour}: at least 0 per device and hour")
+            raise ValueError(f"price {self.per_device_hour}: must be finite and at least 0")
         if not 1 <= self.pue < math.inf:
-            raise ValueError(f"PUE {self.pue}: the building takes at least what its machines take")
+            raise ValueError(f"PUE {self.pue}: must be finite and at least 1")
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Device:
         for name in wider[wider.index(format) :]:
             if name in known:
                 return known[name]
-        raise ValueError(f"{self.name} has no peak for {format} or any wider format")
+        raise ValueError(f"{self.name} has no known peak rate in {format} or any wider format")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def device(name: str) -> Device:
     """
     known = {key.lower(): found for key, found in catalogue().items()}
     if name.lower() not in known:
-        raise ValueError(f"no device is called {name!r}; there are {', '.join(catalogue())}")
+        raise ValueError(f"unknown device {name!r}; known are {', '.join(catalogue())}")
     return known[name.lower()]
 
 
@@ -145,11 +145,11 @@ def cluster(text: str) -> Cluster:
         found = device(name)
     else:
         raise ValueError(
-            f"cluster {text!r}: device, x and number, such as h100x256; or cpu, this machine as "
-            "`moefold bench` measured it"
+            f"cluster {text!r}: must be a device, x and a number, such as h100x256; or cpu or a "
+            ".json file, as measured by `moefold bench`"
         )
     if number > 1 and not found.link_bandwidth:
-        raise ValueError(f"cluster {text!r}: of {found.name} one was measured, and no link of it")
+        raise ValueError(f"cluster {text!r}: must be one {found.name}, as no link rate is known")
     host = 4 if found.name in GRACE else min(8, found.domain)
     return Cluster(found, number, host, found.domain)
 
@@ -232,7 +232,7 @@ class Machine:
             ValueError: it is absent or not a file that ``moefold bench`` writes.
         """
         if not file.exists():
-            raise ValueError(f"{file} is not there: `moefold bench` measures this machine into it")
+            raise ValueError(f"{file} does not exist: run `moefold bench --machine {file}` first")
         try:
             stored = json.loads(file.read_text("utf-8"))
             if stored.pop("form") != MACHINE_FORM:
@@ -243,7 +243,7 @@ class Machine:
                 raise ValueError
             return found
         except (ValueError, AttributeError, KeyError, TypeError):
-            text = f"{file} is not what `moefold bench` writes: run it again"
+            text = f"{file} is not a valid machine file: run `moefold bench` again"
             raise ValueError(text) from None
 
 

@@ -45,8 +45,8 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
         without = every - {name}
         if all(kept_bytes(parts, every) >= kept_bytes(parts, without) for parts in here):
             yield (
-                f"layout.recompute: {name} saves no memory, they keep nothing of their own "
-                f"{f'under {split}' if split else 'beside the others'}; leave it out"
+                f"layout.recompute: {name} saves no memory "
+                f"{f'under {split}' if split else 'beside the other modules'}; leave it out"
             )
 
 
@@ -58,8 +58,8 @@ def _beyond_context(seq: int, decoder: Decoder) -> Iterator[str]:
     known += [] if decoder.context is None else [decoder.context]
     if known and seq > max(known):
         yield (
-            f"data.seq: {seq} tokens, more than the {max(known)} that the model is meant for (its "
-            f"context, or that of its rope's scaling); take data.seq={max(known)}"
+            f"data.seq: {seq} tokens exceed the model's context of {max(known)}, RoPE scaling "
+            f"included; use data.seq={max(known)}"
         )
 
 
@@ -67,6 +67,6 @@ def _data_of_nobody(run: Run) -> Iterator[str]:
     """Yield a note if a Hugging Face folder is trained on the default data."""
     if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**STAND_IN),):
         yield (
-            "data.train: the sources of Python's standard library, as no other data is named; "
-            "name your own with data.train=[{source: jsonl, files: [chats.jsonl]}]"
+            "data.train: no data is given, so the source code of Python's standard library is "
+            "used; give your own with data.train=[{source: jsonl, files: [chats.jsonl]}]"
         )

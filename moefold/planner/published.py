@@ -70,7 +70,7 @@ def model(name: str) -> PublishedModel:
     """
     entry = entries().get(name)
     if entry is None:
-        raise Undescribed(f"{name} is no published model; there are {', '.join(entries())}")
+        raise Undescribed(f"{name} is not a published model; known are {', '.join(entries())}")
     try:
         blocks = _hybrid(entry) if "hybrid_pattern" in entry else _blocks(name, entry)
         decoder = Decoder(
@@ -80,7 +80,7 @@ def model(name: str) -> PublishedModel:
             tied=bool(entry.get("tied_embeddings")),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Undescribed(f"{name}: dimensions are not complete ({error})") from None
+        raise Undescribed(f"{name}: dimensions are incomplete ({error})") from None
     return PublishedModel(name, decoder, entry.get("mtp_layers") or 0, entry.get("assumed", ""))
 
 

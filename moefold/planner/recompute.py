@@ -64,9 +64,8 @@ def demand_room(case: Case, limit: float, place: Place = None) -> None:
         if least <= limit:
             return
     raise ValueError(
-        f"layout.recompute.limit {limit / 1e9:.4g} GB: whatever is made again, the fullest rank "
-        f"needs {least / 1e9:.4g} GB; raise the limit to that, or take a smaller micro-batch or "
-        "more ranks"
+        f"layout.recompute.limit {limit / 1e9:.4g} GB: whatever is recomputed, the fullest rank "
+        f"needs {least / 1e9:.4g} GB; raise the limit, or use a smaller micro-batch or more ranks"
     )
 
 

@@ -188,7 +188,7 @@ def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple
     names = [one.name for one in operations]
     if twice := next((name for name in names if names.count(name) > 1), None):
         kind = type(spec).__name__
-        raise ValueError(f"{kind} describes two operations called {twice}: name each otherwise")
+        raise ValueError(f"{kind} describes two operations named {twice}: names must differ")
     return weights, operations
 
 

@@ -135,7 +135,7 @@ def test_a_given_layout_that_its_schedule_cannot_run_is_said() -> None:
 def test_what_training_cannot_execute_is_never_printed() -> None:
     found = planned("Qwen3-30B-A3B", "gb200x8", 128)
     assert found.best is not None and found.best.not_yet
-    with pytest.raises(ValueError, match="training does not execute"):
+    with pytest.raises(ValueError, match="training does not support"):
         fragment(found.best)
 
 
@@ -168,7 +168,7 @@ def test_layers_of_other_stacks_have_no_run_file() -> None:
     found = plan("GPT-OSS-20B", "h100x8", batch=64, top=1)
     assert found.today is None and found.best is not None
     assert "experts with biases" in found.best.not_yet
-    assert "does not execute the model's experts with biases" in found.today_problem
+    assert "does not support the model's experts with biases" in found.today_problem
 
 
 # ----------------------------------------------------------------------------- of a run file

@@ -60,9 +60,9 @@ def test_rows_are_split_over_tp_and_cp() -> None:
     ("changes", "words"),
     [
         ({"stages": Stages.parse("Et*61L")}, "pp . vpp is 16"),
-        ({"stages": Stages.parse("E|(tttt|)*14tmL")}, "hold 57 layers, the model has 61"),
+        ({"stages": Stages.parse("E|(tttt|)*14tmL")}, "hold 57 layers, but the model has 61"),
         ({"batch": 8191}, "a multiple of dp . micro_batch = 64"),
-        ({"load": 0.5}, "at least the mean"),
+        ({"load": 0.5}, "must be at least 1"),
         ({"cluster": cluster("h100x100")}, "a multiple of"),
     ],
 )
@@ -90,7 +90,7 @@ def test_recompute_records_of_a_run_file_have_their_modules() -> None:
     assert recomputed(None) == frozenset()
     assert recomputed(Full()) == {"block"}
     assert recomputed(Selective(modules=("norms", "mla_up"))) == {"norms", "mla_up"}
-    with pytest.raises(ValueError, match="OneFOneB is not planned"):
+    with pytest.raises(ValueError, match="OneFOneB cannot be planned"):
         recomputed(OneFOneB())
 
 

@@ -462,5 +462,5 @@ def test_operations_of_one_name_in_both_halves_are_added_up() -> None:
         plain, gated = (layer_time(b, share, setting, LayerPolicy("alltoall")) for b in blocks)
         more.append(gated.device - plain.device)
     assert more[0] == pytest.approx(more[1]) and more[0] > 0
-    with pytest.raises(ValueError, match="CoreTwice describes two operations called core"):
+    with pytest.raises(ValueError, match="CoreTwice describes two operations named core"):
         half(CoreTwice(heads=4, kv_heads=2, head_dim=4), share)
