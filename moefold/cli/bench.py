@@ -1,11 +1,11 @@
-"""``moefold bench``: measure this machine, and compare recipes on it with their plans.
+"""``moefold bench``: measure this CPU, and compare planned with measured step times.
 
-Times products, attention, memory and small steps on one thread of this machine's CPU, writes the
-rates to a file that ``moefold plan --cluster cpu`` uses, and shows the step time of each RUN as
-planned at these rates and as measured, the runs alternating.
+Times matrix products, attention, element-wise sums and small training steps on one thread of this
+machine's CPU, and writes the rates to a file that `moefold plan --cluster cpu` reads. Then shows
+each RUN's step time as planned with these rates and as measured.
 
-With --memory it instead runs two steps of one RUN in a layout on random tokens, and shows what its
-ranks hold after each action of the second step, by part, planned and measured.
+With --memory it instead runs two steps of one RUN on random tokens, in the given layout, and shows
+each rank's memory by part, planned and measured, after each action of the second step.
 """
 
 import argparse
@@ -32,18 +32,18 @@ RUNS = ["demo", "tiny"]
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    text = "run files or recipes (default: demo tiny); with --memory one, and then k=v"
+    text = "run files or recipes (default: demo tiny); with --memory one, then k=v overrides"
     parser.add_argument("sources", metavar="RUN", nargs="*", help=text)
-    text = "output .json file (default: a cache, which plan --cluster cpu reads)"
+    text = "output .json file (default: the cached one that `plan --cluster cpu` reads)"
     parser.add_argument("--machine", metavar="FILE", help=text)
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=5, help="how often each step is timed"
+        "--rounds", metavar="N", type=int, default=5, help="number of timings of each step"
     )
-    text = "compare planned and measured memory after each action"
+    text = "compare planned with measured memory instead of step times"
     parser.add_argument("--memory", action="store_true", help=text)
     add_layout(parser)
     add_world(parser)
-    parser.add_argument("--picture", metavar="FILE", help="with --memory: draw it (default: none)")
+    parser.add_argument("--picture", metavar="FILE", help="with --memory: plot it (default: none)")
     add_json(parser)
 
 
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if args.memory:
         return _memory(args)
     if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: at least 1")
+        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
     for flag in ("layout", "world", "picture"):
         if getattr(args, flag) is not None:
-            raise ValueError(f"--{flag}: belongs to --memory; give that too")
+            raise ValueError(f"--{flag} needs --memory")
     runs = {source: load_run(source) for source in args.sources or RUNS}
     file = Path(args.machine) if args.machine else usual_file()
     demand_writable(file)  # before minutes of measuring
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(f"{machine.name}, one thread, {machine.software}", style="bold")
     console.print(
-        f"products {machine.fp32 / 1e9:.0f} GFLOP/s in fp32, {machine.bf16 / 1e9:.0f} in bf16; "
+        f"matmul {machine.fp32 / 1e9:.0f} GFLOP/s in fp32, {machine.bf16 / 1e9:.0f} in bf16; "
         f"memory {machine.bandwidth / 1e9:.1f} GB/s"
     )
-    titles = ("run", "planned", "measured", "off", "wall clock")
+    titles = ("run", "planned", "measured", "error", "wall clock")
     table = plain_table(*titles, right=titles[1:])
     for source, one in steps.items():
         planned, own, wall = (
@@ -108,6 +108,6 @@ def _memory(args: argparse.Namespace) -> int:
         table.add_row(str(one.rank), one.action, *cells)
     # On a narrow terminal wrapped rows are better than truncated figures.
     console = Console(width=max(Console().width, Console(width=1000).measure(table).maximum))
-    console.print(f"{run.name}: MB after each action, planned and executed", style="bold")
+    console.print(f"{run.name}: MB after each action, planned and measured", style="bold")
     console.print(table)
     return 0

@@ -1,6 +1,6 @@
-"""``moefold data``: turn sources into indexed token files; see what such files hold.
+"""``moefold data``: make indexed token files from text, and inspect them.
 
-Makes and reads indexed token files (Megatron's .bin and .idx), and makes conversations to try on.
+Makes and inspects indexed token files (Megatron's .bin and .idx), and makes sample conversations.
 """
 
 import argparse
@@ -33,37 +33,37 @@ READ_TOKENS = 1 << 22
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    text = "reads sources, trains or takes a tokenizer, writes token files"
+    text = "reads sources, trains or loads a tokenizer, and writes token files"
     make = actions.add_parser("prepare", help=text, description=text)
-    make.add_argument("what", metavar="RUN", nargs="?", help="prepare the data of this run")
-    make.add_argument("overrides", metavar="k=v", nargs="*", help="overrides of the run")
-    text = "files or patterns; repeatable (default: none)"
+    make.add_argument("what", metavar="RUN", nargs="?", help="run whose data is prepared")
+    make.add_argument("overrides", metavar="k=v", nargs="*", help="override of the run")
     for kind in ("text", "jsonl", "parquet"):
+        text = f"{kind} files or patterns; repeatable (default: none)"
         make.add_argument(f"--{kind}", metavar="FILES", action="append", default=[], help=text)
-    make.add_argument("--stdlib", action="store_true", help="read Python's own standard library")
-    text = "JSON field or column with the text (default: text)"
+    make.add_argument("--stdlib", action="store_true", help="read Python's standard library")
+    text = "JSON field or Parquet column with the text (default: text)"
     make.add_argument("--field", metavar="NAME", help=text)
-    text = "what to do with text that cannot be read (default: refuse)"
+    text = "what to do with documents that cannot be read (default: refuse)"
     make.add_argument("--bad", choices=("refuse", "skip"), help=text)
     text = "share of documents kept for validation (default: 0)"
     make.add_argument("--holdout", metavar="SHARE", type=float, help=text)
-    text = "train a BPE of N tokens (default: 2048)"
+    text = "train a BPE tokenizer with N tokens (default: 2048)"
     make.add_argument("--vocab", metavar="N", type=int, help=text)
     text = "use this tokenizer.json or its folder (default: train one)"
     make.add_argument("--tokenizer", metavar="PATH", help=text)
-    text = "output folder; training into runs/NAME takes what is in runs/.prepared"
+    text = "output folder; runs in runs/NAME reuse the data in runs/.prepared"
     make.add_argument("--folder", metavar="OUT", default="data", help=text)
     add_json(make)
-    text = "makes conversations from the docstrings of Python's standard library, to tune on"
+    text = "makes conversations from the docstrings of Python's library, to try fine-tuning with"
     chats = actions.add_parser("chats", help=text, description=text)
-    chats.add_argument("file", metavar="FILE", type=Path, help="a new file of JSON lines")
+    chats.add_argument("file", metavar="FILE", type=Path, help="JSON Lines file to create")
     chats.add_argument("--number", metavar="N", type=int, default=2000, help="how many to make")
-    text = "reads token files from end to end; exit status 1 where a byte is not as written"
+    text = "checks token files and shows what they hold; exit status 1 if they are damaged"
     look = actions.add_parser("inspect", help=text, description=text)
-    text = "path of the files without .bin or .idx, or a folder that holds such files"
+    text = "path of the files without .bin or .idx, or a folder with such files"
     look.add_argument("prefix", metavar="PREFIX", help=text)
-    look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside them)")
-    text = "show the text of document N (default: none)"
+    look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside PREFIX)")
+    text = "also show the text of document N, from 0 (default: none)"
     look.add_argument("--document", metavar="N", type=int, help=text)
     add_json(look)
 
@@ -99,12 +99,12 @@ def _data(args: argparse.Namespace) -> Data:
     if args.what is not None:
         options = (args.field, args.bad, args.holdout, args.vocab, args.tokenizer)
         if given or any(option is not None for option in options):
-            raise DataError("give a run, or sources and what is said of them, not both")
+            raise DataError("give a run, or sources with their options, not both")
         return load_run(args.what, args.overrides).data
     if not given:
         raise DataError("nothing to read: give a run, --text, --jsonl, --parquet or --stdlib")
     if None not in (args.vocab, args.tokenizer):
-        raise DataError("--vocab trains a tokenizer, --tokenizer takes a ready one: give one")
+        raise DataError("--vocab trains a tokenizer, --tokenizer loads one: give only one of them")
     tokenizer = {"kind": "bpe", "vocab": args.vocab}
     if args.tokenizer is not None:
         tokenizer = {"kind": "file", "path": args.tokenizer}
@@ -145,7 +145,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
 def _show_prepared(facts: dict[str, Any], console: Console) -> None:
     tokenizer, figures = facts["tokenizer"], ("documents", "tokens", "bytes")
     head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
-    console.print(Text(f"{head} · all made in {facts['seconds']:.1f} s"))
+    console.print(Text(f"{head} · all prepared in {facts['seconds']:.1f} s"))
     rows = []
     for part in facts["parts"]:
         ratio = "" if part["bytes_per_token"] is None else f"{part['bytes_per_token']:.3f}"
@@ -171,15 +171,15 @@ def _inspect(args: argparse.Namespace) -> int:
         found = (str(idx.with_suffix("")) for idx in Path(args.prefix).rglob("*.idx"))
         prefixes = sorted(prefix for prefix in found if not prefix.endswith(MASK))
         if not prefixes:
-            raise DataError(f"{args.prefix}: holds no token files (.bin and .idx)")
+            raise DataError(f"{args.prefix}: no token files (.bin and .idx) in this folder")
         if args.document is not None:
-            raise DataError(f"--document reads one pair of files: name {prefixes[0]}, say")
+            raise DataError(f"--document needs one pair of files, such as {prefixes[0]}")
     found = [inspect(prefix, _tokenizer(args, prefix)) for prefix in prefixes]
     ids, text, trained = list[int](), None, None
     tokenizer = None if folder else _tokenizer(args, args.prefix)
     if args.document is not None:
         if not 0 <= args.document < found[0]["documents"]:
-            raise DataError(f"document {args.document} is not in [0, {found[0]['documents']})")
+            raise DataError(f"--document {args.document}: not in [0, {found[0]['documents']})")
         ids = Indexed(args.prefix).document(args.document).tolist()
         text = None if tokenizer is None else tokenizer.decode(ids, special=True)
         if (mask := masks_of(args.prefix)) is not None:
@@ -279,7 +279,7 @@ def _lines(found: dict[str, Any]) -> Iterator[Text]:
     yield Text("ids {lowest} to {highest} as {dtype}".format(**found) + f" · {size}")
     if n_bytes := found["said"].get("bytes"):
         yield Text(f"{n_bytes:,} bytes of text, {n_bytes / max(found['tokens'], 1):.3f} per token")
-    state = {None: "not known (no digest beside them)", True: "as written", False: "DAMAGED"}
+    state = {None: "not checked (no digest stored)", True: "as written", False: "DAMAGED"}
     yield Text(f"bytes: {state[found['as_written']]}")
     if found["as_written"] is False:
-        yield Text("the files are not as they were written: make them again", style="red")
+        yield Text("the files differ from their stored digest: prepare them again", style="red")

@@ -1,7 +1,7 @@
-"""``moefold doctor``: each back end: found, version, chosen or why not.
+"""``moefold doctor``: show which back ends are found and chosen, and why.
 
-Looks for every back end, tries it where that is cheap, and says what will run. Exit status 1 if one
-named by --need is missing or does not work, otherwise 0.
+Looks for every back end and optional package, tests it where that is cheap, and says which ones
+moefold uses and why. Exit status 1 if one named by --need is not usable, otherwise 0.
 """
 
 import argparse
@@ -47,7 +47,7 @@ OPTIONAL = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    text = "exit with status 1 if this is not usable; repeatable (default: none)"
+    text = "exit with status 1 if this back end is not usable; repeatable (default: none)"
     parser.add_argument("--need", metavar="NAME", action="append", default=[], help=text)
     add_json(parser)
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.need:
         if name not in known:
             said = f"nearest: {closest(name, known, 0.0)}; all: {', '.join(known)}"
-            raise ValueError(f"--need {name}: no such back end; {said}")
+            raise ValueError(f"--need {name}: unknown back end; {said}")
     findings = probe_all()
     chosen = {finding.name for finding in findings if finding.chosen}
     missing = [name for name in args.need if name not in chosen]
@@ -127,7 +127,7 @@ def _threads() -> Finding:
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     set_by = os.environ.get("OMP_NUM_THREADS")
-    why = f"of {cores} cores; " + (f"OMP_NUM_THREADS={set_by}" if set_by else "torch's own choice")
+    why = f"of {cores} cores; " + (f"OMP_NUM_THREADS={set_by}" if set_by else "torch's default")
     return Finding("threads", True, str(torch.get_num_threads()), True, why)
 
 
@@ -176,7 +176,7 @@ def _gloo() -> Finding:
     import torch.distributed as dist
 
     there = dist.is_available() and dist.is_gloo_available()
-    why = "processes on CPUs" if there else "this build of torch leaves it out"
+    why = "processes on CPUs" if there else "not in this build of torch"
     return Finding("gloo", there, "", there, why)
 
 
@@ -187,7 +187,7 @@ def _nccl() -> Finding:
 
     there = dist.is_available() and dist.is_nccl_available()
     if not there:
-        return Finding("nccl", False, "", False, "this build of torch leaves it out")
+        return Finding("nccl", False, "", False, "not in this build of torch")
     number = ".".join(str(part) for part in torch.cuda.nccl.version())
     live = torch.cuda.is_available()
     return Finding("nccl", True, number, live, "processes on GPUs" if live else "no CUDA device")
@@ -212,9 +212,9 @@ def _grouped_mm() -> Finding:
     same = torch.allclose(fast.float(), plain.float(), rtol=2e-2, atol=2e-2)
     why = f"equals the loop on {device}" if same else f"WRONG RESULT on {device}: use experts: loop"
     if same and device == "cpu":
-        why += ", which experts in 16 bits take here"
+        why += "; used for experts in bf16 here"
     if same and grouped.leaves_dirt(torch.device(device)):
-        why += "; gradients of experts without rows are not written, and cleared after it"
+        why += "; leaves gradients of experts without rows unwritten, so they are cleared"
     return Finding("grouped_mm", True, torch.__version__, same, why)
 
 
@@ -224,7 +224,7 @@ def _triton() -> Finding:
     from moefold.kernels.fused import why_not
 
     why = why_not("cuda" if torch.cuda.is_available() else "cpu")
-    used = "own kernels for what lies between products"
+    used = "fused kernels between matrix products"
     return Finding("triton", is_there("triton"), _version("triton"), not why, why or used)
 
 

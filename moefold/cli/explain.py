@@ -1,12 +1,12 @@
-"""``moefold explain``: the resolved run, each value's origin, and what follows from it.
+"""``moefold explain``: show every value of a run, its origin, and derived figures.
 
-Shows a run as it will be computed: every value with its origin (file and line, base, override or
-default), then what follows from the values, and the ranks and groups of its layout. Needs no data
-and no GPU.
+Shows every value of a run with its origin (file and line, base, override or default), then figures
+derived from them, such as parameters and FLOPs, and the ranks and groups of the layout. Needs no
+data and no GPU.
 
 exit status:
-  0  shown
-  1  with --graphs, a step has operators that no graph can capture
+  0  success
+  1  with --graphs, a step has operators that no CUDA graph can capture
   2  wrong input, or a layout that is not legal
 """
 
@@ -68,7 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "train.steps=100", optional=True)
     add_layout(parser)
     add_world(parser)
-    parser.add_argument("--given", action="store_true", help="leave defaults out")
+    parser.add_argument("--given", action="store_true", help="leave out defaults")
     parser.add_argument(
         "--schema",
         action="store_true",
@@ -78,8 +78,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--graphs",
         action="store_true",
-        help="also run a step of the run's shrunk model without values, and list the operators "
-        "that no CUDA graph can capture, with file and line, and the memory that graphs take",
+        help="also trace a step of the run's model, shrunk, and list the operators that no CUDA "
+        "graph can capture, with file and line, and the memory that graphs need",
     )
     add_json(parser)
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         console, tree = Console(), Tree(Text(run.name, style="bold"))
         _grow(tree, to_dict(run), (), loaded.origins, args.given)
         console.print(tree, soft_wrap=True)
-        console.print(Text("what follows", style="bold"))
+        console.print(Text("derived values", style="bold"))
         rows = list(_derived_rows(run, following))
         console.print(_table(["", ""], rows, most=len(rows)))
         if args.layout is not None or args.world is not None or drawn.sizes != Sizes():
@@ -163,21 +163,21 @@ def _reads(run: Run, drawn: "Picture") -> dict[str, Any]:
 def _show_reads(console: Console, reads: Mapping[str, Any] | None) -> None:
     if reads is None:
         return
-    console.print(Text("\nwhat no graph can hold of a step's forward and backward", style="bold"))
+    console.print(Text("\noperators of a step that no CUDA graph can capture", style="bold"))
     rows = [(str(one["times"]), one["operator"], one["at"]) for one in reads["reads"]]
     if rows:
         console.print(_table(["times", "operator", "at"], rows, right=["times"], most=len(rows)))
     else:
-        console.print("nothing: no operator needs a value")
+        console.print("none: no operator reads a value on the host")
     if reads["ended"]:
-        said = f"a pass ended at {reads['ended']}, which needs the values themselves"
+        said = f"the trace ended at {reads['ended']}, which needs values of tensors"
         console.print(Text(said), soft_wrap=True)
     for kind, stages in reads["static_bytes"].items():
         held = ", ".join(words.size(one) for one in stages)
-        said = f"layout.graphs: {kind} holds {held} of inputs and outputs"
-        console.print(Text(said + (" on the stages" if len(stages) > 1 else "")), soft_wrap=True)
+        said = f"layout.graphs: {kind} needs {held} for inputs and outputs"
+        console.print(Text(said + (" of each stage" if len(stages) > 1 else "")), soft_wrap=True)
     for rule in reads["refused"]:
-        console.print(Text(f"layout.graphs: step is refused: {rule}"), soft_wrap=True)
+        console.print(Text(f"layout.graphs: step is not legal: {rule}"), soft_wrap=True)
 
 
 # --------------------------------------------------------------------------- values and origins
@@ -369,7 +369,7 @@ class Picture:
             yield f"stages: {stages.text}", _table(["", *titles], rows)
         if self.experts is not None and sizes.ep > 1:
             rows = [(f"ep{at}", ranks_text(held)) for at, held in enumerate(self.experts)]
-            yield "experts of a layer, by slot", _table(["", ""], rows)
+            yield "experts of a layer, by expert-parallel rank", _table(["", ""], rows)
         if folding is not None:
             title = f"groups of {folding.world:,} ranks, in the order {folding.order}"
             yield title, _kinds(folding)
@@ -411,7 +411,7 @@ def _kinds(folding: Folding) -> Table:
     rows = []
     for kind, first in folding.same().items():
         groups = folding.groups(kind)
-        ranks = f"as {first}" if first != kind else groups_text(groups)
+        ranks = f"same as {first}" if first != kind else groups_text(groups)
         figures = str(len(groups[0])), f"{len(groups):,}"
         rows.append((kind, *figures, ranks, KINDS[kind].purpose))
     titles = ("kind", "size", "number", "ranks", "for")

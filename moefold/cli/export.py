@@ -1,7 +1,7 @@
-"""``moefold export``: turn a checkpoint into a Hugging Face folder.
+"""``moefold export``: convert a checkpoint to a Hugging Face folder.
 
 Writes config.json, safetensors and the tokenizer's files. For a run that trained adapters it writes
-only these, in PEFT's format, or with --merged the whole model with the adapters in its weights.
+only the adapters, in PEFT's format, or with --merged the whole model with the adapters merged in.
 """
 
 import argparse
@@ -13,15 +13,15 @@ from moefold.cli._common import add_json, add_plugins, print_conversion
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run's folder")
-    parser.add_argument("folder", metavar="HF_FOLDER", type=Path, help="a new folder")
-    text = "type of the weights on disk; float32 rounds nothing"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint, or a run's folder")
+    parser.add_argument("folder", metavar="HF_FOLDER", type=Path, help="folder to create")
+    text = "number format of the weights on disk; float32 is exact"
     dtypes = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help=text)
-    text = "one tensor per expert, which most programs read, or all experts in one"
+    text = "one tensor per expert, which most programs read, or one for all experts"
     layouts = ("per_expert", "packed")
     parser.add_argument("--layout", choices=layouts, default="per_expert", help=text)
-    text = "for a run with adapters: write the whole model, with them in its weights"
+    text = "for a run with adapters: write the whole model with the adapters merged in"
     parser.add_argument("--merged", action="store_true", help=text)
     add_plugins(parser)
     add_json(parser)

@@ -1,9 +1,9 @@
 """``moefold grow``: grow or shrink an MoE model, or make one from dense models.
 
-A dense folder (llama, mistral, qwen3) becomes an MoE model whose experts are copies of its
-feed-forwards, or of parts of them (upcycling); several become one, with an expert or more from
-each. An MoE model gets copies of its experts, more layers or more width, and computes what it did;
-or it keeps the experts that take most tokens of a text. The result is a Hugging Face folder.
+A dense model (llama, mistral, qwen3) becomes an MoE model whose experts are copies or slices of its
+feed-forwards (upcycling); several dense models become one, each with the same number of experts.
+An MoE model gets copies of its experts, more layers or more width without a change of its outputs,
+or keeps only the experts that take most tokens of a text. The result is a Hugging Face folder.
 """
 
 import argparse
@@ -30,27 +30,27 @@ PIECE = 512
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    text = "a model's folder; several dense ones of the same shape are merged"
+    text = "model folder; several dense models of the same shape are merged"
     parser.add_argument("sources", metavar="HF_FOLDER", nargs="+", type=Path, help=text)
-    parser.add_argument("folder", metavar="NEW_FOLDER", type=Path, help="a new folder")
+    parser.add_argument("folder", metavar="NEW_FOLDER", type=Path, help="folder to create")
     numbers = {
-        "experts": "experts per layer (default: as in an MoE folder)",
-        "top-k": "experts per token (default: two dense copies, or scaled with --experts)",
-        "granularity": "parts that each dense feed-forward is cut into (default: 1)",
-        "layers": "layers; new ones change nothing at first (default: as many as before)",
-        "hidden-times": "how often hidden dims and heads are repeated (default: 1)",
-        "width-times": "how often feed-forward units are repeated (default: 1)",
+        "experts": "experts per layer (default: as before; required for a dense model)",
+        "top-k": "experts per token (default: two dense copies, else scaled with --experts)",
+        "granularity": "experts that each copy of a dense feed-forward is cut into (default: 1)",
+        "layers": "number of layers; new ones start without effect (default: as before)",
+        "hidden-times": "factor on the hidden size and on heads (default: 1)",
+        "width-times": "factor on the feed-forward width (default: 1)",
     }
     for name, said in numbers.items():
         parser.add_argument(f"--{name}", metavar="N", type=_positive, help=said)
-    text = "scale of cut feed-forwards: that of the dense output, or the published cube root"
+    text = "scale of cut feed-forwards: keeps the dense output, or the published cube root"
     parser.add_argument("--scale", choices=("exact", "cube_root"), default="exact", help=text)
-    text = "with fewer experts: text whose tokens decide which are kept (default: none)"
+    text = "with fewer experts: text file whose tokens decide which are kept (default: none)"
     parser.add_argument("--text", metavar="FILE", type=Path, help=text)
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="seed of a new router's weights"
     )
-    text = "type of weights on disk (default: bfloat16 where the first folder has any, or float32)"
+    text = "number format on disk (default: bfloat16 if the first folder has any, else float32)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
     add_plugins(parser)
     add_json(parser)
@@ -92,7 +92,7 @@ def _wanted(args: argparse.Namespace) -> "Growth":
     names = ("experts", "top_k", "granularity", "layers", "hidden_times", "width_times")
     asked = {name: value for name in names if (value := getattr(args, name)) is not None}
     if not asked:
-        raise ValueError("nothing to grow: name --experts, --layers, or how many times wider")
+        raise ValueError("nothing to grow: give --experts, --layers or another size")
     return Growth(**asked, scale=args.scale, seed=args.seed)
 
 
@@ -107,9 +107,9 @@ def _made(
     dense = [config.get("model_type") in DENSE for config in configs]
     if not all(dense):
         if len(configs) > 1:
-            raise ValueError(f"one mixture, or dense models alone ({', '.join(DENSE)})")
+            raise ValueError(f"sources must be one MoE model, or dense ones ({', '.join(DENSE)})")
         if wanted.granularity > 1:
-            raise ValueError("--granularity: it is a dense feed-forward that is cut; leave it out")
+            raise ValueError("--granularity cuts dense feed-forwards, not experts: leave it out")
         reading = read_config(args.sources[0], multi_token=False)
         found = opened.enter_context(import_folder(args.sources[0], reading=reading))
         return grow(reading, found.tensors, wanted, _loads(args)), found
@@ -141,8 +141,8 @@ def _demand_alike(folders: list[Path], configs: list[dict[str, Any]]) -> None:
                 f"{n} is {configs[one].get(n)!r} and {configs[other].get(n)!r}" for n in differ[:5]
             )
             raise ValueError(
-                f"{folders[one]} and {folders[other]} are not of one shape: {said}; merge models "
-                "that were trained from the same one"
+                f"{folders[one]} and {folders[other]} cannot be merged: {said}; merge models that "
+                "were trained from the same one"
             )
 
 
@@ -158,7 +158,7 @@ def _loads(args: argparse.Namespace) -> Mapping[int, list[float]] | None:
         text = args.text.read_text(encoding="utf-8")
     ids = tokenizer.encode(text)
     if not ids:
-        raise ValueError(f"{args.text} has no token to count experts on")
+        raise ValueError(f"{args.text} has no tokens to measure expert loads on")
     pieces = [ids[at : at + PIECE] for at in range(0, len(ids), PIECE)]
     model = load_model(args.sources[0])
     return {int(layer.name): layer.load_E.tolist() for layer in route(model, pieces)}

@@ -1,8 +1,8 @@
-"""``moefold import``: turn a Hugging Face folder into a checkpoint.
+"""``moefold import``: convert a Hugging Face folder to a checkpoint.
 
-Reads config.json, safetensors and tokenizer.json. Each tensor is used once or reported as left out.
-Code in the folder is never run, and pickles are read only where --weights names them, behind
-allow-lists.
+Reads config.json, safetensors and tokenizer.json, and writes a checkpoint of step 0. Each tensor is
+used once or reported as left out. Code in the folder is never run. Pickle files are read only where
+--weights names them, and only objects of allowed types are loaded.
 """
 
 import argparse
@@ -30,15 +30,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="HF_FOLDER",
         type=Path,
-        help="folder with config.json, or an adapter's",
+        help="folder with config.json, or a PEFT adapter's folder",
     )
-    text = "a new folder for the checkpoint"
+    text = "folder to create for the checkpoint"
     parser.add_argument("folder", metavar="CHECKPOINT", type=Path, help=text)
     parser.add_argument(
         "--weights",
         metavar="PATH",
-        help="take weights from here instead: a .pt or .bin file, a folder of them, or a folder of "
-        "torch.distributed.checkpoint; names as in Hugging Face folders (default: HF_FOLDER's)",
+        help="read weights from here: a .pt or .bin file, a folder of them, or a folder of "
+        "torch.distributed.checkpoint; names as in Hugging Face folders (default: HF_FOLDER)",
     )
     for name, verb in (("end", "ends"), ("start", "begins")):
         text = f"token that {verb} a document (default: the folder's)"
@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the folder's model as a checkpoint of step 0; print what was left out."""
     if newest(args.folder) is not None:
-        raise ValueError(f"{args.folder} holds a checkpoint already; name a new folder")
+        raise ValueError(f"{args.folder} already holds a checkpoint; name a new folder")
     import_plugins(args.uses)
     read_config(base_of(args.source))  # fails before torch is loaded
 

@@ -1,12 +1,12 @@
-"""``moefold verify``: prove that layouts do not change the maths of a run.
+"""``moefold verify``: prove that layouts do not change what a run computes.
 
-Shrinks the run's model but keeps its kinds of parts, runs it in fp64 in each layout, on processes
-of this machine, and on one rank, and compares loss, gradients, gradient norm and clipping, and
-weights and optimizer state after three steps.
+Shrinks the run's model but keeps its kinds of layers, trains it for three steps in fp64 on one rank
+and in each layout, on processes of this machine, and compares loss, gradients, gradient norm and
+clipping, and the weights and optimizer state after three steps.
 
 exit status:
   0  every layout computes what one rank computes
-  1  one does not, or with --controls a break went unnoticed
+  1  a layout does not, or with --controls a fault went unnoticed
   2  wrong input
 """
 
@@ -38,13 +38,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = 'axis sizes, such as "tp2 pp2 ep4"; repeatable (default: the run\'s own)'
     parser.add_argument("--layout", metavar="SIZES", action="append", help=text)
     add_world(parser)
-    text = "in the run's own number format, within a few times the effect of reordered sums"
+    text = "use the run's number format, and allow a few times the error of reordered sums"
     parser.add_argument("--as-run", action="store_true", help=text)
-    text = "all layouts that a release must pass, or those of these rules (default: the run's)"
+    text = "instead of RUN: all layouts of a release, or those of each RULE (default: none)"
     parser.add_argument("--matrix", metavar="RULE", nargs="*", help=text)
     text = "with --matrix: compare one step in this format with fp64 (default: three in fp64)"
     parser.add_argument("--precision", choices=("fp32", "bf16"), help=text)
-    text = "then break each exchange between ranks once, and show that each break is noticed"
+    text = "then break each exchange between ranks once, and check that each fault is noticed"
     parser.add_argument("--controls", action="store_true", help=text)
     add_json(parser)
 
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
         cases = [case for name, found in matrix().items() if name in rules for case in found]
         cases = [case for case in cases if args.world in (None, case.world)]
         if not cases:
-            said = "none of the matrix's layouts has so many ranks"
+            said = "none of the matrix's layouts has this number of ranks"
             raise ValueError(f"--world {args.world}: {said}")
     else:
         cases = proving.cases_of(run, args.layout, args.world, args.as_run)
     console = Console(soft_wrap=True)
     if run is not None and not args.json and getattr(run.train.quantise, "rows", "") == "rank":
-        console.print("train.quantise.rows: rank is proved as micro_batch: a layout changes it")
+        console.print("train.quantise.rows: verified as micro_batch, as rank depends on the layout")
     progress = VerdictPrinter(console, len(cases), quiet=args.json)
     if args.precision is not None:
         proof = proving.prove_low_precision(cases, args.precision, progress.show)
@@ -87,15 +87,15 @@ def _asked_run(args: argparse.Namespace) -> Run | None:
     """Check the arguments; return the run to prove, or None for the matrix."""
     if args.matrix is None:
         if args.source is None:
-            raise ValueError("name a RUN, or give --matrix for the release's own layouts")
+            raise ValueError("name a RUN, or give --matrix for the layouts of a release")
         if args.precision is not None:
-            raise ValueError("--precision goes with --matrix; a RUN has its own: --as-run")
+            raise ValueError("--precision needs --matrix; for a RUN use --as-run")
         return load_run(args.source, args.overrides)
     if args.source is not None or args.layout or args.as_run:
         raise ValueError("--matrix has its own models and layouts: give no RUN, --layout, --as-run")
     unknown = [name for name in args.matrix if name not in RULES]
     if unknown:
-        raise ValueError(f"--matrix {unknown[0]}: no such rule; there are {', '.join(RULES)}")
+        raise ValueError(f"--matrix {unknown[0]}: unknown rule; known are {', '.join(RULES)}")
     return None
 
 
@@ -119,7 +119,7 @@ class VerdictPrinter:
             line.append(f"  {verdict.worst.quantity} {verdict.worst.max_relative_error:.1e}")
         self._console.print(line.append(f"  {verdict.seconds:.1f} s", style="dim"))
         complaints = [
-            f"{row.quantity}: {row.max_relative_error:.1e} above {row.bound:.1e}, worst {row.worst}"
+            f"{row.quantity}: {row.max_relative_error:.1e} above {row.bound:.1e}, in {row.worst}"
             for row in verdict.rows
             if not row.max_relative_error <= row.bound  # NaN too
         ]
@@ -149,21 +149,21 @@ def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control
         error, worst = max(errors, key=lambda item: (math.isnan(item[0]), item[0]))
         rows.append((name, f"{error:.1e}", worst.layout, worst.worst))
     console.print()
-    console.print(plain_table("quantity", "largest error", "in layout", "worst", rows=rows))
+    console.print(plain_table("quantity", "largest error", "in layout", "where", rows=rows))
     if floored := {name for verdict in proof.verdicts for name in verdict.floored}:
-        console.print(Text(f"compared at the floor, being tiny: {', '.join(sorted(floored))}"))
+        console.print(Text(f"tiny, so compared with the norm of all: {', '.join(sorted(floored))}"))
     if coarse := {name for verdict in proof.verdicts for name in verdict.coarse}:
-        words = "not compared, roundings alone differ by more than a quarter"
+        words = "not compared, as rounding alone changes them by more than a quarter"
         console.print(Text(f"{words}: {', '.join(sorted(coarse))}"))
     if zero := {words for verdict in proof.verdicts for words in verdict.zero}:
-        console.print(Text(f"zero by the run's own maths: {'; '.join(sorted(zero))}"))
+        console.print(Text(f"always zero in this run: {'; '.join(sorted(zero))}"))
     if controls:
         seen = sum(control.noticed for control in controls)
         style = "bold green" if seen == len(controls) else "bold red"
-        console.print(Text(f"broken on purpose: {seen} of {len(controls)} noticed", style=style))
+        console.print(Text(f"injected faults: {seen} of {len(controls)} noticed", style=style))
     failed = sum(not verdict.passed for verdict in proof.verdicts)
     total = len(proof.verdicts)
-    passed = f"{plural(total, 'layout')}, {'all ' * (total > 1)}as one rank"
+    passed = f"{plural(total, 'layout')}, {'all ' * (total > 1)}equal to one rank"
     words = f"{failed} of {total} failed" if failed else passed
     console.print(Text(words, style="bold red" if failed else "bold green"))
 

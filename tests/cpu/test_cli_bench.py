@@ -86,7 +86,7 @@ def test_the_command_writes_a_machine_and_shows_the_step(
 @pytest.mark.parametrize("words", [["--layout", "tp2"], ["--world", "2"], ["--picture", "x.png"]])
 def test_what_belongs_to_memory_is_not_passed_over(words: list[str], capsys: Any) -> None:
     assert main(["bench", "tiny", *words]) == 2
-    assert f"{words[0]}: belongs to --memory" in capsys.readouterr().err
+    assert f"{words[0]} needs --memory" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_a_grouped_product_that_is_wrong_is_not_chosen(monkeypatch: pytest.Monke
 
     assert doctor._grouped_mm().chosen
     if not torch.cuda.is_available():
-        assert doctor._grouped_mm().why.endswith("on cpu, which experts in 16 bits take here")
+        assert doctor._grouped_mm().why.endswith("on cpu; used for experts in bf16 here")
         assert doctor._quantise().why.startswith("fp8_tensor, fp8_block, mxfp8, nvfp4: all emul")
     true_product = grouped.product
     monkeypatch.setattr(grouped, "product", lambda *args: true_product(*args) * 1.5)

@@ -159,4 +159,4 @@ def test_explain_lists_what_no_graph_can_hold(capsys: pytest.CaptureFixture[str]
     assert said["ended"].startswith("moefold/comm/") and len(said["refused"]) == 1
     assert list(said["static_bytes"]) == ["partial"] and min(said["static_bytes"]["partial"]) > 0
     assert main(["explain", "tiny", "--graphs", "train.precision=fp32"]) == 0
-    assert "nothing: no operator needs a value" in capsys.readouterr().out
+    assert "none: no operator reads a value on the host" in capsys.readouterr().out

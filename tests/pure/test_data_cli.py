@@ -83,7 +83,7 @@ def test_inspect_takes_the_folder_that_prepare_names(
     ("words", "said"),
     [
         (["prepare"], "nothing to read"),
-        (["prepare", "--stdlib", "--vocab", "300", "--tokenizer", "x"], "give one"),
+        (["prepare", "--stdlib", "--vocab", "300", "--tokenizer", "x"], "give only one"),
         (["prepare", "demo", "--stdlib"], "give a run, or sources"),
         (["prepare", "demo", "--holdout", "0.1"], "give a run, or sources"),
         (["prepare", "demo", "--vocab", "0"], "give a run, or sources"),
@@ -93,7 +93,7 @@ def test_inspect_takes_the_folder_that_prepare_names(
         (["prepare", "--stdlib", "--vocab", "0"], "at least 257"),
         (["prepare", "--text", "no/such.txt"], "no file matches"),
         (["inspect", "no/such"], "no such file"),
-        (["inspect", "."], "holds no token files"),
+        (["inspect", "."], "no token files"),
         (["inspect", "no/such", "--tokenizer", "no/such"], "tokenizer.json"),
     ],
 )
