@@ -96,7 +96,7 @@ class Run(Record):
         """Yield a violation if the schedule cannot run a step's number of micro-batches."""
         train = self.train
         for found in self.layout.step_violations(train.batch // train.micro_batch):
-            rule = f"counted in micro-batches of {train.micro_batch}: {found.rule}"
+            rule = f"{found.rule} (train.micro_batch is {train.micro_batch})"
             nearest = found.nearest * train.micro_batch
             yield Violation(("train", "batch"), train.batch, rule, nearest)
 
