@@ -320,7 +320,7 @@ def test_a_dry_run_of_what_no_machine_holds(trained: Path, tmp_path: Path, capsy
         (["--until", "99"], "most 8"),
         (["--fork", "x"], "--folder OLD"),
         (["train.step=9"], "steps"),
-        (["layout.recompute={kind: auto, limit: 1 MB}"], "raise the limit to that"),
+        (["layout.recompute={kind: auto, limit: 1 MB}"], "raise the limit, or"),
         (["layout.state={at: disk, folder: /dev/null/x}"], "in /dev/null/x cannot be created"),
         (
             ["layout.offload.disk={modules: [attention], folder: /dev/null/x}"],
