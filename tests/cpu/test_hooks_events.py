@@ -70,7 +70,7 @@ def test_checkpoints_come_at_their_steps_and_the_end_is_the_loop_s(tmp_path: Pat
         (EVEN, Health(), ""),
         (ONE_SIDED, Health(), "2 of 4 experts get no token"),
         (ONE_SIDED, Health(dead_share=0.6, load_ratio=3.0), ""),
-        ([0.45, 0.45, 0.05, 0.05], Health(), "the busiest expert gets 1.8 times the mean"),
+        ([0.45, 0.45, 0.05, 0.05], Health(), "the busiest expert gets 1.8 times the mean load"),
         ([0.45, 0.45, 0.05, 0.05], Health(load_ratio=1.9), ""),
         ([0.3, 0.3, 0.2, 0.2], Health(), ""),
     ],

@@ -95,8 +95,8 @@ def test_naming_the_format_that_auto_chose_is_the_same_run(here: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("rates", "asked", "said"),
     [
-        (WITHOUT, "bf16", "bf16 (asked for): its products are 55.5 times slower"),
-        (WITH, "fp32", "fp32 (asked for): its products are 2.0 times slower"),
+        (WITHOUT, "bf16", "bf16 (set explicitly): its matrix products are 55.5 times slower"),
+        (WITH, "fp32", "fp32 (set explicitly): its matrix products are 2.0 times slower"),
         (WITH, "bf16", None),
         (WITHOUT, "fp32", None),
         (WITHOUT, "auto", None),

@@ -482,7 +482,7 @@ def test_a_difference_inside_a_list_is_named_by_its_place(tmp_path: Path) -> Non
     run = run_of(tmp_path)
     (source,) = run.data.train
     heavy = {"train": [source.model_copy(update={"weight": 3.0}).model_dump()]}
-    with pytest.raises(ValueError, match=r"data\.train\[0\]\.weight: 1\.0 -> 3\.0\nGive"):
+    with pytest.raises(ValueError, match=r"data\.train\[0\]\.weight: 1\.0 -> 3\.0\nUse"):
         job_of(tmp_path, data=heavy)
 
 
@@ -533,7 +533,7 @@ def test_a_model_folder_that_describes_another_model_is_refused(tmp_path: Path) 
         assert same.resumed_from is not None
     config = json.loads((hub / "config.json").read_text())
     (hub / "config.json").write_text(json.dumps({**config, "rope_theta": 12345.0}))
-    with pytest.raises(ValueError, match=r"model: what its config\.json says is not what"):
+    with pytest.raises(ValueError, match=r"model: its description \(config\.json or code\)"):
         job()
 
 

@@ -243,7 +243,7 @@ def run_of(folder: Path, loss: dict[str, Any], adapter: Any = None, pairs: bool 
 
 def test_losses_that_do_not_fit_a_run(tmp_path: Path) -> None:
     for loss, pairs, said in (
-        ({"kind": "dpo"}, True, "train.loss.reference.*no adapter"),
+        ({"kind": "dpo"}, True, "train.loss.reference.*needs an adapter"),
         ({"kind": "dpo", "reference": "stored"}, False, "compares pairs of answers"),
         ({"kind": "cross_entropy"}, True, "cannot use the pairs of answers"),
         ({"kind": "distill", "teacher": "nowhere"}, False, "train.loss.teacher.*nowhere"),

@@ -160,6 +160,6 @@ def test_b99_what_no_choice_can_come_of_is_refused(tmp_path: Path) -> None:
     dense = {**block, "ffn": {"kind": "dense", "width": 16}}
     decoder = {"vocab": 300, "hidden": 16, "stacks": [{"repeat": 1, "blocks": [dense]}]}
     raw = raw_run(tmp_path, train=TRAIN | {"routing": {"record": "a"}})
-    with pytest.raises(RunError, match="no layer has experts"):
+    with pytest.raises(RunError, match="no layer of the model has a router"):
         load(Run, raw | {"model": {"family": "custom", "decoder": decoder}})
     assert main(["routing", str(tmp_path)]) == 2
