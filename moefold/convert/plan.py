@@ -74,7 +74,7 @@ def contract(
     """
     for name, asked, known in (("dtype", dtype, Dtype), ("layout", layout, Layout)):
         if asked not in get_args(known):
-            raise ValueError(f"{name} is {asked!r}; supported: {', '.join(get_args(known))}")
+            raise ValueError(f"{name} {asked!r}: must be one of {', '.join(get_args(known))}")
     wanted, sent, family = targets(decoder), dict[str, Sent](), family_of(decoder)
     copies = family.copies(decoder)
     for name, (row, layer) in find(sized(family.tensors, decoder), wanted).items():

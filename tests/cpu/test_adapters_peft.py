@@ -200,7 +200,7 @@ def test_tensors_that_are_no_matrices_are_named(shape: tuple[int, ...], tmp_path
     held = load_file(folder / TENSORS)
     name = next(name for name in held if "lora_A" in name)
     save_file(held | {name: held[name].reshape(shape)}, folder / TENSORS)
-    with pytest.raises(ValueError, match=rf"{name}, B: .* expected"):
+    with pytest.raises(ValueError, match=rf"{name} and B have .* expected"):
         import_folder(folder)
 
 
@@ -215,7 +215,7 @@ def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
         import_folder(folder)
     (folder / TENSORS).unlink()
     (folder / "adapter_model.bin").touch()
-    with pytest.raises(ValueError, match="pickled"):
+    with pytest.raises(ValueError, match="is a pickle"):
         import_folder(folder)
 
 

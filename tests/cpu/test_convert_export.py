@@ -180,7 +180,7 @@ def test_what_cannot_be_written_is_returned_as_notes(tmp_path: Path) -> None:
 def test_a_type_or_layout_that_no_folder_has_is_refused(tmp_path: Path) -> None:
     decoder = decoder_of("mixtral")
     flat: Any = "flat"
-    with pytest.raises(ValueError, match="layout 'flat': one of per_expert, packed"):
+    with pytest.raises(ValueError, match="layout 'flat': must be one of per_expert, packed"):
         export_folder(decoder, weights_of(decoder), tmp_path / "out", layout=flat)
     with pytest.raises(ValueError, match="'float16': must be one of float32, bfloat16"):
         export_folder(decoder, weights_of(decoder), tmp_path / "out", dtype="float16")  # type: ignore[arg-type]

@@ -404,7 +404,7 @@ def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[V
         if isinstance(term, Bias) and not selection_bias:
             rule = "needs a router with a selection bias, which this model does not have"
         elif any(_same_term(term, other) for other in seen):
-            rule = "must differ from the terms before it in kind or in over"
+            rule = "repeats an earlier entry of the list (same kind and over)"
         if rule:
             offers = (Aux(), Z(), Aux(over="sequence"), Aux(over="global_batch"))
             fresh = (o for o in offers if not any(_same_term(o, t) for t in taken))
