@@ -65,10 +65,9 @@ def run_lowered(precision: Precision, cases: Sequence[ProofCase]) -> dict[str, A
 
 
 def run_few() -> dict[str, Any]:
-    """Prove three layouts in fp32, and the one with most kernels in bf16."""
-    named, started = {case.name: case for case in every_case()}, time.monotonic()
-    proofs = narrow([named[name] for name in FEW], "fp32"), narrow([named[FEW[0]]], "bf16")
-    return summary(Proof(tuple(v for proof in proofs for v in proof.verdicts)), started)
+    """Prove three layouts, in which every kernel runs, in fp32."""
+    named = {case.name: case for case in every_case()}
+    return run_lowered("fp32", [named[name] for name in FEW])
 
 
 def run_controls() -> dict[str, Any]:

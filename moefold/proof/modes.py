@@ -48,11 +48,12 @@ class NarrowWatch(TorchDispatchMode):
         # Fast path: most operations return one tensor.
         leaves = (out,) if isinstance(out, Tensor) else tree_leaves(out)
         if narrow := [leaf for leaf in leaves if _narrow(leaf)]:
-            given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-            made = [leaf for leaf in narrow if id(leaf) not in given]
-            if any(leaf._base is None or id(leaf._base) not in given for leaf in made):
-                file, function, line = _place()
-                if f"{file}:{function}" not in ALLOWED and not file.startswith(QUANTISERS):
+            # The place is asked first: it is known sooner than what was given is gone through.
+            file, function, line = _place()
+            if f"{file}:{function}" not in ALLOWED and not file.startswith(QUANTISERS):
+                given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+                made = [leaf for leaf in narrow if id(leaf) not in given]
+                if any(leaf._base is None or id(leaf._base) not in given for leaf in made):
                     self.found.add(f"{func} in {file}:{line}")
         return out
 

@@ -62,7 +62,7 @@ def test_b65_a_run_with_steps_made_again_ends_as_the_one_without() -> None:
         assert not [name for name in left if not torch.equal(left[name], again[name])]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_so_it_is_of_runs_at_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Their last checkpoints, as after the 300 steps of the demo that the bench makes."""
     words = ["train.batch=4", "--recipe", "tiny", "--steps", "4", "--share", "0.5", "--zero", "3"]

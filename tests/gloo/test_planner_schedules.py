@@ -377,6 +377,6 @@ def test_b64_so_it_is_where_room_is_stated() -> None:
 
 def test_b64_so_it_is_where_rows_are_sent_as_they_come() -> None:
     """Where each goes is noted twice: as it leaves, and as it has come."""
-    ways = product((SHARED, LATENT), (None, ("block",)), ("gpipe", "merged"))
-    check([Asked(block, again, "pp2 ep2", kind, even=True) for block, again, kind in ways])
+    ways = product((SHARED, LATENT), (("gpipe", None), ("merged", ("block",))))
+    check([Asked(block, again, "pp2 ep2", kind, even=True) for block, (kind, again) in ways])
     check([Asked(SHARED, ("norms",), "pp2 etp2", "1f1b", even=True)])
