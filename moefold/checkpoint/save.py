@@ -313,7 +313,7 @@ class CheckpointWriter:
         limit = " (a quota or another limit applies)" if free >= needed else ""
         tried = f"after {self._policy.attempts} attempts"
         what = (
-            f"needs {needed} bytes, but {free} are free{limit}, {tried}; {before}. "
+            f"needs {needed} bytes and {free} are free{limit}, {tried}; {before}. "
             "Free some space, or lower watch.checkpoint.keep"
         )
         return SaveError(self.path, what, needed, free)

@@ -358,7 +358,7 @@ def test_foreign_folders_are_told_apart(tmp_path: Path) -> None:
         load(tmp_path)
     assert "reads moefold-checkpoint version 1" in str(caught.value)
     (tmp_path / manifest.FILE).write_text('{"name": "web app"}')
-    assert "does not say" in verify(tmp_path)[0].what
+    assert "no field `format`" in verify(tmp_path)[0].what
 
 
 def test_random_damage_never_passes_and_never_crashes(tmp_path: Path) -> None:

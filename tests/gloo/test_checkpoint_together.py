@@ -107,7 +107,7 @@ def test_one_rank_without_room_keeps_all_from_publishing(quick: Path) -> None:
     def work(ranks: Group) -> None:
         refusing = Refusing({"write": (99, errno.ENOSPC)})
         disk = refusing if ranks.index == 1 else Calls()
-        with pytest.raises(SaveError, match=r"rank 1: .*needs \d+ bytes, but \d+ are free"):
+        with pytest.raises(SaveError, match=r"rank 1: .*needs \d+ bytes and \d+ are free"):
             save_in_ranks(folder, 7, ranks, disk)
 
     assert fork_ranks(work, 3, quick) == [0, 0, 0]

@@ -109,7 +109,7 @@ def test_one_rank_needs_no_process_group() -> None:
         assert world.stage_group((0,)).size == 1
         world.close()
     assert not torch.distributed.is_initialized()
-    with pytest.raises(ValueError, match="no kind of group 'x', but tp, cp, dp"):
+    with pytest.raises(ValueError, match="no group of kind 'x'; kinds are tp, cp, dp"):
         World.single().group("x")
 
 

@@ -34,7 +34,7 @@ class DeepGemm(Emulated):
         try:
             module = import_module(MODULE)
         except Exception as error:  # imports of CUDA packages fail with errors of any type
-            return str(error).partition("\n")[0] or f"its import raises {type(error).__name__}"
+            return str(error).partition("\n")[0] or f"its import fails with {type(error).__name__}"
         names = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous")
         return ", ".join(f"no {name}" for name in names if getattr(module, name, None) is None)
 
