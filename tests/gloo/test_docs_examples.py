@@ -64,7 +64,9 @@ def test_a_term_divided_by_the_rows_of_a_rank_is_noticed(tmp_path: Path, capsys:
     assert not found["passed"] and found["max_relative_error"]["router/entropy"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["entropy.py", pytest.param("centred.py", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "name", ["entropy.py", pytest.param("centred.py", marks=pytest.mark.matrix)]
+)
 def test_a_run_in_its_own_format_reaches_the_ranks_too(
     name: str, tmp_path: Path, capsys: Any
 ) -> None:
