@@ -285,7 +285,7 @@ def check_roles(messages: Sequence[Message]) -> None:
     before = ""
     for number, message in enumerate(messages):
         role, text = message.get("role"), message.get("content")
-        if role not in BEFORE:
+        if not isinstance(role, str) or role not in BEFORE:
             said = f"message {number} has role {role!r}; known roles: {', '.join(BEFORE)}"
             raise BadDocument("unknown role", said)
         if before not in BEFORE[role]:

@@ -185,7 +185,8 @@ class MuonOptimizer(Optimizer):
             str(choose_arithmetic(self.rule.arithmetic, momentum, shapes[name]))
             for name, momentum in self._momenta.items()
         }
-        words = " and ".join(sorted(types)).replace("torch.", "") or "no type"
+        words = " and ".join(sorted(types)).replace("torch.", "")
         owner = "local" if isinstance(self._wholes, LocalMatrices) else "gathered"
-        line = f"{len(self._matrices)} parameters, Newton-Schulz of {owner} matrices in {words}"
+        line = f"{len(self._matrices)} parameters"
+        line += f", Newton-Schulz of {owner} matrices in {words}" if words else ""
         return {self.rule.kind: line, **self._rest.describe()}

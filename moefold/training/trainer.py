@@ -108,7 +108,7 @@ class Trainer:
         self.folder, self.hooks, self.memory = Path(folder), tuple(hooks), memory
         self.last_step, self._forks = run.train.steps, forks
         self.progress, self.place = Progress(), 0
-        self._busy_s, self._running = 0.0, False
+        self._busy_s, self._running, self._closed = 0.0, False, False
         self.resumed_from: Path | None = None
         # The step whose checkpoint this process has read completely, or written.
         self._saved: int | None = None
@@ -341,6 +341,8 @@ class Trainer:
 
     def _start(self) -> None:
         """Call the hooks' ``on_start`` once, before the first step of this process."""
+        if self._closed:
+            raise ValueError(f"the run in {self.folder} is closed; open it again to continue it")
         if not self._running:
             self._running = True
             self._tell("on_start")
@@ -442,6 +444,7 @@ class Trainer:
     def close(self, error: BaseException | None = None) -> None:
         """End the run, failed if there is an ``error``: call the hooks, release the folder."""
         with ExitStack() as ends:
+            self._closed = True
             ends.callback(self.lock.release)
             if self.local is not None:
                 ends.callback(self.local.wait)

@@ -239,6 +239,7 @@ def test_packed_is_one_by_one(tmp_path: Path) -> None:
             r"roles out of order: message 1 \(user\) follows user",
         ),
         ({"messages": [{"role": "human", "content": "a"}]}, "unknown role: message 0 .*'human'"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown role: message 0 .*'user'"),
         ({"messages": [{"role": "user"}]}, r"no content: message 0 \(user\)"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -165,6 +166,23 @@ def test_plain_lines_are_few(tmp_path: Path) -> None:
     lines = said(out).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/50", "step 50/50"]
     assert lines[0].startswith("step 1/50  loss 3.000") and lines[0].endswith("left")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_steps_without_an_update_are_said_at_once(tmp_path: Path, terminal: bool) -> None:
+    out = console(terminal=terminal)
+    hook = ProgressHook(ProgressDisplay(seconds=60.0), out)
+    job = FakeJob(tmp_path, [hook], last_step=50)
+    hook.on_start(job)
+    job.step_number = 7
+    hook.on_step(job, {"lm_loss": math.nan, "skipped": 1})
+    job.step_number = 5
+    hook.on_rewind(job)
+    hook.on_stop(job, None)
+    text = re.sub(r"\x1b\[[0-9;?]*\w", "", said(out))
+    assert "skipped step 7: loss or gradients are not finite" in text
+    assert "rewound to step 5: a step was not finite" in text
+    assert not terminal or "5/50" in text
 
 
 def test_a_terminal_gets_a_bar_and_a_quiet_run_nothing(tmp_path: Path) -> None:

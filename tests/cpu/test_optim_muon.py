@@ -408,6 +408,9 @@ def test_what_is_shown() -> None:
         "muon": "6 parameters, Newton-Schulz of local matrices in float32",
         "adamw": "4 tensors fused",
     }
+    names = [name for name in SHAPES if len(SHAPES[name]) == 1]
+    vectors = {name: tensor for name, tensor in parameters().items() if name in names}
+    assert names and MuonOptimizer(rule, vectors).describe()["muon"] == "0 parameters"
 
 
 def test_b89_heads_are_matrices_of_their_own() -> None:

@@ -568,6 +568,15 @@ def test_changed_data_is_noticed(tmp_path: Path) -> None:
         runs.corpus = plain
 
 
+def test_a_run_that_is_closed_makes_no_step(tmp_path: Path) -> None:
+    """Its folder is no longer locked: another run may write to it."""
+    with job_of(tmp_path) as job:
+        job.step()
+    with pytest.raises(ValueError, match="is closed; open it again"):
+        job.step()
+    assert job.evaluate(), "what writes nothing still works"
+
+
 def test_two_runs_cannot_write_one_folder(tmp_path: Path) -> None:
     with job_of(tmp_path), pytest.raises(LockError):
         job_of(tmp_path)

@@ -64,6 +64,9 @@ class ProgressHook(Hook):
         self._weight = SMOOTHING * self._weight + 1
         self._last = now
         left, facts = clock(steps * self._sum / self._weight), describe(metrics)
+        if metrics.get("skipped"):
+            text = "loss or gradients are not finite; its update was skipped"
+            self._print(f"[bold yellow]skipped[/] step {job.step_number}: {text}")
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=job.step_number, facts=facts, left=left)
@@ -89,6 +92,13 @@ class ProgressHook(Hook):
             f"[cyan]measured[/] {1000 * step_s:.0f} ms a step, {plural(steps, 'step')} to go: "
             f"{clock(left)} plus evaluation, so until about {at}; peak memory {size(peak)}"
         )
+
+    def on_rewind(self, job: JobView) -> None:
+        """Say to which step the run returned, and why."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=job.step_number)
+        text = "a step was not finite; its data are left out from now on"
+        self._print(f"[bold yellow]rewound[/] to step {job.step_number}: {text}")
 
     def on_evaluate(self, job: JobView, metrics: Figures) -> None:
         """Print the held-out result: ``loss 2.91  stdlib 2.044 bits per byte``."""
