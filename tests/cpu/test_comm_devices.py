@@ -30,7 +30,7 @@ def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eight_devices")
 def test_two_ranks_do_not_share_a_device(capsys: Any) -> None:
-    with pytest.raises(ValueError, match="number 8 of its machine, which has 8 CUDA devices"):
+    with pytest.raises(ValueError, match="rank 8 needs CUDA device 8, but its machine has 8"):
         join(Spot(8, 16, 8, "127.0.0.1", 0, served=True), 1.0, "cuda")
     assert main(["train", "tiny", "--nproc", "16", "train.batch=16"]) == 2
     assert "16 ranks and 8 CUDA devices here" in capsys.readouterr().err

@@ -237,7 +237,7 @@ def test_overrides_that_pages_show_are_legal(words: list[str]) -> None:
         (lambda: moefold.verify(moefold.load_run("tiny"), "tp2"), r"such as \['tp2'\]"),
         (
             lambda: moefold.open(moefold.load_run("tiny"), hooks=cast(Any, [Hook])),
-            "objects of classes",
+            "must be instances of subclasses of Hook",
         ),
     ],
 )
