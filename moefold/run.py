@@ -25,7 +25,7 @@ from moefold.parallel.config import Layout
 from moefold.spec.decoder import clip_violations, needs
 from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
 from moefold.spec.tuning import tuned, tuning_violations
-from moefold.training.config import ADAPTER, Train
+from moefold.training.config import ADAPTER, Lora, Train
 from moefold.training.hooks.config import Watch
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -47,7 +47,7 @@ class Run(Record):
     data: Data
     optim: Annotated[Optim, OPTIMIZER]
     train: Train
-    adapter: Annotated[Record, ADAPTER] | None = None
+    adapter: Annotated[Lora, ADAPTER] | None = None
     """Adapters that are trained instead of the model's weights; None trains the weights."""
     layout: Layout = Layout()
     watch: Watch = Watch()

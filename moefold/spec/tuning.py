@@ -8,7 +8,6 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.suggest import closest
 from moefold.model.config import Block, Decoder, LowRank, patterns
@@ -19,18 +18,18 @@ from moefold.spec.layer import LayerSpec, Weight, rounded_up
 from moefold.training.config import LAYER_TARGETS, MORE_TARGETS, Lora
 
 
-def tuned(decoder: Decoder, frozen: Sequence[str], adapter: Record | None) -> Decoder:
+def tuned(decoder: Decoder, frozen: Sequence[str], adapter: Lora | None) -> Decoder:
     """Return a decoder with a run's frozen parameters, or with its adapters and the rest frozen."""
-    return adapt(decoder, adapter) if isinstance(adapter, Lora) else freeze(decoder, frozen)
+    return freeze(decoder, frozen) if adapter is None else adapt(decoder, adapter)
 
 
 def tuning_violations(
-    decoder: Decoder, frozen: Sequence[str], adapter: Record | None
+    decoder: Decoder, frozen: Sequence[str], adapter: Lora | None
 ) -> Iterator[Violation]:
     """Yield values of a run's ``train.freeze`` and ``adapter`` that do not fit its model."""
     for violation in freeze_violations(decoder, frozen):
         yield violation.under("train", "freeze")
-    if isinstance(adapter, Lora):
+    if adapter is not None:
         found = list(adapter_violations(decoder, adapter))
         found += [] if found or adapter.start is None else first_violations(decoder, adapter)
         for violation in found:

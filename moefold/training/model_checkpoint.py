@@ -36,7 +36,6 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
 from moefold.spec.decoder import LORA_A, LORA_B
 from moefold.spec.tuning import adapter_scales, trainable
-from moefold.training.config import Lora
 
 MODEL = "model."
 """Prefix of the model's tensors in a checkpoint."""
@@ -243,7 +242,7 @@ def fill_start_values(
     with ExitStack() as opened:
         base = opened.enter_context(import_folder(source.path, reading=source.reading()))
         first: AdapterTensors | None = None
-        if isinstance(run.adapter, Lora) and run.adapter.start is not None:
+        if run.adapter is not None and run.adapter.start is not None:
             start, of = Path(run.adapter.start), (base.source.folder, base.decoder, base.tensors)
             first = opened.enter_context(closing(open_adapter(start, *of)))
         adapters = begin if first is None else lambda piece: piece.of(first[piece.name])

@@ -1,13 +1,14 @@
 """Low-rank adapters: as their merged weights, in value and gradient; what is refused, and bytes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from moefold import api
+from moefold.config.base import Record
 from moefold.config.errors import RunError, dotted
 from moefold.config.load import load
 from moefold.kernels.linear.dropout import Dropout
@@ -25,7 +26,7 @@ from moefold.planner.memory import fullest
 from moefold.run import Run, load_run
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
 from moefold.spec.tuning import adapt, trainable
-from moefold.training.config import Lora
+from moefold.training.config import ADAPTER, Lora
 from moefold.training.evaluate import evaluate
 from moefold.training.step import gradients
 from moefold.training.trainer import Trainer
@@ -204,6 +205,29 @@ def test_targets_that_match_nothing_and_ranks_that_do_not_divide_are_refused(
     layout = {"graphs": "step", "dispatch": {"kind": "deep_ep"}}
     with pytest.raises(RunError, match=r"(?s)random numbers, but adapter\.dropout.*row numbers"):
         run_of(tmp_path, adapter=asked, layout=layout)
+
+
+def test_an_adapter_of_a_kind_that_is_no_lora_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be left out silently; one that inherits from it is read as it is."""
+
+    class Apart(Record):
+        kind: Literal["apart"] = "apart"
+
+    class Halved(Lora):
+        kind: Literal["halved"] = "halved"  # type: ignore[assignment]
+
+        def rank_of(self, top_k: int | None) -> int:
+            return super().rank_of(top_k) // 2
+
+    monkeypatch.setattr(ADAPTER, "_kinds", dict(ADAPTER.kinds))
+    for kind in (Apart, Halved):
+        ADAPTER.register(kind)
+    with pytest.raises(RunError, match=r"Apart must inherit from .*Lora"):
+        load(Run, raw_run(tmp_path, adapter={"kind": "apart"}))
+    halved = load(Run, raw_run(tmp_path, adapter={"kind": "halved", "rank": 6})).record
+    assert {a.rank for block in halved.decoder().blocks for a in block.adapters} == {3}
 
 
 def test_a_run_trains_its_adapters_alone(tmp_path: Path) -> None:
