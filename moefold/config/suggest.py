@@ -48,7 +48,8 @@ def words(spec: FieldSpec) -> str:
     # An example is clearer to a reader than a pattern.
     hidden = ("pattern",) if spec.examples else ()
     said = dict.fromkeys(_words(option, hidden) for option in spec.options)
-    example = f", such as {show(spec.examples[0])}" if spec.examples else ""
+    how = " of the form" if any("pattern" in one.bounds for one in spec.options) else ", such as"
+    example = f"{how} {show(spec.examples[0])}" if spec.examples else ""
     return " or ".join(said) + example
 
 
