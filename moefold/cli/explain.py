@@ -247,7 +247,8 @@ def derived(loaded: Loaded[Run]) -> dict[str, Any]:
 
 def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for span in facts["layers"]:
-        yield f"layers {span['first']}–{span['last']}", f"attention {_one_line(span['attention'])}"
+        numbers = range(span["first"], span["last"] + 1)
+        yield _layers(numbers), f"attention {_one_line(span['attention'])}"
         yield "", f"ffn {_one_line(span['ffn'])}"
     total, active = facts["parameters"], facts["active_parameters"]
     yield "parameters", f"{total:,}; {active:,} active per token ({100 * active / total:.1f} %)"
@@ -434,10 +435,15 @@ def _places(stage: Sequence[Place]) -> str:
     """Format the content of a stage: ``embedding, layers 0–1``."""
     said = []
     for kind, same in groupby(stage, key=lambda place: place.kind):
-        numbers = ranks_text(tuple(place.index for place in same))
-        numbered = {"layer": f"layers {numbers}", "multi_token": f"multi-token {numbers}"}
-        said.append(numbered.get(kind, kind))
+        numbers = tuple(place.index for place in same)
+        more = f"multi-token {ranks_text(numbers)}"
+        said.append({"layer": _layers(numbers), "multi_token": more}.get(kind, kind))
     return ", ".join(said) or "nothing"
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    """Format numbers of layers: ``layer 0``, ``layers 0–1``."""
+    return f"layer{'s' * (len(numbers) > 1)} {ranks_text(numbers)}"
 
 
 def groups_text(groups: Sequence[Ranks]) -> str:
@@ -447,7 +453,7 @@ def groups_text(groups: Sequence[Ranks]) -> str:
     return " | ".join("…" if g is None else ranks_text(g) for g in _some(groups, GROUPS))
 
 
-def ranks_text(ranks: Ranks) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Format ascending numbers in short form: ``0–3 8–11``, ``0 4 … 28`` if evenly spaced."""
     first, second, last = ranks[0], ranks[min(1, len(ranks) - 1)], ranks[-1]
     step = second - first

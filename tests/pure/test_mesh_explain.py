@@ -85,6 +85,13 @@ def test_other_parts_of_an_illegal_layout_are_kept(capsys: Any) -> None:
     assert "attention:" not in text and "layout      tp2 pp3" in text
 
 
+def test_a_stage_of_one_layer_holds_a_layer(capsys: Any) -> None:
+    words = ["layout.sizes=pp2", "layout.stages=Et|t*3L", "model.shape.dense_layers=[0]"]
+    text = " ".join(said(capsys, *words).split())
+    assert "pp0 embedding, layer 0 pp1 layers 1–3, loss" in text, text
+    assert "layer 0 attention" in text and "layers 1–3 attention" in text
+
+
 def test_stages_in_the_shape_of_a_v_go_there_and_back(capsys: Any) -> None:
     """The first rank holds the embedding and, on the way back, the loss."""
     words = ["--layout", "pp2 vpp2", "layout.schedule={kind: zb_v}", "train.batch=32"]
