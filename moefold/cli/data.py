@@ -17,7 +17,7 @@ from moefold.cli._common import add_json, on_stderr, plain_table, print_json, pr
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
 from moefold.data.docstrings import write_chats
-from moefold.data.index import Corpus, Indexed, read_facts
+from moefold.data.index import Corpus, Indexed, is_index, read_facts
 from moefold.data.packing import REJECTED
 from moefold.data.prepare import MASK, Prepared, masks_of, prepare
 from moefold.data.tokenizer import Tokenizer, from_path
@@ -168,8 +168,9 @@ def _inspect(args: argparse.Namespace) -> int:
     console, folder = Console(soft_wrap=True), Path(args.prefix).is_dir()
     prefixes = [args.prefix]
     if folder:
-        found = (str(idx.with_suffix("")) for idx in Path(args.prefix).rglob("*.idx"))
-        prefixes = sorted(prefix for prefix in found if not prefix.endswith(MASK))
+        found = filter(is_index, Path(args.prefix).rglob("*.idx"))
+        prefixes = sorted(str(idx.with_suffix("")) for idx in found)
+        prefixes = [prefix for prefix in prefixes if not prefix.endswith(MASK)]
         if not prefixes:
             raise DataError(f"{args.prefix}: no token files (.bin and .idx) in this folder")
         if args.document is not None:

@@ -54,6 +54,14 @@ def files_of(prefix: str | Path) -> tuple[Path, Path]:
     return Path(text + ".bin"), Path(text + ".idx")
 
 
+def is_index(file: Path) -> bool:
+    """Return whether an ``.idx`` file is of this format, if damaged: git has others."""
+    if file.with_suffix(".bin").is_file():
+        return True
+    with file.open("rb") as opened:
+        return opened.read(len(MAGIC)) == MAGIC
+
+
 class IndexWriter:
     """Writes documents one by one; the files appear when the ``with`` block ends without error.
 

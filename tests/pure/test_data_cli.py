@@ -79,6 +79,23 @@ def test_inspect_takes_the_folder_that_prepare_names(
     assert status == 1 and text.count("DAMAGED") == 1
 
 
+def test_inspect_passes_over_indices_of_other_formats(
+    lines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as git's of its packs; a token index whose .bin file is lost is not one of these."""
+    train = json.loads(prepared(lines, capsys, "--json")[1])["parts"][0]
+    pack = lines.parent / "out" / ".git" / "pack-1.idx"
+    pack.parent.mkdir()
+    pack.write_bytes(b"\xfftOc" + bytes(60))
+    status, text = ask(capsys, "inspect", str(lines.parent / "out"))
+    assert status == 0 and text.count("bytes: as written") == 2 and "pack" not in text
+    assert main(["data", "inspect", str(pack.parent)]) == 2
+    assert "no token files" in capsys.readouterr().err
+    Path(train["prefix"] + ".bin").unlink()
+    assert main(["data", "inspect", str(lines.parent / "out")]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
