@@ -23,7 +23,7 @@ from moefold.checkpoint.folder import newest
 from moefold.cli._common import add_json, progress_bars
 from moefold.data.prepare import prepare
 from moefold.files import free_folder
-from moefold.run import Run, load_run
+from moefold.run import Run, loaded_run
 from moefold.training.report import BASELINES, summary
 from moefold.training.run_folder import History, sets
 from moefold.training.words import clock, count, step_time
@@ -53,7 +53,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    run = load_run(RECIPE, args.overrides)
+    loaded = loaded_run(RECIPE, args.overrides)
+    run = loaded.record
 
     from moefold.cli._training import ENDED, open_job, print_answer, train_to_end
     from moefold.training.banner import card
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder or free_folder(run.name))
     console = Console(stderr=args.json)
     fits = None
-    if not any(override.startswith("train.steps") for override in args.overrides):
+    if loaded.origins["train", "steps"].sort != "override":
         run, fits = fitted(run, folder, console)
     with open_job(run, folder, console) as job:
         status = train_to_end(job, console, [] if fits is None else [("steps", fits)])

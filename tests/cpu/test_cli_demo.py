@@ -58,9 +58,12 @@ def test_a_slow_machine_takes_fewer_steps_and_says_so(
     assert "step 3 is done already" in capsys.readouterr().out
 
 
-def test_steps_that_are_asked_for_are_taken(here: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("override", ["train.steps=4", "train={steps: 4, batch: 4}"])
+def test_steps_that_are_asked_for_are_taken(
+    here: Path, monkeypatch: Any, capsys: Any, override: str
+) -> None:
     """No machine overrules ``train.steps``."""
     monkeypatch.setattr(demo, "FEWEST", 1)
     monkeypatch.setattr(demo, "STEPS_S", 0)
-    assert main(["demo", "train.steps=4"]) == 0
+    assert main(["demo", override]) == 0
     assert "done step 4," in re.sub(r"[│\s]+", " ", capsys.readouterr().out)
