@@ -397,9 +397,11 @@ class LayerSpec(Record):
                 yield operation, matmul, tuple(weights[name] for name in matmul.weights)
 
     def activation_width(self, shape: Shape) -> float:
-        """Return the input width, on a rank, of the last product of a feed-forward or experts."""
-        found = [w for one, _, w in self.products(shape.hidden) if one.name in ("ffn", "experts")]
-        return found[-1][0].matrix(shape.tp, shape.ep, shape.etp)[1] if found else 0.0
+        """Return the input width, on a rank, of the last product that is not wide, of dispatched
+        rows or, where none are, of the tensor group's."""
+        found = {m.rows: w for one, m, w in self.products(shape.hidden) if not one.wide}
+        last = next((found[rows] for rows in ("routed", "group", "own") if rows in found), None)
+        return last[0].matrix(shape.tp, shape.ep, shape.etp)[1] if last else 0.0
 
     @property
     def routing(self) -> RoutingSpec | None:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,6 +22,7 @@ from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Moe, Router, Shared
 from moefold.planner import foreign
 from moefold.planner.count import count
 from moefold.planner.memory_kept import kept
@@ -115,6 +117,26 @@ def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     small = small_part(Diagonal(), Asked(Sizes(tp=3, cp=2)))
     assert isinstance(small, Diagonal) and small.features == 18
     assert small_part(Diagonal(features=6), Asked(Sizes(tp=3))) == Diagonal(features=6)
+
+
+def test_the_width_of_an_activation_follows_from_products_whatever_their_operation() -> None:
+    """What the last product reads: of dispatched rows, else of the tensor group's."""
+
+    class Renamed(Dense):
+        """A feed-forward from outside."""
+
+        def operations(self, hidden: int) -> Iterator[Operation]:
+            """Yield those of the package under names of its own."""
+            for one in super().operations(hidden):
+                yield replace(one, name=f"own_{one.name}")
+
+    shape = Shape(64, 8, tp=2)
+    for latent in (None, 16):
+        for kind in (Dense, Renamed):
+            assert kind(width=128, latent=latent).activation_width(shape) == 64
+    shared = Moe(width=32, router=Router(experts=4, top_k=2), shared=Shared(width=8, gate=True))
+    assert shared.activation_width(replace(shape, etp=2)) == 16
+    assert foreign.Nothing().activation_width(shape) == 0
 
 
 def test_a_subclass_is_described_as_what_it_inherits_from() -> None:
