@@ -64,22 +64,6 @@ def update_scale(rule: str, rows: int, cols: int) -> float:
     }[rule]
 
 
-def advance_momentum_(
-    momentum: Tensor, grad: Tensor, rule: Muon, *, scale: float, out: Tensor
-) -> None:
-    """Move ``momentum`` towards ``grad * scale`` in place and write the direction to ``out``.
-
-    Elementwise, hence valid for shards. ``grad`` is overwritten when ``scale`` is not 1.
-    """
-    if scale != 1:
-        grad.mul_(scale)
-    momentum.lerp_(grad, 1 - rule.momentum)
-    if rule.nesterov:
-        torch.lerp(grad, momentum, rule.momentum, out=out)
-    else:
-        out.copy_(momentum)
-
-
 def choose_arithmetic(
     setting: str, weight: Tensor, shape: Sequence[int] | None = None
 ) -> torch.dtype:
@@ -149,24 +133,30 @@ class MuonOptimizer(Optimizer):
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
         """Update matrices by Muon, and the rest by AdamW.
 
-        Only Newton-Schulz needs whole matrices; the rest is elementwise.
+        Only Newton-Schulz needs whole matrices; the rest is elementwise, hence valid for shards.
         """
-        grads = self._gradients(scale)
+        rule, grads = self.rule, self._gradients(scale)
         grads = {name: grads[name].contiguous() for name in self._matrices}
         for name, grad in grads.items():
-            # ``out`` may alias ``grad``: each element is read before it is written.
-            advance_momentum_(self._momenta[name], grad, self.rule, scale=scale, out=grad)
+            if scale != 1:
+                grad.mul_(scale)
+            # The direction overwrites the gradient, of which each element is read first.
+            momentum = self._momenta[name].lerp_(grad, 1 - rule.momentum)
+            if rule.nesterov:
+                torch.lerp(grad, momentum, rule.momentum, out=grad)
+            else:
+                grad.copy_(momentum)
         matrices = self._wholes.gather(grads)
         for batch in batches(matrices):
             stack_Nmn = torch.cat(batch)
-            dtype = choose_arithmetic(self.rule.arithmetic, stack_Nmn)
-            updates = orthogonalise(stack_Nmn, self.rule.ns_steps, dtype)
+            dtype = choose_arithmetic(rule.arithmetic, stack_Nmn)
+            updates = orthogonalise(stack_Nmn, rule.ns_steps, dtype)
             for part, update in zip(batch, updates.split([len(x) for x in batch]), strict=True):
                 part.copy_(update)
-        lr = self.rule.lr * lr_factor
+        lr = rule.lr * lr_factor
         for name, update in self._wholes.scatter(matrices, grads).items():
-            size = update_scale(self.rule.scale, *self._wholes.shapes[name][-2:])
-            weight = self.params[name].mul_(1 - lr * self.rule.weight_decay)
+            size = update_scale(rule.scale, *self._wholes.shapes[name][-2:])
+            weight = self.params[name].mul_(1 - lr * rule.weight_decay)
             weight.add_(update, alpha=-lr * size)
         self._rest.step(scale, lr_factor)
 

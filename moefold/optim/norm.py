@@ -21,8 +21,17 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     error of 4e-4 on a CPU. Exactly zero for no tensors. Not finite if and only if an element is not
     finite, or so large (about 1e17) that the sum of squares overflows float32.
     """
-    parts = [part for tensor in tensors if tensor.numel() for part in _block_norms(tensor)]
-    wide = widest(device)
+    wide, parts = widest(device), list[Tensor]()
+    for tensor in tensors:
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        flat = tensor.detach().reshape(-1)
+        # Short sums: norms of blocks keep the relative error below 5e-7.
+        whole = flat.numel() // BLOCK * BLOCK
+        if whole:
+            blocks = flat[:whole].view(-1, BLOCK)
+            parts.append(torch.linalg.vector_norm(blocks, dim=1, dtype=dtype))
+        if whole < flat.numel():
+            parts.append(torch.linalg.vector_norm(flat[whole:], dtype=dtype).view(1))
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch.cat([part.to(wide) for part in parts])
@@ -54,17 +63,3 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 def widest(device: torch.device) -> torch.dtype:
     """Return float64 if the device supports it, else float32."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _block_norms(tensor: Tensor) -> list[Tensor]:
-    """Return 1-dim norms of blocks of the tensor: short sums keep the relative error below 5e-7."""
-    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // BLOCK * BLOCK
-    norms = []
-    if whole:
-        blocks = flat[:whole].view(-1, BLOCK)
-        norms.append(torch.linalg.vector_norm(blocks, dim=1, dtype=dtype))
-    if whole < flat.numel():
-        norms.append(torch.linalg.vector_norm(flat[whole:], dtype=dtype).view(1))
-    return norms
