@@ -4,7 +4,7 @@ The nearest values of one result are legal together.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from moefold.config.errors import Violation
 from moefold.mesh.config import ORDERS, Order, Sizes
@@ -31,7 +31,12 @@ def size_violations(
 
     ``world`` is the number of ranks, if fixed; ``stages`` are balanced if not given.
     """
-    most = max(model.layers, _stage_count(stages))
+    parsed, slip = None, ""
+    try:
+        parsed = None if stages is None else Stages.parse(stages)
+    except ValueError as error:
+        slip = str(error)
+    most = max(model.layers, len(parsed.letters) if parsed else 0)
     fits = world is not None and world > 0 and world % sizes.smallest_world == 0
     mended = nearest_sizes(sizes, model, world if fits else None, most)
     broken = size_rules(sizes, model, most)
@@ -39,17 +44,16 @@ def size_violations(
     if world is not None:
         found += world_violations(mended, world, model, most)
     found += order_violations(mended, order)
-    if stages is not None:
-        found += stage_violations(stages, mended, model)
+    if slip:
+        found.append(Violation(("stages",), stages, slip, None))
+    if parsed is not None:
+        need = mended.pp * mended.vpp, model.mixtures, model.multi_token
+        faults = parsed.faults(*need)
+        if parsed.letters[-1].count("m") < "".join(parsed.letters).count("m"):
+            faults.append("must have every m in the last stage, with L")
+        near = parsed.nearest(*need).text if faults else None
+        found += [Violation(("stages",), stages, rule, near) for rule in faults]
     return found
-
-
-def _stage_count(stages: str | None) -> int:
-    """Return the number of stages in a text; 0 if it is invalid, which is reported elsewhere."""
-    try:
-        return 0 if stages is None else len(Stages.parse(stages).letters)
-    except ValueError:
-        return 0
 
 
 def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
@@ -95,22 +99,6 @@ def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
     yield Violation(("order",), order, rule, ORDERS[0])
 
 
-def stage_violations(text: str, sizes: Sizes, model: ModelNeeds) -> Iterator[Violation]:
-    """Yield the violations of a pipeline layout for sizes and a model."""
-    try:
-        stages = Stages.parse(text)
-    except ValueError as error:
-        yield Violation(("stages",), text, str(error), None)
-        return
-    count = sizes.pp * sizes.vpp
-    faults = stages.faults(count, model.mixtures, model.multi_token)
-    if stages.letters[-1].count("m") < "".join(stages.letters).count("m"):
-        faults.append("must have every m in the last stage, with L")
-    if faults:
-        near = stages.nearest(count, model.mixtures, model.multi_token).text
-        yield from (Violation(("stages",), text, rule, near) for rule in faults)
-
-
 def nearest_sizes(
     sizes: Sizes, model: ModelNeeds | None = None, world: int | None = None, most: int | None = None
 ) -> Sizes:
@@ -122,7 +110,11 @@ def nearest_sizes(
     # Schedules with virtual stages need two or more per rank, so pp is reduced for them.
     deepest = most if most is None or sizes.vpp == 1 else most // 2 or most
     for axis in SPLIT:
-        legal = _choices(axis, model, deepest)
+        if axis == "pp":
+            legal = None if deepest is None else range(1, deepest + 1)  # None: all sizes
+        else:
+            units = [need.number for need in model.needs if need.axis == axis] if model else []
+            legal = divisors(math.gcd(*units)) if units else None
         if world is not None:
             fitting = [d for d in divisors(world) if legal is None or d in legal]
             legal = [d for d in fitting if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
@@ -131,14 +123,6 @@ def nearest_sizes(
         chosen[axis] = min(legal or (), key=lambda d: (max(d / one, one / d), d), default=one)
     virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
     return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)
-
-
-def _choices(axis: str, model: ModelNeeds | None, most: int | None) -> Sequence[int] | None:
-    """Return the sizes of an axis that a model allows; None for all."""
-    if axis == "pp":
-        return None if most is None else range(1, most + 1)
-    sizes = [need.number for need in model.needs if need.axis == axis] if model else []
-    return divisors(math.gcd(*sizes)) if sizes else None
 
 
 def divisors(number: int) -> list[int]:

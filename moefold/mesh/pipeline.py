@@ -53,7 +53,34 @@ class Stages:
             ValueError: with the position in the text, if a letter is unknown, a parenthesis
                 unmatched, or a ``*`` without number.
         """
-        return cls(tuple(_written_out(text).split("|")))
+        levels: list[list[str]] = [[]]
+        for token in re.finditer(r"\*\s*(\d*)|[\s,]+|.", text, re.DOTALL):
+            word = token[0]
+            if word.startswith("*"):
+                if not token[1] or not levels[-1]:
+                    what = "a number after" if levels[-1] else "a letter or group before"
+                    raise _slip(text, f"'*' needs {what} it", token.start())
+                if len(levels[-1][-1]) * int(token[1]) > LONGEST:
+                    raise _slip(text, f"more than {LONGEST:,} letters and breaks", token.start())
+                levels[-1][-1] *= int(token[1])
+            elif word == "(":
+                levels.append([])
+            elif word == ")":
+                if len(levels) == 1:
+                    raise _slip(text, "')' has no '('", token.start())
+                inner = "".join(levels.pop())
+                levels[-1].append(inner)
+            elif word in KINDS or word == "|":
+                levels[-1].append(word)
+            elif not re.fullmatch(r"[\s,]+", word):
+                known = " ".join(KINDS)
+                raise _slip(text, f"{word!r} is not one of {known} | ( ) *n", token.start())
+        if len(levels) > 1:
+            raise _slip(text, "'(' has no ')'", len(text))
+        whole = "".join(levels[0])
+        if len(whole) > LONGEST:
+            raise _slip(text, f"more than {LONGEST:,} letters and breaks", len(text))
+        return cls(tuple(whole.split("|")))
 
     @classmethod
     def balanced(
@@ -194,37 +221,6 @@ def _folded(stage: str) -> str:
     """Write three or more equal letters as ``t*4``."""
     runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
     return "".join(f"{letter}*{n}" if n > 2 else letter * n for letter, n in runs)
-
-
-def _written_out(text: str) -> str:
-    """Return the text with all repeats expanded: only letters and breaks."""
-    levels: list[list[str]] = [[]]
-    for token in re.finditer(r"\*\s*(\d*)|[\s,]+|.", text, re.DOTALL):
-        word = token[0]
-        if word.startswith("*"):
-            if not token[1] or not levels[-1]:
-                what = "a number after" if levels[-1] else "a letter or group before"
-                raise _slip(text, f"'*' needs {what} it", token.start())
-            if len(levels[-1][-1]) * int(token[1]) > LONGEST:
-                raise _slip(text, f"more than {LONGEST:,} letters and breaks", token.start())
-            levels[-1][-1] *= int(token[1])
-        elif word == "(":
-            levels.append([])
-        elif word == ")":
-            if len(levels) == 1:
-                raise _slip(text, "')' has no '('", token.start())
-            inner = "".join(levels.pop())
-            levels[-1].append(inner)
-        elif word in KINDS or word == "|":
-            levels[-1].append(word)
-        elif not re.fullmatch(r"[\s,]+", word):
-            raise _slip(text, f"{word!r} is not one of {' '.join(KINDS)} | ( ) *n", token.start())
-    if len(levels) > 1:
-        raise _slip(text, "'(' has no ')'", len(text))
-    whole = "".join(levels[0])
-    if len(whole) > LONGEST:
-        raise _slip(text, f"more than {LONGEST:,} letters and breaks", len(text))
-    return whole
 
 
 def _slip(text: str, what: str, at: int) -> ValueError:

@@ -64,7 +64,7 @@ def merged(record: Merged, p: int, v: int, m: int) -> Table:
 
 def _steady(ahead: int, v: int, m: int, group: int, paired: bool = False) -> Line:
     """Return a line: ``ahead`` forwards, then a forward and a backward in turn or ``paired``."""
-    forward, backward = _forwards(v, m, group), _backwards(v, m, group)
+    forward, backward = _passes(v, m, group)
     ahead = min(ahead, m * v)
     both = zip(forward[ahead:], backward, strict=False)
     steady = itertools.starmap(Pair, both) if paired else itertools.chain.from_iterable(both)
@@ -80,34 +80,32 @@ def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
     other actions. With v > 1 chunks, the order of interleaved 1F1B with the shorter warm-up.
     """
     group = record.grouped(p, m)
-    return Table(tuple(_delayed_weights(r, p, v, m, group) for r in range(p)), v, m)
+    forwards, backwards = _passes(v, m, group)
+    lines: list[Line] = []
+    for rank in range(p):
+        forward, weights = deque(forwards), deque[Action]()
+        ahead = min((v - 1) * group + p - rank - 1, m * v)
+        line = [forward.popleft() for _ in range(ahead)]  # 1. warm-up
+        for backward in backwards:
+            if forward:  # 2. steady: forward, input gradient, an earlier weight gradient
+                line.append(forward.popleft())
+            line.append(backward._replace(kind="I"))  # 3. drain: only input and weight gradients
+            weights.append(backward._replace(kind="W"))
+            if len(weights) > rank:
+                line.append(weights.popleft())
+        lines.append((*line, *weights))  # 4. the remaining weight gradients
+    return Table(tuple(lines), v, m)
 
 
-def _delayed_weights(rank: int, p: int, v: int, m: int, group: int) -> Line:
-    forward = deque(_forwards(v, m, group))
-    weights: deque[Action] = deque()
-    ahead = min((v - 1) * group + p - rank - 1, m * v)
-    line = [forward.popleft() for _ in range(ahead)]  # 1. warm-up
-    for backward in _backwards(v, m, group):
-        if forward:  # 2. steady: forward, input gradient, an earlier weight gradient
-            line.append(forward.popleft())
-        line.append(backward._replace(kind="I"))  # 3. drain: only input and weight gradients
-        weights.append(backward._replace(kind="W"))
-        if len(weights) > rank:
-            line.append(weights.popleft())
-    return (*line, *weights)  # 4. the remaining weight gradients
+def _passes(v: int, m: int, group: int) -> tuple[list[Action], list[Action]]:
+    """Return the forwards of a rank in order, and its backwards.
 
-
-def _forwards(v: int, m: int, group: int) -> list[Action]:
-    """Return the forwards of a rank in order: groups of micro-batches, each through all chunks."""
-    return [
+    Groups of micro-batches pass through all chunks, in backward through the last chunk first.
+    """
+    forwards = [
         Action("F", chunk, micro)
         for start in range(0, m, group)
         for chunk in range(v)
         for micro in range(start, min(start + group, m))
     ]
-
-
-def _backwards(v: int, m: int, group: int) -> list[Action]:
-    """Return the backwards of a rank in order: as the forwards, but the last chunk first."""
-    return [Action("B", v - 1 - action.chunk, action.micro) for action in _forwards(v, m, group)]
+    return forwards, [Action("B", v - 1 - one.chunk, one.micro) for one in forwards]

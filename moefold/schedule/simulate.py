@@ -106,12 +106,12 @@ def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
             for result in table.step_gives(rank, step):
                 done.add(result)
                 ready.extend(waiting.pop(result, ()))
-    if waiting:
-        raise Deadlock("; ".join(_stuck(table, at, waiting)))
-
-
-def _stuck(table: Table, at: list[int], waiting: dict[ActionResult, list[int]]) -> Iterator[str]:
-    for rank, missing in sorted((rank, need) for need, ranks in waiting.items() for rank in ranks):
-        step = table.lines[rank][at[rank]]
-        awaited = f"the {missing.what} of stage {missing.stage}, micro-batch {missing.micro}"
-        yield f"rank {rank} stays at {step} and waits for {awaited}"
+    stuck = sorted((rank, need) for need, ranks in waiting.items() for rank in ranks)
+    if stuck:
+        raise Deadlock(
+            "; ".join(
+                f"rank {rank} stays at {table.lines[rank][at[rank]]} and waits for "
+                f"the {need.what} of stage {need.stage}, micro-batch {need.micro}"
+                for rank, need in stuck
+            )
+        )

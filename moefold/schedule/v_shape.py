@@ -18,8 +18,21 @@ def zb_v(record: ZeroBubbleV, p: int, v: int, m: int) -> Table:
     If F = I = W, no rank waits once it has started; the makespan includes the p - 1 forwards by
     which the last rank starts later. In flight: 2 p chunks on every rank, as on rank 0 in 1F1B.
     """
-    lines = tuple(_zb_v_line(rank, p, m) for rank in range(p))
-    return Table(lines, chunks=2, micro_batches=m, way=record.way)
+    lines = []
+    for rank in range(p):
+        line = LineBuilder()
+        below = p - rank  # ranks from this one to the turn of the V, inclusive
+        line.add("F0", 2 * below - 1)  # 1. down the V
+        line.add("F1 F0", rank)  # 2. the first micro-batches return
+        line.add("F1 I1 W", below)  # 3. their gradients go down
+        full = m - (2 * p - rank - 1)  # 4. steady: a forward and a whole backward of each chunk
+        line.add("F0 I0 W F1 I1 W", full)
+        line.add("I0 W F1 I1 W", m - p - full)
+        line.add("I0 I1", rank)  # 5. gradients go down and up, weight gradients are delayed
+        line.add("I0 W", below)  # 6. gradients go up, weight gradients fill the gaps
+        line.add("W", 2 * rank)  # 7. the remaining weight gradients
+        lines.append(line.done())
+    return Table(tuple(lines), chunks=2, micro_batches=m, way=record.way)
 
 
 def dualpipe_v(record: DualPipeV, p: int, v: int, m: int) -> Table:
@@ -29,8 +42,26 @@ def dualpipe_v(record: DualPipeV, p: int, v: int, m: int) -> Table:
     overlaps with a backward of the other, which hides exchanges. Bubble (p - 1)(FB + B - 3 W),
     where FB is the time of a pair. In flight: 2 p + 1 chunks on every rank.
     """
-    lines = tuple(_dualpipe_v_line(rank, p, m) for rank in range(p))
-    return Table(lines, chunks=2, micro_batches=m, way=record.way)
+    lines = []
+    for rank in range(p):
+        line = LineBuilder()
+        below = p - rank - 1  # ranks after this one, up to the turn of the V
+        line.add("F0", 2 * below)  # 1. down the V
+        line.add("F0 F1", rank + 1)  # 2. the first micro-batches return
+        line.add("I1 W F1", below)  # 3. their gradients go down; weight gradients fill the gaps
+        # 4. steady: a chunk's forward with the other's backward, except the last rank's first
+        line.add("F0+B1 F1+B0" if below else "F0 B1 F1+B0")
+        line.add("F0+B1 F1+B0", m - 2 * p + rank)
+        line.add("B1 F1+B0", below)  # 5. the last forwards
+        # 6. backwards of both chunks; in the second half weights wait
+        whole, half = divmod(rank + 1, 2)
+        line.add("B1 B0", whole)
+        line.add("B1 I0", half)
+        line.add("I1 I0", whole)
+        line.add("W I0", below)  # 7. the last gradients go up, weight gradients fill the gaps
+        line.add("W", rank + 1)  # 8. the remaining weight gradients
+        lines.append(line.done())
+    return Table(tuple(lines), chunks=2, micro_batches=m, way=record.way)
 
 
 class LineBuilder:
@@ -68,39 +99,3 @@ class LineBuilder:
         if action.kind == "I":
             self._weights.append(action._replace(kind="W"))
         return action
-
-
-def _zb_v_line(rank: int, p: int, m: int) -> Line:
-    line = LineBuilder()
-    below = p - rank  # ranks from this one to the turn of the V, inclusive
-    line.add("F0", 2 * below - 1)  # 1. down the V
-    line.add("F1 F0", rank)  # 2. the first micro-batches return
-    line.add("F1 I1 W", below)  # 3. their gradients go down
-    full = m - (2 * p - rank - 1)  # 4. steady: a forward and a whole backward of each chunk
-    line.add("F0 I0 W F1 I1 W", full)
-    line.add("I0 W F1 I1 W", m - p - full)
-    line.add("I0 I1", rank)  # 5. gradients go down and up, weight gradients are delayed
-    line.add("I0 W", below)  # 6. gradients go up, weight gradients fill the gaps
-    line.add("W", 2 * rank)  # 7. the remaining weight gradients
-    return line.done()
-
-
-def _dualpipe_v_line(rank: int, p: int, m: int) -> Line:
-    line = LineBuilder()
-    below = p - rank - 1  # ranks after this one, up to the turn of the V
-    line.add("F0", 2 * below)  # 1. down the V
-    line.add("F0 F1", rank + 1)  # 2. the first micro-batches return
-    line.add("I1 W F1", below)  # 3. their gradients go down; weight gradients fill the gaps
-    # 4. steady: a chunk's forward paired with the other's backward, except the last rank's first
-    line.add("F0+B1 F1+B0" if below else "F0 B1 F1+B0")
-    line.add("F0+B1 F1+B0", m - 2 * p + rank)
-    line.add("B1 F1+B0", below)  # 5. the last forwards
-    whole, half = divmod(
-        rank + 1, 2
-    )  # 6. backwards of both chunks; in the second half weights wait
-    line.add("B1 B0", whole)
-    line.add("B1 I0", half)
-    line.add("I1 I0", whole)
-    line.add("W I0", below)  # 7. the last gradients go up, weight gradients fill the gaps
-    line.add("W", rank + 1)  # 8. the remaining weight gradients
-    return line.done()
