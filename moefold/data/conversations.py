@@ -177,20 +177,14 @@ class ConversationReader(FileReader):
             elif len(ids) > 1 and np.array_equal(*ids):
                 said_so = "chosen and rejected have the same tokens"
                 self.refuse(name, "pair without a difference", said_so, skipped)
-            elif len(ids_N) <= seq or self._fits(name, len(ids_N), marks_N[1:seq], seq, skipped):
+            elif len(ids_N) <= seq or (self._long == "cut" and marks_N[1:seq].any()):
                 found.append(Coded(name, said, ids_N[:seq], marks_N[:seq]))
+            elif self._long == "refuse":
+                size = f"{len(ids_N)} tokens does not fit a sequence of {seq}"
+                skipped.refuse_long(f"{name}: a {self.unit} of {size}", len(ids_N), self.shorten)
+            else:
+                skipped.note(name, "longer than a sequence")
         return found
-
-    def _fits(self, name: str, tokens: int, left: np.ndarray, seq: int, skipped: Skipped) -> bool:
-        """Return whether a conversation that is too long is cut; else refuse or count it."""
-        if self._long == "cut" and left.any():
-            return True
-        if self._long == "refuse":
-            what = f"{name}: a {self.unit} of {tokens} tokens does not fit a sequence of {seq}"
-            skipped.refuse_long(what, tokens, self.shorten)
-        else:
-            skipped.note(name, "longer than a sequence")
-        return False
 
 
 class PreferenceReader(ConversationReader):
@@ -220,10 +214,14 @@ def encoded(
     answers = tokenizer.encode_chats([written.completion for written in texts])
     for (rendered, _), (ids_N, spans_N2), (more_N, _) in zip(texts, coded, answers, strict=True):
         trained_N = np.zeros(len(ids_N), bool)
-        for span in rendered.spans:
-            first, end = tokens_of(span, spans_N2)
-            if not rendered.marked:
-                end = _through_end(ids_N, first, end, tokenizer.ends)
+        for start, stop in rendered.spans:
+            touched = np.flatnonzero((spans_N2[:, 0] < stop) & (spans_N2[:, 1] > start))
+            if not len(touched):
+                continue
+            first, end = int(touched[0]), int(touched[-1]) + 1
+            if not rendered.marked:  # after an answer's last end token, text of the template
+                ends = np.flatnonzero(np.isin(ids_N[first:end], tokenizer.ends))
+                end = first + int(ends[-1]) + 1 if len(ends) else end
             trained_N[first:end] = True
         yield np.append(ids_N, more_N), np.append(trained_N, np.ones(len(more_N), bool))
 
@@ -300,18 +298,6 @@ def check_roles(messages: Sequence[Message]) -> None:
     if before != ANSWER:
         said = f"the last message has role {before}" if before else "it has no messages"
         raise BadDocument("example without an answer", f"{said}; the last must have role {ANSWER}")
-
-
-def tokens_of(span: tuple[int, int], spans_N2: np.ndarray) -> tuple[int, int]:
-    """Return the range of tokens that overlap a span of characters; (0, 0) if none does."""
-    touched = np.flatnonzero((spans_N2[:, 0] < span[1]) & (spans_N2[:, 1] > span[0]))
-    return (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
-
-
-def _through_end(ids_N: np.ndarray, first: int, end: int, ends: Sequence[int]) -> int:
-    """Return the end of an answer's tokens after its last end token, if it has one."""
-    last = np.flatnonzero(np.isin(ids_N[first:end], ends))
-    return first + int(last[-1]) + 1 if len(last) else end
 
 
 def _without_nulls(value: Any) -> Any:

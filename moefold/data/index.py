@@ -87,8 +87,23 @@ class IndexWriter:
             with self._file as file:
                 file.flush()
                 os.fsync(file.fileno())
-            if kind is None:
-                self._publish()
+            if kind is not None:
+                return
+            lengths = np.frombuffer(self.lengths, dtype=np.int32).astype(np.int64)
+            n = len(lengths)
+            code = next(c for c, t in DTYPES.items() if np.dtype(t) == self.dtype.newbyteorder("="))
+            offsets = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
+            with self._drafts[1].open("wb") as file:
+                file.write(_HEADER.pack(MAGIC, VERSION, code, n, n + 1))
+                file.write(lengths.astype("<i4").tobytes())
+                file.write(offsets.astype("<i8").tobytes())
+                file.write(np.arange(n + 1).astype("<i8").tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            self._hash.update(self._drafts[1].read_bytes())
+            self.idx.unlink(missing_ok=True)  # first, so that no index is that of another file
+            self._drafts[0].replace(self.bin)
+            self._drafts[1].replace(self.idx)
         finally:
             for draft in self._drafts:
                 draft.unlink(missing_ok=True)
@@ -105,24 +120,6 @@ class IndexWriter:
         self._hash.update(data)
         self.lengths.append(len(ids))
         self.tokens += len(ids)
-
-    def _publish(self) -> None:
-        """Move both files in place; the old index is removed first, so that none is wrong."""
-        lengths = np.frombuffer(self.lengths, dtype=np.int32).astype(np.int64)
-        n = len(lengths)
-        code = next(c for c, t in DTYPES.items() if np.dtype(t) == self.dtype.newbyteorder("="))
-        offsets = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
-        with self._drafts[1].open("wb") as file:
-            file.write(_HEADER.pack(MAGIC, VERSION, code, n, n + 1))
-            file.write(lengths.astype("<i4").tobytes())
-            file.write(offsets.astype("<i8").tobytes())
-            file.write(np.arange(n + 1).astype("<i8").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        self._hash.update(self._drafts[1].read_bytes())
-        self.idx.unlink(missing_ok=True)
-        self._drafts[0].replace(self.bin)
-        self._drafts[1].replace(self.idx)
 
     def digest(self) -> str:
         """Return the SHA-256 over both files, once they are published."""

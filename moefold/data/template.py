@@ -122,7 +122,14 @@ class ChatTemplate:
         except RecursionError as error:
             raise BadDocument("the template fails", "it recurses without end") from error
         except Exception as error:  # third-party code can raise anything
-            self._refuse(error)
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            where = f" (line {lines[-1]} of {self._source})" if lines else ""
+            if isinstance(error, UndefinedError):
+                said = f"{error}{where}; add it to the data, or correct the template"
+                raise BadDocument("the template needs a missing value", said) from error
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise BadDocument("the template fails", f"{kind}{error}{where}") from error
         spans, parts, begun = list[tuple[int, int]](), list[str](), 0
         for number, part in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
             if number % 2:
@@ -131,16 +138,6 @@ class ChatTemplate:
             begun += len(part)
         full = tuple(span for span in spans if span[0] < span[1])
         return Rendered("".join(parts), full, bool(spans))
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-        where = f" (line {lines[-1]} of {self._source})" if lines else ""
-        if isinstance(error, UndefinedError):
-            said = f"{error}{where}; add it to the data, or correct the template"
-            raise BadDocument("the template needs a missing value", said) from error
-        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise BadDocument("the template fails", f"{kind}{error}{where}") from error
 
     def answers(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int, **more: Any

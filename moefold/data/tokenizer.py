@@ -138,16 +138,32 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The UTF-8 bytes of each token id in [0, vocab); empty for special and absent tokens."""
+        """The UTF-8 bytes of each token id in [0, vocab); empty for special and absent tokens.
+
+        Tokens are spelt as in byte-level BPE, or as in SentencePiece and WordPiece: ``▁the``,
+        ``<0x0A>``, ``##ing``.
+        """
         table, added = [b""] * self.vocab, self._inner.get_added_tokens_decoder()
         said = json.loads(self.text)
-        alphabet = _byte_alphabet() if '"ByteLevel"' in json.dumps(said.get("decoder")) else None
         inner = said["model"].get("continuing_subword_prefix") or ""
+        alphabet: dict[str, bytes] = {}
+        if '"ByteLevel"' in json.dumps(said.get("decoder")):
+            # As in GPT-2, printable Latin-1 represents itself, and the other bytes have the
+            # characters from 256 on, in order.
+            printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+            others = [b for b in range(BYTES) if b not in set(printable)]
+            alphabet = {chr(b): bytes([b]) for b in printable}
+            alphabet |= {chr(BYTES + i): bytes([b]) for i, b in enumerate(others)}
         for token, i in self._inner.get_vocab(with_added_tokens=True).items():
-            if i not in added:
-                table[i] = _spelt(token, alphabet, inner)
-            elif not added[i].special and i not in (self.start_id, self.end_id):
-                table[i] = added[i].content.encode()
+            if i in added:
+                if not added[i].special and i not in (self.start_id, self.end_id):
+                    table[i] = added[i].content.encode()
+            elif alphabet:
+                table[i] = b"".join(alphabet.get(c) or c.encode() for c in token)
+            elif byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+                table[i] = bytes.fromhex(byte[1])
+            else:
+                table[i] = token.removeprefix(inner).replace("▁", " ").encode()
         return table
 
     @cached_property
@@ -290,25 +306,3 @@ def _library(source: str) -> Iterator[None]:
             held.seek(0)
             if not panicked and (said := held.read()):
                 os.write(STDERR, said)
-
-
-def _spelt(token: str, alphabet: Mapping[str, bytes] | None, inner: str) -> bytes:
-    """Return a token's bytes: by ``alphabet`` for byte-level BPE, else as in SentencePiece or
-    WordPiece: ``▁the``, ``<0x0A>``, ``##ing``, where ``inner`` is ``##``.
-    """
-    if alphabet is not None:
-        return b"".join(alphabet.get(c) or c.encode() for c in token)
-    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
-        return bytes.fromhex(byte[1])
-    return token.removeprefix(inner).replace("▁", " ").encode()
-
-
-def _byte_alphabet() -> dict[str, bytes]:
-    """Return the byte for each printable character of byte-level BPE (GPT-2).
-
-    Printable Latin-1 represents itself; the other bytes have the characters from 256 on, in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {chr(b): bytes([b]) for b in printable}
-    others = [b for b in range(BYTES) if b not in set(printable)]
-    return table | {chr(BYTES + i): bytes([b]) for i, b in enumerate(others)}

@@ -29,8 +29,8 @@ PLANTS = (
         "the token that ends an answer is not trained",
         MASKS,
         "data/conversations.py",
-        "return first + int(last[-1]) + 1 if len(last) else end",
-        "return first + int(last[-1]) if len(last) else end",
+        "end = first + int(ends[-1]) + 1 if len(ends) else end",
+        "end = first + int(ends[-1]) if len(ends) else end",
     ),
     Plant(
         "b71",
