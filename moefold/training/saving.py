@@ -117,24 +117,19 @@ class Saver:
 
     def _copied(self, tensors: Boxes) -> dict[str, list[TensorSlice]]:
         """Copy the state to the host, into the buffers of the previous copies."""
-        copied = {
-            name: [
-                replace(part, tensor=self._copy(name, number, part.tensor))
-                for number, part in enumerate(parts)
-            ]
-            for name, parts in tensors.items()
-        }
+        copied: dict[str, list[TensorSlice]] = {name: [] for name in tensors}
+        for name, parts in tensors.items():
+            for number, part in enumerate(parts):
+                live, kept = part.tensor, self._copies.get((name, number))
+                if kept is None or (kept.shape, kept.dtype) != (live.shape, live.dtype):
+                    pinned = live.device.type == "cuda"
+                    kept = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
+                    self._copies[name, number] = kept
+                kept.copy_(live, non_blocking=True)
+                copied[name].append(replace(part, tensor=kept))
         if self._world.device.type == "cuda":
             torch.cuda.synchronize()
         return copied
-
-    def _copy(self, name: str, number: int, tensor: Tensor) -> Tensor:
-        kept = self._copies.get((name, number))
-        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            pinned = tensor.device.type == "cuda"
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._copies[name, number] = kept
-        return kept.copy_(tensor, non_blocking=True)
 
 
 def behind(function: Callable[..., None], *args: Any) -> threading.Thread:

@@ -23,12 +23,11 @@ from moefold.comm.collectives import gather_objects, sum_
 from moefold.convert.importer import import_folder
 from moefold.data.batch import IGNORED, MicroBatch
 from moefold.data.config import DataError
-from moefold.data.tokenizer import Tokenizer, from_path
+from moefold.data.tokenizer import from_path
 from moefold.files import read_json, write_json
 from moefold.kernels.operand import Operand
 from moefold.layers.divergence import divergence_and_gradients, top, top_probabilities, whole
 from moefold.layers.flow import Flow
-from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.parallel.apply import ModelParts, build, flow_of
 from moefold.parallel.data.sharding import ShardedState
@@ -55,10 +54,18 @@ class Distillation(Objective):
 
     def opened(self, job: Any) -> Self:
         """Load the teacher; raises ``DataError`` if its tokenizer differs from the run's."""
-        record = self.record
-        demand_same_tokens(Path(record.teacher), job.tokenizer)
+        record, folder = self.record, Path(self.record.teacher)
+        if (folder / "tokenizer.json").is_file():
+            found = job.tokenizer.first_difference(from_path(str(folder)))
+            if found is not None:
+                number, ours, theirs = found
+                raise DataError(
+                    f"{folder}: the teacher's token {number} is {theirs!r}, the model's is "
+                    f"{ours!r}; both need one tokenizer: set data.tokenizer to "
+                    f"{{kind: file, path: {folder}}}"
+                )
         reading, layout = record.reading(), record.layout(job.run.layout)
-        decoder, precision = _frozen(reading.decoder), job.precision.precision
+        decoder, precision = freeze(trainable(reading.decoder), ("*",)), job.precision.precision
         data = ShardedState(build(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, reading=reading) as imported:
             fill_from(imported, data)
@@ -67,7 +74,7 @@ class Distillation(Objective):
 
     def trial(self, placed: ModelParts, subject: Any) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
-        decoder = _frozen(subject.decoder)
+        decoder = freeze(trainable(subject.decoder), ("*",))
         parts = build(decoder, placed.model.recipe.precision, placed.layout, placed.world)
         initialise(parts.model, decoder, subject.seed + 1, parts.shards)
         self.teacher = ShardedState(parts).placed
@@ -201,22 +208,6 @@ class TopKDistillation(Distillation):
             places = np.flatnonzero(batch.labels_T[rows] != IGNORED) + rows.start
             told_TW[places] = self._files[dp][first : first + len(places)]
         return told_TW
-
-
-def _frozen(decoder: Decoder) -> Decoder:
-    return freeze(trainable(decoder), ("*",))
-
-
-def demand_same_tokens(folder: Path, own: Tokenizer) -> None:
-    """Raise ``DataError`` if a teacher's folder has a tokenizer with other token ids."""
-    if not (folder / "tokenizer.json").is_file():
-        return
-    if (found := own.first_difference(from_path(str(folder)))) is not None:
-        number, ours, theirs = found
-        raise DataError(
-            f"{folder}: the teacher's token {number} is {theirs!r}, the model's is {ours!r}; both "
-            f"need one tokenizer: set data.tokenizer to {{kind: file, path: {folder}}}"
-        )
 
 
 def _file(folder: Path, dp: int) -> Path:

@@ -109,7 +109,15 @@ class StoredPreference(Preference):
                     f"{path} is missing, and the model has been trained since the reference was "
                     "scored; restore the file, or start a new run"
                 )
-            on_first(partial(write_json, path, self._scores(job)), job.world.on_host)
+            found: dict[str, float] = {}  # log-probability of every answer, by its digest
+            for batch in job.loader.everything():
+                flow = flow_of(job.placed, batch, training=False, exact=True)
+                log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
+                if log_N is not None:
+                    found |= zip((key for key, _ in segments(batch)), log_N.tolist(), strict=True)
+            parts = gather_objects(found, job.world.on_host)
+            scores = {key: value for part in parts for key, value in part.items()}
+            on_first(partial(write_json, path, scores), job.world.on_host)
         self._stored = on_first(partial(read_json, path), job.world.on_host)
         return self
 
@@ -117,17 +125,6 @@ class StoredPreference(Preference):
         """Return the loss with a reference whose log-probabilities are all 0."""
         self._stored = defaultdict(float)
         return self
-
-    def _scores(self, job: Any) -> dict[str, float]:
-        """Return the log-probability of every answer by its digest, on all ranks."""
-        found: dict[str, float] = {}
-        for batch in job.loader.everything():
-            flow = flow_of(job.placed, batch, training=False, exact=True)
-            log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
-            if log_N is not None:
-                found |= zip((key for key, _ in segments(batch)), log_N.tolist(), strict=True)
-        parts = gather_objects(found, job.world.on_host)
-        return {key: value for part in parts for key, value in part.items()}
 
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the stored log-probability of each segment [N]."""
