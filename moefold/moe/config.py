@@ -1,6 +1,6 @@
 """Records of the mixture-of-experts layer: router, balance, capacity, shared expert."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from math import ceil
 from typing import Annotated, ClassVar, Literal
@@ -12,6 +12,7 @@ from moefold.config.errors import REMOVE, Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import FFN, Activation, Size
 from moefold.moe.describe import MoeSpec
+from moefold.spec.layer import Weight
 
 ROUTER = Slot("router", default="topk")
 BALANCE = Slot("balance term")
@@ -127,6 +128,10 @@ class Router(Record):
     def words(self) -> str:
         """Description of the choice for the banner."""
         return f"top {self.top_k}"
+
+    def weights(self, hidden: int) -> Iterable[Weight]:
+        """Return further parameters of a router from outside, by their names in it, in order."""
+        return ()
 
     def rules(self) -> Iterator[Violation]:
         """Check top-k against experts and groups, and that the router can learn."""

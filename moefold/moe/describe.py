@@ -76,6 +76,8 @@ class MoeSpec(LayerSpec):
         yield Weight("router.weight", (choices, hidden), (), "router", product=False)
         if self.router.bias:
             yield Weight("router.bias", (choices,), (), "router", product=False)
+        for weight in self.router.weights(hidden):
+            yield replace(weight, name=f"router.{weight.name}", counted="router")
         shape = (number, *gates, width, inner)
         yield Weight("experts.w_in", shape, ((0, experts), (len(gates) + 1, columns)), "experts")
         yield Weight(
@@ -112,8 +114,9 @@ class MoeSpec(LayerSpec):
         # Scores are fp32: each pass moves twice the bytes of a bf16 feature.
         passes = 2 * ROUTER_PASSES
         scores = Traffic(router.choices, passes, passes, "own")
-        matmul = (Matmul(("router.weight",), "own"),)
-        yield Operation("router", matmul, traffic=(scores,), launches=15, wide=True)
+        own = (f"router.{weight.name}" for weight in router.weights(hidden) if weight.product)
+        matmuls = tuple(Matmul((name,), "own") for name in ("router.weight", *own))
+        yield Operation("router", matmuls, traffic=(scores,), launches=15, wide=True)
         products = (Matmul(("experts.w_in",), "routed"), Matmul(("experts.w_out",), "routed"))
         yield Operation("experts", products)
         activation = gated_traffic(self.width, "routed", columns, self.gates)
