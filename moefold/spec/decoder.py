@@ -277,17 +277,23 @@ def rows_of_heads(decoder: Decoder) -> dict[str, int]:
 
 
 def clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
-    """Yield why QK-clip cannot bound a decoder's logits: norms, or weights that are not trained."""
+    """Yield why QK-clip cannot bound a decoder's logits: norms, or weights that are not stated or
+    not trained."""
     for number, block in enumerate(decoder.blocks):
         spec = block.attention
         if not isinstance(spec, LayerSpec):
             continue
-        if not any(isinstance(one.core, Attention) for one in spec.operations(decoder.hidden)):
+        cores = [one.core for one in spec.operations(decoder.hidden)]
+        cores = [core for core in cores if isinstance(core, Attention)]
+        if not cores:
             continue
         names = [f"attention.{rows.weight}" for rows in spec.logits]
         adapted = {adapter.weight for adapter in block.adapters}
-        if not names:
+        if not names and any(core.head_norms for core in cores):
             rule = f"must be off: layer {number} normalises queries and keys, which undoes clipping"
+        elif not names:
+            rule = f"must be off: {type(spec).__name__} of layer {number} states no logits, which "
+            rule += "name the query and key weights to scale"
         elif any(name in block.frozen or name in adapted for name in names):
             rule = f"must be off: query or key weights of layer {number} are not trained"
         else:

@@ -24,7 +24,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.subjects import DENSE, GQA, decoder
 from moefold.spec.decoder import clip_violations
-from moefold.spec.layer import Weight
+from moefold.spec.layer import LogitRows, Weight
 from moefold.training.step import gradients
 from tests.cpu.routing import flow_of, rows_of
 
@@ -112,14 +112,27 @@ def test_logits_of_a_step_that_was_given_up_are_forgotten() -> None:
     assert noted_H.isfinite().all() and noted_H.any()
 
 
+class Silent(Gqa):
+    """Attention from outside that does not state which weights its logits follow."""
+
+    @property
+    def logits(self) -> tuple[LogitRows, ...]:
+        return ()
+
+
 def test_logits_that_follow_no_trained_weight_are_refused() -> None:
+    """Because of norms, of frozen weights, or as the layer does not state which weights it is."""
     clip = QkClip()
     (found,) = clip_violations(decoder(GQA, DENSE), clip)
-    assert "layer 0 norms" in found.rule and found.nearest is None
+    assert "layer 0 normalises" in found.rule and found.nearest is None
     frozen = Block(attention=PLAIN, ffn=DENSE, frozen=("attention.q.weight",))
     stack = decoder(PLAIN, DENSE).stacks[0].model_copy(update={"blocks": (frozen,)})
     held = decoder(PLAIN, DENSE).model_copy(update={"stacks": (stack,)})
-    assert "frozen" in next(clip_violations(held, clip)).rule
+    assert "not trained" in next(clip_violations(held, clip)).rule
+    silent = Block.model_construct(attention=Silent(**dict(PLAIN)), ffn=DENSE)
+    stack = Stack.model_construct(blocks=(silent,))
+    (found,) = clip_violations(held.model_copy(update={"stacks": (stack,)}), clip)
+    assert "Silent of layer 0 states no logits" in found.rule
     assert not list(clip_violations(decoder(PLAIN, DENSE), clip))
 
 
