@@ -273,12 +273,6 @@ class Counters(ExactBuffers):
         self.plain_E.add_(by_rank_DE.sum(0))
         return so_far_E
 
-    @torch.no_grad()
-    def clear(self) -> None:
-        """Reset all counters for a new step."""
-        for buffer in self.buffers():
-            buffer.zero_()
-
 
 class Balance(nn.Module):
     """Balancing of one MoE layer: its loss terms, its updates, and the counters that they read."""
@@ -321,9 +315,11 @@ class Balance(nn.Module):
             observed.decision = self._count(routed, observed, flow)
         return observed.decision, {term.name: term(observed) for term in self.terms}
 
+    @torch.no_grad()
     def start_step(self) -> None:
         """Reset the counters."""
-        self.counters.clear()
+        for buffer in self.counters.buffers():
+            buffer.zero_()
 
     def finish_step(self, router: Router) -> None:
         """Apply the updates, once, after the last micro-batch of a step that is not skipped.

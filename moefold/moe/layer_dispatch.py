@@ -66,9 +66,15 @@ class LayerDispatch:
             tokens = tokens._replace(x_TD=self._wire.rounded(tokens.x_TD))
         if self._rounds is not None and self._rounds.wanted(flow):
             return tokens
-        plan = self._plan(tokens, flow)
-        if plan is not None:
-            tokens = tokens._replace(experts_TK=plan.seats_TK)
+        clones = None
+        if self._clones is not None:  # planned once per micro-batch, and stored with its decisions
+            key = f"{self._name}.clones"
+            if key not in flow.decisions:
+                given = tokens.experts_TK, self._experts, self._clones, flow.world
+                with flow.world.recorder.module(key):
+                    flow.decisions[key] = plan_clones(*given)
+            plan: ClonePlan = flow.decisions[key]
+            tokens, clones = tokens._replace(experts_TK=plan.seats_TK), plan.expert_Ps
         with flow.world.recorder.module(f"{self._name}.dispatch"):
             sent = self._of_rows.dispatch(*tokens, flow.world)
         if sent.overflow is not None:
@@ -78,20 +84,7 @@ class LayerDispatch:
             flow.keeper.discard("permute", (sent.x_RD,), copied, rows_TD)
         alone = flow.world.group("tp_ep").size == 1
         sent_R = self._numbers(tokens, flow) if draws or (numbered and not alone) else None
-        clones = plan and plan.expert_Ps
         return sent._replace(overflow=None, source=None, sent_R=sent_R, clones=clones)
-
-    def _plan(self, tokens: RoutedTokens, flow: Flow) -> ClonePlan | None:
-        """Return the clone plan, made once per micro-batch and stored with its decisions."""
-        if self._clones is None:
-            return None
-        key = f"{self._name}.clones"
-        if key not in flow.decisions:
-            with flow.world.recorder.module(key):
-                flow.decisions[key] = plan_clones(
-                    tokens.experts_TK, self._experts, self._clones, flow.world
-                )
-        return flow.decisions[key]
 
     def run(
         self, sent: Dispatched | RoutedTokens, experts: Experts, flow: Flow

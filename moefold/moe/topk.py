@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefold.kernels.fused import fused
 from moefold.kernels.routing import fused as kernels
-from moefold.moe.config import Groups, Router
+from moefold.moe.config import Groups
 
 FEW = 1024
 """Most values for which one sort on a CPU is faster than k calls for maxima."""
@@ -34,22 +34,18 @@ def select(
         return kernels.select(scores_TE, bias_E, valid_T, top_k, *limits)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if groups is not None:
-        choice_TE = _within_groups(choice_TE, groups)
+        choice_TGe = choice_TE.unflatten(1, (groups.count, choice_TE.shape[1] // groups.count))
+        if groups.score == "max":
+            score_TG = choice_TGe.amax(2)
+        else:
+            score_TG = choice_TGe.topk(groups.best, dim=2).values.sum(2)
+        chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool)
+        chosen_TG.scatter_(1, best(score_TG, groups.keep), True)
+        choice_TE = torch.where(chosen_TG[:, :, None], choice_TGe, -torch.inf).flatten(1)
     experts_TK = best(choice_TE, top_k)
     if valid_T is None:
         return experts_TK
     return torch.where(valid_T[:, None], experts_TK, scores_TE.shape[1])
-
-
-def _within_groups(choice_TE: Tensor, groups: Groups) -> Tensor:
-    choice_TGe = choice_TE.unflatten(1, (groups.count, choice_TE.shape[1] // groups.count))
-    if groups.score == "max":
-        score_TG = choice_TGe.amax(2)
-    else:
-        score_TG = choice_TGe.topk(groups.best, dim=2).values.sum(2)
-    chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool)
-    chosen_TG.scatter_(1, best(score_TG, groups.keep), True)
-    return torch.where(chosen_TG[:, :, None], choice_TGe, -torch.inf).flatten(1)
 
 
 @torch.no_grad()
@@ -109,17 +105,3 @@ def count(experts_TK: Tensor, experts: int) -> Tensor:
     expert_C = experts_TK.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=expert_C.device)
     return counts.scatter_add_(0, expert_C, torch.ones_like(expert_C))[:experts].clone()
-
-
-def demand_places(router: str, experts_TK: Tensor, record: Router, training: bool) -> None:
-    """Refuse a choice [T, K] whose K is not the record's ``places``, on which dispatch relies.
-
-    Raises:
-        ValueError: in training; outside it a router may choose another number.
-    """
-    chosen, places = experts_TK.shape[1], record.places
-    if training and chosen != places:
-        raise ValueError(
-            f"{router}.choose returns {chosen} experts per token, but its record's places is "
-            f"{places}: make them equal, and set partial = True if some may be empty"
-        )

@@ -60,9 +60,9 @@ PLANTS = (
         "room that nothing fills goes to the last expert",
         EDGES + "test_b14_rows_past_the_last_are_read_nowhere",
         "moe/dispatch/padded.py",
-        "    return torch.searchsorted(ends_Xe, place_XM, right=True).flatten()\n",
-        "    slots_XM = torch.searchsorted(ends_Xe, place_XM, right=True)\n"
-        "    return slots_XM.flatten().clamp(max=ends_Xe.shape[1] - 1)\n",
+        "        slots_R = torch.searchsorted(ends_Xe, place_XM, right=True).flatten()\n",
+        "        slots_XM = torch.searchsorted(ends_Xe, place_XM, right=True)\n"
+        "        slots_R = slots_XM.flatten().clamp(max=ends_Xe.shape[1] - 1)\n",
     ),
     Plant(
         "b65",
@@ -213,16 +213,16 @@ PLANTS = (
         "a plan is made again as its layer runs again",
         CLONES,
         "moe/layer_dispatch.py",
-        "        if key not in flow.decisions:\n",
-        "        if key:\n",
+        "            if key not in flow.decisions:\n",
+        "            if key:\n",
     ),
     Plant(
         "b67",
         "a micro-batch goes by the first one's plan",
         CLONES,
         "moe/layer_dispatch.py",
-        "        return flow.decisions[key]\n",
-        '        return self.__dict__.setdefault("_first", flow.decisions[key])\n',
+        "            plan: ClonePlan = flow.decisions[key]\n",
+        '            plan = self.__dict__.setdefault("_first", flow.decisions[key])\n',
     ),
     Plant(
         "b67",

@@ -16,7 +16,6 @@ from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.config import FixedRoom
 from moefold.moe.dispatch.routing_plan import (
-    Permutation,
     RoutedTokens,
     gather_counts,
     rank_of_expert,
@@ -33,16 +32,26 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
         ep, entries = world.group("ep"), experts_TK.shape[1]
         room = self._record.between(ep.size)
         per_rank = self._experts // ep.size
+        rows = ep.size * room
         order = sort_copies(experts_TK, self._experts, no_drop)
         ends_Pe = order.offs_B.to(torch.int64).view(ep.size, per_rank)
         starts_P = torch.cat([ends_Pe.new_zeros(1), ends_Pe[:-1, -1]])
-        row_TK = _rows(order, rank_of_expert(experts_TK, per_rank), starts_P, room)
-        copy_N = inverse(row_TK, ep.size * room)
+        # The row, among those sent, of each entry's copy; N for "none" and overflow.
+        rank_TK = rank_of_expert(experts_TK, per_rank)
+        start_TK = torch.cat([starts_P, starts_P.new_zeros(1)])[rank_TK]
+        place_TK = order.row_TK - start_TK
+        fits_TK = (rank_TK < ep.size) & (place_TK < room)
+        row_TK = torch.where(fits_TK, rank_TK * room + place_TK, rows)
+        copy_N = inverse(row_TK, rows)
         token_N = copy_N // entries
         fitting_Pe = (ends_Pe - starts_P[:, None]).clamp(max=room)
         counts_Pe = torch.diff(fitting_Pe, dim=1, prepend=torch.zeros_like(starts_P)[:, None])
         coming = gather_counts(counts_Pe.flatten(), world).unflatten(2, (ep.size, per_rank))
-        slots_R = _slots(coming[:, :, ep.index].transpose(0, 1).flatten(0, 1), room)
+        # The local expert of each received row; e for an unfilled row.
+        ends_Xe = coming[:, :, ep.index].transpose(0, 1).flatten(0, 1).cumsum(1)
+        place_M = torch.arange(room, device=ends_Xe.device)
+        place_XM = place_M.expand(ends_Xe.shape[0], -1).contiguous()
+        slots_R = torch.searchsorted(ends_Xe, place_XM, right=True).flatten()
         x_RD = self._out(spread(x_TD, token_N, row_TK), world, self.wire)
         p_R = self._out(pick(weights_TK, copy_N, row_TK), world)
         here = permute(RoutedTokens(x_RD, p_R[:, None], slots_R[:, None]), per_rank)
@@ -67,23 +76,6 @@ def equal_splits(
     """Exchange rows with all ranks by an all-to-all with equal splits."""
     splits = [x_NX.shape[0] // ranks.size] * ranks.size
     return all_to_all(x_NX, ranks, splits, splits, codes, home)
-
-
-def _rows(order: Permutation, rank_TK: Tensor, starts_P: Tensor, room: int) -> Tensor:
-    """Return the row, among those sent, of each entry's copy; N for "none" and overflow."""
-    ranks = starts_P.shape[0]
-    start_TK = torch.cat([starts_P, starts_P.new_zeros(1)])[rank_TK]
-    place_TK = order.row_TK - start_TK
-    fits_TK = (rank_TK < ranks) & (place_TK < room)
-    return torch.where(fits_TK, rank_TK * room + place_TK, ranks * room)
-
-
-def _slots(counts_Xe: Tensor, room: int) -> Tensor:
-    """Return the local expert of each received row; e for an unfilled row."""
-    ends_Xe = counts_Xe.cumsum(1)
-    place_M = torch.arange(room, device=counts_Xe.device)
-    place_XM = place_M.expand(counts_Xe.shape[0], -1).contiguous()
-    return torch.searchsorted(ends_Xe, place_XM, right=True).flatten()
 
 
 def inverse(row_TK: Tensor, rows: int) -> Tensor:
