@@ -238,13 +238,20 @@ class Machine:
             if stored.pop("form") != MACHINE_FORM:
                 raise KeyError("form")
             found = cls(**stored)
-            sizes = found.fp32, found.bf16, found.bandwidth, found.memory_bytes
-            if not all(0 < size < math.inf for size in sizes) or not found.device.peaks:
-                raise ValueError
-            return found
+            names = ("fp32", "bf16", "bandwidth", "memory_bytes")
+            known = {name: getattr(found, name) for name in names}
+            for recipe, rates in found.device.rates:
+                known |= {f"rates.{recipe}.{name}": rate for name, rate in rates}
+            # Work is divided by all rates but seconds and sizes.
+            least = {name: not name.endswith(("_s", "half")) for name in known}
+            wrong = [n for n, v in known.items() if not 0 <= v < math.inf or (least[n] and not v)]
         except (ValueError, AttributeError, KeyError, TypeError):
             text = f"{file} is not a valid machine file: run `moefold bench` again"
             raise ValueError(text) from None
+        for name in wrong:
+            need = f"must be finite and {'above' if least[name] else 'at least'} 0"
+            raise ValueError(f"{file}: {name} {known[name]} {need}: run `moefold bench` again")
+        return found
 
 
 def usual_file() -> Path:

@@ -100,6 +100,16 @@ def test_a_file_with_no_rates_in_it_is_refused(tmp_path: Path, wrong: dict) -> N
         Machine.read(file)
 
 
+@pytest.mark.parametrize(("name", "rate"), [("gemm", 0.0), ("link", -1.0), ("step_s", -1.0)])
+def test_a_rate_that_work_cannot_be_divided_by_is_named(
+    tmp_path: Path, name: str, rate: float
+) -> None:
+    file = tmp_path / "machine.json"
+    replace(MACHINE, rates={"bf16": {**RATES, name: rate}}).write(file)
+    with pytest.raises(ValueError, match=rf"machine\.json: rates\.bf16\.{name} {rate} must be fin"):
+        cluster(str(file))
+
+
 def test_a_rate_that_no_plan_knows_is_refused() -> None:
     other = replace(MACHINE, rates={"bf16": {**RATES, "gemms": 0.5}})
     with pytest.raises(ValueError, match="gemms; run `moefold bench`"):
