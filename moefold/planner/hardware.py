@@ -27,6 +27,8 @@ FORMAT_OF: Mapping[str, Format] = {
 }
 """Format of a recipe's products, by whose peak they are planned."""
 CPU = "CPU"
+MOST_DEVICES = 1_000_000
+"""Most devices of a cluster that is planned: more than any has, and searches still end."""
 MACHINE_FORM = 1
 """Version of the file format of measured machines; other versions are rejected."""
 
@@ -148,6 +150,8 @@ def cluster(text: str) -> Cluster:
             f"cluster {text!r}: must be a device, x and a number, such as h100x256; or cpu or a "
             ".json file, as measured by `moefold bench`"
         )
+    if number > MOST_DEVICES:
+        raise ValueError(f"cluster {text!r}: must have at most {MOST_DEVICES:,} devices")
     if number > 1 and not found.link_bandwidth:
         raise ValueError(f"cluster {text!r}: must be one {found.name}, as no link rate is known")
     host = 4 if found.name in GRACE else min(8, found.domain)

@@ -55,6 +55,12 @@ def test_other_words_are_refused_with_what_there_is(word: str) -> None:
         cluster(word)
 
 
+def test_a_cluster_has_a_million_devices_at_most() -> None:
+    assert cluster("h100x1000000").devices == 10**6
+    with pytest.raises(ValueError, match="h100x1000001': must have at most 1,000,000 devices"):
+        cluster("h100x1000001")
+
+
 @pytest.mark.parametrize(
     ("driver", "name"),
     [
