@@ -97,7 +97,7 @@ def _memory(args: argparse.Namespace) -> int:
 
     found = compare(run, world)
     if picture is not None:
-        drawn(found, f"{run.name}, {run.layout.sizes or 'one rank'}").savefig(picture, dpi=144)
+        drawn(found, f"{run.name}, {run.layout.split}").savefig(picture, dpi=144)
     if args.json:
         about = {"run": run.name, "layout": run.layout.sizes, "world": world, "parts": PARTS}
         print_json({**about, "actions": [asdict(one) for one in found]})

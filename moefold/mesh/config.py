@@ -60,5 +60,5 @@ class Sizes(Record):
         return " ".join(f"{axis}{size}" for axis, size in self if size > 1)
 
     def __str__(self) -> str:
-        """Return the text form, or ``one rank`` if no axis is split."""
-        return self.text or "one rank"
+        """Return the text form, or ``dp only`` if all ranks are data ranks."""
+        return self.text or "dp only"

@@ -66,6 +66,12 @@ def test_a_layout_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["given"]["sizes"]["ep"] == found["given"]["sizes"]["tp"] == 2
 
 
+def test_a_layout_of_data_ranks_alone_is_not_called_one_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert answer(capsys, "tiny", *FAST)["given"]["layout"] == "dp only"
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", *FAST, "--price", "2.5", "--tokens", "1e9"]) == 0
     said = capsys.readouterr().out
