@@ -32,9 +32,17 @@ def verify(
     Reads each byte once, with one chunk in memory. Raises ``VersionError`` for a format that
     cannot be read, and ``CheckpointError`` if there is no checkpoint at all.
     """
-    path = Path(path)
-    problems: list[DamagedError] = []
-    found = _manifest(path, problems, disk)
+    path, raw, found, problems = Path(path), b"", None, list[DamagedError]()
+    try:
+        raw = manifest.read_raw(path, disk)
+        found = manifest.parse(raw, path)
+    except DamagedError as error:
+        problems.append(error)
+        try:  # comparing shards with a damaged manifest shows which tensors' records are affected
+            found = manifest.validate(raw, path)
+        except DamagedError as further:
+            if further.what != error.what and raw:
+                problems.append(further)
     if found is None:
         return problems
     listed = {shard.file for shard in found.shards} | {manifest.FILE}
@@ -44,22 +52,6 @@ def verify(
     for shard, rows in zip(found.shards, spans(found), strict=True):
         problems += _shard_problems(path, found, shard, rows, progress, disk)
     return problems
-
-
-def _manifest(path: Path, problems: list[DamagedError], disk: Disk) -> Manifest | None:
-    """Return the manifest, if it is readable at all; append its defects to ``problems``."""
-    raw = b""
-    try:
-        raw = manifest.read_raw(path, disk)
-        return manifest.parse(raw, path)
-    except DamagedError as error:
-        problems.append(error)
-    try:  # comparing shards with a damaged manifest shows which tensors' records are affected
-        return manifest.validate(raw, path)
-    except DamagedError as error:
-        if error.what != problems[-1].what and raw:
-            problems.append(error)
-    return None
 
 
 def _shard_problems(

@@ -136,16 +136,13 @@ class _Reader:
         """Return a tensor on disk, from parts of one or more of the model's tensors."""
         made = None
         for one in (sent, *sent.others):
-            made = one.to_theirs(self._part(one), made)
+            if self._held is None or self._held[0] != one.ours:
+                self._held = None  # freed before the next is read
+                tensor = self._tensors[one.ours].detach().cpu()
+                if tensor.shape != one.whole:
+                    shapes = f"{list(tensor.shape)}, expected {list(one.whole)}"
+                    raise ConvertError(self._folder, [f"{one.ours} has shape {shapes}"])
+                self._held = (one.ours, tensor)
+            made = one.to_theirs(self._held[1][one.index], made)
         assert made is not None
         return made.to(sent.dtype)
-
-    def _part(self, sent: Sent) -> Tensor:
-        if self._held is None or self._held[0] != sent.ours:
-            self._held = None  # freed before the next is read
-            tensor = self._tensors[sent.ours].detach().cpu()
-            if tensor.shape != sent.whole:
-                shapes = f"{list(tensor.shape)}, expected {list(sent.whole)}"
-                raise ConvertError(self._folder, [f"{sent.ours} has shape {shapes}"])
-            self._held = (sent.ours, tensor)
-        return self._held[1][sent.index]

@@ -96,14 +96,11 @@ def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: G
     root = shards ** (1 / 3)
     into, out = (root, root) if wanted.scale == "cube_root" else (1.0, float(shards))
 
-    def rows(name: str) -> Tensor:
-        shape, std = (copies, mixture.decoder.hidden), mixture.decoder.init_std
-        draw = torch.Generator().manual_seed(wanted.seed * 1_000_003 + int(name.split(".")[1]))
-        return (std * torch.randn(shape, generator=draw)).repeat(shards, 1)
-
     def read(name: str) -> Tensor:
         if name.endswith(ROUTER):
-            return rows(name)
+            shape, std = (copies, mixture.decoder.hidden), mixture.decoder.init_std
+            draw = torch.Generator().manual_seed(wanted.seed * 1_000_003 + int(name.split(".")[1]))
+            return (std * torch.randn(shape, generator=draw)).repeat(shards, 1)
         if not name.endswith((W_IN, W_OUT)):
             return torch.stack([one[name] for one in sources]).mean(0)
         at, factor = (-2, into) if name.endswith(W_IN) else (-1, out)
@@ -177,18 +174,16 @@ def grow(
             value = getattr(source.model.shape, f"width_of_{name.removesuffix('_width')}")
             shape = shape.model_copy(update={name: value})
 
-    def kept(layer: int) -> Tensor:
-        if want >= have:
-            return torch.arange(want) // times
-        load = torch.tensor((loads or {})[layer], dtype=torch.float64)
-        return load.argsort(descending=True, stable=True)[:want].sort().values
-
     def read(name: str) -> Tensor:
         found = tensors[name]
         if want == have or not (".moe.experts." in name or ".moe.router." in name):
             return found
-        found = found[kept(int(name.split(".")[1]))]
-        return found * share if name.endswith(EXPERT_OUTPUTS) else found
+        if want > have:
+            kept = torch.arange(want) // times
+        else:
+            load = torch.tensor((loads or {})[int(name.split(".")[1])], dtype=torch.float64)
+            kept = load.argsort(descending=True, stable=True)[:want].sort().values
+        return found[kept] * share if name.endswith(EXPERT_OUTPUTS) else found[kept]
 
     model = source.model.model_copy(update={"shape": shape})
     return deepened(model, model.describe(source.decoder.vocab), read, wanted, notes)

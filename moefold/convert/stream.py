@@ -30,7 +30,6 @@ from moefold.spec.tuning import adapter_scales
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNED = 16
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def _packed(parts: Iterable[Part], held: dict[Named, Tensor]) -> Tensor:
     found = [torch.empty(0, dtype=torch.uint8)]
     for span, named, box, _ in parts:
         cut = held[named][inside(box, named[1])]
-        found.append(cut.to(CPU, span.sent.dtype).reshape(-1).view(torch.uint8))
+        found.append(cut.to("cpu", span.sent.dtype).reshape(-1).view(torch.uint8))
     return torch.cat(found)
 
 
