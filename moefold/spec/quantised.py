@@ -157,7 +157,7 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
         adapters = [one for at in (decoder, *decoder.blocks) for one in at.adapters if one.dropout]
         if adapters:
             experts = any("experts." in one.weight for one in adapters)
-            yield from _draw_violations(layout, "adapter.dropout", experts)
+            yield from _draw_violations(layout, "adapter.dropout", experts, experts)
             if layout.clones is not None and experts:
                 rule = "cannot be used with adapter.dropout, which needs the clones' expert numbers"
                 yield Violation(("clones",), layout.clones, rule, None)
@@ -171,7 +171,7 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
     if layout.offload is not None and layout.offload.pages is not None and experts:
         rule = "cannot be used with quantised experts: they save codes, pages hold wide rows"
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
-    yield from _draw_violations(layout, "train.quantise", cuts.experts)
+    yield from _draw_violations(layout, "train.quantise", cuts.experts, experts)
     dispatch, sizes = layout.dispatch, layout.split
     moves = getattr(dispatch, "moves_codes", False) or sizes.ep * sizes.etp == 1
     if record.wire == "codes" and not (moves or isinstance(dispatch, Foreign)):
@@ -198,16 +198,22 @@ def moment_violations(
     yield from _Cuts(tuple(named.values()), 0, False).violations(decoder, layout, seq)
 
 
-def _draw_violations(layout: Layout, what: str, experts: bool) -> Iterator[Violation]:
-    """Yield parts of a layout in which rows' numbers, and thus random numbers, are unknown."""
+def _draw_violations(
+    layout: Layout, what: str, together: bool, experts: bool
+) -> Iterator[Violation]:
+    """Yield parts of a layout in which rows' numbers, and thus random numbers, are unknown.
+
+    ``experts``: whether it concerns routed experts; ``together``: whether their rows must also
+    arrive in one round.
+    """
     if layout.graphs != "none":
         rule = f"replays recorded random numbers, but {what} needs new ones in each step"
         yield Violation(("graphs",), layout.graphs, rule, "none")
     again = isinstance(layout.dispatch, FixedRoom) and layout.dispatch.on_overflow == "again"
-    if again and experts and layout.split.ep * layout.split.etp > 1:
+    if again and together and layout.split.ep * layout.split.etp > 1:
         rule = f"repeats a step in rounds that send no row numbers, which {what} needs"
         yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
-    if isinstance(layout.dispatch, Foreign):
+    if isinstance(layout.dispatch, Foreign) and experts:
         rule = f"sends only bf16 rows, but {what} also needs their exact row numbers"
         yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")
 

@@ -121,6 +121,27 @@ def test_ways_out_of_the_rules_about_rows() -> None:
         run_of(*WIDE, "train.quantise={kind: nvfp4, wgrad: wide}", "layout.sizes=tp2")
 
 
+@pytest.mark.parametrize(
+    ("asked", "moves"),
+    [
+        ("adapter={kind: lora, dropout: 0.1, targets: [attention]}", False),
+        ("adapter={kind: lora, dropout: 0.1, targets: [experts]}", True),
+        ("train.quantise={kind: mxfp8, keep: ['*.experts.*']}", False),
+        ("train.quantise={kind: mxfp8, wgrad: wide}", True),
+    ],
+)
+def test_dispatchers_of_other_packages_are_refused_where_experts_need_row_numbers(
+    asked: str, moves: bool
+) -> None:
+    """Graphs are refused for whatever draws."""
+    layout = ["layout.sizes=ep2", "layout.dispatch=deep_ep", "layout.graphs=partial"]
+    with pytest.raises(RunError) as caught:
+        run_of(asked, *layout)
+    rules = [violation.rule for violation in caught.value.violations]
+    assert any("exact row numbers" in rule for rule in rules) is moves, rules
+    assert any("recorded random numbers" in rule for rule in rules)
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     """The layout and the pattern."""
     quantise: Any = "train.quantise={kind: nvfp4, keep: ['*.none.*']}"
