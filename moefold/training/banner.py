@@ -122,13 +122,8 @@ def _model(job: Trainer) -> Iterator[Row]:
             f"trained: {count(counts.parameters - fixed)} parameters; {count(fixed)} in "
             f"{plural(len(frozen), 'tensor')} are frozen, without gradient and optimizer state",
         )
-    yield from _adapters(job)
-
-
-def _adapters(job: Trainer) -> Iterator[Row]:
-    """Yield lines on the weights that have adapters, with rank and scale."""
     found: dict[tuple[str, int, float], list[str]] = {}
-    for adapter in (one for each in (job.decoder, *job.decoder.blocks) for one in each.adapters):
+    for adapter in (one for each in (decoder, *decoder.blocks) for one in each.adapters):
         path, _, leaf = adapter.weight.removesuffix(".weight").rpartition(".")
         found.setdefault((path, adapter.rank, adapter.scale), []).append(leaf)
     for number, ((path, rank, scale), leaves) in enumerate(found.items()):

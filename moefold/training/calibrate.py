@@ -6,7 +6,7 @@ of small models, other than the recipes that are then predicted.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import exp, log
@@ -71,19 +71,14 @@ class SmallModel:
     micro_batches: int = 1
     optim: Optim = field(default_factory=lambda: AdamW(lr=1e-3))
 
-    @property
-    def decoder(self) -> Decoder:
-        """The model's description."""
+    def case(self, precision: Any, machine: Machine) -> Case:
+        """Return the model's step on a machine as a case for the planner."""
         heads = max(2, self.hidden // 64)
         attends = Gqa(heads=heads, kv_heads=heads, head_dim=self.hidden // heads, qk_norm="head")
         mixture = Moe(width=self.width, router=Router(experts=self.experts, top_k=2))
         stack = Stack(repeat=self.layers, blocks=(Block(attention=attends, ffn=mixture),))
-        return Decoder(vocab=self.vocab, hidden=self.hidden, stacks=(stack,))
-
-    def case(self, precision: Any, machine: Machine) -> Case:
-        """Return the model's step on a machine as a case for the planner."""
         return Case(
-            decoder=self.decoder,
+            decoder=Decoder(vocab=self.vocab, hidden=self.hidden, stacks=(stack,)),
             seq=self.seq,
             batch=self.sequences * self.micro_batches,
             micro_batch=self.sequences,
@@ -163,7 +158,11 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
     bandwidth = 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), 0.2)
     peaks, rates = {}, {}
     for form, dtype in FORMATS.items():
-        products = list(_products(dtype))
+        products = list[tuple[int, int, int, float]]()
+        for m, n, k in SHAPES:
+            x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+            taken = _seconds(partial(torch.mm, x, w.t()), times=max(1, 2**24 // (m * n * k)))
+            products.append((m, n, k, 2 * m * n * k / taken))
         peaks[form] = peak = max(rate for *_, rate in products)
         passes = _attention(peak, dtype)
         share, half = product_law(products, peak)
@@ -193,14 +192,6 @@ def _seconds(call: Callable[[], Any], least: float = 0.05, times: int = 1) -> fl
             call()
         taken.append(time.process_time() - started)
     return median(taken) / times
-
-
-def _products(dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
-    """Yield rows, outputs, inputs and FLOP/s of each matrix product."""
-    for m, n, k in SHAPES:
-        a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-        times = max(1, 2**24 // (m * n * k))
-        yield m, n, k, 2 * m * n * k / _seconds(partial(torch.mm, a, b.t()), times=times)
 
 
 def product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
@@ -311,21 +302,16 @@ def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float])
             torch.tensor([features(cases[i]) for i in own], dtype=torch.float64),
             torch.tensor([measured[i] for i in own], dtype=torch.float64),
         )
-        rates[form] = _scaled(rates[form], factors)
-        tables[form] = {**tables[form], "factors": factors}
+        # With these rates each part takes longer by its factor.
+        found = dict(rates[form])
+        for name in ("gemm", "forward_rate", "backward_rate"):
+            found[name] /= factors["compute"]
+        found["memory"] = 1 / factors["optimizer"]
+        found["device"] = factors["memory"] / factors["optimizer"]
+        found["kernel_s"] *= factors["launch"] / found["device"]
+        found["step_s"] = factors["step"] * 1e-3
+        rates[form], tables[form] = found, {**tables[form], "factors": factors}
     return replace(machine, rates=rates, tables=tables)
-
-
-def _scaled(rates: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
-    """Return rates with which each part takes longer by its factor."""
-    found = dict(rates)
-    for name in ("gemm", "forward_rate", "backward_rate"):
-        found[name] /= factors["compute"]
-    found["memory"] = 1 / factors["optimizer"]
-    found["device"] = factors["memory"] / factors["optimizer"]
-    found["kernel_s"] *= factors["launch"] / found["device"]
-    found["step_s"] = factors["step"] * 1e-3
-    return found
 
 
 def _factors(rows: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:

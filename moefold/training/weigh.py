@@ -7,7 +7,7 @@ and the rest are activations.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType
@@ -86,19 +86,19 @@ class Weighing(Executor):
 
     def _chain(self, action: Action) -> Chain:
         """Return the action's chain, with storages recorded on its exchanges' thread too."""
+
+        def seen(run: Callable[..., State], *state: Any) -> State:
+            with Made(self._made.storages):
+                return run(*state)
+
         state, tasks = super()._chain(action)
-        exchanges = [isinstance(one, LaneTask) and one.exchanges for one in tasks]
-        seen = zip(tasks, exchanges, strict=True)
-        return Chain(state, [self._seen(one) if own else one for one, own in seen])
-
-    def _seen(self, task: Any) -> LaneTask:
-        made = Made(self._made.storages)
-
-        def seen(*state: Any) -> State:
-            with made:
-                return task.run(*state)
-
-        return LaneTask(seen, True)
+        watched = [
+            one._replace(run=partial(seen, one.run))
+            if isinstance(one, LaneTask) and one.exchanges
+            else one
+            for one in tasks
+        ]
+        return Chain(state, watched)
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         super()._step(step, lanes)
@@ -111,17 +111,14 @@ class Weighing(Executor):
         for held in self._held.values():
             held.flow.keeper.departed.settle()
         found, until = self._weighed(), time.monotonic() + self._patience
-        while self._beyond(found) and self._patience:
+        wanted = self._wanted[len(self._left)] if self._wanted else {}
+        planned = {part: size for part, size in wanted.items() if part in MADE}
+        while self._patience and any(found[part] > size + 0.5 for part, size in planned.items()):
             if time.monotonic() > until:
                 self._patience = 0.0  # the excess is permanent: wait only once
             time.sleep(0.001)
             found = self._weighed()
         self._left.append(found)
-
-    def _beyond(self, found: Bytes) -> bool:
-        """Whether more is live of the parts in ``MADE`` than is planned."""
-        wanted = self._wanted[len(self._left)] if self._wanted else {}
-        return any(found[part] > size + 0.5 for part, size in wanted.items() if part in MADE)
 
     def _weighed(self) -> Bytes:
         held = self._held.values()

@@ -127,31 +127,28 @@ def render(
 
     ``texts`` has the text of each token; each of ``layers`` routes all of them.
     """
-    data = {
-        "tokens": list(texts[:shown]),
-        "layers": [_layer(layer, texts, shown) for layer in layers],
-    }
+    found = []
+    for routing in layers:
+        wide, ids_TK = routing.experts > 255, routing.ids_TK[:shown]
+        kept_TK = np.where(ids_TK < 0, -np.inf, routing.weights_TK[:shown])
+        order_TK = np.argsort(-kept_TK, axis=1, kind="stable")  # largest weight first
+        # A dropped choice stays, with weight 0, so that every token has K choices.
+        ids_TK = np.take_along_axis(ids_TK.clip(0), order_TK, axis=1)
+        weights_TK = np.take_along_axis(kept_TK.clip(0), order_TK, axis=1)
+        share_TK = weights_TK / np.maximum(weights_TK.sum(axis=1, keepdims=True), 1e-12)
+        layer = {
+            "name": routing.name,
+            "experts": routing.experts,
+            "top_k": routing.ids_TK.shape[1],
+            "load": [round(float(share), 5) for share in routing.load_E],
+            "likes": preferred(routing, texts),
+            "wide": wide,
+            "ids": encoded(ids_TK.astype("<u2" if wide else "u1")),
+            "weights": encoded(np.rint(255 * share_TK).astype("u1")),
+        }
+        found.append(layer)
+    data = {"tokens": list(texts[:shown]), "layers": found}
     return render_page(TEMPLATE, f"Experts of {title}", subtitle, data)
-
-
-def _layer(routing: LayerRouting, texts: Sequence[str], shown: int) -> dict[str, Any]:
-    wide, ids_TK = routing.experts > 255, routing.ids_TK[:shown]
-    kept_TK = np.where(ids_TK < 0, -np.inf, routing.weights_TK[:shown])
-    order_TK = np.argsort(-kept_TK, axis=1, kind="stable")  # largest weight first
-    # A dropped choice stays, with weight 0, so that every token has K choices.
-    ids_TK = np.take_along_axis(ids_TK.clip(0), order_TK, axis=1)
-    weights_TK = np.take_along_axis(kept_TK.clip(0), order_TK, axis=1)
-    share_TK = weights_TK / np.maximum(weights_TK.sum(axis=1, keepdims=True), 1e-12)
-    return {
-        "name": routing.name,
-        "experts": routing.experts,
-        "top_k": routing.ids_TK.shape[1],
-        "load": [round(float(share), 5) for share in routing.load_E],
-        "likes": preferred(routing, texts),
-        "wide": wide,
-        "ids": encoded(ids_TK.astype("<u2" if wide else "u1")),
-        "weights": encoded(np.rint(255 * share_TK).astype("u1")),
-    }
 
 
 def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarray]]:

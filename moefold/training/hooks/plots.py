@@ -174,8 +174,12 @@ def moved(tensors: ModelTensors) -> tuple[list[str], np.ndarray]:
     return layers, out
 
 
-def _moved_figure(layers: list[str], shares: np.ndarray, title: str) -> Figure:
-    """Plot how far adapters moved each expert [L, E], in percent of the norm of its weights."""
+def draw_moved(checkpoint: Path, path: Path, title: str) -> bool:
+    """Plot how far adapters moved a checkpoint's experts; return whether any expert has one."""
+    with Reader(checkpoint) as reader:
+        layers, shares = moved(ModelTensors(reader, reader.manifest.meta.get("adapters", {})))
+    if not layers:
+        return False
     figure = Figure(figsize=(9, 0.9 + max(1.2, 0.28 * len(layers))), layout="constrained")
     percent = np.ma.masked_invalid(100 * shares)
     low, high = float(percent.min()), float(percent.max())
@@ -186,16 +190,8 @@ def _moved_figure(layers: list[str], shares: np.ndarray, title: str) -> Figure:
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05)
     bar.set_label("% of its weights' norm", color=INK)
     bar.outline.set_visible(False)
-    return figure
-
-
-def draw_moved(checkpoint: Path, path: Path, title: str) -> bool:
-    """Plot how far adapters moved a checkpoint's experts; return whether any expert has one."""
-    with Reader(checkpoint) as reader:
-        layers, shares = moved(ModelTensors(reader, reader.manifest.meta.get("adapters", {})))
-    if layers:
-        _moved_figure(layers, shares, title).savefig(path, dpi=144)
-    return bool(layers)
+    figure.savefig(path, dpi=144)
+    return True
 
 
 def _draw_now(axes: Axes, load: np.ma.MaskedArray, layers: list[str], norm: TwoSlopeNorm):
