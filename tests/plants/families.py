@@ -300,8 +300,8 @@ PLANTS = (
         "the least log decay bounds nothing",
         B23,
         "model/families/mixed_sizes.py",
-        "super().made(heads, decay_floor=self.decay_floor)",
-        "super().made(heads)",
+        "super().made(heads, decay_floor=self.decay_floor, **own)",
+        "super().made(heads, **own)",
     ),
     Plant(
         "b23",

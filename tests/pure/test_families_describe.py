@@ -11,12 +11,14 @@ import pytest
 from moefold.config.check import check
 from moefold.config.errors import Rename, RunError
 from moefold.config.schema import json_schema
+from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry  # noqa: F401  (they register themselves)
 from moefold.model.families.base import Family
+from moefold.model.families.mixed_sizes import BoundedNet, ChannelNet, LowRankNet
 from moefold.model.families.names import choose_layout, find, pieces
 from moefold.moe.config import Aux, Bias, Moe, Router
 from moefold.run import Run, load_run
@@ -300,6 +302,16 @@ def test_an_editor_accepts_from_without_the_family() -> None:
     jsonschema.validate({"family": "mixtral", **MODELS["mixtral"]}, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"family": "olmoe", "from": "./folder"}, schema)
+
+
+@pytest.mark.parametrize("base", [LowRankNet, BoundedNet])
+def test_fields_that_a_subclass_adds_to_a_delta_net_reach_it(base: type[ChannelNet]) -> None:
+    class Additive(base):  # type: ignore[misc, valid-type]
+        def made(self, heads: int, **own: Any) -> DeltaNet:
+            return super().made(heads, delta=False, **own)
+
+    net, plain = Additive(head_dim=8).made(2), base(head_dim=8).made(2)
+    assert net == plain.model_copy(update={"delta": False})
 
 
 def test_a_router_can_be_chosen_by_an_override_under_any_family() -> None:

@@ -237,7 +237,7 @@ class LowRankNet(ChannelNet):
     def made(self, heads: int, **own: Any) -> DeltaNet:
         """Return the delta net, with ranks."""
         ranks = {"decay_rank": self.head_dim, "gate_rank": self.head_dim}
-        return super().made(self.heads or heads, **ranks)
+        return super().made(self.heads or heads, **ranks, **own)
 
 
 class BoundedNet(ChannelNet):
@@ -248,7 +248,7 @@ class BoundedNet(ChannelNet):
 
     def made(self, heads: int, **own: Any) -> DeltaNet:
         """Return the delta net, with the bound."""
-        return super().made(heads, decay_floor=self.decay_floor)
+        return super().made(heads, decay_floor=self.decay_floor, **own)
 
 
 class ChannelSizes(MixedSizes, SharedSizes, DenseListed):
