@@ -260,6 +260,25 @@ def with_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
     return data
 
 
+def other_kind(spec: FieldSpec, under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
+    """Return whether ``over`` chooses another kind than ``under``; unknown kinds do not count."""
+    slot = spec.slot
+    there = under if slot is None else slot.completed(under)
+    if slot is None or slot.tag not in there or slot.lookup(over.get(slot.tag)) is None:
+        return False
+    return there[slot.tag] != over[slot.tag]
+
+
+def _over(spec: FieldSpec, under: Any, over: Any) -> Any:
+    """Return ``over`` merged over ``under`` key by key, but not over another kind in a slot."""
+    both = isinstance(under, Mapping) and isinstance(over, Mapping)
+    if not both or other_kind(spec, under, over):
+        return over
+    whole = {**under, **over}
+    inner = ((key, child_spec(spec, whole, key)) for key in over)
+    return whole | {key: _over(of, under.get(key), over[key]) for key, of in inner}
+
+
 def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
     """Return raw data with the suggestion of a violation applied."""
     path, nearest = violation.path, violation.nearest
@@ -268,9 +287,7 @@ def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
     if isinstance(nearest, Rename):
         renamed, nearest = (*path[:-1], nearest.to), get_at(data, path)
         data, path = set_at(data, path, REMOVE), renamed
-        there = get_at(data, path)
-        if isinstance(there, Mapping) and isinstance(nearest, Mapping):
-            nearest = {**there, **nearest}
+        nearest = _over(spec_at(spec, data, path), get_at(data, path), nearest)
     return set_at(with_parents(spec, data, path), path, nearest)
 
 

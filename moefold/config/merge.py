@@ -12,6 +12,7 @@ from moefold.config.fields import (
     child_spec,
     get_at,
     leaves,
+    other_kind,
     set_at,
     spec_at,
     with_parents,
@@ -68,7 +69,7 @@ class MergedData:
     def _merged(self, spec: FieldSpec, under: Any, over: Any, path: FieldPath, layer: Layer) -> Any:
         over = spec.expanded(over)
         both = isinstance(over, Mapping) and isinstance(under, Mapping)
-        kept: Mapping[str, Any] = under if both and not _other_kind(spec, under, over) else {}
+        kept: Mapping[str, Any] = under if both and not other_kind(spec, under, over) else {}
         if not kept and under is not MISSING:
             self._forget(path)
         if not isinstance(over, Mapping) or not (over or kept):
@@ -110,7 +111,7 @@ class MergedData:
         self.data = with_parents(self.spec, self.data, path)
         above, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
         chosen = {str(path[-1]): value}
-        if isinstance(holder, Mapping) and _other_kind(above, holder, chosen):
+        if isinstance(holder, Mapping) and other_kind(above, holder, chosen):
             path, value = path[:-1], chosen  # another kind replaces the whole mapping
         value = spec_at(self.spec, self.data, path).expanded(value)
         self._forget(path)
@@ -138,12 +139,3 @@ class MergedData:
         """Drop the origins of everything at and below a path."""
         for leaf in [leaf for leaf in self.origins if leaf[: len(path)] == path]:
             del self.origins[leaf]
-
-
-def _other_kind(spec: FieldSpec, under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    """Return whether ``over`` chooses another kind than ``under``; unknown kinds do not count."""
-    slot = spec.slot
-    there = under if slot is None else slot.completed(under)
-    if slot is None or slot.tag not in there or slot.lookup(over.get(slot.tag)) is None:
-        return False
-    return there[slot.tag] != over[slot.tag]

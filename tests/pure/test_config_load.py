@@ -316,12 +316,18 @@ def test_an_instance_in_raw_data_is_written_out() -> None:
     assert loaded.record.engine == Steam(pressure=4.0)
 
 
+STEAM = {"kind": "steam", "pressure": 1.5}
+
+
 def test_a_misspelt_override_is_the_key_that_a_file_gives() -> None:
-    """It replaces that one's value; beside an override of the right name it is left out."""
+    """It replaces that one's value alone, at any depth; beside one of the right name it is left
+    out."""
     for text, name, fixed in (
         ("nmae=slow", "name", "slow"),
         ("crewe=3", "crew", 3),
         ("limitz.low=0.5", "limits", {"low": 0.5, "high": 2.0, "count": 5}),
+        ("enginee.spare.pressure=1.5", "engine", full()["engine"] | {"spare": STEAM}),
+        ("enginee.kind=steam", "engine", {"kind": "steam"}),
     ):
         (item,) = violations(full(), text)
         assert item.nearest == Rename(name)
