@@ -5,7 +5,7 @@ plan.given.fits, plan.best.layout, plan.best.step_time_s, plan.best.memory_gb, p
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.base import to_dict
-from moefold.config.errors import RunError
+from moefold.config.errors import RunError, Violation, dotted
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
@@ -145,7 +145,9 @@ class Plan:
     layouts: tuple[PlannedLayout, ...]
     """The fastest layouts that fit, one per folding; empty where nothing fits."""
     today: PlannedLayout | None
-    """The fastest layout that training executes today; None where none that it executes fits."""
+    """The fastest layout that training executes today and that the run's own rules allow."""
+    today_problem: str
+    """Why ``today`` is None; otherwise empty."""
     same_format: tuple[PlannedLayout, ...]
     """The fastest layout in the run's own number format, where ``layouts`` have another one."""
     published: tuple[PlannedLayout, ...]
@@ -164,15 +166,6 @@ class Plan:
     def graphs(self) -> str:
         """CUDA graphs of the run's own layout, or of the task's software without one."""
         return self.given.choice.graphs if self.given else self.task.software.cuda_graphs
-
-    @property
-    def today_problem(self) -> str:
-        """Why ``today`` is None; otherwise empty."""
-        if self.today is not None:
-            return ""
-        if self.task.foreign:
-            return f"training does not support the model's {', '.join(self.task.foreign)}"
-        return f"no layout that training supports fits in {self.task.numbers.recipe}"
 
     @property
     def run_file(self) -> dict[str, Any] | None:
@@ -233,18 +226,20 @@ def plan(
     if memory_gb is not None:
         where = replace(where, device=resized(where.device, round(memory_gb * GB)))
     task, choice, made = _task(run, where, batch, seq, load, overrides)
-    given, problem = _given(task, choice, made)
+    given, given_problem = _given(task, choice, made)
     search, space = Search(task), everything(task)
     best = _found(search, space, top)
     own = task.numbers.recipe
     formats = [] if {one.choice.recipe for one in best} == {own} else [own]
     same = [one for form in formats for one in _found(search, replace(space, recipes=(form,)))]
+    found, today_problem = _today(search, made)
     return Plan(
         task=task,
         given=given,
-        given_problem=problem,
+        given_problem=given_problem,
         layouts=best,
-        today=None if task.foreign else _today(search, made),
+        today=found,
+        today_problem=today_problem,
         same_format=tuple(same),
         published=tuple(_published(task)),
         faults=faults or Faults(),
@@ -308,24 +303,35 @@ def _given(
         return None, str(error)
 
 
-def _today(search: Search, run: Run | None) -> PlannedLayout | None:
-    """Return the fastest layout that training executes and that the run's rules allow."""
-    for one in search.fitting(today(search.task)):
+def _today(search: Search, run: Run | None) -> tuple[PlannedLayout | None, str]:
+    """Return the fastest layout that training executes and that the run's rules allow, or None and
+    why there is none.
+    """
+    task, refused = search.task, ""
+    if task.foreign:
+        return None, f"training does not support the model's {', '.join(task.foreign)}"
+    for one in search.fitting(today(task)):
         layout = PlannedLayout(one.choice, one.case, "search")
-        if not layout.not_yet and (run is None or _accepts(run, layout)):
-            return layout
-    return None
+        if layout.not_yet:
+            continue
+        broken = None if run is None else next(_violations(run, layout), None)
+        if broken is None:
+            return layout, ""
+        refused = refused or f"{layout.layout}, breaks {dotted(broken.path)}: {broken.rule}"
+    if refused:
+        return None, f"the run's own rules refuse every layout that fits; the fastest, {refused}"
+    return None, f"no layout that training supports fits in {task.numbers.recipe}"
 
 
-def _accepts(run: Run, layout: PlannedLayout) -> bool:
-    """Return whether a run satisfies its rules in a layout."""
+def _violations(run: Run, layout: PlannedLayout) -> Iterator[Violation]:
+    """Yield the rules of a run that it breaks in a layout."""
     said = _over(run, layout)
     update: dict[str, Any] = {name: said["train"][name] for name in ("batch", "micro_batch")}
     if run.train.quantise is not None:
         update["quantise"] = run.train.quantise.model_copy(update={"rows": layout.rows})
     placed = Layout.model_validate(to_dict(run.layout) | said["layout"])
     update = {"layout": placed, "train": run.train.model_copy(update=update)}
-    return not any(run.model_copy(update=update).rules())
+    return run.model_copy(update=update).rules()
 
 
 def _over(run: Run, layout: PlannedLayout) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from moefold.planner.memory import fullest
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.time import estimate
 from moefold.planner.time_layer import setting_of
-from moefold.run import demand_fit, load_run
+from moefold.run import Run, demand_fit, load_run
 from moefold.spec.decoder import needs
 from moefold.training.losses.config import Distill, Dpo
 from tests.traffic.step import traffic
@@ -107,21 +107,33 @@ def test_a_run_file_takes_back_what_its_base_has(tmp_path) -> None:
     same(PlannedLayout(choice, choice.case(task)), found.today)
 
 
-def test_what_a_run_s_own_rules_refuse_is_not_for_today() -> None:
-    """Moments that share scales: no axis cuts their groups."""
+def groups_of_moments(*overrides: str) -> Run:
+    """A run whose moments share scales: no axis cuts their groups."""
     shape = "{hidden: 1024, layers: 2, heads: 8, kv_heads: 8, head_dim: 128, experts: 8, top_k: 2,"
     shape += " expert_width: 3072}"
-    run = load_run(
+    return load_run(
         "tiny",
         [f"model.shape={shape}", "data.seq=4096", "train.batch=8", "train.micro_batch=1",
-         "optim.moments=fp8", "optim.moment_group=3072"],
+         "optim.moments=fp8", "optim.moment_group=3072", *overrides],
     )  # fmt: skip
+
+
+def test_what_a_run_s_own_rules_refuse_is_not_for_today() -> None:
+    run = groups_of_moments()
     found = plan(run, "h100x8", top=1)
-    assert found.today is not None and not list(run.rules())
+    assert found.today is not None and not list(run.rules()) and not found.today_problem
     said = fragment(found.today)
     layout = RunLayout.model_validate(said["layout"])
     update = {"layout": layout, "train": run.train.model_copy(update=said["train"])}
     assert not list(run.model_copy(update=update).rules())
+
+
+def test_rules_that_refuse_every_layout_are_said() -> None:
+    """One odd sequence for four ranks: tp cuts its groups of moments."""
+    found = plan(groups_of_moments("data.seq=1023"), "h100x4", batch=1, top=1)
+    assert found.today is None and found.best is not None
+    said = "rules refuse every layout that fits; the fastest, tp2 pp2 ep2, breaks layout.sizes: tp"
+    assert said in found.today_problem, found.today_problem
 
 
 def test_a_given_layout_that_its_schedule_cannot_run_is_said() -> None:
