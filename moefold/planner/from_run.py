@@ -49,8 +49,6 @@ LOAD = 1.2
 """Default of the rows of the fullest expert rank over the mean: between forced balance, 1, and
 routers early in training, near 1.6 by published pairs of runs."""
 SEQ = 4096
-RESERVE = 0.05
-"""Share of memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
 OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
 """Dispatchers that need another package and have never been run with it."""
 UNMEASURED = (
@@ -242,14 +240,14 @@ def _stated(
     return task, choice_of(run.layout, run.train.micro_batch, precision)
 
 
-def _open(run: Run, task: TrainingTask, choice: Choice) -> tuple[Case, float, Place] | None:
+def _open(run: Run, task: TrainingTask, choice: Choice) -> tuple[Case, float | None, Place] | None:
     """Return the inputs of ``auto`` recompute: case without recompute, limit, and offload place."""
     record = run.layout.recompute
     if not isinstance(record, Auto):
         return None
-    limit = record.bytes or task.cluster.device.memory_bytes * (1 - RESERVE)
     bare = replace(choice, keeping=replace(choice.keeping, recompute=frozenset()))
-    return bare.case(task), limit, "offload" if record.host else "disk" if record.disk else None
+    place: Place = "offload" if record.host else "disk" if record.disk else None
+    return bare.case(task), record.bytes, place
 
 
 def keeping_within(run: Run, cluster: Cluster) -> Keeping:

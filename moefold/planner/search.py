@@ -19,11 +19,12 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
-from moefold.planner.from_run import RESERVE, Choice, TrainingTask, balanced
+from moefold.planner.from_run import Choice, TrainingTask, balanced
 from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_chunk import two, whole_units
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
+from moefold.planner.recompute import RESERVE
 from moefold.planner.search_space import SCHEDULES, VIRTUAL, Foldings, Space, apart
 from moefold.planner.time import (
     HOST_ADAM,

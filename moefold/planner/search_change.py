@@ -7,9 +7,10 @@ from typing import Literal
 from moefold.mesh.config import AXES, Sizes
 from moefold.mesh.legality import size_rules
 from moefold.parallel.config import Layout
-from moefold.planner.from_run import RESERVE, Choice, TrainingTask
+from moefold.planner.from_run import Choice, TrainingTask
 from moefold.planner.memory import totals
 from moefold.planner.memory_kept import CODES
+from moefold.planner.recompute import RESERVE
 from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
 from moefold.spec.decoder import ModelNeeds, needs

@@ -115,6 +115,15 @@ def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "di
     assert name in FEW_LAYERS or (len(chosen) > 1 and frozenset() in chosen), chosen
 
 
+def test_a_run_without_a_limit_is_not_told_to_raise_it() -> None:
+    """A memory limit that is stated is named."""
+    with pytest.raises(ValueError, match=r"auto with 80\.\d GB \(.*5 %\): .* GB; use a smaller"):
+        of_run(load_run("qwen3_30b_a3b", ["layout.recompute=auto"]), cluster("h100x1"))
+    limited = "layout.recompute={kind: auto, limit: 9 GB}"
+    with pytest.raises(ValueError, match=r"limit 9 GB: .* GB; raise the limit, or use a smaller"):
+        of_run(load_run("qwen3_30b_a3b", [limited]), cluster("h100x1"))
+
+
 def test_a_run_is_settled_by_its_plan() -> None:
     """Its layout names the kinds; a run that names them itself stays as it is."""
     given = ["layout.recompute={kind: auto, limit: 60 GB}", "layout.zero=3"]
