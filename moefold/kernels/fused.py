@@ -16,12 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-
-def _uncompiled(kernel: Callable[..., None]) -> Any:
-    """Replace ``triton.jit`` where there is no Triton: return the function itself."""
-    return kernel
-
-
 # Without a GPU only tests run kernels. They import Triton first; others are spared that import.
 try:
     if not (torch.version.cuda or torch.version.hip or "triton" in sys.modules):
@@ -31,7 +25,7 @@ try:
 
     MISSING, jit = "", cast(Any, triton.jit)
 except ImportError as error:
-    MISSING, jit = str(error), _uncompiled
+    MISSING, jit = str(error), cast(Any, lambda kernel: kernel)
     tl: Any = SimpleNamespace(constexpr=lambda value: value)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)

@@ -55,7 +55,10 @@ class Deferred:
 
     def deliver(self, weight: Tensor, product: Product) -> None:
         """Queue the product."""
-        self.waiting.append((weight, product if weight.ndim > 1 else _summed(product)))
+        if weight.ndim <= 1:
+            with torch.no_grad():
+                product = made(product(None))
+        self.waiting.append((weight, product))
 
     def drain(self) -> int:
         """Run all queued products in order and return their number."""
@@ -80,11 +83,6 @@ class AtOnce:
                 return
             self._sums[weight] = product(None).to(weight.dtype)
         self._queue.deliver(weight, made(self._sums[weight]))
-
-
-def _summed(product: Product) -> Product:
-    with torch.no_grad():
-        return made(product(None))
 
 
 def made(gradient: Tensor) -> Product:

@@ -46,8 +46,8 @@ PLANTS = (
         "blocks of tiny numbers share a scale",
         OTHERS,
         BLOCKS,
-        "    factor = torch.where(amax == 0, 1.0, factor)",
-        "    factor = torch.where(amax < 1e-12, 1.0, factor)",
+        "    factor = torch.where(block == 0, 1.0, factor)",
+        "    factor = torch.where(block < 1e-12, 1.0, factor)",
     ),
     Plant(
         "b50",
@@ -143,9 +143,9 @@ PLANTS = (
         "b51",
         "the first rows of a group are those of the one before",
         THREE,
-        ROWS,
-        "        return [inside[start:end] for",
-        "        return [inside[max(start - 1, 0) : end][: end - start] for",
+        PRODUCTS,
+        "    parts = [inside[start:end] for",
+        "    parts = [inside[max(start - 1, 0) : end][: end - start] for",
     ),
     Plant(
         "b51",

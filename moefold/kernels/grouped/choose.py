@@ -51,7 +51,11 @@ def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CP
     why = "requested"
     if asked == "auto":
         why = "" if fits else f"grouped_mm does not support {dtype} rows of widths {dims}"
-        why = why or (why_library_waits(dtype, device) if own else _why_compiled(dtype, device))
+        if not why and own:
+            why = why_library_waits(dtype, device)
+        elif not why and device.type == "cpu" and dtype.itemsize == 2:
+            # The loop, with its rounded row counts, is faster.
+            why = "grouped_mm compiles a kernel for each number of 16-bit rows on CPUs"
         asked = ("triton" if own else "loop") if why else "grouped"
         why = why or f"supports {dtype} and these widths"
     name = "grouped_mm" if asked == "grouped" else asked
@@ -59,13 +63,6 @@ def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CP
     # ``grouped_mm`` rounds the weight gradient of 16-bit rows before it can be added in fp32.
     summed = fused if own and name == "grouped_mm" and dtype.itemsize == 2 else kernels
     return GroupedKernel(name, why, kernels.product, kernels.input_gradient, summed.weight_gradient)
-
-
-def _why_compiled(dtype: torch.dtype, device: torch.device) -> str:
-    """Return why the loop with its rounded row counts is faster on a CPU; empty where it is not."""
-    if device.type != "cpu" or dtype.itemsize != 2:
-        return ""
-    return "grouped_mm compiles a kernel for each number of 16-bit rows on CPUs"
 
 
 def why_library_waits(dtype: torch.dtype, device: torch.device) -> str:

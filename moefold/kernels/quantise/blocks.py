@@ -247,9 +247,31 @@ def scales_of(block: Tensor, amax: Tensor | None, form: Format) -> Scales:
         form: the format.
     """
     if form.kind == "nvfp4":
+        # By TransformerEngine's rule, which never computes ``6 / amax`` of a block.
         assert amax is not None
-        return _nvfp4(block, amax)
-    return _mxfp8(block, form) if form.kind == "mxfp8" else _fp8(block, form)
+        spread = _ratio(LARGEST[E4M3] * LARGEST_E2M1, amax)
+        spread = torch.where(spread == 0, 1.0, spread)  # amax near the largest fp32
+        sixth = torch.tensor(LARGEST_E2M1, device=amax.device).reciprocal()
+        scales = elements.cast(block * (spread * sixth), E4M3)
+        matrix = spread.reciprocal()
+        factor = (scales.float() * matrix).reciprocal().clamp_(max=LARGEST_FP32)
+        return Scales(factor, scales, _or_nan(matrix, amax))
+    assert form.element is not None
+    if form.kind == "mxfp8":
+        if form.scales == "up":
+            largest = torch.full_like(block, LARGEST[form.element])
+            exponent = elements.exponent_above(torch.div(block, largest))
+        else:
+            exponent = elements.exponent_floor(block, 8)
+        exponent = torch.where(block.isfinite(), exponent, 255)
+        # The reciprocal of 2^127, the exponent 254, is the E8M0 number 2^-127.
+        factor = elements.power((254 - exponent.int()).clamp_(min=0).to(torch.uint8))
+        return Scales(factor, exponent.view(E8M0), None)
+    factor = _ratio(LARGEST[form.element], block)
+    if form.scales == "power":
+        factor = elements.power_below(factor)
+    factor = torch.where(block == 0, 1.0, factor)
+    return Scales(factor, _or_nan(factor.reciprocal(), block), None)
 
 
 def cast(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
@@ -257,40 +279,6 @@ def cast(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
     if form.element is None:
         return elements.cast_e2m1(x, chance)
     return elements.cast(x, form.element)
-
-
-def _fp8(amax: Tensor, form: Format) -> Scales:
-    assert form.element is not None
-    factor = _ratio(LARGEST[form.element], amax)
-    if form.scales == "power":
-        factor = elements.power_below(factor)
-    factor = torch.where(amax == 0, 1.0, factor)
-    return Scales(factor, _or_nan(factor.reciprocal(), amax), None)
-
-
-def _mxfp8(amax: Tensor, form: Format) -> Scales:
-    assert form.element is not None
-    if form.scales == "up":
-        largest = torch.full_like(amax, LARGEST[form.element])
-        exponent = elements.exponent_above(torch.div(amax, largest))
-    else:
-        exponent = elements.exponent_floor(amax, 8)
-    exponent = torch.where(amax.isfinite(), exponent, 255)
-    # The reciprocal of 2^127, the exponent 254, is the E8M0 number 2^-127.
-    factor = elements.power((254 - exponent.int()).clamp_(min=0).to(torch.uint8))
-    return Scales(factor, exponent.view(E8M0), None)
-
-
-def _nvfp4(block: Tensor, amax: Tensor) -> Scales:
-    """Return scales by TransformerEngine's rule, which never computes ``6 / amax`` of a block."""
-    largest = LARGEST[E4M3] * LARGEST_E2M1
-    spread = _ratio(largest, amax)
-    spread = torch.where(spread == 0, 1.0, spread)  # amax near the largest fp32
-    sixth = torch.tensor(LARGEST_E2M1, device=amax.device).reciprocal()
-    scales = elements.cast(block * (spread * sixth), E4M3)
-    matrix = spread.reciprocal()
-    factor = (scales.float() * matrix).reciprocal().clamp_(max=LARGEST_FP32)
-    return Scales(factor, scales, _or_nan(matrix, amax))
 
 
 def _ratio(largest: float, amax: Tensor) -> Tensor:

@@ -213,10 +213,6 @@ class Read(NamedTuple):
     """Operand of the weight's gradient; None if that is not needed."""
 
 
-def _anew(x: Tensor, key: object, make: Callable[[], Read]) -> Read:
-    return make()
-
-
 class NarrowOperand(NamedTuple):
     """A weight as an operand of products of codes."""
 
@@ -229,7 +225,7 @@ class NarrowOperand(NamedTuple):
     largest: Largest = _mine
     note: Callable[[str, int, Tensor], None] | None = None
     """Called with role, group and rows of each operand, to search for faults."""
-    once: Callable[[Tensor, object, Callable[[], Read]], Read] = _anew
+    once: Callable[[Tensor, object, Callable[[], Read]], Read] = lambda x, key, make: make()
     """``once(x, key, make)`` caches quantised rows for all products that read them."""
 
 
@@ -316,7 +312,7 @@ def _operands(
 ) -> Read:
     """Return each run's codes along features, and the operand of the weight's gradient."""
     inside = rows.inside(x_NI)
-    parts = rows.split(inside)
+    parts = [inside[start:end] for _, start, end in rows.runs]
     if weight.note is not None:
         for group, part in zip(rows.groups, parts, strict=True):
             weight.note(role, group, part)

@@ -93,10 +93,6 @@ class RowRuns(NamedTuple):
         """Return the valid rows of ``x_NI``, in order."""
         return x_NI[: self.end] if self.order_N is None else x_NI.index_select(0, self.order_N)
 
-    def split(self, inside: Tensor) -> list[Tensor]:
-        """Divide valid rows into runs."""
-        return [inside[start:end] for _, start, end in self.runs]
-
     def numbers(self, run: int, device: torch.device) -> Tensor:
         """Return int64 numbers of a run's rows."""
         _, start, end = self.runs[run]
