@@ -179,7 +179,24 @@ class Workers:
         answers = _collect(self._ranks, limit_s, silent)
         if all(answer and answer.ok for answer in answers):
             return [answer.value for answer in answers if answer]
-        raise self._failure(answers, limit_s)
+        report = report_in(self._store, self._time_out_s)
+        failed = [(at, answer) for at, answer in enumerate(answers) if answer and not answer.ok]
+        if not failed:
+            missing = [at for at, answer in enumerate(answers) if answer is None]
+            raise RankError(f"no answer from ranks {missing} within {limit_s:g} s{report}")
+        dead = tuple(at for at, answer in failed if answer.value == DEAD)
+        if dead:
+            why = "; ".join(f"rank {at}: the process {self._ranks[at].cause()}" for at in dead)
+            raise RankLost(why + report, why, dead, answers)
+        at, first = min(failed, key=lambda f: (f[1].blames_others, f[1].repeats, f[1].at))
+        text = f"rank {at} failed first:\n{first.value}{report}"
+        error = first.raised and first.raised.again()
+        if not first.blames_others:
+            raise RankError(text, error)
+        said = [line for line in first.value.splitlines() if line not in ("", IN_OPERATION)]
+        lost = RankLost(text, f"rank {at}: communication failed: {said[-1]}", (), answers)
+        lost.error = error
+        raise lost
 
     def leave(self) -> None:
         """Let ranks that have answered exit by themselves, and wait briefly for them."""
@@ -194,27 +211,6 @@ class Workers:
             rank.end()
         # A raised error references this object, and would keep the store's thread and port.
         del self._store
-
-    def _failure(self, answers: Answers, limit_s: float | None) -> RankError:
-        """Return an error that states the cause: ranks that died, else the first to fail."""
-        report = report_in(self._store, self._time_out_s)
-        failed = [(at, answer) for at, answer in enumerate(answers) if answer and not answer.ok]
-        if not failed:
-            missing = [at for at, answer in enumerate(answers) if answer is None]
-            return RankError(f"no answer from ranks {missing} within {limit_s:g} s{report}")
-        dead = tuple(at for at, answer in failed if answer.value == DEAD)
-        if dead:
-            why = "; ".join(f"rank {at}: the process {self._ranks[at].cause()}" for at in dead)
-            return RankLost(why + report, why, dead, answers)
-        at, first = min(failed, key=lambda f: (f[1].blames_others, f[1].repeats, f[1].at))
-        text = f"rank {at} failed first:\n{first.value}{report}"
-        error = first.raised and first.raised.again()
-        if not first.blames_others:
-            return RankError(text, error)
-        said = [line for line in first.value.splitlines() if line not in ("", IN_OPERATION)]
-        lost = RankLost(text, f"rank {at}: communication failed: {said[-1]}", (), answers)
-        lost.error = error
-        return lost
 
 
 def _collect(

@@ -33,6 +33,7 @@ POLL_S = 0.1
 """Seconds between heartbeats, and between the launcher's polls of them."""
 GRACE_S = 3.0
 SOCKET_PATH_BYTES = 107
+"""Most bytes of a socket's path on Linux."""
 ORPHAN_S = 1.0
 BEATS, ATTEMPTS, STEPS = range(3)
 """Indices of the counters: heartbeats, attempts that have stored state, steps stored."""
@@ -268,23 +269,14 @@ def fork_server(*preload: str) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     resource_tracker.ensure_running()  # if the server started it, that would unblock its signals
-    keep_socket_paths_short()
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
+        # ``multiprocessing`` would create its sockets there; in ``/tmp`` paths are short enough.
+        set_before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            get_temp_dir()  # created once, then cached by ``multiprocessing``
+        finally:
+            tempfile.tempdir = set_before
     with deaf_children():
         forkserver.ensure_running()
     return context
-
-
-def keep_socket_paths_short() -> None:
-    """Make ``multiprocessing`` create its sockets in a folder with a short enough path.
-
-    They are in the system's temporary folder, and a socket's path has at most 107 bytes on Linux;
-    with a longer ``TMPDIR`` they are in ``/tmp``.
-    """
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) <= SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
-        return
-    set_before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-    try:
-        get_temp_dir()  # created once, then cached by ``multiprocessing``
-    finally:
-        tempfile.tempdir = set_before

@@ -77,7 +77,12 @@ class DiskFile:
         try:
             make_folder(Path(path))
             plain, name = tempfile.mkstemp(prefix=f".moefold-{rank}-", dir=path)
-            self._fd = _without_cache(name, plain)
+            try:  # direct I/O, which bypasses the page cache
+                self._fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+            except OSError:  # a file system in memory does not support it
+                self._fd = plain
+            else:
+                os.close(plain)
             os.unlink(name)
         except OSError as error:
             text = f"{self._where} cannot be created: {error.strerror}"
@@ -156,16 +161,6 @@ class DiskFile:
         except OSError as error:
             text = f"{self._where}: {size} bytes of {what} at offset {start}: {error.strerror}"
             raise OffloadError(text, error.errno) from error
-
-
-def _without_cache(name: str, plain: int) -> int:
-    """Reopen the file for direct I/O, which bypasses the page cache, if the system supports it."""
-    try:
-        found = os.open(name, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system in memory does not support it
-        return plain
-    os.close(plain)
-    return found
 
 
 def _allocate(fd: int, start: int, size: int) -> None:
