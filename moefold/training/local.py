@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,12 +195,16 @@ class LocalCopies:
     def _found(self, here: Path, since: int) -> dict[RankCopy, list[Path]]:
         """Return the files of each part on this machine that fits the run and its layout."""
         found: dict[RankCopy, list[Path]] = {}
-        for candidate in candidates(here):
-            if candidate.step >= since:
-                for path in sorted(candidate.path.glob("*.by-*")):
-                    share = _head(path, self._identity)
-                    if share is not None:
-                        found.setdefault(share, []).append(path)
+        folders = [one.path for one in candidates(here) if one.step >= since]
+        for path in chain.from_iterable(sorted(folder.glob("*.by-*")) for folder in folders):
+            with suppress(OSError, ValueError, KeyError, TypeError):  # not such a file
+                with path.open("rb") as file:
+                    file.readline(HEAD_BYTES)
+                    head = json.loads(file.readline(HEAD_BYTES))
+                share = RankCopy(*(head[name] for name in RankCopy._fields))
+                types = [type(value) for value in share]
+                if head["identity"] == self._identity and types == TYPES:
+                    found.setdefault(share, []).append(path)
         return found
 
     def _exchanged(
@@ -245,19 +250,6 @@ def newest_whole(
                 chosen.append((held[holder], holder))
             return chosen
     return None
-
-
-def _head(path: Path, identity: str) -> RankCopy | None:
-    """Return the head of a copy's file; None if it is not such a file, or of another identity."""
-    try:
-        with path.open("rb") as file:
-            file.readline(HEAD_BYTES)
-            head = json.loads(file.readline(HEAD_BYTES))
-        share = RankCopy(*(head[name] for name in RankCopy._fields))
-        types = [type(value) for value in share]
-        return share if head["identity"] == identity and types == TYPES else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _read(paths: Sequence[Path]) -> Tensor | None:

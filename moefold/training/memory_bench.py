@@ -66,7 +66,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
     wanted = [planned(case, run.layout, pp) for pp in range(case.sizes.pp)]
     given = run, precision, case.micro_batches, [[one for one, _ in line] for line in wanted]
-    by_rank = launch(executed, world, *given) if world > 1 else _executed(World.single(), *given)
+    by_rank = launch(executed, world, *given) if world > 1 else executed(None, *given)
     found: list[ActionBytes] = []
     for rank, steps in enumerate(by_rank):
         pp = case.folding.attention_spot(rank).pp
@@ -88,33 +88,32 @@ def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float],
 
 
 def executed(
-    spot: Spot, run: Run, precision: Precision, micro_batches: int, wanted: Planned
+    spot: Spot | None, run: Run, precision: Precision, micro_batches: int, wanted: Planned
 ) -> Any:
-    """Return every rank's measured bytes after each action of the second of two steps."""
-    folding = Folding(run.layout.split, spot.world, run.layout.order)
-    with World.open(folding, "cpu", run.watch.time_out_s) as world:
-        return _executed(world, run, precision, micro_batches, wanted)
+    """Return every rank's measured bytes after each action of the second of two steps.
 
-
-def _executed(
-    world: World, run: Run, precision: Precision, micro_batches: int, wanted: Planned
-) -> Any:
-    decoder, chunk = run.decoder(), run.train.loss_chunk
-    placed = build(decoder, precision, run.layout, world)
-    initialise(placed.model, decoder, run.seed, placed.shards)
-    data = ShardedState(placed)
-    optimizer = data.optimizer(run.optim)
-    draw, shape = torch.Generator().manual_seed(run.seed), (run.train.micro_batch, run.data.seq)
-    batches = [
-        from_ids(torch.randint(decoder.vocab, shape, generator=draw)) for _ in range(micro_batches)
-    ]
-    gradients(data, batches, chunk)
-    optimizer.step()
-    data.renew()
-    moments = state_bytes(data, optimizer)["moments"]
-    steps = weigh(data, batches, chunk, wanted[world.attention.pp])
-    left = [{**one, "moments": moments} for one in steps]
-    return gather_objects(left, world.on_host)
+    ``spot``: this rank's; None for a single rank, which runs in this process.
+    """
+    if spot is None:
+        opened = World.single()
+    else:
+        folding = Folding(run.layout.split, spot.world, run.layout.order)
+        opened = World.open(folding, "cpu", run.watch.time_out_s)
+    with opened as world:
+        decoder, chunk = run.decoder(), run.train.loss_chunk
+        placed = build(decoder, precision, run.layout, world)
+        initialise(placed.model, decoder, run.seed, placed.shards)
+        data = ShardedState(placed)
+        optimizer = data.optimizer(run.optim)
+        draw, shape = torch.Generator().manual_seed(run.seed), (run.train.micro_batch, run.data.seq)
+        ids = (torch.randint(decoder.vocab, shape, generator=draw) for _ in range(micro_batches))
+        batches = [from_ids(each) for each in ids]
+        gradients(data, batches, chunk)
+        optimizer.step()
+        data.renew()
+        moments = state_bytes(data, optimizer)["moments"]
+        steps = weigh(data, batches, chunk, wanted[world.attention.pp])
+        return gather_objects([{**one, "moments": moments} for one in steps], world.on_host)
 
 
 def drawn(found: list[ActionBytes], title: str) -> Figure:

@@ -27,9 +27,6 @@ SHOWN = 8
 ROLES = {"weight": "weight", "rows": "input of", "gradient": "output gradient of"}
 """Words for the operands that were quantised, by role."""
 MACHINE = "Replay: a machine fault"
-DATA = "Replay: a fault of the data or the model"
-StepAction = Literal["update", "skip", "rewind"]
-"""What is done with a step."""
 
 
 class NonFiniteStep(ValueError):
@@ -43,7 +40,7 @@ def decide(
     batches: Sequence[MicroBatch],
     data: ShardedState,
     again: Callable[[], Any],
-) -> StepAction:
+) -> Literal["update", "skip", "rewind"]:
     """Return what to do with a step with metrics ``figures``, by ``train.on_nonfinite``.
 
     All ranks call it. Strikes are counted in ``progress``, that before the step. ``data`` holds its
@@ -126,7 +123,7 @@ def replay(data: ShardedState, again: Callable[[], Any]) -> str:
     said = gather_objects(before != after, data.placed.world.on_host)
     ranks = ", ".join(str(rank) for rank, differs in enumerate(said) if differs)
     if not ranks:
-        return f"{DATA}: all ranks computed the same bits again"
+        return "Replay: a fault of the data or the model: all ranks computed the same bits again"
     return (
         f"{MACHINE}: rank {ranks} got different bits from the same weights and data. An error "
         "spreads to other ranks: test the hardware of all ranks named, then resume from the newest "

@@ -56,7 +56,6 @@ from moefold.training.saving import Saver
 from moefold.training.state import Progress, contents, form, held_by, restore, whole_weights
 from moefold.training.step import StepFigures, gradients
 
-FORMAT = 1
 _log = logging.getLogger("moefold.training")
 
 
@@ -404,7 +403,7 @@ class Trainer:
         if present is not None and present.name == step_name(step) and self._saved == step:
             return present
         meta: dict[str, Any] = {
-            "format": FORMAT,
+            "format": 1,
             "run": to_dict(self.run),
             "precision": dict(self.precision.began),
             **describe(self.decoder, self.tokenizer),
