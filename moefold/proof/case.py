@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from moefold.config.base import Record
-from moefold.config.errors import RunError
+from moefold.config.errors import RunError, dotted, show
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
-from moefold.mesh.legality import folding_violations
+from moefold.mesh.legality import world_violations
 from moefold.model.config import Decoder
 from moefold.optim.config import Optim
 from moefold.parallel.config import Layout
@@ -93,16 +93,17 @@ class ProofCase:
         return min(rounding * 1.03 ** (2 * operations), LARGEST)
 
     def refused(self) -> Iterator[str]:
-        """Yield the rules that the case breaks; none if it can run."""
+        """Yield the rules that the case breaks, each with option and value; none if it can run."""
         model = needs(self.subject.decoder, self.subject.rows)
         layout = self.layout
         found = [*layout.violations(model)]
-        found += folding_violations(layout.split, self.world, layout.order)
         found += cut_violations(self.subject.decoder, layout, self.subject.rows)
         optim, rows = self.subject.optim, self.subject.rows
         if isinstance(optim, Optim):
             found += moment_violations(self.subject.decoder, optim, layout, rows)
-        yield from (violation.rule for violation in found)
+        found = [one.under("layout") for one in found]
+        found += world_violations(layout.split, self.world)
+        yield from (f"{dotted(one.path)} = {show(one.value)}: {one.rule}" for one in found)
         if found:
             return
         sizes, dp = layout.split, self.folding.dp

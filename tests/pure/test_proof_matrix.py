@@ -17,6 +17,7 @@ from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase
 from moefold.proof.matrix import RULES, matrix
 from moefold.proof.shrink import shrink
+from moefold.proof.subjects import SUBJECTS
 from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE
 
@@ -36,6 +37,12 @@ def test_there_are_enough_and_each_is_legal_and_once(cases: tuple[ProofCase, ...
     assert not {name: n for name, n in Counter(case.name for case in cases).items() if n > 1}
     assert not {case.name: words for case in cases if (words := list(case.refused()))}
     assert {case.world for case in cases} == {2, 4, 8}
+
+
+def test_a_case_that_breaks_a_rule_says_which_option_of_the_layout_does() -> None:
+    first, *_, last = ProofCase("odd", SUBJECTS["gqa"], Layout(sizes="tp3"), 4).refused()
+    assert first == "layout.sizes = 'tp3': tp must divide the vocabulary size (64)"
+    assert last.startswith("world = 4: must be a multiple of")
 
 
 def test_no_bound_of_a_narrow_format_lets_half_a_gradient_go(cases: tuple[ProofCase, ...]) -> None:
