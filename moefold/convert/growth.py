@@ -169,8 +169,10 @@ def grow(
     free = router.score != "softmax" and not router.renormalise
     share = 1 / times if times > 1 and free else 1.0
     shape = source.model.shape.model_copy(update={"experts": want, "top_k": top_k})
-    for name in ("dense_width", "shared_width"):  # their defaults may depend on top_k
-        if getattr(shape, name, 0) is None and _present(source.decoder, name):
+    dense = not all(has_routing(block.ffn) for block in source.decoder.blocks)
+    shared = first_moe(source.decoder).shared is not None
+    for name, there in (("dense_width", dense), ("shared_width", shared)):
+        if there and getattr(shape, name, 0) is None:  # its default may depend on top_k
             value = getattr(source.model.shape, f"width_of_{name.removesuffix('_width')}")
             shape = shape.model_copy(update={name: value})
 
@@ -255,10 +257,3 @@ def _shared_out(source: Reading) -> bool:
     if moe.weigh == "input" and (soft or router.renormalise):
         return False
     return soft or not router.renormalise or max(router.epsilon, router.floor) < 1e-12
-
-
-def _present(decoder: Decoder, name: str) -> bool:
-    """Return whether a model has the feed-forward whose width has this name."""
-    if name == "shared_width":
-        return first_moe(decoder).shared is not None
-    return not all(has_routing(block.ffn) for block in decoder.blocks)

@@ -52,8 +52,10 @@ def start_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
 
     def values(piece: Shard) -> Tensor:
         start = (described.get(piece.name) or _undescribed(piece)).begins
-        if callable(start):
-            return _by_place(start, piece)
+        if callable(start):  # dim 0 alone counts, by each index's midpoint in (0, 1)
+            first = [start((place + 0.5) / piece.shape[0]) for place in range(*piece.box[0])]
+            column = torch.tensor(first).view(-1, *(1 for _ in piece.shape[1:]))
+            return column.expand(piece.local_shape)
         if not isinstance(start, str):
             return normal_piece(seed, piece, start)
         if start in fills:
@@ -69,13 +71,6 @@ def _undescribed(piece: Shard) -> Weight:
     if len(piece.shape) == 1 and piece.name.endswith("norm.weight"):
         start = "ones"
     return Weight(piece.name, piece.shape, start=start)
-
-
-def _by_place(start: Callable[[float], float], piece: Shard) -> Tensor:
-    """Return values that vary along dim 0 only: ``start`` of each index's midpoint in (0, 1)."""
-    first = [start((place + 0.5) / piece.shape[0]) for place in range(*piece.box[0])]
-    column = torch.tensor(first).view(-1, *(1 for _ in piece.shape[1:]))
-    return column.expand(piece.local_shape)
 
 
 def normal_piece(seed: int, piece: Shard, std: float) -> Tensor:

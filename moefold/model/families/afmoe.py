@@ -11,8 +11,6 @@ from moefold.model.families.own_fields import RootScale
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
 
-_GROUPS = "n_group", "topk_group", "num_expert_groups", "num_limited_groups"
-
 
 class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
     """Sizes of an AFMoE; full layers have no positions."""
@@ -54,7 +52,7 @@ class Afmoe(SigmoidFamily):
         hf.projection_bias("attention_bias", False, "all"),
         RootScale(),
         hf.Unread(("global_attn_every_n_layers",)),  # read by WindowKinds
-        *(hf.Only(name, 1) for name in _GROUPS),
+        *hf.only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1),
         *hf.only(route_norm=True, score_func="sigmoid"),
         hf.Unread(("load_balance_coeff", "use_grouped_mm")),
     )

@@ -53,7 +53,7 @@ class BailingHybrid(SigmoidFamily):
         hf.Unread(("partial_rotary_factor", "rotary_dim", "qk_head_dim")),  # implied by rope_dim
         hf.Follows("moe_shared_expert_intermediate_size", lambda model: model.shape.expert_width),
         kinds.DenseKinds(2, "first_k_dense_replace"),
-        *(hf.Only(name, value) for name, value in RELEASED.items()),
+        *hf.only(**RELEASED),
         hf.MULTI_TOKEN,
         hf.NO_TOKENS,
     )

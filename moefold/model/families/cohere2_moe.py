@@ -12,6 +12,10 @@ from moefold.model.families.own_fields import NormKind, Selection, SharedMean
 from moefold.model.families.sizes import DenseTurnSizes
 
 
+def _inverse(value: float) -> float:
+    return 1 / value if value else value  # the record's rules refuse 0
+
+
 @MODEL.register
 class Cohere2Moe(Family):
     """A Cohere2-MoE."""
@@ -58,7 +62,7 @@ class Cohere2Moe(Family):
         Selection(),
         hf.projection_bias("attention_bias", False, "all"),
         *hf.only(use_parallel_block=True, use_qk_norm=False),
-        hf.inverse("logit_scale", "logits_divisor", 0.0625),
+        hf.FieldValue("logit_scale", "logits_divisor", float, 0.0625, _inverse, _inverse),
         hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # read for kinds of layers
         hf.NO_TOKENS,
     )

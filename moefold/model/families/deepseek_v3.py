@@ -7,7 +7,7 @@ transformers, which leaves out multi-token prediction blocks. Kimi-K2 has this a
 from typing import Literal
 
 from moefold.layers.config import Rope
-from moefold.model.config import MODEL
+from moefold.model.config import MODEL, MultiToken
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance
@@ -47,6 +47,21 @@ class DeepseekV3(MultiTokenFamily):
         hf.DenseSize(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
         *hf.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
-        hf.FurtherTokens(),
+        # No field states the weights of the further tokens' losses.
+        hf.FieldValue(
+            "num_nextn_predict_layers", "multi_token", int, 0, lambda n: (MultiToken(),) * n, len
+        ),
+        hf.Unread(("num_mtp_layers",)),
     )
-    tensors = (*names.deepseek_names(), *names.latent_names(), *names.multi_token_names())
+    tensors = (
+        *names.deepseek_names(),
+        *names.latent_names(),
+        *names.layer_names(  # of multi-token blocks
+            {
+                "embed_norm.weight": "enorm.weight",
+                "row_norm.weight": "hnorm.weight",
+                "join.weight": "eh_proj.weight",
+                "norm.weight": "shared_head.norm.weight",
+            }
+        ),
+    )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from moefold.model.config import MultiToken
 from moefold.model.families.hub import REQUIRED, SPECIAL, ConfigReader, read_rope, rope_fields
 from moefold.moe.config import Aux, Bias, Groups
 
@@ -103,20 +102,6 @@ class Unread(ConfigField):
 
 NO_TOKENS = Unread(SPECIAL, dict.fromkeys(SPECIAL))
 """Writes null for special tokens that a folder lacks, lest the class's defaults apply."""
-
-
-class FurtherTokens(ConfigField):
-    """Number of multi-token prediction blocks."""
-
-    def read(self, config: ConfigReader) -> Values:
-        """Read the number; no field states the weights of their losses."""
-        config.skip("num_mtp_layers")
-        number = config.take("num_nextn_predict_layers", int, 0)
-        return {"multi_token": (MultiToken(),) * number}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the number."""
-        return {"num_nextn_predict_layers": len(model.multi_token)}
 
 
 MULTI_TOKEN = Unread(
@@ -365,15 +350,6 @@ class DenseSize(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the width, or its default."""
         return {self.name: model.shape.width_of_dense}
-
-
-def inverse(theirs: str, ours: str, default: float) -> FieldValue:
-    """Return an entry for a field whose reciprocal is the record's value."""
-
-    def over(value: float) -> float:
-        return 1 / value if value else value  # the record's rules refuse 0
-
-    return FieldValue(theirs, ours, float, default, over, over)
 
 
 def projection_bias(name: str, default: bool, parts: str = "qkv") -> FieldValue:

@@ -1,6 +1,6 @@
 """The model family ``folder``: a model that is read from a Hugging Face folder."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.files import read_json
-from moefold.model.config import MODEL, Block, Decoder, MultiToken, patterns
+from moefold.model.config import MODEL, Decoder, MultiToken, patterns
 from moefold.model.families.base import Balance, Reading, balance_rules, refuse
 from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
@@ -79,12 +79,18 @@ class Folder(Record):
         """
         refuse(self.violations(vocab))
         decoder = self.reading().decoder
+        blocks, changes = list(decoder.blocks), dict[str, Any](capacity=self.capacity)
+        if self.balance is not None:
+            changes["balance"] = self.balance
+        for n, block in enumerate(blocks):
+            if isinstance(block.ffn, Moe):
+                ffn = block.ffn.model_copy(update=changes)
+                blocks[n] = block.model_copy(update={"ffn": ffn})
         if self.multi_token:
-            pairs = zip(decoder.blocks[decoder.layers :], self.multi_token, strict=True)
-            more = (block.model_copy(update={"multi_token": one}) for block, one in pairs)
-            blocks = (*decoder.blocks[: decoder.layers], *more)
-            decoder = decoder.model_copy(update={"stacks": patterns(blocks)})
-        return with_training(decoder, self.balance, self.capacity)
+            pairs = zip(blocks[decoder.layers :], self.multi_token, strict=True)
+            more = [block.model_copy(update={"multi_token": one}) for block, one in pairs]
+            blocks[decoder.layers :] = more
+        return decoder.model_copy(update={"stacks": patterns(blocks)})
 
     def reading(self) -> Reading:
         """Read the folder's ``config.json``, without multi-token blocks if these are left out."""
@@ -126,17 +132,3 @@ def _like(path: str) -> str | None:
         return None
     names = get_close_matches(wanted.name, beside, 1)
     return str(wanted.with_name(names[0])) if names else None
-
-
-def with_training(decoder: Decoder, balance: Balance | None, capacity: Capacity | None) -> Decoder:
-    """Return a decoder whose MoE layers have this balance (None: unchanged) and capacity."""
-    changes: Mapping[str, Any] = {"capacity": capacity} | (
-        {} if balance is None else {"balance": balance}
-    )
-
-    def changed(block: Block) -> Block:
-        if not isinstance(block.ffn, Moe):
-            return block
-        return block.model_copy(update={"ffn": block.ffn.model_copy(update=changes)})
-
-    return decoder.model_copy(update={"stacks": patterns(map(changed, decoder.blocks))})

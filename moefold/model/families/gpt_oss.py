@@ -7,13 +7,13 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import WindowKinds
 from moefold.model.families.own_fields import Swish
 from moefold.model.families.sizes import SinkSizes
 from moefold.moe.config import Aux
 
 _THETA = 150000.0
+_MOE, _AT = "layers.{i}.moe", "model.layers.{i}.mlp"
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -22,10 +22,6 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-
-
-def _full(config: ConfigReader, layer: int) -> bool:
-    return layer % 2 == 1
 
 
 @MODEL.register
@@ -53,7 +49,7 @@ class GptOss(Family):
         hf.AuxField(),
         hf.projection_bias("attention_bias", True, "all"),
         Swish(),
-        WindowKinds(_full, idle=128),
+        WindowKinds(lambda config, layer: layer % 2 == 1, idle=128),
         hf.Follows("experts_per_token", lambda model: model.shape.top_k),
         hf.Unread(("initial_context_length",)),  # also a field of YaRN
     )
@@ -62,5 +58,13 @@ class GptOss(Family):
         *names.gqa_names(),
         *names.projection_bias_names("qkvo"),
         names.entry("layers.{i}.attention.sinks", "model.layers.{i}.self_attn.sinks"),
-        *names.transposed_names(),
+        names.entry(f"{_MOE}.router.weight", f"{_AT}.router.weight"),
+        names.entry(f"{_MOE}.router.bias", f"{_AT}.router.bias"),
+        # Experts' matrices are [in, out], with gate and up interleaved.
+        names.Entry(f"{_MOE}.experts.w_in", (f"{_AT}.experts.gate_up_proj",), order=(0, 3, 2, 1)),
+        names.Entry(f"{_MOE}.experts.w_out", (f"{_AT}.experts.down_proj",), order=(0, 2, 1)),
+        names.Entry(
+            f"{_MOE}.experts.in_bias", (f"{_AT}.experts.gate_up_proj_bias",), order=(0, 2, 1)
+        ),
+        names.entry(f"{_MOE}.experts.out_bias", f"{_AT}.experts.down_proj_bias"),
     )

@@ -10,6 +10,9 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
+_MOE, _AT = "layers.{i}.moe", "model.layers.{i}.block_sparse_moe"
+_SHARED = "model.layers.{i}.shared_mlp"
+
 
 @MODEL.register
 class Granitemoe(Family):
@@ -50,5 +53,22 @@ class Granitemoe(Family):
         *names.llama_names(),
         *names.gqa_names(),
         *names.projection_bias_names("qkvo"),
-        *names.granite_names(),
+        names.entry(
+            f"{_MOE}.router.weight",
+            f"{_AT}.router.layer.weight",
+            packed=f"{_AT}.router.weight",
+        ),
+        names.Entry(
+            f"{_MOE}.experts.w_in",
+            (f"{_AT}.input_linear.weight",),
+            (f"{_AT}.experts.gate_up_proj",),
+            fused=True,
+        ),
+        names.entry(
+            f"{_MOE}.experts.w_out",
+            f"{_AT}.output_linear.weight",
+            packed=f"{_AT}.experts.down_proj",
+        ),
+        names.Entry(f"{_MOE}.shared.w_in", (f"{_SHARED}.input_linear.weight",), fused=True),
+        names.entry(f"{_MOE}.shared.w_out", f"{_SHARED}.output_linear.weight"),
     )

@@ -117,9 +117,12 @@ class ConfigReader:
         """Refuse the field if it is present with another value."""
         name = self._there(name)
         self._read.add(name)
-        if name in self.config and not any(_same(self.config[name], a) for a in allowed):
+        value = self.config.get(name)
+        # 0 is not False.
+        fits = any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
+        if name in self.config and not fits:
             listed = " or ".join(repr(a) for a in allowed)
-            self._problems.append(f"{name} is {self.config[name]!r}; supported: {listed}")
+            self._problems.append(f"{name} is {value!r}; supported: {listed}")
 
     def skip(self, *names: str) -> None:
         """Accept fields that have no effect in this family."""
@@ -189,10 +192,6 @@ class ConfigReader:
 def _stand_in(kind: type) -> Any:
     """Return a placeholder with which reading continues after a problem."""
     return kind() if kind in (list, dict) else kind(1)
-
-
-def _same(value: Any, allowed: Any) -> bool:
-    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def read_rope(

@@ -47,10 +47,8 @@ class KimiLinear(SigmoidFamily):
         kinds.NestedNets(),
         kinds.ConvolvedKinds("linear_attention", kinds.listed_full),
         kinds.DenseKinds(stated="first_k_dense_replace"),
-        hf.Only("moe_layer_freq", 1),
-        hf.Only("moe_router_activation_func", "sigmoid"),
-        hf.Only("topk_method", "noaux_tc"),
-        hf.Only("use_grouped_topk", True),
+        *hf.only(moe_layer_freq=1, moe_router_activation_func="sigmoid"),
+        *hf.only(topk_method="noaux_tc", use_grouped_topk=True),
         hf.MULTI_TOKEN,
         hf.NO_TOKENS,
     )

@@ -13,6 +13,16 @@ from moefold.model.families.own_fields import BiasSwitch, Tied
 from moefold.moe.config import Bias
 
 _THETA = 1e6
+_OURS, _AT = "layers.{i}", "model.layers.{i}"
+_FFN = f"{_AT}.feed_forward"
+_ALL, _EACH = f"{_FFN}.experts", f"{_FFN}.experts.{{e}}"
+_GATE_UP = f"{_EACH}.w1.weight", f"{_EACH}.w3.weight"
+_ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+_ATTENTION |= {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+_PLAIN = {"attention_norm.weight": "operator_norm.weight", "ffn_norm.weight": "ffn_norm.weight"}
+_PLAIN |= {"attention.taps": "conv.conv.weight", "attention.out.weight": "conv.out_proj.weight"}
+_PLAIN |= {"ffn.w_out": "feed_forward.w2.weight", "moe.router.weight": "feed_forward.gate.weight"}
+_PLAIN |= {"moe.router.selection_bias": "feed_forward.expert_bias"}
 
 
 @MODEL.register
@@ -53,4 +63,14 @@ class Lfm2Moe(Family):
         BiasSwitch(),
         ConvolvedKinds(),
     )
-    tensors = names.lfm2_names()
+    tensors = (
+        names.entry("embed.weight", "model.embed_tokens.weight"),
+        names.entry("norm.weight", "model.embedding_norm.weight"),
+        names.entry("head.weight", "lm_head.weight"),
+        *names.layer_names(_PLAIN),
+        *names.attention_names(_ATTENTION),
+        names.Entry(f"{_OURS}.attention.w_in", (f"{_AT}.conv.in_proj.weight",), fused=True),
+        names.entry(f"{_OURS}.ffn.w_in", f"{_FFN}.w1.weight", f"{_FFN}.w3.weight"),
+        names.entry(f"{_OURS}.moe.experts.w_in", *_GATE_UP, packed=f"{_ALL}.gate_up_proj"),
+        names.entry(f"{_OURS}.moe.experts.w_out", f"{_EACH}.w2.weight", packed=f"{_ALL}.down_proj"),
+    )

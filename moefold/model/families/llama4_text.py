@@ -12,6 +12,7 @@ from moefold.model.families.mixed_sizes import ChunkedSizes
 from moefold.moe.config import Aux
 
 _THETA = 5e5
+_MOE, _AT = "layers.{i}.moe", "model.layers.{i}.feed_forward"
 
 
 @MODEL.register
@@ -41,7 +42,17 @@ class Llama4Text(Family):
         ExpertList(),
     )
     tensors = (
-        *names.llama4_names(),
+        *names.llama_names(mlp="feed_forward"),
         *names.gqa_names(),
         *names.projection_bias_names("qkvo"),
+        names.entry(f"{_MOE}.router.weight", f"{_AT}.router.weight"),
+        # Experts' matrices are [in, out], gates before ups.
+        names.Entry(f"{_MOE}.experts.w_in", (f"{_AT}.experts.gate_up_proj",), order=(0, 3, 1, 2)),
+        names.Entry(f"{_MOE}.experts.w_out", (f"{_AT}.experts.down_proj",), order=(0, 2, 1)),
+        names.entry(
+            f"{_MOE}.shared.w_in",
+            f"{_AT}.shared_expert.gate_proj.weight",
+            f"{_AT}.shared_expert.up_proj.weight",
+        ),
+        names.entry(f"{_MOE}.shared.w_out", f"{_AT}.shared_expert.down_proj.weight"),
     )

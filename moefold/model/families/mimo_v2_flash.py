@@ -6,17 +6,12 @@ from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
-from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import DenseKinds, KindRotary
 from moefold.model.families.mixed_sizes import TwoKindSizes
 from moefold.model.families.own_fields import MIMO, Factor, WindowBeside
 from moefold.model.families.sigmoid import SigmoidFamily
 
 _THETA, _FRACTION = 5e6, 0.334
-
-
-def _full(config: ConfigReader, layer: int) -> bool:
-    return layer == 0 or (layer + 1) % 6 == 0
 
 
 @MODEL.register
@@ -44,7 +39,7 @@ class MiMoV2Flash(SigmoidFamily):
         hf.BiasBalance(),
         DenseKinds(),
         hf.DenseSize(),
-        WindowBeside(_full),
+        WindowBeside(lambda config, layer: layer == 0 or (layer + 1) % 6 == 0),
         hf.projection_bias("attention_bias", False),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
         Factor("attention_value_scale", "value_scale", float, 0.707),

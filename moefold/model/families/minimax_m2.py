@@ -37,12 +37,8 @@ class MinimaxM2(Family):
         *hf.heads(128, _THETA, fraction=1.0),
         hf.AuxField(biased=True),
         hf.Only("router_jitter_noise", 0.0, (0, None)),
-        hf.Only("scoring_func", "sigmoid"),
-        hf.Only("qk_norm_type", "per_layer"),
-        hf.Only("use_qk_norm", True),
-        hf.Only("use_routing_bias", True),
-        hf.Only("shared_intermediate_size", 0),
-        hf.Only("sliding_window", None),
+        *hf.only(scoring_func="sigmoid", qk_norm_type="per_layer", use_qk_norm=True),
+        *hf.only(use_routing_bias=True, shared_intermediate_size=0, sliding_window=None),
         hf.Unread(tuple(_UNREAD.split())),
     )
     tensors = (

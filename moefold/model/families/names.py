@@ -276,33 +276,6 @@ def expert_names(
     )
 
 
-def lfm2_names() -> tuple[Entry, ...]:
-    """Return entries of LFM2, with both kinds of layers."""
-    at, ours, moe = "model.layers.{i}", "layers.{i}", "model.layers.{i}.feed_forward"
-    parts = {p: f"{p}_proj" for p in "qkv"} | {"o": "out_proj"}
-    parts |= {n: n.replace("norm", "layernorm") for n in ("q_norm", "k_norm")}
-    one = f"{moe}.experts.{{e}}"
-    packed = f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj"
-    both = f"{one}.w1.weight", f"{one}.w3.weight"
-    return (
-        entry("embed.weight", "model.embed_tokens.weight"),
-        entry("norm.weight", "model.embedding_norm.weight"),
-        entry("head.weight", "lm_head.weight"),
-        entry(f"{ours}.attention_norm.weight", f"{at}.operator_norm.weight"),
-        entry(f"{ours}.ffn_norm.weight", f"{at}.ffn_norm.weight"),
-        *attention_names(parts),
-        Entry(f"{ours}.attention.w_in", (f"{at}.conv.in_proj.weight",), fused=True),
-        entry(f"{ours}.attention.taps", f"{at}.conv.conv.weight"),
-        entry(f"{ours}.attention.out.weight", f"{at}.conv.out_proj.weight"),
-        entry(f"{ours}.ffn.w_in", f"{moe}.w1.weight", f"{moe}.w3.weight"),
-        entry(f"{ours}.ffn.w_out", f"{moe}.w2.weight"),
-        entry(f"{ours}.moe.router.weight", f"{moe}.gate.weight"),
-        entry(f"{ours}.moe.router.selection_bias", f"{moe}.expert_bias"),
-        entry(f"{ours}.moe.experts.w_in", *both, packed=packed[0]),
-        entry(f"{ours}.moe.experts.w_out", f"{one}.w2.weight", packed=packed[1]),
-    )
-
-
 def qwen_delta_names() -> tuple[Entry, ...]:
     """Return entries of attention, its gate in q_proj, and of delta nets but input projections."""
     parts = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.weight": "norm.weight"}
@@ -353,24 +326,6 @@ def respelled(
     return tuple(found)
 
 
-def granite_names() -> tuple[Entry, ...]:
-    """Return entries of Granite's router, experts and shared expert."""
-    at, ours = "model.layers.{i}", "layers.{i}.moe"
-    moe = f"{at}.block_sparse_moe"
-    w_in = (f"{moe}.input_linear.weight",), (f"{moe}.experts.gate_up_proj",)
-    return (
-        entry(f"{ours}.router.weight", f"{moe}.router.layer.weight", packed=f"{moe}.router.weight"),
-        Entry(f"{ours}.experts.w_in", *w_in, fused=True),
-        entry(
-            f"{ours}.experts.w_out",
-            f"{moe}.output_linear.weight",
-            packed=f"{moe}.experts.down_proj",
-        ),
-        Entry(f"{ours}.shared.w_in", (f"{at}.shared_mlp.input_linear.weight",), fused=True),
-        entry(f"{ours}.shared.w_out", f"{at}.shared_mlp.output_linear.weight"),
-    )
-
-
 def qwen_names() -> tuple[Entry, ...]:
     """Return entries of a Qwen with a gated shared expert, without attention."""
     gate = "model.layers.{i}.mlp.shared_expert_gate.weight"
@@ -408,49 +363,4 @@ def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tu
     return tuple(
         entry(f"{ours}.{name}", *names(apart, *parts), packed=names(packed or apart, *parts))
         for name, parts in (("w_in", ("gate", "up")), ("w_out", ("down",)))
-    )
-
-
-def multi_token_names() -> tuple[Entry, ...]:
-    """Return entries of the additional parameters of multi-token blocks, without copies."""
-    parts = {"embed_norm": "enorm", "row_norm": "hnorm", "join": "eh_proj"}
-    parts |= {"norm": "shared_head.norm"}
-    return layer_names({f"{one}.weight": f"{other}.weight" for one, other in parts.items()})
-
-
-def multi_token_copies(numbers: Iterable[int]) -> dict[str, tuple[str, ...]]:
-    """Return names of the copies of embedding and head in multi-token blocks on disk."""
-    at = [f"model.layers.{number}" for number in numbers]
-    return {
-        "embed.weight": tuple(f"{one}.embed_tokens.weight" for one in at),
-        "head.weight": tuple(f"{one}.shared_head.head.weight" for one in at),
-    }
-
-
-def llama4_names() -> tuple[Entry, ...]:
-    """Return entries of Llama 4's feed-forwards: expert matrices [in, out], gates before ups."""
-    at, ours = "model.layers.{i}.feed_forward", "layers.{i}"
-    both = (f"{at}.shared_expert.{part}.weight" for part in ("gate_proj", "up_proj"))
-    experts = f"{ours}.moe.experts"
-    return (
-        *llama_names(mlp="feed_forward"),
-        entry(f"{ours}.moe.router.weight", f"{at}.router.weight"),
-        Entry(f"{experts}.w_in", (f"{at}.experts.gate_up_proj",), order=(0, 3, 1, 2)),
-        Entry(f"{experts}.w_out", (f"{at}.experts.down_proj",), order=(0, 2, 1)),
-        entry(f"{ours}.moe.shared.w_in", *both),
-        entry(f"{ours}.moe.shared.w_out", f"{at}.shared_expert.down_proj.weight"),
-    )
-
-
-def transposed_names() -> tuple[Entry, ...]:
-    """Return entries of gpt-oss's router and experts: matrices [in, out], interleaved gate/up."""
-    at, ours = "model.layers.{i}.mlp", "layers.{i}.moe"
-    into = f"{ours}.experts.w_in", f"{ours}.experts.in_bias"
-    return (
-        entry(f"{ours}.router.weight", f"{at}.router.weight"),
-        entry(f"{ours}.router.bias", f"{at}.router.bias"),
-        Entry(into[0], (f"{at}.experts.gate_up_proj",), order=(0, 3, 2, 1)),
-        Entry(f"{ours}.experts.w_out", (f"{at}.experts.down_proj",), order=(0, 2, 1)),
-        Entry(into[1], (f"{at}.experts.gate_up_proj_bias",), order=(0, 2, 1)),
-        entry(f"{ours}.experts.out_bias", f"{at}.experts.down_proj_bias"),
     )

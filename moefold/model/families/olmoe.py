@@ -5,7 +5,7 @@ from typing import Literal
 from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import AuxField, FieldValue, Follows, KvHeads, Only, Rotary
+from moefold.model.families.fields import AuxField, FieldValue, Follows, KvHeads, Rotary, only
 from moefold.model.families.names import expert_names, gqa_names, gqa_sizes, llama_names
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux, Z
@@ -33,8 +33,7 @@ class Olmoe(Family):
         Rotary(1e4),
         AuxField(_AUX),
         FieldValue("norm_topk_prob", "renormalise", bool, False),
-        Only("clip_qkv", None),
-        Only("sliding_window", None),
+        *only(clip_qkv=None, sliding_window=None),
         Follows("head_dim", lambda model: model.shape.dims_per_head),
     )
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())

@@ -1,7 +1,6 @@
 """Entries for fields of ``config.json`` that only single families have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from moefold.layers.config import Activation
@@ -10,13 +9,15 @@ from moefold.model.families.fields import (
     ConfigField,
     FieldValue,
     Follows,
-    Only,
     Unread,
     Values,
+    only,
     sparse_layers,
 )
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import WindowKinds
+
+_STRATEGY = "shared_expert_combination_strategy"
 
 
 class Factor(FieldValue):
@@ -71,17 +72,14 @@ class RootScale(ConfigField):
         return {"mup_enabled": factor == root}
 
 
-@dataclass(frozen=True)
 class SharedMean(ConfigField):
     """Whether the output is the mean of routed and shared experts, or their sum."""
 
-    name: str = "shared_expert_combination_strategy"
-
     def read(self, config: ConfigReader) -> Values:
         """Read the strategy, which has no effect without a shared expert."""
-        said = config.take(self.name, str, "average")
+        said = config.take(_STRATEGY, str, "average")
         if said not in ("average", "sum"):
-            config.refuse(f"{self.name} is {said!r}; supported: 'average' or 'sum'")
+            config.refuse(f"{_STRATEGY} is {said!r}; supported: 'average' or 'sum'")
         shared = config.take("num_shared_experts", int, 0)
         return {"scale": 0.5 if shared and said == "average" else 1.0}
 
@@ -93,7 +91,7 @@ class SharedMean(ConfigField):
         """
         if model.scale not in ((1.0, 0.5) if model.shape.width_of_shared else (1.0,)):
             raise ValueError(f"scale is {model.scale}; supported: 1, or 0.5 with shared_width")
-        return {self.name: "sum" if model.scale == 1 else "average"}
+        return {_STRATEGY: "sum" if model.scale == 1 else "average"}
 
 
 class Swish(ConfigField):
@@ -163,11 +161,8 @@ def _windowed(model: Any) -> list[int]:
 
 
 MIMO: tuple[ConfigField, ...] = (
-    Only("add_full_attention_sink_bias", False),
-    Only("add_swa_attention_sink_bias", True),
-    Only("n_shared_experts", None),
-    Only("scoring_func", "sigmoid"),
-    Only("topk_method", "noaux_tc"),
+    *only(add_full_attention_sink_bias=False, add_swa_attention_sink_bias=True),
+    *only(n_shared_experts=None, scoring_func="sigmoid", topk_method="noaux_tc"),
     Follows("hybrid_layer_pattern", _windowed),
     Follows("layernorm_epsilon", lambda model: model.norm_epsilon),
     Follows("moe_layer_freq", lambda model: [*map(int, sparse_layers(model))]),

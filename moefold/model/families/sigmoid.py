@@ -9,7 +9,7 @@ from moefold.model.config import Block, Decoder, MultiToken
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import RATE
 from moefold.model.families.layer_kinds import RecordSizes
-from moefold.model.families.names import HF_SIZES, multi_token_copies
+from moefold.model.families.names import HF_SIZES
 from moefold.model.families.sizes import LATENTS
 from moefold.moe.config import Bias, Groups
 
@@ -75,4 +75,8 @@ class MultiTokenFamily(SigmoidFamily):
     @classmethod
     def copies(cls, decoder: Decoder) -> Mapping[str, tuple[str, ...]]:
         """Return the copies of embedding and head that multi-token blocks have on disk."""
-        return multi_token_copies(range(decoder.layers, len(decoder.blocks)))
+        at = [f"model.layers.{number}" for number in range(decoder.layers, len(decoder.blocks))]
+        return {
+            "embed.weight": tuple(f"{one}.embed_tokens.weight" for one in at),
+            "head.weight": tuple(f"{one}.shared_head.head.weight" for one in at),
+        }
