@@ -261,5 +261,7 @@ def test_a_missing_exchange_is_noticed_in_16_bits() -> None:
 def test_a_run_on_codes_is_proved_as_it_runs() -> None:
     """Where a number is rounded otherwise its code is another: shuffled sums are to show it."""
     codes = ["train.precision=bf16", "train.quantise={kind: fp8_tensor, rows: micro_batch}"]
-    proof = verify(load_run("tiny", codes), layouts=["tp2 ep2"], as_run=True)
+    # One layer: over two many a draw is too coarse, and is drawn again.
+    run = load_run("tiny", ["model.shape.layers=1", *codes])
+    proof = verify(run, layouts=["tp2 ep2"], as_run=True)
     assert proof.passed, proof.verdicts
