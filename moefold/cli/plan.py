@@ -152,7 +152,7 @@ def _asked(found: Plan) -> Iterator[Text]:
 
 def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
     """Yield one layout in full: policies, memory and time by part."""
-    yield Text.assemble((f"{name}: {layout.layout}", "bold"), f"  {_policies(layout)}")
+    yield Text.assemble((f"{name}: {layout.layout}", "bold"), f"  {layout.policies}")
     wall = "fits" if layout.fits else "does not fit"
     style = "green" if layout.fits else "bold red"
     sure = "" if layout.sure else ", within the error of planned memory: try it"
@@ -195,26 +195,6 @@ def _three(value: float) -> str:
     return f"{value:#,.3g}".rstrip(".") if value < 1e3 else f"{value:,.0f}"
 
 
-def _policies(layout: PlannedLayout) -> str:
-    choice, keeping = layout.choice, layout.choice.keeping
-    sizes, tier = choice.sizes, "disk" if keeping.state_on_disk else "host"
-    again, away, disk = (
-        "+".join(sorted(modules)) for modules in (keeping.recompute, keeping.offload, keeping.disk)
-    )
-    said = {
-        f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {keeping.zero}": True,
-        choice.schedule.name: sizes.pp > 1 or choice.schedule.paired,
-        choice.dispatch: sizes.ep * sizes.etp > 1,
-        f"graphs {choice.graphs}": choice.graphs != "none",
-        f"recompute {again}": again,
-        f"offload {away}": away,
-        f"{disk} on disk": disk,
-        f"optimizer on the {tier}": keeping.optimizer_offload,
-        f"updated by the {keeping.state_step}": keeping.state_step,
-    }
-    return ", ".join(words for words, there in said.items() if there)
-
-
 def _rows(found: Plan) -> Iterator[tuple[str, PlannedLayout]]:
     """Yield every layout of the table once, with its name."""
     seen = set()
@@ -244,7 +224,7 @@ def _table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
             _three(layout.tflops_per_gpu),
             Text(f"{layout.memory_gb:,.0f}", style="" if layout.fits else "red"),
             layout.binds,
-            Text.assemble((layout.layout, "bold"), (f"  {_policies(layout)}", "dim")),
+            Text.assemble((layout.layout, "bold"), (f"  {layout.policies}", "dim")),
         )
     return table
 

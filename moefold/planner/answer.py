@@ -74,6 +74,30 @@ class PlannedLayout:
         return str(self.choice.sizes)
 
     @property
+    def policies(self) -> str:
+        """What the layout does besides its sizes, in words."""
+        choice, keeping, sizes = self.choice, self.choice.keeping, self.choice.sizes
+        tier = "disk" if keeping.state_on_disk else "host"
+        again, away, disk = (
+            "+".join(sorted(modules))
+            for modules in (keeping.recompute, keeping.offload, keeping.disk)
+        )
+        said = {
+            f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {keeping.zero}": True,
+            choice.schedule.name: sizes.pp > 1 or choice.schedule.paired,
+            choice.dispatch: sizes.ep * sizes.etp > 1,
+            f"max_rows {choice.max_rows}": self.case.room,
+            f"clones {choice.clones}": choice.clones,
+            f"graphs {choice.graphs}": choice.graphs != "none",
+            f"recompute {again}": again,
+            f"offload {away}": away,
+            f"{disk} on disk": disk,
+            f"optimizer on the {tier}": keeping.optimizer_offload,
+            f"updated by the {keeping.state_step}": keeping.state_step,
+        }
+        return ", ".join(words for words, there in said.items() if there)
+
+    @property
     def step_time_s(self) -> float:
         """Seconds of a step."""
         return self.time.seconds

@@ -83,8 +83,8 @@ def finite(value: float) -> float | None:
 
 
 FIGURES = (
-    "layout", "step_time_s", "tflops_per_gpu", "tokens_per_s", "memory_gb", "margin_gb", "fits",
-    "sure", "binds", "source", "published_tflops",
+    "layout", "policies", "step_time_s", "tflops_per_gpu", "tokens_per_s", "memory_gb", "margin_gb",
+    "fits", "sure", "binds", "source", "published_tflops",
 )  # fmt: skip
 """Properties of a layout that JSON has under the names of :class:`PlannedLayout`."""
 
@@ -100,12 +100,16 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
         "stages": case.stages.text,
         "precision": choice.recipe,
         "dispatch": case.dispatch,
+        "max_rows": choice.max_rows,
+        "clones": choice.clones,
+        "graphs": choice.graphs,
         "zero": keeping.zero,
         "recompute": sorted(keeping.recompute),
         "offload": sorted(keeping.offload),
         "disk": sorted(keeping.disk),
         "away_gb": {name: value / GB for name, value in one.memory.away.items()},
         "optimizer_offload": keeping.optimizer_offload,
+        "state_step": keeping.state_step,
         "uncertainty": took.uncertainty,
         "not_yet": list(one.not_yet),
         "fullest_rank": one.memory.rank,

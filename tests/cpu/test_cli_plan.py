@@ -94,6 +94,32 @@ def test_a_page_without_network(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "__DATA__" not in text and "tiny on 2 H100" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["layout.graphs=partial", "layout.clones={slots: 1}",
+             "layout.dispatch={kind: padded, max_rows: 512}"],
+            "zero 1, padded, max_rows 512, clones 1, graphs partial",
+        ),
+        (["layout.state={at: host, step: device}"], "optimizer on the host, updated by the device"),
+        (["layout.schedule=merged"], "zero 1, merged, alltoall"),
+    ],
+)  # fmt: skip
+def test_the_page_says_what_the_console_says(
+    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.html"
+    words = ["plan", "tiny", *FAST, "--layout", "ep2", "--html", str(path), "--json"]
+    assert main([*words, *given]) == 0
+    one = json.loads(capsys.readouterr().out)["given"]
+    assert said in one["policies"]
+    assert f'"policies":"{one["policies"]}"' in path.read_text("utf-8")
+    words.remove("--json")
+    assert main([*words, *given]) == 0
+    assert f"given: ep2  {one['policies']}" in " ".join(capsys.readouterr().out.split("\n"))
+
+
 def test_in_python() -> None:
     plan = moefold.plan(moefold.load_run("tiny"), cluster="h100x2", batch=32)
     assert plan.best is not None and plan.given is not None
