@@ -22,7 +22,7 @@ from tests.gloo.harness import run_ranks
 from tests.gloo.resharding import SMALL_SHARDS
 from tests.gloo.shares import CHUNK, OPTIMIZERS, Case, opened, own, update
 
-STEPS = 5
+STEPS = 3
 RANKS = 4
 DISK = "./disk"
 AWAY: dict[str, Any] = {
@@ -69,7 +69,7 @@ class Trip:
 
 
 def steps(data: ShardedState, optimizer: Optimizer, case: Case) -> list[float]:
-    """Make five steps; return their losses and norms."""
+    """Make three steps; return their losses and norms."""
     figures = []
     for _ in range(STEPS):
         found = gradients(data, own(case, data), CHUNK)
