@@ -145,12 +145,6 @@ def recipe_of(record: Quantise) -> Recipe:
     return Recipe(record.kind, record.rule, narrow_dw, *more)
 
 
-def histories_of(model: nn.Module) -> dict[str, AmaxHistory]:
-    """Return the amax histories of a model, by the names of weights."""
-    found = narrow_products(model).items()
-    return {name: one.history for name, one in found if one.history is not None}
-
-
 def narrow_products(model: nn.Module) -> dict[str, Narrow]:
     """Return the quantised weights of a model, by global name."""
     return {

@@ -117,7 +117,14 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     chunks = tuple(Chunk.of(places[stage], model.record.layers) for stage in here)
     letters = "EL" if model.record.tied or depth else "E"
     holders = {table.home(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)}
-    _keep(model, chunks)
+    # Drop the layers, embedding, norm and head that no chunk on this rank runs.
+    kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.ahead)]
+    model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
+    embeds, scores = any(one.embeds for one in chunks), any(one.scores for one in chunks)
+    if not embeds and not (scores and (model.record.tied or depth)):
+        model.embed = None
+    if not scores:
+        model.norm = model.head = None
     shards = _cut(model, world)
     locate(model, shards)
     if layout.clones is not None:
@@ -139,18 +146,6 @@ def alone(model: DecoderModel, layout: Layout | None = None) -> ModelParts:
     """Return the parts of a whole model that runs on a single rank."""
     device = next(model.parameters()).device
     return place_model(model, layout or Layout(), World.single(device))
-
-
-def _keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
-    """Drop the layers, embedding, norm and head that no chunk on this rank runs."""
-    kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.ahead)]
-    model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
-    embeds = any(chunk.embeds for chunk in chunks)
-    scores = any(chunk.scores for chunk in chunks)
-    if not embeds and not (scores and (model.record.tied or model.record.multi_token)):
-        model.embed = None
-    if not scores:
-        model.norm = model.head = None
 
 
 def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:

@@ -73,7 +73,7 @@ PLANTS = (
         "an exchange does not wait for the event of what was computed",
         B42,
         "parallel/pipeline/lanes.py",
-        "            self._stream.wait_event(ready)\n",
+        "                stream.wait_event(ready)\n",
         "",
     ),
     Plant(

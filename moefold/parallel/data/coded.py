@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moefold.comm.collectives import max_
 from moefold.comm.group import Group
 from moefold.kernels.quantise.elements import pack
 from moefold.kernels.quantise.runs import BlockGrid
 from moefold.kernels.scaled.products import NarrowWeight
-from moefold.layers.precision import Narrow, PrecisionPolicy, narrow_products
+from moefold.layers.precision import Narrow, PrecisionPolicy
 from moefold.parallel.data.bucket import Bucket, BucketSlot
 
 
@@ -108,8 +108,3 @@ class CodedBucket(Bucket):
         largest = self._amaxes[name], self._matrices.get(name)
         made = self._grids[name].read(self.weights[name], *largest)
         return NarrowWeight(self._recipe, made, made, self._here.get(name))
-
-
-def coded_weights(model: nn.Module) -> dict[str, Narrow]:
-    """Return, by name, the parameters of which one set of codes serves all products."""
-    return {name: one for name, one in narrow_products(model).items() if one.recipe.one_set}

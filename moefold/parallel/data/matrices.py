@@ -118,7 +118,17 @@ class _Shared:
             for number, low, high in taken:
                 start = self.mine[number].start
                 found[number].view(-1)[low - start : high - start] = next(received)
-        return self._completed(found)
+        # Complete slices to whole matrices, in one all-gather for each group.
+        groups = {m.source.slices.ranks: m.source.slices for m in self.mine if m.source.slices}
+        for group in groups.values():
+            cut = [i for i, m in enumerate(self.mine) if m.source.slices is group]
+            with group.recorder.module("optimizer"):
+                rows = gather(torch.cat([found[i].reshape(-1) for i in cut]), group)
+            columns = rows.split([found[i].numel() for i in cut], 1)
+            for i, parts in zip(cut, columns, strict=True):
+                matrix = self.mine[i]
+                found[i] = torch.cat([p.view(matrix.shape) for p in parts], matrix.source.dim)
+        return found
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = []
@@ -161,17 +171,3 @@ class _Shared:
         with self._inside.recorder.module("optimizer"):
             row = exchange(torch.cat([self._nothing, *sent]), self._inside, counts, expected)
         return row.split([high - low for parts in taken for _, low, high in parts])
-
-    def _completed(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Gather slices to whole matrices, in one all-gather for each group."""
-        done = list(slices)
-        groups = {m.source.slices.ranks: m.source.slices for m in self.mine if m.source.slices}
-        for group in groups.values():
-            cut = [i for i, m in enumerate(self.mine) if m.source.slices is group]
-            with group.recorder.module("optimizer"):
-                rows = gather(torch.cat([slices[i].reshape(-1) for i in cut]), group)
-            columns = rows.split([slices[i].numel() for i in cut], 1)
-            for i, parts in zip(cut, columns, strict=True):
-                matrix = self.mine[i]
-                done[i] = torch.cat([p.view(matrix.shape) for p in parts], matrix.source.dim)
-        return done

@@ -20,14 +20,14 @@ from moefold.config.errors import RunError
 from moefold.config.slot import build
 from moefold.layers.history import share_seen
 from moefold.layers.placement import Box, Shard
-from moefold.layers.precision import histories_of
+from moefold.layers.precision import narrow_products
 from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of
 from moefold.optim.base import PREFIX, LocalMatrices, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, ModelParts
 from moefold.parallel.data.bucket import Bucket, BucketSlot, boxes, handle_of, moved, size_of
-from moefold.parallel.data.coded import CodedBucket, coded_weights
+from moefold.parallel.data.coded import CodedBucket
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
 from moefold.parallel.data.groups import SharedGroups, group_boxes
 from moefold.parallel.data.matrices import MatrixSource, ShardedMatrices
@@ -108,7 +108,8 @@ class ShardedState:
         self._moments: list[Tensor] = []
         """Offloaded moments."""
         self._stale = True
-        self.histories = histories_of(placed.model)
+        narrow = narrow_products(placed.model).items()
+        self.histories = {name: one.history for name, one in narrow if one.history is not None}
         self._heads = rows_of_heads(placed.model.record)
         """Number of heads of weights whose rows are divided into heads, by name."""
         state = layout.state
@@ -125,7 +126,9 @@ class ShardedState:
         """Move parameters with copies into buckets, and put handles in their place."""
         model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
         alike: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
-        alike, away, coded = defaultdict(dict), self._units_away(), coded_weights(model)
+        alike, away = defaultdict(dict), self._units_away()
+        # Those of which one set of codes serves all products.
+        coded = {name: one for name, one in narrow_products(model).items() if one.recipe.one_set}
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
             goes = parameter.requires_grad and unit_of(name) in away
@@ -195,23 +198,21 @@ class ShardedState:
     def optimizer(self, record: Record) -> Optimizer:
         """Build the optimizer of this rank's params; offloaded state of an earlier one is freed."""
         assert isinstance(record, Optim)
-        made = self._optimizer(record)
+        masters = {name: self._masters.get(name, p) for name, p in self.params.items()}
+        if self.offload is None:
+            made = self._optimizer_of(record, masters, tuple(self._units))
+        else:
+            self.offload.forget(self._moments)
+            self._moments, parts = [], []
+            # In one order on all ranks: an update may contain collectives.
+            units = dict.fromkeys([*(one.unit for one in self.buckets), *map(unit_of, masters)])
+            for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
+                params = {name: held for name, held in masters.items() if unit_of(name) in part}
+                parts.append(self._offloaded(record, params, part))
+            made = OffloadedOptimizer(self.params, parts, self.offload)
         if record.qk_clip is None:
             return made
         return ClippedOptimizer(made, self.placed, self.weights, record.qk_clip)
-
-    def _optimizer(self, record: Optim) -> Optimizer:
-        masters = {name: self._masters.get(name, p) for name, p in self.params.items()}
-        if self.offload is None:
-            return self._optimizer_of(record, masters, tuple(self._units))
-        self.offload.forget(self._moments)
-        self._moments, parts = [], []
-        # In one order on all ranks: an update may contain collectives.
-        units = dict.fromkeys([*(bucket.unit for bucket in self.buckets), *map(unit_of, masters)])
-        for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
-            params = {name: held for name, held in masters.items() if unit_of(name) in part}
-            parts.append(self._offloaded(record, params, part))
-        return OffloadedOptimizer(self.params, parts, self.offload)
 
     def _offloaded(
         self, record: Optim, masters: dict[str, Tensor], units: tuple[str, ...]
@@ -475,13 +476,12 @@ def _named(key: str) -> str:
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Allocate parameters and buffers that are on ``meta``."""
-    for name, parameter in list(model.named_parameters()):
-        if parameter.is_meta:
-            empty = torch.empty_like(parameter, device=device)
-            _put(model, name, nn.Parameter(empty, parameter.requires_grad))
-    for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta:
-            _put(model, name, torch.empty_like(buffer, device=device))
+    for name, held in [*model.named_parameters(), *model.named_buffers()]:
+        if held.is_meta:
+            empty = torch.empty_like(held, device=device)
+            if isinstance(held, nn.Parameter):
+                empty = nn.Parameter(empty, held.requires_grad)
+            _put(model, name, empty)
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

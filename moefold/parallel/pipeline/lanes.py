@@ -107,28 +107,23 @@ class Lanes:
 
     def _begin(self, task: LaneTask, state: State | Promised) -> Promised:
         """Queue an exchange after the earlier ones."""
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             return Promised(self._thread.submit(lambda: task.run(*_now(state))))
         # Recorded here, not by the thread, so that later work of this lane is not waited for.
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record()
-        return Promised(self._thread.submit(self._on_stream, task, state, ready, done), done)
 
-    def _on_stream(
-        self,
-        task: LaneTask,
-        state: State | Promised,
-        ready: torch.cuda.Event,
-        done: torch.cuda.Event,
-    ) -> State:
-        assert self._stream is not None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            given = _now(state)
-            _used_on(self._stream, given)
-            left = task.run(*given)
-            done.record(self._stream)
-        return left
+        def on_stream() -> State:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                given = _now(state)
+                _used_on(stream, given)
+                left = task.run(*given)
+                done.record(stream)
+            return left
+
+        return Promised(self._thread.submit(on_stream), done)
 
     def _state(self, state: State | Promised) -> State:
         """Return a task's result for use on the main lane, waiting for an exchange."""
