@@ -3,6 +3,7 @@
 T rows, D hidden, G query and key heads, H value heads, k key and v value dims, C channels.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ class DeltaMixer(nn.Module):
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the layer's output [T, D]."""
         x_TD, whole = flow.gather(x_TD), flow.whole
-        positions_T = whole.rows.positions_T
-        if whole.valid_T is not None:  # padding rows must not read rows before them
-            positions_T = positions_T.where(whole.valid_T, 0)
+        valid_T, positions_T = whole.valid_T, whole.rows.positions_T
+        if valid_T is not None:  # padding rows must not read rows before them
+            positions_T = positions_T.where(valid_T, 0)
         given = self._convolved(x_TD, positions_T, flow)
         given.append(self._projected("decay", x_TD, whole))
         for parameter in (self.a_log, self.dt_bias):
@@ -60,7 +61,15 @@ class DeltaMixer(nn.Module):
             given.append(read_parameter(operand, flow.sink))
         if self.record.delta:
             given.append(self._projected("beta", x_TD, whole))
-        out_THv = self.norm(self._scanned(given, positions_T, whole).to(x_TD.dtype), whole)
+
+        def scan(*given: Tensor) -> Tensor:
+            out_THv = self._read(self._of_heads(given, valid_T), positions_T, whole)
+            return out_THv if valid_T is None else out_THv.where(valid_T[:, None, None], 0)
+
+        if torch.is_grad_enabled():
+            # Only the inputs are saved: chunks take much memory, and less time than projections.
+            scan = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
+        out_THv = self.norm(scan(*given).to(x_TD.dtype), whole)
         gate_TO = GATES[self.record.gate](self._projected("gate", x_TD, whole))
         return flow.scatter(self.out(out_THv.flatten(1) * gate_TO, whole))
 
@@ -83,22 +92,6 @@ class DeltaMixer(nn.Module):
             how = {"n_valid": whole.n_valid, "sink": whole.sink}
             found.append(short_convolution(x_TC, part, weight, positions_T, gated=False, **how))
         return found
-
-    def _scanned(self, given: list[Tensor], positions_T: Tensor, flow: Flow) -> Tensor:
-        """Return the scan's output [T, H, v].
-
-        Only the inputs are saved: chunks take much memory, and less time than projections.
-        """
-
-        valid_T = flow.valid_T
-
-        def core(*given: Tensor) -> Tensor:
-            out_THv = self._read(self._of_heads(given, valid_T), positions_T, flow)
-            return out_THv if valid_T is None else out_THv.where(valid_T[:, None, None], 0)
-
-        if not torch.is_grad_enabled():
-            return core(*given)
-        return checkpoint(core, *given, use_reentrant=False, preserve_rng_state=False)
 
     def _read(self, parts: Read, positions_T: Tensor, flow: Flow) -> Tensor:
         """Return the scan's output [T, H, v], with states from the cache or other context ranks."""

@@ -274,7 +274,8 @@ class Keeper:
         known, storage = self._kept.of(tensor), tensor.untyped_storage()
         if known is not None:
             return known()
-        owner = self._owner(tensor)
+        around = (one.kind for one in reversed(self._scopes) if storage._cdata not in one.there)
+        owner = self._owners.of(tensor) or next(around, "block")  # residual rows are of no scope
         if (rows := self._paged(owner, tensor)) is not None:
             self._kept.put(tensor, ref(rows))
             return rows
@@ -303,12 +304,6 @@ class Keeper:
         if goes and rows is not None:
             self._spilled.add(at, rows)
         return rows
-
-    def _owner(self, tensor: Tensor) -> str:
-        """Return the kind of module that owns a tensor; residual rows belong to ``block``."""
-        owner, key = self._owners.of(tensor), tensor.untyped_storage()._cdata
-        around = (one.kind for one in reversed(self._scopes) if key not in one.there)
-        return owner or next(around, "block")
 
 
 def take(kept: Any) -> Tensor:

@@ -149,10 +149,8 @@ class Router(Record):
         elif self.order == "topk_first" and self.top_k == 1:
             rule = "with top_k 1 a softmax over the chosen is always 1: the router cannot learn"
             yield Violation(("order",), self.order, rule, "score_first")
-        if self.groups is not None:
-            yield from self._group_rules(self.groups)
-
-    def _group_rules(self, groups: Groups) -> Iterator[Violation]:
+        if (groups := self.groups) is None:
+            return
         if self.experts % groups.count:
             nearest = max(d for d in range(1, groups.count + 1) if self.experts % d == 0)
             rule = f"must divide experts ({self.experts})"

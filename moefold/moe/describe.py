@@ -203,8 +203,14 @@ class MoeSpec(LayerSpec):
                 size += chosen * STATISTIC
             yield Saved("router.two_way", size, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
-        if router.unsent is not None:
-            yield from self._saved_idle(shape, chosen)
+        if (idle := router.unsent) is not None:  # masks and weights of zero-computation experts
+            yield Saved("idle.sent", chosen, module="moe")
+            if idle.identity:
+                yield Saved("idle.identities", chosen + shape.rows * shape.width, module="moe")
+            if idle.constant:
+                yield Saved("idle.constants", chosen * INDEX, module="moe")
+                share = shape.rows * (idle.constant + 1) * STATISTIC
+                yield Saved("idle.shares", share, module="moe", operand=("idle.constant_bias",))
         if shape.clones:
             seats = chosen + shape.ep * shape.clones
             # Plus a stand-in for the master of each weight.
@@ -217,18 +223,6 @@ class MoeSpec(LayerSpec):
             yield from self._saved_balance(shape)
         if self.keeps_logits:
             yield Saved("balance.logits", scores + shape.rows * STATISTIC, module="moe")
-
-    def _saved_idle(self, shape: Shape, chosen: int) -> Iterator[Saved]:
-        """Yield masks and weights of the zero-computation experts."""
-        idle = self.router.unsent
-        yield Saved("idle.sent", chosen, module="moe")
-        if idle.identity:
-            yield Saved("idle.identities", chosen + shape.rows * shape.width, module="moe")
-        if idle.constant:
-            yield Saved("idle.constants", chosen * INDEX, module="moe")
-            share = shape.rows * (idle.constant + 1) * STATISTIC
-            by = ("idle.constant_bias",)
-            yield Saved("idle.shares", share, module="moe", operand=by)
 
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
         """Yield what auxiliary losses save, with one sequence in each population."""

@@ -64,7 +64,8 @@ class LayerDispatch:
         """
         if self._wire is not None:
             tokens = tokens._replace(x_TD=self._wire.rounded(tokens.x_TD))
-        if self._rounds is not None and self._rounds.wanted(flow):
+        alone = flow.world.group("tp_ep").size == 1
+        if self._rounds is not None and flow.exact and not alone:
             return tokens
         clones = None
         if self._clones is not None:  # planned once per micro-batch, and stored with its decisions
@@ -82,7 +83,6 @@ class LayerDispatch:
         if sent.source is not None:
             rows_TD, copied = sent.source
             flow.keeper.discard("permute", (sent.x_RD,), copied, rows_TD)
-        alone = flow.world.group("tp_ep").size == 1
         sent_R = self._numbers(tokens, flow) if draws or (numbered and not alone) else None
         return sent._replace(overflow=None, source=None, sent_R=sent_R, clones=clones)
 

@@ -41,10 +41,6 @@ class Rounds:
         self._record, self._experts, self._name = record, experts, name
         self._way = AllToAllDispatch(AllToAll(), experts)
 
-    def wanted(self, flow: Flow) -> bool:
-        """Return whether a pass is to run in rounds."""
-        return flow.exact and flow.world.group("tp_ep").size > 1
-
     def run(self, tokens: RoutedTokens, experts: RunExperts, flow: Flow) -> Tensor:
         """Return the sum [T, D] of the results of each token's copies."""
         with flow.world.recorder.module(f"{self._name}.dispatch"):

@@ -81,7 +81,10 @@ class Sight:
         With a window these are the bounding rectangle.
         """
         if self.window is not None:
-            return _around(self.tiles(asking, owner))
+            if not (tiles := self.tiles(asking, owner)):
+                return NOTHING
+            sides = [tile.queries for tile in tiles], [tile.keys for tile in tiles]
+            return View(*(range(min(s.start for s in x), max(s.stop for s in x)) for x in sides))
         piece = self._piece
         if owner < asking:
             # Both pieces of ``asking`` see the last rows of the owner's first piece.
@@ -175,12 +178,3 @@ def _corner(rows: range, seen: range, window: int, at: int, lies: int) -> Iterat
     if start < seen.stop and rows.start < end:
         queries, keys = slice(rows.start + at, end + at), slice(start + lies, seen.stop + lies)
         yield Tile(queries, keys, 1, Band(rows.start - start, window))
-
-
-def _around(tiles: list[Tile]) -> View:
-    """Return the bounding rectangle of tiles."""
-    if not tiles:
-        return NOTHING
-    queries = [tile.queries for tile in tiles]
-    keys = [tile.keys for tile in tiles]
-    return View(*(range(min(s.start for s in x), max(s.stop for s in x)) for x in (queries, keys)))
