@@ -6,7 +6,7 @@ All arithmetic is elementwise.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,24 +161,20 @@ class AdamWOptimizer(Optimizer):
             first, second = ([self._moments[n][k] for n in group] for k in (0, 1))
             tensors = [self.params[n] for n in group], [grads[n] for n in group], first, second
             update(tensors, *alike)
-        for name in self.narrow:
-            self._step_narrow(name, grads[name], update)
+        for name, moments in self.narrow.items():
+            flat, grad = self.params[name].view(-1), grads[name].reshape(-1)
+            alike, run, place = self._alike(name), self._run(name), self._place(name)
+            for start, stop in run.chunks():  # so that few moments exist in full precision
+                wide = [one.read(start, stop).to(state_dtype(flat)) for one in moments]
+                tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
+                update(tensors, *alike)
+                drawn = place.chance(run.part(start, stop), flat.device, alike[-1])
+                for one, values, chance in zip(moments, wide, drawn, strict=True):
+                    one.write(start, stop, values, chance)
         if self._groups is not None and self.group:
             narrow = self.narrow.items()
             kept = {name: [m for m in both if isinstance(m, Fp8Moment)] for name, both in narrow}
             settle(kept, self._groups)
-
-    def _step_narrow(self, name: str, grad: Tensor, update: Callable[..., None]) -> None:
-        """Update a parameter with low-precision moments, one chunk of elements at a time."""
-        flat, grad, moments = self.params[name].view(-1), grad.reshape(-1), self.narrow[name]
-        alike, run, place = self._alike(name), self._run(name), self._place(name)
-        for start, stop in run.chunks():
-            wide = [one.read(start, stop).to(state_dtype(flat)) for one in moments]
-            tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
-            update(tensors, *alike)
-            drawn = place.chance(run.part(start, stop), flat.device, alike[-1])
-            for one, values, chance in zip(moments, wide, drawn, strict=True):
-                one.write(start, stop, values, chance)
 
     def _alike(self, name: str) -> tuple[bool, bool, int]:
         """Return (fused, decayed, step) of a parameter: equal ones can be updated together."""

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import sum_
-from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow
-from moefold.model.config import MultiToken
 from moefold.moe.balance import sum_counters
 from moefold.optim.norm import read_scalars, widest
 from moefold.parallel.apply import ModelParts, flow_of
@@ -89,8 +87,7 @@ def gradients(
     """
     placed = data.placed
     with placed.world.recorder.module("step"):
-        multi_token = placed.model.record.multi_token
-        totals = totals_of(batches, placed.world, objective, multi_token)
+        totals = totals_of(placed, batches, objective)
         check_even_rows(placed, batches)
     run = partial(_pass, data, batches, totals, loss_chunk, stop, executor, objective)
     figures, missing = run()
@@ -146,13 +143,9 @@ def _pass(
         return figures_of(placed, ran, totals, norm_squared, stop, missing, more)
 
 
-def totals_of(
-    batches: Sequence[MicroBatch],
-    world: World,
-    objective: Objective,
-    multi_token: Sequence[MultiToken],
-) -> Totals:
+def totals_of(placed: ModelParts, batches: Sequence[MicroBatch], objective: Objective) -> Totals:
     """Sum the counts of all data ranks' micro-batches."""
+    world, multi_token = placed.world, placed.model.record.multi_token
     losses = 1 + len(multi_token)
     labels = [sum(b.ahead(later).n_labels for b in batches) for later in range(1, losses)]
     here = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
