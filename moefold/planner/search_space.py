@@ -95,17 +95,15 @@ def today(task: TrainingTask) -> Space:
 
 
 def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
-    """Return fp32 if ``asked``, and bf16 and narrower recipes that a device has units for."""
-    known, found = dict(device.peaks), list[Recipe]()
-    if asked == "fp32":
-        found.append("fp32")
+    """Return ``asked``, and bf16 and narrower recipes that a device has units for."""
+    known, found = dict(device.peaks), [asked]
     if "bf16" in known:
         found.append("bf16")
     if "fp4" in known:
         found += ("mxfp8", "nvfp4")
     elif "fp8" in known:
         found += ("fp8_block", "fp8_tensor")
-    return tuple(found or ["fp32"])
+    return tuple(dict.fromkeys(found))
 
 
 def _recomputes(task: TrainingTask) -> Iterator[Modules]:

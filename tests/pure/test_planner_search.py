@@ -18,14 +18,14 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.parallel.config import Layout
 from moefold.planner.answer import PlannedLayout, fragment
-from moefold.planner.case import Keeping
+from moefold.planner.case import Keeping, Recipe
 from moefold.planner.from_run import Choice, TrainingTask, of_model, of_run, published_layouts
-from moefold.planner.hardware import cluster, resized
+from moefold.planner.hardware import cluster, device, resized
 from moefold.planner.memory import communicators, fullest, totals
 from moefold.planner.published import entries, model
 from moefold.planner.search import RESERVE, Depth, Grids, Search
 from moefold.planner.search_change import _neighbours, changes
-from moefold.planner.search_space import Foldings, Space, everything, today
+from moefold.planner.search_space import Foldings, Space, everything, formats, today
 from moefold.planner.time import estimate
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
@@ -220,6 +220,14 @@ def test_a_run_is_a_task() -> None:
     assert (case.batch, case.seq, case.micro_batch) == (512, run.data.seq, run.train.micro_batch)
     assert case.decoder == run.decoder() and case.software.stack == "moefold"
     assert case.keeping.recompute == frozenset() and case.keeping.zero == run.layout.zero
+
+
+@pytest.mark.parametrize("asked", ["fp8_block", "bf16", "fp32", "nvfp4"])
+def test_the_format_that_a_run_asks_for_is_searched(asked: Recipe) -> None:
+    """On devices whose own narrow formats are others too."""
+    for name in ("a100", "h100", "b200"):
+        found = formats(device(name), asked)
+        assert asked in found and "bf16" in found and len({*found}) == len(found)
 
 
 def test_changes_help() -> None:
