@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moefold.layers.placement import WHOLE, Shard, shard
 from moefold.model.config import Decoder
 from moefold.spec.decoder import known_weights
-from moefold.spec.layer import Start, Weight
+from moefold.spec.layer import Start
 
 BLOCK = 1 << 16
 HALF = BLOCK // 2
@@ -51,7 +51,12 @@ def start_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
     spreads = {"normal": decoder.init_std, "output": decoder.init_std * out_scale}
 
     def values(piece: Shard) -> Tensor:
-        start = (described.get(piece.name) or _undescribed(piece)).begins
+        name, vector = piece.name, len(piece.shape) == 1
+        start: Start = "zeros" if vector or name.endswith("_bias") else "normal"
+        if name in described:
+            start = described[name].begins
+        elif vector and name.endswith("norm.weight"):
+            start = "ones"
         if callable(start):  # dim 0 alone counts, by each index's midpoint in (0, 1)
             first = [start((place + 0.5) / piece.shape[0]) for place in range(*piece.box[0])]
             column = torch.tensor(first).view(-1, *(1 for _ in piece.shape[1:]))
@@ -63,14 +68,6 @@ def start_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
         return normal_piece(seed, piece, spreads[start])
 
     return values
-
-
-def _undescribed(piece: Shard) -> Weight:
-    """Return the assumed description of a parameter that no layer describes."""
-    start: Start | None = "zeros" if piece.name.endswith("_bias") else None
-    if len(piece.shape) == 1 and piece.name.endswith("norm.weight"):
-        start = "ones"
-    return Weight(piece.name, piece.shape, start=start)
 
 
 def normal_piece(seed: int, piece: Shard, std: float) -> Tensor:

@@ -43,7 +43,9 @@ class KimiLinear(SigmoidFamily):
         hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
         hf.Unread(("head_dim", "qk_head_dim")),  # no layer uses them
         *hf.deepseek_fields(2.446),
-        kinds.NoRotary(),
+        hf.Unread(("rope_theta", "rope_scaling", "rope_parameters")),  # no layer has positions
+        hf.FieldValue("max_position_embeddings", "context", int, None, back=lambda n: n or 4096),
+        hf.Only("mla_use_nope", True),
         kinds.NestedNets(),
         kinds.ConvolvedKinds("linear_attention", kinds.listed_full),
         kinds.DenseKinds(stated="first_k_dense_replace"),

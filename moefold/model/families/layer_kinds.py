@@ -191,20 +191,6 @@ def listed_full(config: ConfigReader, layer: int) -> bool:
     return layer > 0 and layer % 4 == 0 if stated is None else layer + 1 in stated
 
 
-class NoRotary(ConfigField):
-    """No rotary positions, even if fields state them; only the longest sequence."""
-
-    def read(self, config: ConfigReader) -> Values:
-        """Accept and ignore the fields of rotary positions."""
-        config.skip("rope_theta", "rope_scaling", "rope_parameters")
-        config.only("mla_use_nope", True)
-        return {}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the longest sequence."""
-        return {"max_position_embeddings": model.context or 4096, "mla_use_nope": True}
-
-
 class BoundedNets(ConfigField):
     """Sizes of Ling's delta nets, and the bound of their decays."""
 
