@@ -308,7 +308,7 @@ class Search:
                 for _, bare, number in self.mixtures:
                     routing = described(bare).routing
                     assert routing is not None
-                    rows_out = rows_sent(routing, share)
+                    rows_out = rows_sent(routing, share, setting.width)
                     took += number * half_seconds(bare, share, setting)
                     for name in sent:
                         sent[name] += number * dispatch_seconds(rows_out, share, setting, name)

@@ -25,6 +25,7 @@ from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_work import (
     BF16,
+    FP32,
     LayerPolicy,
     RankShare,
     Work,
@@ -101,6 +102,11 @@ class Setting:
     """Rows of a chunk of logits; None is all rows, as in stacks other than Moefold."""
     stack: str
 
+    @property
+    def width(self) -> int:
+        """Bytes per element of activations."""
+        return FP32 if self.recipe == "fp32" else BF16
+
 
 _setting = remembered(1024)(Setting)
 
@@ -175,7 +181,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
         made.put("tp", *tensor_seconds(block, share, setting, policy.recompute))
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
-        sent = _rows_of_heads(block.attention, share)
+        sent = _rows_of_heads(block.attention, share, setting.width)
         ahead, back = context_seconds(sent, core, share, setting, policy.context)
         again = ahead if policy.recompute & {"block", "attention"} else 0.0
         made.put("cp", ahead, back + again)
@@ -183,7 +189,8 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
         _offload(made, block, share, setting, policy)
     if policy.pages:
         # Rows are copied to pages in forward, and back in backward.
-        moved = 2 * offload_bytes((half(block.ffn, share),), frozenset({"experts"}))
+        wider = setting.width / BF16
+        moved = 2 * wider * offload_bytes((half(block.ffn, share),), frozenset({"experts"}))
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
         made.put("memory", copying, copying)
     if policy.clones:
@@ -207,7 +214,7 @@ def _once(
     parts |= _norms(share.dense, present, setting)
     sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
-        rows = rows_sent(routing, share)
+        rows = rows_sent(routing, share, setting.width)
         ways = [rows, rows]  # to the experts and back, and their gradients
         if setting.recipe in QUANTISE_BYTES and "rows" in setting.narrowed:
             ways[0] = replace(rows, bytes=rows.bytes * SENT_BYTES / BF16)
@@ -283,7 +290,7 @@ def _part(name: str, work: Work, setting: Setting) -> Time:
     made = Time(weights=trained, experts=trained if name == "experts" else 0.0)
     made.put(PLACE.get(name, "memory"), *_products(work, setting, narrow))
     scanned = work.scanned * rates.scan
-    wider = 2 if setting.recipe == "fp32" else 1
+    wider = setting.width / BF16
     fused = setting.fused_quantise if name in ("permute", "moe_act") else 1.0
     made.put(
         "memory",
@@ -359,14 +366,14 @@ def tensor_seconds(
     recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
     """
     how = reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
-    ahead, back, rows = 0.0, 0.0, ring_seconds(share.t * share.hidden * BF16, *how)
+    ahead, back, rows = 0.0, 0.0, ring_seconds(share.t * share.hidden * setting.width, *how)
     if setting.stack != "moefold":
         # Other stacks save a rank's own rows, and gather once more for weight gradients.
         shown = rows * (0.5 if setting.overlap_tp else 1.0)
         shown *= sum(spec.routing is None for _, spec in halves(block))
         return 2 * shown, (3 + ("gather" in recompute)) * shown
     for name, spec in halves(block):
-        gathered, again = _gathered(spec, share.hidden, share.tp)
+        gathered, again = _gathered(spec, share.hidden, share.tp, setting.width)
         if not gathered:
             continue
         read = ring_seconds(share.r * gathered, *how)
@@ -380,11 +387,11 @@ def tensor_seconds(
 
 
 @remembered(1 << 12)
-def _gathered(spec: LayerSpec, hidden: int, tp: int) -> tuple[float, frozenset[str]]:
+def _gathered(spec: LayerSpec, hidden: int, tp: int, width: int) -> tuple[float, frozenset[str]]:
     """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
     gather them again.
     """
-    parts = [one for one in spec.saved(Shape(hidden, 1, tp)) if one.dropped >= GATHER]
+    parts = [one for one in spec.saved(Shape(hidden, 1, tp, width=width)) if one.dropped >= GATHER]
     again = frozenset(("block", *(module for part in parts for module in part.dropped)))
     return sum(part.bytes for part in parts), again
 
@@ -405,7 +412,7 @@ def _clone_seconds(
     how = reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates, 1.0
     once, back = (
         exchange_seconds(Rows(1.0, sent * size, 1), "alltoall", *how)
-        for size in (BF16, BF16 + STATISTIC)
+        for size in (setting.width, setting.width + STATISTIC)
     )
     return once, back
 
@@ -424,6 +431,7 @@ def _offload(
     host = offload_bytes(parts, policy.offload) * policy.offload_share
     host += offload_bytes(parts, frozenset({"experts"})) * policy.spill
     disk = offload_bytes(parts, policy.disk) * policy.disk_share
+    host, disk = (size * setting.width / BF16 for size in (host, disk))
     moved = host + disk
     if not moved:
         return
@@ -471,18 +479,18 @@ def context_seconds(
     return exchanged + ahead, exchanged + back
 
 
-def _rows_of_heads(attention: Record, share: RankShare) -> tuple[float, float]:
+def _rows_of_heads(attention: Record, share: RankShare, width: int) -> tuple[float, float]:
     """Return the bytes of a rank's keys and values, and of its queries and outputs; 0 for layers
     without attention.
     """
-    each = share.t * BF16 / share.tp
+    each = share.t * width / share.tp
     for one in described(attention).operations(share.hidden):
         if isinstance(one.core, Attention):
             return each * one.core.key_value_width, each * one.core.query_width
     return 0.0, 0.0
 
 
-def rows_sent(routing: RoutingSpec, share: RankShare) -> Rows:
-    """Return the rows that a rank sends to a layer's experts."""
-    width = (routing.width or share.hidden) * BF16
-    return Rows(share.r, width, routing.top_k, routing.groups_kept, routing.groups)
+def rows_sent(routing: RoutingSpec, share: RankShare, width: int) -> Rows:
+    """Return the rows that a rank sends to a layer's experts, with ``width`` bytes per element."""
+    size = (routing.width or share.hidden) * width
+    return Rows(share.r, size, routing.top_k, routing.groups_kept, routing.groups)

@@ -282,7 +282,7 @@ OFFLOADED = {
 
 
 def offload_bytes(halves: Iterable[Parts], modules: frozenset[str]) -> float:
-    """Return the offloaded bytes of a layer: inputs of products or of activation functions."""
+    """Return a layer's offloaded bytes in bf16: inputs of products or of activation functions."""
     names = {name for module in modules for name in OFFLOADED[module]}
     works = [parts[name] for parts in halves for name in names & set(parts)]
     return sum(BF16 * one.quantised[0] if one.products else one.moved / 2 for one in works)

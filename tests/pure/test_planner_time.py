@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moefold.layers.config import Gathered
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -48,7 +49,7 @@ from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import Matmul, Operation, Weight
 from tests.traffic.data import data
 from tests.traffic.experts import expert
-from tests.traffic.step import tensor
+from tests.traffic.step import tensor, traffic
 
 STORED = json.loads(
     Path(__file__).parents[2].joinpath("moefold/planner/time_constants.json").read_text("utf-8")
@@ -276,6 +277,35 @@ def test_tensor_ranks_carry_the_bytes_that_traffic_counts(decoder, again):
     latency = LATENCY_LINK * sum(call.count for call in calls)
     carried = (estimate(one).parts["tp"] - latency) * one.cluster.device.link_bandwidth * RING_SHARE
     assert carried == pytest.approx(sum(call.total for call in calls), rel=0.01)
+
+
+@pytest.mark.parametrize("part", ["tp", "cp", "dispatch"])
+def test_rows_of_an_fp32_run_have_four_bytes_per_element(part):
+    """As traffic counts them; of long sequences, beside which latencies are short."""
+    axis = "ep" if part == "dispatch" else part
+    sizes, rows = Sizes(**{axis: 4}), ("attention", "ffn", "dispatch", "combine")
+    narrow = case(
+        sizes=sizes, seq=2**18, dispatch="alltoall", context=Gathered(), software=Software()
+    )
+    wide = replace(narrow, numbers=Numbers("fp32", weight_bytes=0))
+    took, sent = list[float](), list[float]()
+    for one in (narrow, wide):
+        calls = [call for call in traffic(one, 0) if call.group == axis and call.part in rows]
+        took.append(estimate(one).parts[part])
+        sent.append(sum(call.total for call in calls))
+    assert took[1] / took[0] == pytest.approx(sent[1] / sent[0], rel=0.01)
+    assert sent[1] / sent[0] > 1.9
+
+
+def test_an_fp32_run_offloads_four_bytes_per_element():
+    where = cluster("h100x16")
+    slow = replace(where, device=replace(where.device, host_bandwidth=1e6))
+    narrow = case(
+        cluster=slow, keeping=Keeping(offload=frozenset({"experts"})), software=Software()
+    )
+    wide = replace(narrow, numbers=Numbers("fp32", weight_bytes=0))
+    took, twice = (estimate(one).parts["offload"] for one in (narrow, wide))
+    assert twice == pytest.approx(2 * took, rel=0.01)
 
 
 def test_a_frozen_head_has_no_product_for_its_gradient():
