@@ -130,7 +130,8 @@ class DeltaMixer(nn.Module):
         if valid_T is not None:
             rows = [x.where(valid_T[:, None], 0) for x in rows]
         q, k, v, step = (wide(x) for x in rows[:4])
-        q_TGk, k_TGk = (_unit(x.unflatten(1, (-1, record.key_dim))) for x in (q, k))
+        heads = [x.unflatten(1, (-1, record.key_dim)) for x in (q, k)]
+        q_TGk, k_TGk = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in heads)
         v_THv = v.unflatten(1, (-1, record.value_dim))
         step_THk = (step + wide(dt_bias)).unflatten(1, (v_THv.shape[1], -1))
         rate_H1 = wide(a_log_H).exp()[:, None]
@@ -147,7 +148,3 @@ def _rows(parts: Read, at: slice) -> Read:
     """Return the rows ``at`` of all parts."""
     q_TGk, k_TGk, v_THv, decay_THk, beta_TH = parts
     return q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], None if beta_TH is None else beta_TH[at]
-
-
-def _unit(x_TGk: Tensor) -> Tensor:
-    return x_TGk * (x_TGk.square().sum(-1, keepdim=True) + EPSILON).rsqrt()

@@ -109,11 +109,6 @@ class Shard:
         """Shape of the piece."""
         return tuple(end - start for start, end in self.box)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is cut."""
-        return self.local_shape == self.shape
-
     def of(self, tensor: Tensor) -> Tensor:
         """Return the piece as a view of the whole tensor."""
         return tensor[slices(self.box)]

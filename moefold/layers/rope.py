@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.layers.config import Bands, Rope, Yarn
+from moefold.layers.config import Rope, Yarn
 
 
 class Angles(NamedTuple):
@@ -44,13 +44,12 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     """Return the ``dim / 2`` angular frequencies, in radians per position."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     period = rope.theta**exponents
-    if rope.bands is not None:
-        return _banded(1.0 / period, rope.bands)
-    return 1.0 / period if rope.yarn is None else _stretched(period, rope.yarn, rope.theta, dim)
-
-
-def _banded(plain: Tensor, bands: Bands) -> Tensor:
-    """Divide slow frequencies by ``factor``, leave fast ones, blend between the two boundaries."""
+    if rope.yarn is not None:
+        return _stretched(period, rope.yarn, rope.theta, dim)
+    plain = 1.0 / period
+    if (bands := rope.bands) is None:
+        return plain
+    # Divide slow frequencies by ``factor``, leave fast ones, blend between the two boundaries.
     turns = bands.original_length * plain / (2 * math.pi)
     kept = ((turns - bands.slow) / (bands.fast - bands.slow)).clamp(0, 1)
     return (1 - kept) * plain / bands.factor + kept * plain

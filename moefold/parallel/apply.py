@@ -162,7 +162,7 @@ def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
             shards[full] = piece = shard(full, tuple(parameter.shape), stated[full], at)
-            if not piece.is_whole:
+            if piece.local_shape != piece.shape:
                 taken = piece.of(parameter.detach()).clone()
                 setattr(module, name, nn.Parameter(taken, parameter.requires_grad))
     for name, buffer in model.named_buffers():

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from moefold.comm.world import World
+from moefold.layers.config import Bands, Rope, Yarn
+from moefold.layers.rope import Angles
 from moefold.moe import balance, router
 from moefold.moe.config import Aux, Bias, Capacity, ExpertChoice, Moe, Z
 from moefold.moe.config import Router as RouterRecord
@@ -19,7 +21,7 @@ from moefold.parallel.config import Layout
 from moefold.proof import rank_run
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import Outcome, degenerate, zero
-from moefold.proof.modes import ShuffledSums
+from moefold.proof.modes import NarrowWatch, ShuffledSums
 from moefold.proof.pool import draw
 from moefold.proof.rank_run import RankResult, run_rank
 from moefold.proof.rounding_noise import RoundingNoise
@@ -164,3 +166,19 @@ def test_every_product_of_rows_is_summed_in_another_order() -> None:
     for shuffled in (returned, into):
         assert not torch.equal(shuffled, plain)
         torch.testing.assert_close(shuffled, plain)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(),
+        Rope(yarn=Yarn(factor=4.0, original_length=64)),
+        Rope(bands=Bands(factor=8.0, original_length=64)),
+    ],
+    ids=["plain", "yarn", "bands"],
+)
+def test_fp32_angles_are_no_narrow_tensors_of_a_proof(rope: Rope) -> None:
+    """Of any scaling: they are fp32 by definition. Plant: blend bands in a function of their own."""
+    with NarrowWatch() as watch:
+        Angles.of(torch.arange(8), rope, 16, torch.float64)
+    assert not watch.found
