@@ -20,8 +20,8 @@ from moefold.optim.norm import non_finite
 from moefold.parallel.data.sharding import ShardedState
 from moefold.spec.quantised import narrow_weights
 from moefold.training.config import Rewind, Skip, Stop
+from moefold.training.figures import StepFigures
 from moefold.training.state import Progress
-from moefold.training.step import StepFigures
 
 SHOWN = 8
 ROLES = {"weight": "weight", "rows": "input of", "gradient": "output gradient of"}

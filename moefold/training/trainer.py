@@ -41,6 +41,7 @@ from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
 from moefold.training.evaluate import evaluate_sets
+from moefold.training.figures import StepFigures
 from moefold.training.hooks.base import Figures, Hook, tell
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
@@ -54,7 +55,7 @@ from moefold.training.resume import check_ranks_agree, check_same_run, identity,
 from moefold.training.routing import executor_of
 from moefold.training.saving import Saver
 from moefold.training.state import Progress, contents, form, held_by, restore, whole_weights
-from moefold.training.step import StepFigures, gradients
+from moefold.training.step import gradients
 
 _log = logging.getLogger("moefold.training")
 

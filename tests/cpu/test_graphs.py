@@ -24,7 +24,8 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import recording
 from moefold.parallel.pipeline.graphs import executor_of
 from moefold.parallel.pipeline.partial import PartGraphs
-from moefold.training.step import StepFigures, gradients
+from moefold.training.figures import StepFigures
+from moefold.training.step import gradients
 from tests.cpu.small import GQA, decoder, ids_of, model_of, moe
 from tests.cpu.tape import Tapes
 
