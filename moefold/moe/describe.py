@@ -241,8 +241,25 @@ class MoeSpec(LayerSpec):
 
     def shrunk(self, by: Sizes) -> Self:
         """Return a record with few experts, few groups and small widths."""
+        router, groups = self.router, self.router.groups
+        top_k = min(router.top_k, TOP_K)
+        count = min(groups.count, GROUPS) if groups else 1
+        if groups and router.experts % count:
+            count = groups.count
+        # Both ep and the groups divide the number of experts.
+        experts = max(rounded_up(min(router.experts, EXPERTS), lcm(by.ep, count)), top_k)
+        experts = rounded_up(experts, lcm(by.ep, count))
+        small: dict[str, Any] = {"experts": experts, "top_k": top_k}
+        if router.unsent is not None:
+            few = {name: min(number, 2) for name, number in router.unsent}
+            small["idle"] = router.unsent.model_copy(update=few)
+        if groups is not None:
+            size = experts // count
+            keep = max(1, groups.keep * count // groups.count, -(-top_k // size))
+            kept = {"count": count, "keep": min(keep, count), "best": min(groups.best, size)}
+            small["groups"] = groups.model_copy(update=kept)
         changed: dict[str, Any] = {"width": rounded_up(SMALL_WIDTH, by.etp)}
-        changed["router"] = _small_router(self.router, by.ep)
+        changed["router"] = router.model_copy(update=small)
         if self.latent is not None:
             changed["latent"] = SMALL_WIDTH // 2
         if self.shared is not None:
@@ -254,23 +271,3 @@ class MoeSpec(LayerSpec):
         """Return a record in which every token goes to all experts."""
         router = self.router.model_copy(update={"top_k": self.router.choices, "groups": None})
         return self.model_copy(update={"router": router, "capacity": None})
-
-
-def _small_router(router: Any, ep: int) -> Any:
-    """Return a router with few experts, whose number ``ep`` divides, and few choices."""
-    top_k = min(router.top_k, TOP_K)
-    count = min(router.groups.count, GROUPS) if router.groups else 1
-    if router.groups and router.experts % count:
-        count = router.groups.count
-    experts = max(rounded_up(min(router.experts, EXPERTS), lcm(ep, count)), top_k)
-    experts = rounded_up(experts, lcm(ep, count))
-    changed: dict[str, Any] = {"experts": experts, "top_k": top_k}
-    if router.unsent is not None:
-        few = {name: min(number, 2) for name, number in router.unsent}
-        changed["idle"] = router.unsent.model_copy(update=few)
-    if router.groups is not None:
-        groups, size = router.groups, experts // count
-        keep = max(1, groups.keep * count // groups.count, -(-top_k // size))
-        small = {"count": count, "keep": min(keep, count), "best": min(groups.best, size)}
-        changed["groups"] = groups.model_copy(update=small)
-    return router.model_copy(update=changed)

@@ -17,19 +17,17 @@ from torch import Tensor, nn
 from moefold.comm.collectives import gather, sum_
 from moefold.comm.group import Group
 from moefold.data.batch import MicroBatch
-from moefold.kernels.linear.product import Drawn, add_bias, linear
-from moefold.kernels.quantise.philox import MASK, chance
+from moefold.kernels.linear.product import add_bias, linear
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
 from moefold.layers.precision import ExactBuffers
 from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
+from moefold.moe.draws import DROP, drawn, jitter
 from moefold.moe.scoring import scores, weights
-from moefold.moe.topk import count, drop, select
+from moefold.moe.topk import count, demand_places, drop, select
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-JITTER, DROP, HASH, SKEW = 1, 2, 3, 4
-"""Purposes of random numbers, each with a stream of its own."""
 
 
 @dataclass(frozen=True)
@@ -183,14 +181,7 @@ class Router(ExactBuffers, Adaptable):
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
         experts_TK = self.choose(scores_TE, self._context(flow))
-        # In training dispatch relies on the record's K; outside it a router may choose another.
-        chosen, places = experts_TK.shape[1], self.record.places
-        if flow.training and chosen != places:
-            raise ValueError(
-                f"{type(self).__name__}.choose returns {chosen} experts per token, but its "
-                f"record's places is {places}: make them equal, and set partial = True if some "
-                "may be empty"
-            )
+        demand_places(type(self).__name__, experts_TK, self.record, flow.training)
         plain = type(self).choose is Router.choose and self.record.groups is None
         plain = plain and self.selection_bias is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
@@ -214,22 +205,3 @@ class Router(ExactBuffers, Adaptable):
         # Idle experts have no capacity.
         idle_TK = (decision.experts_TK >= self.record.experts) & (decision.experts_TK < experts)
         return context.own(kept) | idle_TK
-
-
-def drawn(flow: Flow, columns: int, layer: int, purpose: int, like: Tensor) -> Tensor:
-    """Return uniform [T, columns] in [0, 1), keyed by seed, step, purpose, layer and row number.
-
-    They depend neither on the layout nor on recomputation.
-    """
-    key = (flow.recipe.seed * 8 + purpose) & MASK, layer
-    return chance(flow.number_T, range(columns), key, flow.recipe.step).to(like.dtype)
-
-
-def jitter(amount: float, layer: int, flow: Flow) -> Drawn:
-    """Return a function that multiplies rows by random factors in 1 - amount to 1 + amount."""
-
-    def times(x_TD: Tensor) -> Tensor:
-        chance_TD = drawn(flow, x_TD.shape[1], layer, JITTER, x_TD)
-        return x_TD * chance_TD.mul_(2 * amount).add_(1 - amount)
-
-    return times

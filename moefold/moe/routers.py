@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moefold.kernels.quantise.philox import chance
 from moefold.moe.config import Capacity, ExpertChoice, RoundRobin, Sinkhorn
-from moefold.moe.router import HASH, SKEW, Router, RoutingContext
+from moefold.moe.draws import HASH, SKEW
+from moefold.moe.router import Router, RoutingContext
 from moefold.moe.topk import select
 
 

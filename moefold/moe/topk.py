@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefold.kernels.fused import fused
 from moefold.kernels.routing import fused as kernels
-from moefold.moe.config import Groups
+from moefold.moe.config import Groups, Router
 
 FEW = 1024
 """Most values for which one sort on a CPU is faster than k calls for maxima."""
@@ -105,3 +105,17 @@ def count(experts_TK: Tensor, experts: int) -> Tensor:
     expert_C = experts_TK.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=expert_C.device)
     return counts.scatter_add_(0, expert_C, torch.ones_like(expert_C))[:experts].clone()
+
+
+def demand_places(router: str, experts_TK: Tensor, record: Router, training: bool) -> None:
+    """Refuse a choice [T, K] whose K is not the record's ``places``, on which dispatch relies.
+
+    Raises:
+        ValueError: in training; outside it a router may choose another number.
+    """
+    chosen, places = experts_TK.shape[1], record.places
+    if training and chosen != places:
+        raise ValueError(
+            f"{router}.choose returns {chosen} experts per token, but its record's places is "
+            f"{places}: make them equal, and set partial = True if some may be empty"
+        )

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import sum_
+from moefold.comm.collectives import gather_objects, sum_
 from moefold.data.batch import MicroBatch
 from moefold.optim.norm import read_scalars, widest
 from moefold.parallel.apply import ModelParts
@@ -114,3 +116,18 @@ def figures_of(
         loss, norm, by_name, round(tokens), stops > 0, dict(zip(more, beside, strict=True))
     )
     return figures, missing if missing is not None and terms[-1] > 0 else None
+
+
+def routing_health(placed: ModelParts) -> list[dict[str, Any]]:
+    """Return the last step's routing statistics of each mixture of a model, ordered by layer.
+
+    All ranks call it; those of one stage have the same statistics.
+    """
+    layers = []
+    for number, mixture in placed.model.mixtures():
+        figures = mixture.balance.health(mixture.router)
+        said = {"layer": number, "top_k": mixture.record.router.top_k}
+        layers.append(said | {name: held.tolist() for name, held in figures.items()})
+    first = placed.world.group("stage").index == 0
+    everywhere = gather_objects(layers if first else [], placed.world.on_host)
+    return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
 from moefold.training.evaluate import evaluate_sets
-from moefold.training.figures import StepFigures
+from moefold.training.figures import StepFigures, routing_health
 from moefold.training.hooks.base import Figures, Hook, tell
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
@@ -420,14 +418,7 @@ class Trainer:
     @together
     def health(self) -> list[dict[str, Any]]:
         """Return the last step's routing statistics of each mixture, ordered by layer."""
-        layers = []
-        for number, mixture in self.model.mixtures():
-            figures = mixture.balance.health(mixture.router)
-            said = {"layer": number, "top_k": mixture.record.router.top_k}
-            layers.append(said | {name: held.tolist() for name, held in figures.items()})
-        first = self.world.group("stage").index == 0  # all ranks of a stage have the same
-        everywhere = gather_objects(layers if first else [], self.world.on_host)
-        return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
+        return routing_health(self.placed)
 
     @together
     def weights(self, pattern: str) -> dict[str, torch.Tensor]:
