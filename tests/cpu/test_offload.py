@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import moefold
+from moefold.layers.attention import GroupedQueryAttention
+from moefold.layers.flow import Flow
 from moefold.offload import disk
 from moefold.offload.disk import BLOCK, DiskFile, OffloadError
 from moefold.offload.slots import Copies, FileSlot, HostPool, HostSlot, OffloadSlot
@@ -179,6 +181,21 @@ def test_b26_weights_alone_are_loaded_and_at_rate_zero_nothing_moves(
 def after_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the model's part of a state."""
     return {name: held for name, held in state.items() if not name.startswith("optim.")}
+
+
+def test_a_parameter_that_a_layer_reads_directly_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads as NaN: the step was not finite, and its documents were blamed."""
+    forward = GroupedQueryAttention.forward
+
+    def scaled(self: GroupedQueryAttention, x_TD: torch.Tensor, flow: Flow) -> torch.Tensor:
+        return forward(self, x_TD, flow) * self.o.weight.sum()
+
+    monkeypatch.setattr(GroupedQueryAttention, "forward", scaled)
+    run = run_of(tmp_path, layout=placed("host", tmp_path))
+    with pytest.raises(ValueError, match=r"^layers\.\d\.attention\.o\.weight is read directly"):
+        moefold.train(run, folder=tmp_path / "out")
 
 
 def test_what_a_run_returns_has_values_wherever_its_state_lay(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ Suffix L: elements of a run; other tensors cover the whole bucket.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +156,8 @@ class Bucket:
                     parameters[name].detach().reshape(-1)[first:last]
                 )
         self.handles = {name: handle_of(p, device) for name, p in parameters.items()}
+        for name in self.handles if self.trained else ():
+            self.handles[name].register_hook(partial(_refuse_gradient, name))
 
     @property
     def start(self) -> int:
@@ -323,3 +326,14 @@ def handle_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
     """
     nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
     return nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
+
+
+def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
+    """Refuse a gradient by autograd: products give theirs to the sink, so the handle was read."""
+    if gradient is None:
+        return
+    raise ValueError(
+        f"{name} is read directly, but this layout keeps its values elsewhere, and it reads as "
+        "NaN. Multiply by it with moefold.layers.linear.Linear, or read it by "
+        "read_parameter(flow.operand(p, p.dtype), flow.sink) of moefold.kernels.gradients"
+    )
