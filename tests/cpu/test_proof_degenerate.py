@@ -178,7 +178,7 @@ def test_every_product_of_rows_is_summed_in_another_order() -> None:
     ids=["plain", "yarn", "bands"],
 )
 def test_fp32_angles_are_no_narrow_tensors_of_a_proof(rope: Rope) -> None:
-    """Of any scaling: they are fp32 by definition. Plant: blend bands in a function of their own."""
+    """Of any scaling: they are fp32 by definition. Plant: blend bands in a separate function."""
     with NarrowWatch() as watch:
         Angles.of(torch.arange(8), rope, 16, torch.float64)
     assert not watch.found

@@ -112,14 +112,11 @@ def to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
         return out_Rhv
     n = ranks.size
     equal = [out_Rhv.shape[0] // n] * n
-    arrived = all_to_all(_by_rank(out_Rhv, n).contiguous(), ranks, equal, equal)
+    # From the order of the micro-batch to concatenation by rank, the inverse of ``in_order``.
+    first, second = out_Rhv.unflatten(0, (2, n, -1)).unbind()
+    by_rank = torch.stack([first, second.flip(0)], 1).flatten(0, 2)
+    arrived = all_to_all(by_rank.contiguous(), ranks, equal, equal)
     return arrived.unflatten(0, (n, -1)).movedim(0, 1).flatten(1, 2)
-
-
-def _by_rank(x_RX: Tensor, ranks: int) -> Tensor:
-    """Reorder rows from the order of the micro-batch to concatenation by rank."""
-    first, second = x_RX.unflatten(0, (2, ranks, -1)).unbind()
-    return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
 
 def mixed(record: Mixed, heads: Heads, world: World) -> Tensor:
