@@ -27,6 +27,7 @@ from moefold.planner.memory_pages import ChunkBlocks, here, page_bytes, pages
 from moefold.planner.memory_state import Split, State
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 from moefold.planner.remember import remembered
+from moefold.planner.time_data import copies_of
 
 MIB = 2**20
 
@@ -370,7 +371,15 @@ def with_graphs(
         for one, (_, shared) in zip(chunks, sizes, strict=True)
     ]
     graphs = sum(count * size for count, (size, _) in zip(passes, sizes, strict=True))
-    return replace(state, graphs=graphs), left, passes
+    # Graphs add to whole gradients in fixed memory; this rank's shares of their sums lie beside it.
+    split = Split.of(case)
+    shares = sum(
+        times * one.bytes / split.levels(one.kind == "edp")[0]
+        for part, _, times in copies_of(case.decoder, split).uses(case.held[rank])
+        for one in part.buckets
+        if one.op == "reduce_scatter"
+    )
+    return replace(state, graphs=graphs, gradients=state.gradients + shares), left, passes
 
 
 # ----------------------------------------------------------------------------- after each step

@@ -62,9 +62,10 @@ def alike(subject: Subject) -> list[MicroBatch]:
     return micro_batches(subject)[:1] * subject.micro_batches
 
 
-def counted(case: ProofCase) -> list[float]:
-    """Return each stage's bytes that graphs of its passes read and leave after a step."""
-    found: list[float] = []
+def counted(case: ProofCase) -> list[tuple[float, float]]:
+    """Return each stage's bytes that graphs of its passes read and leave after a step, and those of
+    gradients without padding: whole ones, and shares of their sums."""
+    found: list[tuple[float, float]] = []
 
     def execute(data: ShardedState, *given: Any) -> Any:
         run: Any = executor_of(data, Recorder)
@@ -77,7 +78,12 @@ def counted(case: ProofCase) -> list[float]:
             held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]
             tensors = [x for x in (*rows, *chain(*held)) if isinstance(x, Tensor)]
             storages.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in tensors)
-        found.append(sum(storage.nbytes() for storage in storages.values()))
+        sums = 4 * sum(one.numel() for one in data.placed.model.parameters())
+        for bucket in data.buckets:
+            bucket.wait_reduce()
+            assert bucket.summed_L is not None and bucket._freed_gradients is not None
+            sums += bucket.summed_L.nbytes
+        found.append((sum(storage.nbytes() for storage in storages.values()), sums))
         return left
 
     states: list[ShardedState] = []
@@ -112,10 +118,10 @@ def check(model: str, ranks: int, given: dict[str, Any]) -> None:
     subject = replace(subject, padding=0)
     case = ProofCase("", subject, layout, ranks)
     stages = range(layout.split.pp)
-    plan = [stage_of(planned(case, subject), rank).state.graphs for rank in stages]
-    found = counted(case)
+    states = [stage_of(planned(case, subject), rank).state for rank in stages]
+    plan, found = [(one.graphs, one.gradients) for one in states], counted(case)
     print(model, given, plan, found)
-    assert plan == found and min(found) > 0
+    assert plan == found and min(static for static, _ in found) > 0
 
 
 @pytest.mark.parametrize(("model", "ranks", "given"), FEW, ids=str)
