@@ -82,22 +82,25 @@ class Slot:
     def _pick(self, base: type[Record], value: Any, info: ValidationInfo) -> Record:
         """Return the record for a tag, a mapping with a tag, or an instance."""
         if isinstance(value, Record):
-            if isinstance(value, tuple(self.kinds.values())):
-                return value
-            raise PydanticCustomError("slot_type", "not a registered kind")
-        if isinstance(value, str):
-            value = {self.tag: value}
-        if not isinstance(value, Mapping):
-            raise PydanticCustomError("slot_type", "not a mapping with a tag")
-        value = self.completed(value)
-        if self.tag not in value:
-            raise PydanticCustomError("slot_missing", "the tag is missing", {"tag": self.tag})
-        record = self.lookup(value[self.tag])
-        if record is None:
-            raise PydanticCustomError("slot_unknown", "no such kind", {"tag": self.tag})
+            record = type(value)
+            if not isinstance(value, tuple(self.kinds.values())):
+                raise PydanticCustomError("slot_type", "not a registered kind")
+        else:
+            if isinstance(value, str):
+                value = {self.tag: value}
+            if not isinstance(value, Mapping):
+                raise PydanticCustomError("slot_type", "not a mapping with a tag")
+            value = self.completed(value)
+            if self.tag not in value:
+                raise PydanticCustomError("slot_missing", "the tag is missing", {"tag": self.tag})
+            record = self.lookup(value[self.tag])
+            if record is None:
+                raise PydanticCustomError("slot_unknown", "no such kind", {"tag": self.tag})
         if not issubclass(record, base):
             said = {"kind": record.__name__, "base": f"{base.__module__}.{base.__qualname__}"}
             raise PydanticCustomError("value_error", "{kind} must inherit from {base}", said)
+        if isinstance(value, Record):
+            return value
         return record.model_validate(value, context=info.context)
 
     def completed(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
