@@ -96,7 +96,7 @@ def today(task: TrainingTask) -> Space:
 
 def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
     """Return ``asked``, and bf16 and narrower recipes that a device has units for."""
-    known, found = dict(device.peaks), [asked]
+    known, found = dict(device.peaks), list[Recipe]((asked,))
     if "bf16" in known:
         found.append("bf16")
     if "fp4" in known:
