@@ -114,7 +114,9 @@ def test_the_page_says_what_the_console_says(
     assert main([*words, *given]) == 0
     one = json.loads(capsys.readouterr().out)["given"]
     assert said in one["policies"]
-    assert f'"policies":"{one["policies"]}"' in path.read_text("utf-8")
+    page = path.read_text("utf-8")
+    assert f'"policies":"{one["policies"]}"' in page
+    assert "l.elsewhere_gb" in page and "l.away_gb" in page, "bytes of offloaded state and rows"
     words.remove("--json")
     assert main([*words, *given]) == 0
     assert f"given: ep2  {one['policies']}" in " ".join(capsys.readouterr().out.split("\n"))
