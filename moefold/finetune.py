@@ -56,21 +56,15 @@ def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], lis
         "model": {"family": "folder", "from": str(folder)},
     }
     if bases:
-        template = {} if _has_template(folder) else {"template": str(PLAIN)}
-        return raw | {
-            "base": bases[-1][len(_BASE) :],
-            "data": {"tokenizer": tokenizer | template},
-        }, left
+        file = folder / TOKENIZER_CONFIG
+        templated = (folder / TEMPLATE_FILE).is_file() or (
+            file.is_file() and read_json(file).get("chat_template")
+        )
+        template = {} if templated else {"template": str(PLAIN)}
+        data = {"tokenizer": tokenizer | template}
+        return raw | {"base": bases[-1][len(_BASE) :], "data": data}, left
     return raw | {
         "data": {"seq": 1024, "tokenizer": tokenizer, "train": [STAND_IN]},
         "optim": {"kind": "adamw", "lr": 1e-5, "schedule_lr": {"kind": "cosine", "warmup": 0.03}},
         "train": {"steps": 200, "batch": 8, "micro_batch": 1},
     }, left
-
-
-def _has_template(folder: Path) -> bool:
-    """Return whether a folder's tokenizer has a chat template."""
-    file = folder / TOKENIZER_CONFIG
-    if (folder / TEMPLATE_FILE).is_file():
-        return True
-    return file.is_file() and bool(read_json(file).get("chat_template"))

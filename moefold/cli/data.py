@@ -77,10 +77,25 @@ def run(args: argparse.Namespace) -> int:
         return WHOLE
     with progress_bars(on_stderr(), log_stages=True) as progress:
         prepared = prepare(_data(args), args.folder, progress)
+    facts = _facts(prepared)
     if args.json:
-        print_json(_facts(prepared))
-    else:
-        _show_prepared(_facts(prepared), Console(soft_wrap=True))
+        print_json(facts)
+        return WHOLE
+    console, tokenizer = Console(soft_wrap=True), facts["tokenizer"]
+    head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
+    console.print(Text(f"{head} · all prepared in {facts['seconds']:.1f} s"))
+    rows, figures = [], ("documents", "tokens", "bytes")
+    for part in facts["parts"]:
+        ratio = "" if part["bytes_per_token"] is None else f"{part['bytes_per_token']:.3f}"
+        rows.append((part["source"], part["side"], *(f"{part[n]:,}" for n in figures), ratio))
+    titles = ("source", "side", *figures, "bytes/token")
+    console.print(plain_table(*titles, right=titles[2:], rows=rows))
+    console.print(Text(f"files: {facts['folder']}/SOURCE.SIDE.bin and .idx"))
+    for name, reasons in facts["skipped"].items():
+        for reason, left_out in reasons.items():
+            first = ", ".join(left_out["first"][:3])
+            said = f"{name}: {plural(left_out['count'], 'document')} left out, {reason}: {first}"
+            console.print(Text(said, style="yellow"))
     return WHOLE
 
 
@@ -140,24 +155,6 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
         "parts": parts,
         "skipped": prepared.skipped,
     }
-
-
-def _show_prepared(facts: dict[str, Any], console: Console) -> None:
-    tokenizer, figures = facts["tokenizer"], ("documents", "tokens", "bytes")
-    head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
-    console.print(Text(f"{head} · all prepared in {facts['seconds']:.1f} s"))
-    rows = []
-    for part in facts["parts"]:
-        ratio = "" if part["bytes_per_token"] is None else f"{part['bytes_per_token']:.3f}"
-        rows.append((part["source"], part["side"], *(f"{part[n]:,}" for n in figures), ratio))
-    titles = ("source", "side", *figures, "bytes/token")
-    console.print(plain_table(*titles, right=titles[2:], rows=rows))
-    console.print(Text(f"files: {facts['folder']}/SOURCE.SIDE.bin and .idx"))
-    for name, reasons in facts["skipped"].items():
-        for reason, left_out in reasons.items():
-            first = ", ".join(left_out["first"][:3])
-            said = f"{name}: {plural(left_out['count'], 'document')} left out, {reason}: {first}"
-            console.print(Text(said, style="yellow"))
 
 
 # ------------------------------------------------------------------------------------ inspect
@@ -222,8 +219,9 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
 
     ``lowest`` and ``highest`` are token ids, -1 if there are no tokens; ``shortest``, ``median``
     and ``longest`` are lengths of documents in tokens; ``said`` is the content of the JSON file
-    next to them, empty if there is none; ``as_written`` says whether the bytes have the digest in
-    that file, None if it has none. If a tokenizer is given, every id must be one of its ids.
+    next to them, empty if there is none; ``as_written`` says whether the bytes, and those of the
+    mask, have the digests in that file, None if it has none. If a tokenizer is given, every id
+    must be one of its ids.
 
     Raises:
         DataError: if the index is inconsistent, or an id is not one of the tokenizer's.
@@ -237,6 +235,11 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
         for _ in Corpus(str(prefix), indexed, tokenizer.size).cut(0, indexed.tokens):
             pass  # raises for the first invalid id, with its document and position
     lengths, said = np.diff(indexed.rows_1), read_facts(prefix)
+    as_written = None
+    if "digest" in said:
+        mask = masks_of(prefix) if "mask" in said else None
+        same = mask is None or mask.digest(every=True) == said["mask"]
+        as_written = same and indexed.digest(every=True) == said["digest"]
     return {
         "bin": str(indexed.bin),
         "documents": len(indexed),
@@ -250,17 +253,8 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
         "longest": int(lengths.max(initial=0)),
         "file_bytes": indexed.bin.stat().st_size + indexed.idx.stat().st_size,
         "said": said,
-        "as_written": _as_written(prefix, indexed, said),
+        "as_written": as_written,
     }
-
-
-def _as_written(prefix: str | Path, indexed: Indexed, said: dict[str, Any]) -> bool | None:
-    """Return whether token files and their mask have the stored digests; None without digests."""
-    if "digest" not in said:
-        return None
-    mask = masks_of(prefix) if "mask" in said else None
-    same = mask is None or mask.digest(every=True) == said["mask"]
-    return same and indexed.digest(every=True) == said["digest"]
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:

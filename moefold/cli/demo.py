@@ -72,9 +72,16 @@ def run(args: argparse.Namespace) -> int:
         facts = summary(History.read(folder))
         console.print(card("[bold]done[/]", _rows(folder, facts), "green"))
         console.print("commands to try next", style="cyan")
-        for command in next_commands(folder):
+        moefold, where = program(), shlex.quote(str(folder))
+        bigger = shlex.quote(str(folder.parent / "bigger"))
+        for command in (
+            f"sample {where} --prompt 'class Queue:'",
+            f"report {where}",
+            f"export {where} {shlex.quote(str(folder) + '-hf')}",
+            f"train demo --folder {bigger} model.shape.layers=8 train.steps=3000",
+        ):
             # Not in the card, where a wrapped line could not be copied.
-            console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
+            console.print(Text(f"  {moefold} {command}", style="bold"), soft_wrap=True)
     return status
 
 
@@ -139,18 +146,6 @@ def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text
     for number, (file, what) in enumerate(SHOWN.items()):
         if (folder / file).exists():
             yield "files" if number == 0 else "", f"{folder / file}  ({what})"
-
-
-def next_commands(folder: Path) -> list[str]:
-    """Return four commands to try next, as they can be typed in this shell."""
-    moefold, where = program(), shlex.quote(str(folder))
-    bigger = shlex.quote(str(folder.parent / "bigger"))
-    return [
-        f"{moefold} sample {where} --prompt 'class Queue:'",
-        f"{moefold} report {where}",
-        f"{moefold} export {where} {shlex.quote(str(folder) + '-hf')}",
-        f"{moefold} train demo --folder {bigger} model.shape.layers=8 train.steps=3000",
-    ]
 
 
 def program() -> str:

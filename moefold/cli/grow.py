@@ -59,10 +59,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the new folder; print what it is and whether it computes what its source does."""
     from moefold.convert.exporter import demand_new, export_folder
+    from moefold.convert.growth import Growth
 
     demand_new(args.folder)
     import_plugins(args.uses)
-    wanted = _wanted(args)
+    names = ("experts", "top_k", "granularity", "layers", "hidden_times", "width_times")
+    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if not asked:
+        raise ValueError("nothing to grow: give --experts, --layers or another size")
+    wanted = Growth(**asked, scale=args.scale, seed=args.seed)
     with ExitStack() as opened:
         made, first = _made(args, wanted, opened)
         own = (first.source.folder / "tokenizer.json").is_file()
@@ -85,17 +90,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _wanted(args: argparse.Namespace) -> "Growth":
-    """Return the requested growth; raises ``ValueError`` if there is none."""
-    from moefold.convert.growth import Growth
-
-    names = ("experts", "top_k", "granularity", "layers", "hidden_times", "width_times")
-    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if not asked:
-        raise ValueError("nothing to grow: give --experts, --layers or another size")
-    return Growth(**asked, scale=args.scale, seed=args.seed)
-
-
 def _made(
     args: argparse.Namespace, wanted: "Growth", opened: ExitStack
 ) -> tuple["Grown", "Imported"]:
@@ -103,7 +97,11 @@ def _made(
     from moefold.convert.growth import grow, upcycle
     from moefold.convert.importer import import_folder
 
-    configs = [_config(folder) for folder in args.sources]
+    configs = []
+    for path in (folder / "config.json" for folder in args.sources):
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist")
+        configs.append(read_json(path, limit=CONFIG_LIMIT))
     dense = [config.get("model_type") in DENSE for config in configs]
     if not all(dense):
         if len(configs) > 1:
@@ -121,13 +119,6 @@ def _made(
         for folder, (plain, _) in zip(args.sources, readings, strict=True)
     ]
     return upcycle(readings[0][1], [one.tensors for one in sources], wanted), sources[0]
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist")
-    return read_json(path, limit=CONFIG_LIMIT)
 
 
 def _demand_alike(folders: list[Path], configs: list[dict[str, Any]]) -> None:

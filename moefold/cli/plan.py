@@ -89,8 +89,15 @@ def _said(found: Plan, tokens: float) -> Iterator[Text | Table]:
         yield Text("\nnothing fits: no legal layout leaves 5 % of memory free", style="bold red")
     else:
         yield Text("\nfastest layouts that fit, 5 % of memory left free", style="bold")
-        yield _table(_rows(found))
-        yield from _marks(found)
+        rows = list(_rows(found))
+        yield _table(rows)
+        names = dict.fromkeys(policy for _, layout in rows for policy in layout.not_yet)
+        if names:
+            yield Text(f"* {LACKING}: {', '.join(names)}", style="yellow")
+        for layout in found.published:
+            if layout.published_tflops:
+                told = f"{layout.published_tflops:.0f} TFLOP/s measured with other software"
+                yield Text(f"published {layout.layout}: {told}; {layout.source}", style="dim")
         yield Text("")
         yield from _close(found.best, "fastest")
         yield from _run_file(found)
@@ -227,16 +234,6 @@ def _table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
             Text.assemble((layout.layout, "bold"), (f"  {layout.policies}", "dim")),
         )
     return table
-
-
-def _marks(found: Plan) -> Iterator[Text]:
-    names = dict.fromkeys(policy for _, layout in _rows(found) for policy in layout.not_yet)
-    if names:
-        yield Text(f"* {LACKING}: {', '.join(names)}", style="yellow")
-    for layout in found.published:
-        if layout.published_tflops:
-            told = f"{layout.published_tflops:.0f} TFLOP/s measured with other software"
-            yield Text(f"published {layout.layout}: {told}; {layout.source}", style="dim")
 
 
 def _long(found: Plan, tokens: float) -> Iterator[Text]:

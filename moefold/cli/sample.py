@@ -5,7 +5,6 @@ are decoded together. Of a run's folder the newest checkpoint is used.
 """
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -30,31 +29,10 @@ def run(args: argparse.Namespace) -> int:
     if args.system and not args.chat:
         raise ValueError("--system is only for conversations: add --chat")
     path = speaking(args)  # fails before torch is loaded
-    prompts = args.prompt or [""]
-    step, texts = _sample(args, path, prompts)
-    if args.json:
-        rows = [
-            {"prompt": prompt, "text": text, "tokens": tokens}
-            for prompt, (text, tokens) in zip(prompts, texts, strict=True)
-        ]
-        print_json({"checkpoint": str(path), "step": step, "samples": rows})
-        return 0
-    console = Console(highlight=False, soft_wrap=True)
-    for number, (prompt, (text, _)) in enumerate(zip(prompts, texts, strict=True)):
-        if number:
-            console.rule(style="dim")
-        shown = harmless(text) if console.is_terminal else text
-        console.print(Text.assemble((prompt + "\n" * args.chat, "bold"), shown))
-    return 0
 
-
-def _sample(
-    args: argparse.Namespace, path: Path, prompts: list[str]
-) -> tuple[int | None, list[tuple[str, int]]]:
-    """Return the checkpoint's step, and each prompt's new text and number of tokens."""
     from moefold.training.speaker import Speaker
 
-    speaker = Speaker.open(path, args.uses)
+    prompts, speaker = args.prompt or [""], Speaker.open(path, args.uses)
     if args.chat:
         asked = ([*beginning(args), {"role": "user", "content": text}] for text in prompts)
         ids = [speaker.prompt(messages) for messages in asked]
@@ -63,4 +41,18 @@ def _sample(
     if not all(ids):
         raise ValueError("--prompt must have text: this tokenizer has no token that begins a text")
     continued = speaker.write(ids, args.tokens, **drawing(args))
-    return speaker.step, [(speaker.tokenizer.decode(new), len(new)) for new in continued]
+    texts = [(speaker.tokenizer.decode(new), len(new)) for new in continued]
+    if args.json:
+        rows = [
+            {"prompt": prompt, "text": text, "tokens": tokens}
+            for prompt, (text, tokens) in zip(prompts, texts, strict=True)
+        ]
+        print_json({"checkpoint": str(path), "step": speaker.step, "samples": rows})
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for number, (prompt, (text, _)) in enumerate(zip(prompts, texts, strict=True)):
+        if number:
+            console.rule(style="dim")
+        shown = harmless(text) if console.is_terminal else text
+        console.print(Text.assemble((prompt + "\n" * args.chat, "bold"), shown))
+    return 0

@@ -107,7 +107,12 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
     if spot is None or spot.world == 1:
         demand_fit(run, args.nproc or 1)
         _demand_disk(run)
-        _demand_memory(run, args.nproc or 1)
+        if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
+            from moefold.planner.from_run import demand_limit
+            from moefold.planner.hardware import cluster
+
+            # Whether some policy of recompute fits the stated limit.
+            demand_limit(run, cluster(f"h100x{args.nproc or 1}"))
         return run, None
     if args.nproc is not None:
         raise ValueError(f"a launcher has started {spot.world} ranks already: leave --nproc out")
@@ -128,15 +133,6 @@ def _demand_disk(run: Run) -> None:
             new = [one for one in (path, *path.parents) if not one.exists()]
             DiskFile(folder, 0, "a file")
             remove_empty(new)
-
-
-def _demand_memory(run: Run, world: int) -> None:
-    """Raise ``ValueError``, with the memory needed, if no recompute policy fits a stated limit."""
-    if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
-        from moefold.planner.from_run import demand_limit
-        from moefold.planner.hardware import cluster
-
-        demand_limit(run, cluster(f"h100x{world}"))
 
 
 def asked_run(args: argparse.Namespace) -> Run:
