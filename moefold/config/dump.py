@@ -41,11 +41,10 @@ def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
 
 def _write_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     """Write a string; line ends other than ``\\n`` survive only in double quotes."""
-    style = '"' if _LINE_ENDS & set(value) else None
+    style = '"' if any(end in value for end in "\r\x85\u2028\u2029") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_LINE_ENDS = frozenset("\r\x85\u2028\u2029")
 _Dumper.add_representer(str, _write_text)
 _Dumper.add_representer(float, _write_float)
 _Dumper.add_representer(list, _write_list)

@@ -102,8 +102,8 @@ def describe(violation: Violation) -> list[str]:
     return lines
 
 
-def show(value: Any, width: int = 100) -> str:
-    """Format a value as in a run file, truncated to ``width`` characters."""
+def show(value: Any) -> str:
+    """Format a value as in a run file, truncated to 100 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -114,7 +114,7 @@ def show(value: Any, width: int = 100) -> str:
         return repr(value)
     else:
         text = repr(str(value) if isinstance(value, PurePath) else value)
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return text if len(text) <= 100 else text[:99] + "…"
 
 
 def dotted(path: Iterable[PathPart]) -> str:

@@ -133,39 +133,34 @@ def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
     These are conversions of the value, moved inside the field's bounds; then the default, the
     examples, and values made from the annotation. The caller checks which ones are legal.
     """
+    number = _number(value)
     for option in spec.options:
-        yield from _converted(option, value)
+        if option.kind in ("int", "float") and number is not None:
+            yield from _inside(option, number)
+        elif option.kind == "bool" and str(value).strip().lower() in _BOOLS:
+            yield _BOOLS[str(value).strip().lower()]
+        elif option.kind == "none" and str(value).strip().lower() in _NOTHING:
+            yield None
+        elif option.kind == "literal":
+            name = closest(value, [item for item in option.of if isinstance(item, str)])
+            numbers = [item for item in option.of if _number(item) is not None]
+            yield from [] if name is None else [name]
+            if number is not None and numbers:
+                yield min(numbers, key=lambda item: abs(item - number))
+        elif option.kind in ("str", "other") and (isinstance(value, str) or number is not None):
+            yield from _texts(option, str(value).strip())
+        elif option.kind in ("list", "fixed") and value is not MISSING:
+            items = value if isinstance(value, list) else [value]
+            yield items
+            fill = [] if option.kind == "list" else [_made_up(FieldSpec(of)) for of in option.of]
+            yield [*items, *fill[len(items) :]][: len(fill) or option.bounds.get("max_length")]
+        elif option.kind == "slot" and isinstance(value, str):
+            kind = closest(value, option.of.kinds)
+            yield from [] if kind is None else [{option.of.tag: kind}]
     if spec.default is not MISSING:
         yield spec.default
     yield from spec.examples
     yield from _ordinary(spec, value)
-
-
-def _converted(option: Option, value: Any) -> Iterator[Any]:
-    """Yield conversions of a value to the option's type, moved inside its bounds."""
-    number = _number(value)
-    if option.kind in ("int", "float") and number is not None:
-        yield from _inside(option, number)
-    elif option.kind == "bool" and str(value).strip().lower() in _BOOLS:
-        yield _BOOLS[str(value).strip().lower()]
-    elif option.kind == "none" and str(value).strip().lower() in _NOTHING:
-        yield None
-    elif option.kind == "literal":
-        name = closest(value, [item for item in option.of if isinstance(item, str)])
-        numbers = [item for item in option.of if _number(item) is not None]
-        yield from [] if name is None else [name]
-        if number is not None and numbers:
-            yield min(numbers, key=lambda item: abs(item - number))
-    elif option.kind in ("str", "other") and (isinstance(value, str) or number is not None):
-        yield from _texts(option, str(value).strip())
-    elif option.kind in ("list", "fixed") and value is not MISSING:
-        items = value if isinstance(value, list) else [value]
-        yield items
-        fill = [] if option.kind == "list" else [_made_up(FieldSpec(of)) for of in option.of]
-        yield [*items, *fill[len(items) :]][: len(fill) or option.bounds.get("max_length")]
-    elif option.kind == "slot" and isinstance(value, str):
-        kind = closest(value, option.of.kinds)
-        yield from [] if kind is None else [{option.of.tag: kind}]
 
 
 def _number(value: Any) -> int | float | None:

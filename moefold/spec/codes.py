@@ -100,7 +100,11 @@ def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
         for _, matmul, weights in spec.products(shape.hidden):
             rows, runs = rows_of(matmul.rows, spec, shape), 1
             if matmul.rows == "routed" and isinstance(block, CodedBlock):
-                runs = _runs(spec, shape, block.codes)
+                # One for each expert and micro-batch.
+                assert spec.routing is not None
+                together = shape.ep * shape.etp // (shape.tp * shape.cp)
+                micro_batches = max(together, 1) if block.codes.by_run else 1
+                runs = max(spec.routing.experts // shape.ep, 1) * micro_batches
             for weight in weights:
                 outputs, inputs, _ = weight.matrix(shape.tp, shape.ep, shape.etp)
                 one = WeightProduct(weight, rows, runs, outputs, inputs)
@@ -114,14 +118,6 @@ def rows_of(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
         assert spec.routing is not None
         return shape.received(spec.routing)
     return shape.rows if kind == "own" else shape.piece
-
-
-def _runs(spec: LayerSpec, shape: Shape, record: Quantise) -> int:
-    """Return the number of runs of experts' rows: one for each expert and micro-batch."""
-    assert spec.routing is not None
-    together = shape.ep * shape.etp // (shape.tp * shape.cp)
-    micro_batches = max(together, 1) if record.by_run else 1
-    return max(spec.routing.experts // shape.ep, 1) * micro_batches
 
 
 def code_bytes(record: Quantise, features: float, rows: int, runs: int) -> int:

@@ -193,10 +193,14 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     """
     if block.multi_token is not None:  # schedules never split such a block
         shape = replace(shape, apart=False)
-    kinds = (("attention", block.attention), ("ffn", block.ffn))
-    parts = {name: tuple(_by_block(described(one), name, shape)) for name, one in kinds}
-    parts["attention"] = (Saved("input", shape.row), *parts["attention"])
-    outputs = {one.name: one for half in parts.values() for one in half if one.name in _OUTPUTS}
+    parts: dict[str, list[Saved]] = {"attention": [Saved("input", shape.row)], "ffn": []}
+    for name, record in (("attention", block.attention), ("ffn", block.ffn)):
+        spec = described(record)
+        for part in spec.saved(shape):  # with names of weights relative to the block
+            names = tuple(f"{spec.prefix or name}.{one}" for one in part.operand)
+            parts[name].append(replace(part, operand=names) if names else part)
+    normed = ("attention_norm.output", "ffn_norm.output")
+    outputs = {one.name: one for half in parts.values() for one in half if one.name in normed}
     shared = block.norms == "shared" and outputs.get("ffn_norm.output")
     for name, (before, after) in ((name, block.normed(name)) for name in parts):
         output = outputs.get(f"{name}_norm.output")
@@ -225,16 +229,6 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     yield Saved("joined", 2 * shape.row, operand=("join.weight",))
     yield Saved("norm.input", shape.row)
     yield Saved("norms.statistics", 3 * shape.rows * STATISTIC, module="norms")
-
-
-def _by_block(spec: LayerSpec, half: str, shape: Shape) -> Iterator[Saved]:
-    """Yield what a half saves, with names of weights relative to the block."""
-    for part in spec.saved(shape):
-        names = tuple(f"{spec.prefix or half}.{name}" for name in part.operand)
-        yield replace(part, operand=names) if names else part
-
-
-_OUTPUTS = ("attention_norm.output", "ffn_norm.output")
 
 
 def with_adapters(weights: Iterable[Weight], adapters: Sequence[LowRank]) -> Iterator[Weight]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from moefold.config.errors import Violation
 from moefold.config.suggest import closest
-from moefold.model.config import Block, Decoder, LowRank, patterns
+from moefold.model.config import Decoder, LowRank, patterns
 from moefold.model.families.peft import read_adapter
 from moefold.optim.config import matches
 from moefold.spec.decoder import LORA_B, model_weights
@@ -27,8 +27,14 @@ def tuning_violations(
     decoder: Decoder, frozen: Sequence[str], adapter: Lora | None
 ) -> Iterator[Violation]:
     """Yield values of a run's ``train.freeze`` and ``adapter`` that do not fit its model."""
-    for violation in freeze_violations(decoder, frozen):
-        yield violation.under("train", "freeze")
+    if frozen:
+        at, names = ("train", "freeze"), [weight.name for weight in model_weights(decoder)]
+        for place, pattern in enumerate(frozen):
+            if not any(matches(name, (pattern,)) for name in names):
+                rule = "must match a parameter of the model"
+                yield Violation((*at, place), pattern, rule, nearest_name(pattern, names))
+        if all(matches(name, frozen) for name in names):
+            yield Violation(at, list(frozen), "must leave a parameter to train", list(frozen[:-1]))
     if adapter is not None:
         found = list(adapter_violations(decoder, adapter))
         found += [] if found or adapter.start is None else first_violations(decoder, adapter)
@@ -45,13 +51,11 @@ def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
     if not frozen:
         return decoder
     names = [w.name for w in model_weights(decoder) if matches(w.name, frozen)]
-
-    def changed_block(number: int, block: Block) -> Block:
+    blocks = []
+    for number, block in enumerate(decoder.blocks):
         at = f"layers.{number}."
         held = tuple(name.removeprefix(at) for name in names if name.startswith(at))
-        return block.model_copy(update={"frozen": held})
-
-    blocks = (changed_block(number, block) for number, block in enumerate(decoder.blocks))
+        blocks.append(block.model_copy(update={"frozen": held}))
     outside = tuple(name for name in names if not name.startswith("layers."))
     return decoder.model_copy(update={"stacks": patterns(blocks), "frozen": outside})
 
@@ -86,12 +90,11 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
                 found.append(LowRank(weight=name, rank=rank, **how))
         return tuple(found)
 
-    def changed_block(number: int, block: Block) -> Block:
+    blocks = []
+    for number, block in enumerate(decoder.blocks):
         routing = block.ffn.routing if isinstance(block.ffn, LayerSpec) else None
         held = adapters(f"layers.{number}.", routing and routing.top_k)
-        return block.model_copy(update={"adapters": held})
-
-    blocks = (changed_block(number, block) for number, block in enumerate(decoder.blocks))
+        blocks.append(block.model_copy(update={"adapters": held}))
     changed = {"stacks": patterns(blocks), "adapters": adapters("", None)}
     return decoder.model_copy(update=changed)
 
@@ -167,19 +170,6 @@ def first_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
             rule = f"alpha / rank ({rank}) must be {own.scale:g}, as in {lora.start}"
             yield Violation(("alpha",), lora.alpha, rule, own.scale * rank)
             return
-
-
-def freeze_violations(decoder: Decoder, frozen: Sequence[str]) -> Iterator[Violation]:
-    """Yield patterns that match no parameter, and a list that leaves no parameter to train."""
-    if not frozen:
-        return
-    names = [weight.name for weight in model_weights(decoder)]
-    for place, pattern in enumerate(frozen):
-        if not any(matches(name, (pattern,)) for name in names):
-            rule = "must match a parameter of the model"
-            yield Violation((place,), pattern, rule, nearest_name(pattern, names))
-    if all(matches(name, frozen) for name in names):
-        yield Violation((), list(frozen), "must leave a parameter to train", list(frozen[:-1]))
 
 
 def nearest_name(pattern: str, names: Sequence[str]) -> str:

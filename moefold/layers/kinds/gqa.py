@@ -66,13 +66,11 @@ class Gqa(LayerSpec):
         """Check that key-value heads divide heads, that ``head_dim`` is even, and the norms."""
         if self.heads % self.kv_heads:
             nearest = max(d for d in range(1, self.kv_heads + 1) if self.heads % d == 0)
-            yield Violation(
-                ("kv_heads",), self.kv_heads, f"must divide heads ({self.heads})", nearest
-            )
+            rule = f"must divide heads ({self.heads})"
+            yield Violation(("kv_heads",), self.kv_heads, rule, nearest)
         if self.head_dim % 2:
-            yield Violation(
-                ("head_dim",), self.head_dim, "must be even, for rotary pairs", self.head_dim + 1
-            )
+            rule = "must be even, for rotary pairs"
+            yield Violation(("head_dim",), self.head_dim, rule, self.head_dim + 1)
         elif self.rope is not None:
             yield from self.rope.fits(self.head_dim)
         if self.norm_after_rope and self.qk_norm == "projection":

@@ -57,9 +57,8 @@ class Mla(LayerSpec):
     def rules(self) -> Iterator[Violation]:
         """Require an even ``rope_dim``, all of it rotated."""
         if self.rope_dim % 2:
-            yield Violation(
-                ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
-            )
+            rule = "must be even, for rotary pairs"
+            yield Violation(("rope_dim",), self.rope_dim, rule, self.rope_dim + 1)
         if self.rope is not None and self.rope.fraction != 1:
             rule = "must be 1: rope_dim states how many dims are rotated"
             yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
@@ -95,9 +94,8 @@ class Mla(LayerSpec):
         yield norm("kv_norm.weight", self.kv_rank, latent=True)
         expanded = self.heads * (self.nope_dim + self.v_dim)
         yield Weight("kv_up.weight", (expanded, self.kv_rank), heads)
-        yield Weight(
-            "o.weight", (hidden, self.heads * self.v_dim), ((1, self._heads()),), added=True
-        )
+        shape = (hidden, self.heads * self.v_dim)
+        yield Weight("o.weight", shape, ((1, self._heads()),), added=True)
         if self.gate:
             yield Weight("out_gate.weight", (self.heads, hidden), heads)
 
