@@ -94,25 +94,24 @@ class ProofCase:
 
     def refused(self) -> Iterator[str]:
         """Yield the rules that the case breaks, each with option and value; none if it can run."""
-        model = needs(self.subject.decoder, self.subject.rows)
-        layout = self.layout
-        found = [*layout.violations(model)]
-        found += cut_violations(self.subject.decoder, layout, self.subject.rows)
-        optim, rows = self.subject.optim, self.subject.rows
+        layout, decoder, optim = self.layout, self.subject.decoder, self.subject.optim
+        rows, micro_batches = self.subject.rows, self.subject.micro_batches
+        found = [*layout.violations(needs(decoder, rows))]
+        found += cut_violations(decoder, layout, rows)
         if isinstance(optim, Optim):
-            found += moment_violations(self.subject.decoder, optim, layout, rows)
+            found += moment_violations(decoder, optim, layout, rows)
         found = [one.under("layout") for one in found]
         found += world_violations(layout.split, self.world)
         yield from (f"{dotted(one.path)} = {show(one.value)}: {one.rule}" for one in found)
         if found:
             return
         sizes, dp = layout.split, self.folding.dp
-        if self.subject.rows % (sizes.tp * 2 * sizes.cp):
-            yield f"tp * 2 * cp must divide the rows of a micro-batch ({self.subject.rows})"
-        if self.subject.micro_batches % dp:
-            yield f"dp {dp} must divide the number of micro-batches ({self.subject.micro_batches})"
-        elif not fills(layout, self.subject.micro_batches // dp):
-            yield f"the schedule has no table for {self.subject.micro_batches // dp} micro-batches"
+        if rows % (sizes.tp * 2 * sizes.cp):
+            yield f"tp * 2 * cp must divide the rows of a micro-batch ({rows})"
+        if micro_batches % dp:
+            yield f"dp {dp} must divide the number of micro-batches ({micro_batches})"
+        elif not fills(layout, micro_batches // dp):
+            yield f"the schedule has no table for {micro_batches // dp} micro-batches"
 
 
 def fills(layout: Layout, micro_batches: int) -> bool:

@@ -115,21 +115,16 @@ def degenerate(subject: Subject, found: RankResult) -> list[str]:
     for name, counts in found.counts.items():
         if name.endswith("load_E"):
             words += _idle_words(name, counts, subject, 0)
-    return [*words, *_ties(subject)]
-
-
-def _ties(subject: Subject) -> Iterator[str]:
-    """Yield micro-batches in which experts may choose between equal rows, a tie for roundings.
-
-    The first rows of documents that begin with equal tokens are equal: nothing precedes them.
-    """
+    # Experts that choose between equal rows have a tie for roundings. The first rows of documents
+    # that begin with equal tokens are equal: nothing precedes them.
     ffns = (block.ffn for block in subject.decoder.blocks)
-    if not any(isinstance(spec, LayerSpec) and spec.compares_rows for spec in ffns):
-        return
-    for number, batch in enumerate(micro_batches(subject)):
-        first = batch.ids_T[(batch.positions_T == 0) & batch.valid_T].tolist()
-        if len(set(first)) < len(first):
-            yield f"experts choose among equal rows: documents of micro-batch {number} start alike"
+    if any(isinstance(spec, LayerSpec) and spec.compares_rows for spec in ffns):
+        for number, batch in enumerate(micro_batches(subject)):
+            first = batch.ids_T[(batch.positions_T == 0) & batch.valid_T].tolist()
+            if len(set(first)) < len(first):
+                where = f"documents of micro-batch {number} start alike"
+                words.append(f"experts choose among equal rows: {where}")
+    return words
 
 
 def zero(decoder: Decoder) -> dict[str, str]:
@@ -196,8 +191,7 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     problems = [f"degenerate: {words}" for words in facts["degenerate"]]
     narrow = sorted({words for rank in told for words in rank["narrow"]} | set(facts["narrow"]))
     problems += [f"not fp64: {words}" for words in narrow]
-    _judge_figures(outcome, facts["figures"], told)
-    _judge_norm(outcome, facts["tensors"]["gradients"], told)
+    _judge_figures(outcome, facts, told)
     if len(told[0]["figures"]["lm_loss"]) == len(facts["figures"]["lm_loss"]):
         missing = facts["tensors"].keys() - {kind for rank in told for kind in rank["pieces"]}
         problems += [f"no rank has {kind}" for kind in sorted(missing)]
@@ -227,10 +221,12 @@ def _exceeds(error: float, held: float | None) -> bool:
     return held is None or math.isnan(error) or error > held
 
 
-def _judge_figures(
-    outcome: Outcome, wanted: dict[str, list[float]], told: Sequence[dict[str, Any]]
-) -> None:
-    for name, values in wanted.items():
+def _judge_figures(outcome: Outcome, facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> None:
+    """Record errors of figures, and of the first step's norm relative to the reference's gradients.
+
+    The latter is compared too because the reference's own norm may be wrong.
+    """
+    for name, values in facts["figures"].items():
         for number, rank in enumerate(told):
             have = rank["figures"].get(name, [])
             if not have:
@@ -238,11 +234,7 @@ def _judge_figures(
             for step, (a, b) in enumerate(zip(have, values, strict=False)):
                 error = abs(a - b) / max(abs(b), NEGLIGIBLE)
                 _note(outcome, name, error, f"step {step + 1}", number)
-
-
-def _judge_norm(outcome: Outcome, tensors: Tensors, told: Sequence[dict[str, Any]]) -> None:
-    """Compare the first step's norm with the gradients: the reference's norm may be wrong too."""
-    whole = math.hypot(*(norm for norm, _ in tensors.values()))
+    whole = math.hypot(*(norm for norm, _ in facts["tensors"]["gradients"].values()))
     for number, rank in enumerate(told):
         for have in rank["figures"].get("grad_norm", [])[:1]:
             error = abs(have - whole) / max(whole, NEGLIGIBLE)

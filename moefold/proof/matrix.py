@@ -56,10 +56,6 @@ from moefold.spec.decoder import with_multi_token
 from moefold.spec.tuning import freeze
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
-DEEP_LATER = (
-    "multi token deep",
-    subject(with_multi_token(decoder(GQA, DENSE, SHARED, moe(), moe()), LATER)),
-)
 ROOM = 256
 """Sufficient room between two ranks, in rows: 32 of a micro-batch to 8 experts each."""
 
@@ -266,9 +262,11 @@ def models() -> Iterator[ProofCase]:
 def multi_token() -> Iterator[ProofCase]:
     """Multi-token losses in every schedule, ZeRO stage and recompute policy."""
     both = ["multi token", "multi token tied"]
+    deep = subject(with_multi_token(decoder(GQA, DENSE, SHARED, moe(), moe()), LATER))
     for schedule, zero in zip(kinds(SCHEDULE), (0, 1, 2, 3) * 3, strict=False):
         layouts = [("pp2", 4), ("pp2 vpp2 ep2", 4)]
-        yield from _each([DEEP_LATER, *both], layouts, schedule=schedule, zero=zero)
+        named = [("multi token deep", deep), *both]
+        yield from _each(named, layouts, schedule=schedule, zero=zero)
     for zero in range(4):
         yield from _each(both, [("", 2), ("tp2 ep2", 4)], zero=zero)
     for again in (Full(), Selective(modules=("norms", "attention", "experts"))):
@@ -452,7 +450,12 @@ def precisions() -> Iterator[ProofCase]:
     named.append(("hidden codes, wgrad wide", few_bits("gqa", kept)))
     yield from _each(named, [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 4)])
     for record, sizes in ((Fp8Block(hidden="codes"), "tp2 ep2"), (Nvfp4(), "cp2 ep2")):
-        yield from _each([(f"published {record.kind}", published_blocks(record))], [(sizes, 2)])
+        # One layer whose matrices have several blocks of the published size.
+        ffn = moe(width=256, shared=Shared(width=256))
+        large = Gqa(heads=4, kv_heads=4, head_dim=64)
+        made = decoder(large, ffn, hidden=256, quantise=record)
+        named = [(f"published {record.kind}", subject(made, rows=512, micro_batches=2))]
+        yield from _each(named, [(sizes, 2)])
 
 
 def _dispatched(named: Sequence[tuple[str, Subject]], sizes: str) -> Iterator[ProofCase]:
@@ -467,13 +470,6 @@ def few_bits(name: str, record: Record) -> Subject:
     """Return a subject with quantised products."""
     found = SUBJECTS[name]
     return replace(found, decoder=found.decoder.model_copy(update={"quantise": record}))
-
-
-def published_blocks(record: Record) -> Subject:
-    """Return a subject of one layer whose matrices have several blocks of the published size."""
-    wide = Gqa(heads=4, kv_heads=4, head_dim=64)
-    made = decoder(wide, moe(width=256, shared=Shared(width=256)), hidden=256, quantise=record)
-    return subject(made, rows=512, micro_batches=2)
 
 
 @rule

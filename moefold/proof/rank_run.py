@@ -167,7 +167,10 @@ class RankRun:
         self.found = RankResult()
 
     def run(self, fault: InjectedFault | None) -> RankResult:
-        """Run the steps; gradients and counts are recorded in the first one."""
+        """Run the steps and return their results.
+
+        Gradients and counts are those of the first step, weights the changes over all steps.
+        """
         before = _pieces(self.data.weights())
         found = self.found
         spot = self.world.attention
@@ -189,20 +192,16 @@ class RankRun:
             self.optimizer.step(scale)
             self.data.end_step()
         if self.updates:
-            self._note_changes(before)
+            after = _pieces(self.data.weights())
+            found.pieces["weights"] = [
+                replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
+            ]
+            for piece in _pieces(self.data.states(self.optimizer)):
+                parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
+                state = found.pieces.setdefault(f"optimizer/{what}", [])
+                state.append(replace(piece, name=parameter))
         found.sites = tuple(sorted({plain(site) for site in self.world.recorder.totals}))
         return found
-
-    def _note_changes(self, before: list[LocalSlice]) -> None:
-        """Record the change of weights over the steps, and the optimizer's state after them."""
-        pieces = self.found.pieces
-        after = _pieces(self.data.weights())
-        pieces["weights"] = [
-            replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
-        ]
-        for piece in _pieces(self.data.states(self.optimizer)):
-            parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
-            pieces.setdefault(f"optimizer/{what}", []).append(replace(piece, name=parameter))
 
     def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, record its figures, and return the clipping factor."""

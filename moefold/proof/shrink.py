@@ -60,15 +60,27 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     """Return the shrunk subject of a run's proof, for which all of ``layouts`` are legal."""
     asked = Asked.of(layouts)
     rows = rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp)
-    decoder = in_blocks(small_decoder(as_proved(run.decoder()), asked), layouts, rows)
-    optim = small_optimizer(run.optim)
+    decoder, optim = small_decoder(as_proved(run.decoder()), asked), small_optimizer(run.optim)
+    # The first sizes of quantised blocks, and of groups of moments, that no layout cuts.
+    given = decoder.quantise
+    if isinstance(given, Quantise):
+        for block in BLOCKS:
+            whole = {"keep_first": 0, "keep_last": 0, "keep": (), "block": block}
+            decoder = decoder.model_copy(update={"quantise": given.model_copy(update=whole)})
+            if not any(True for layout in layouts for _ in cut_violations(decoder, layout, rows)):
+                break
+    for size in BLOCKS if isinstance(optim, Optim) and optim.group else ():
+        optim = optim.model_copy(update={"moment_group": size})
+        assert isinstance(optim, Optim)
+        cut = (v for layout in layouts for v in moment_violations(decoder, optim, layout, rows))
+        if not any(True for _ in cut):
+            break
     if precision != "fp64":
         decoder = decoder.model_copy(update={"init_std": STEADY_STD})
         if "eps" in type(optim).model_fields:
             optim = optim.model_copy(update={"eps": STEADY_EPS})
     masked = any(isinstance(source, Chat | Preferences) for source in run.data.train)
     more = {"precision": precision, "loss": run.train.loss, "masked": masked}
-    optim = in_groups(optim, decoder, layouts, rows)
     return Subject(decoder, optim, rows=rows, **more)
 
 
@@ -78,31 +90,6 @@ def as_proved(decoder: Decoder) -> Decoder:
         return decoder
     changed = decoder.quantise.model_copy(update={"rows": "micro_batch"})
     return decoder.model_copy(update={"quantise": changed})
-
-
-def in_blocks(decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Decoder:
-    """Return a small decoder with the first size of quantised blocks that no layout cuts."""
-    given = decoder.quantise
-    if not isinstance(given, Quantise):
-        return decoder
-    for block in BLOCKS:
-        whole = {"keep_first": 0, "keep_last": 0, "keep": (), "block": block}
-        changed = given.model_copy(update=whole)
-        decoder = decoder.model_copy(update={"quantise": changed})
-        if not any(True for layout in layouts for _ in cut_violations(decoder, layout, rows)):
-            break
-    return decoder
-
-
-def in_groups(optim: Record, decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Record:
-    """Return an optimizer with the first size of groups of moments that no layout cuts."""
-    for size in BLOCKS if isinstance(optim, Optim) and optim.group else ():
-        optim = optim.model_copy(update={"moment_group": size})
-        assert isinstance(optim, Optim)
-        cut = (v for layout in layouts for v in moment_violations(decoder, optim, layout, rows))
-        if not any(True for _ in cut):
-            break
-    return optim
 
 
 def small_optimizer(optim: Record) -> Record:

@@ -56,6 +56,7 @@ CHANNELS = DELTA.model_copy(
     update={"decay": "channel", "decay_rank": 4, "gate": "sigmoid", "gate_rank": 4}
 )
 BOUNDED = DELTA.model_copy(update={"decay": "channel", "decay_floor": -5.0, "delta": False})
+CENTRED = GQA.model_copy(update={"qk_norm": "zero_centred", "gate": True})
 GATED = MLA.model_copy(update={"rope": None, "gate": True})
 UNCOMMON: Mapping[str, tuple[Record, Record]] = {
     "biased": (BIASES, BIASES),
@@ -144,25 +145,17 @@ def normed_decoder() -> Decoder:
     return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": (Stack(blocks=blocks),)})
 
 
-def centred_decoder() -> Decoder:
-    """Return a decoder of delta nets and gated attention, with zero-centred norms."""
-    gated = GQA.model_copy(update={"qk_norm": "zero_centred", "gate": True})
-    return decoder(DELTA, DENSE, SHARED, other=gated, norm="zero_centred")
-
-
-def formed() -> Moe:
-    """Return an MoE layer with biases of experts and router, and a clamped activation."""
-    router = Router(experts=8, top_k=2, order="topk_first", bias=True)
-    bounded = Activation(alpha=1.7, limit=0.5, offset=1.0)
-    return moe(router=router, expert_bias=True, activation=bounded)
-
-
-def entered() -> Moe:
-    """Return an MoE layer with routing weights applied to the experts' input, and biases."""
-    router = Router(experts=8, top_k=2, score="sigmoid", renormalise=False)
-    return moe(router=router, weigh="input", shared=Shared(width=16), expert_bias=True)
-
-
+FORMED = moe(
+    router=Router(experts=8, top_k=2, order="topk_first", bias=True),
+    expert_bias=True,
+    activation=Activation(alpha=1.7, limit=0.5, offset=1.0),
+)
+ENTERED = moe(
+    router=Router(experts=8, top_k=2, score="sigmoid", renormalise=False),
+    weigh="input",
+    shared=Shared(width=16),
+    expert_bias=True,
+)
 BIASED = moe(
     router=DEEPSEEK, balance=(Bias(rate=0.01), Aux(over="sequence")), shared=Shared(width=16)
 )
@@ -176,10 +169,10 @@ SUBJECTS: dict[str, Subject] = {
     "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
     "scaled": subject(scaled_decoder()),
     "normed": subject(normed_decoder()),
-    "centred": subject(centred_decoder()),
+    "centred": subject(decoder(DELTA, DENSE, SHARED, other=CENTRED, norm="zero_centred")),
     **{name: subject(by_turns(name, DENSE, SHARED)) for name in UNCOMMON},
-    "formed": subject(by_turns("narrow", DENSE, formed(), formed())),
-    "entered": subject(by_turns("chunked", DENSE, entered(), entered())),
+    "formed": subject(by_turns("narrow", DENSE, FORMED, FORMED)),
+    "entered": subject(by_turns("chunked", DENSE, ENTERED, ENTERED)),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
