@@ -371,20 +371,23 @@ class Published:
 def published_layouts(name: str) -> tuple[Published, ...]:
     """Return the published layouts of a model by its full name."""
     text = files("moefold.planner").joinpath("published_layouts.json").read_text("utf-8")
-    return tuple(_published(row) for row in json.loads(text) if row["model"] == name)
-
-
-def _published(row: dict[str, Any]) -> Published:
-    choice = Choice(
-        sizes=Sizes.parse(row["sizes"]),
-        schedule=cast("Schedule", SCHEDULE.kinds[row["schedule"]]()),
-        micro_batch=row["micro_batch"],
-        dispatch=row["dispatch"],
-        recipe=row["recipe"],
-        keeping=Keeping(zero=row["zero"], recompute=frozenset(row["recompute"])),
-        stages=Stages.parse(row["stages"]),
-    )
-    return Published(
-        row["id"], row["source"], choice, row["device"], row["devices"], row["batch"], row["seq"],
-        row.get("tflops_per_gpu"),
-    )  # fmt: skip
+    found = list[Published]()
+    for row in json.loads(text):
+        if row["model"] != name:
+            continue
+        choice = Choice(
+            sizes=Sizes.parse(row["sizes"]),
+            schedule=cast("Schedule", SCHEDULE.kinds[row["schedule"]]()),
+            micro_batch=row["micro_batch"],
+            dispatch=row["dispatch"],
+            recipe=row["recipe"],
+            keeping=Keeping(zero=row["zero"], recompute=frozenset(row["recompute"])),
+            stages=Stages.parse(row["stages"]),
+        )
+        found.append(
+            Published(
+                row["id"], row["source"], choice, row["device"], row["devices"], row["batch"],
+                row["seq"], row.get("tflops_per_gpu"),
+            )
+        )  # fmt: skip
+    return tuple(found)

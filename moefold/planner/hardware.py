@@ -96,13 +96,12 @@ class Cluster:
 def catalogue() -> dict[str, Device]:
     """Return every known device by name."""
     text = files("moefold.planner").joinpath("devices.json").read_text("utf-8")
-    return {name: _device(name, entry) for name, entry in json.loads(text)["devices"].items()}
-
-
-def _device(name: str, entry: dict[str, Any]) -> Device:
-    """Parse an entry, in which every value is ``[number, source]``."""
-    peaks = tuple((key, pair[0]) for key, pair in entry["peaks"].items())
-    return Device(name, peaks, **{key: pair[0] for key, pair in entry.items() if key != "peaks"})
+    found = dict[str, Device]()
+    for name, entry in json.loads(text)["devices"].items():
+        # Every value of an entry is ``[number, source]``.
+        peaks = tuple((key, pair[0]) for key, pair in entry.pop("peaks").items())
+        found[name] = Device(name, peaks, **{key: pair[0] for key, pair in entry.items()})
+    return found
 
 
 def device(name: str) -> Device:

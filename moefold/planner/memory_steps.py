@@ -1,6 +1,6 @@
 """Actions of a rank's line in the table by what memory depends on; candidates for the peak."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from operator import ge
 from typing import NamedTuple
 
@@ -68,15 +68,13 @@ def fullest_steps(schedule: Schedule, p: int, v: int, m: int) -> tuple[tuple[Run
     """Return for each rank the actions that no other covers, the likely peak first; one of them is
     the peak.
     """
-    table = table_of(schedule, p, v, m)
-    return tuple(_uncovered(steps_of(line, v)) for line in table.lines)
-
-
-def _uncovered(steps: Iterable[Running]) -> tuple[Running, ...]:
-    alike: dict[tuple[int | None, int | None, str], list[Running]] = {}
-    for step in dict.fromkeys(steps):
-        group = alike.setdefault(step[:3], [])
-        if not any(one.covers(step) for one in group):
-            group[:] = [one for one in group if not step.covers(one)] + [step]
-    found = (one for group in alike.values() for one in group)
-    return tuple(sorted(found, key=lambda one: -sum(one.kept + one.waiting)))
+    ranks = list[tuple[Running, ...]]()
+    for line in table_of(schedule, p, v, m).lines:
+        alike: dict[tuple[int | None, int | None, str], list[Running]] = {}
+        for step in dict.fromkeys(steps_of(line, v)):
+            group = alike.setdefault(step[:3], [])
+            if not any(one.covers(step) for one in group):
+                group[:] = [one for one in group if not step.covers(one)] + [step]
+        found = (one for group in alike.values() for one in group)
+        ranks.append(tuple(sorted(found, key=lambda one: -sum(one.kept + one.waiting))))
+    return tuple(ranks)

@@ -18,13 +18,30 @@ def notes(run: Run) -> tuple[str, ...]:
 
     Each is a line that begins with the path of its setting.
     """
-    return (*notes_on_step(run), *_data_of_nobody(run))
+    found = notes_on_step(run)
+    if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**STAND_IN),):
+        said = (
+            "data.train: no data is given, so the source code of Python's standard library is "
+            "used; give your own with data.train=[{source: jsonl, files: [chats.jsonl]}]"
+        )
+        return (*found, said)
+    return found
 
 
 def notes_on_step(run: Run) -> tuple[str, ...]:
     """Return the notes that do not depend on the training data."""
-    decoder = run.decoder()
-    return (*_idle_recompute(run, decoder), *_beyond_context(run.data.seq, decoder))
+    decoder, seq = run.decoder(), run.data.seq
+    found = list(_idle_recompute(run, decoder))
+    ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
+    scaled = [one for rope in ropes if rope is not None for one in (rope.yarn, rope.bands) if one]
+    known = [round(one.factor * one.original_length) for one in scaled]
+    known += [] if decoder.context is None else [decoder.context]
+    if known and seq > max(known):
+        found.append(
+            f"data.seq: {seq} tokens exceed the model's context of {max(known)}, RoPE scaling "
+            f"included; use data.seq={max(known)}"
+        )
+    return tuple(found)
 
 
 def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
@@ -48,25 +65,3 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
                 f"layout.recompute: {name} saves no memory "
                 f"{f'under {split}' if split else 'beside the other modules'}; leave it out"
             )
-
-
-def _beyond_context(seq: int, decoder: Decoder) -> Iterator[str]:
-    """Yield a note if sequences are longer than the model's context."""
-    ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
-    scaled = [one for rope in ropes if rope is not None for one in (rope.yarn, rope.bands) if one]
-    known = [round(one.factor * one.original_length) for one in scaled]
-    known += [] if decoder.context is None else [decoder.context]
-    if known and seq > max(known):
-        yield (
-            f"data.seq: {seq} tokens exceed the model's context of {max(known)}, RoPE scaling "
-            f"included; use data.seq={max(known)}"
-        )
-
-
-def _data_of_nobody(run: Run) -> Iterator[str]:
-    """Yield a note if a Hugging Face folder is trained on the default data."""
-    if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**STAND_IN),):
-        yield (
-            "data.train: no data is given, so the source code of Python's standard library is "
-            "used; give your own with data.train=[{source: jsonl, files: [chats.jsonl]}]"
-        )

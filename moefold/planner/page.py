@@ -2,7 +2,6 @@
 
 import html
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,7 @@ from moefold.planner.goodput import curve
 from moefold.planner.memory import memory, shortened, totals
 from moefold.planner.time import estimate
 from moefold.schedule.simulate import Costs, Span, simulate
-from moefold.schedule.table import Pair, Table, actions_of
+from moefold.schedule.table import Pair, actions_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 LOADS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
@@ -25,6 +24,7 @@ MOST_CELLS = 24
 MOST_SPANS = 2600
 """Most actions of a drawn timeline; of longer steps the beginning is shown."""
 MOST_MOMENTS = 500
+SCALINGS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 EXCHANGES = ("tp", "cp", "dispatch", "offload")
 
 
@@ -141,18 +141,36 @@ def page(plan: Plan, tokens: float) -> str:
 
 def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return the facts and the data of the page's drawings of the given and the best layout."""
-    close = {"given": plan.given, "fastest": plan.best}
+    best, scaling = plan.best, None
+    close = {"given": plan.given, "fastest": best}
     if plan.today and plan.today.choice not in [one.choice for one in close.values() if one]:
         close["fastest today"] = plan.today
+    if best is not None:
+        curves = {kind: curve(plan.task, best.choice, kind, plan.faults) for kind in SCALINGS}
+        scaling = {
+            kind: [vars(p) | {"save_every_s": finite(p.save_every_s)} for p in points]
+            for kind, points in curves.items()
+        }
     return facts(plan, tokens) | {
         "close": {name: _close(one) for name, one in close.items() if one},
-        "scaling": _scaling(plan),
+        "scaling": scaling,
     }
 
 
 def _close(one: PlannedLayout) -> dict[str, Any]:
     case = one.case
-    folding = case.folding
+    folding, imbalance = case.folding, []
+    for load in LOADS:
+        other = replace(case, load=evened(load, case.clones))
+        needed = max(totals(other))
+        imbalance.append(
+            {
+                "load": load,
+                "step_time_s": estimate(other).seconds,
+                "memory_gb": needed / GB,
+                "fits": needed <= case.cluster.device.memory_bytes,
+            }
+        )
     return {
         **_layout(one),
         "capacity_gb": one.room_gb,
@@ -168,7 +186,7 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
         ],
         "memory_line": _line(one),
         "timeline": _timeline(one),
-        "imbalance": list(_imbalance(one)),
+        "imbalance": imbalance,
     }
 
 
@@ -222,6 +240,11 @@ def _timeline(one: PlannedLayout) -> dict[str, Any]:
     costs = [Costs(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in homes]
     made = simulate(table, costs)
     most = MOST_SPANS // max(1, len(made.spans))
+    # Activations and gradients that are sent to another rank.
+    actions = ((rank, action) for rank in range(table.ranks) for action in table.actions(rank))
+    results = ((rank, table.gives(rank, action)) for rank, action in actions)
+    readers = ((rank, table.reader(result)) for rank, result in results if result)
+    transfers = sum(reader is not None and reader != rank for rank, reader in readers)
     return {
         "spans": [[_span(one) for one in line[:most]] for line in made.spans],
         "micro_batches": short,
@@ -229,7 +252,7 @@ def _timeline(one: PlannedLayout) -> dict[str, Any]:
         "length": made.makespan,
         "exchange_share": min(0.9, sent / slow) if slow else 0.0,
         "idle": 1 - sum(made.busy) / (made.makespan * len(made.busy)),
-        "transfers": _transfers(table),
+        "transfers": transfers,
     }
 
 
@@ -238,35 +261,3 @@ def _span(span: Span) -> list[Any]:
     step = span.step
     kind = "P" if isinstance(step, Pair) else step.kind
     return [str(step), kind, actions_of(step)[0].chunk, round(span.start, 5), round(span.end, 5)]
-
-
-def _transfers(table: Table) -> int:
-    """Return the number of activations and gradients sent between ranks in the drawn step."""
-    actions = ((rank, action) for rank in range(table.ranks) for action in table.actions(rank))
-    results = ((rank, table.gives(rank, action)) for rank, action in actions)
-    readers = ((rank, table.reader(result)) for rank, result in results if result)
-    return sum(reader is not None and reader != rank for rank, reader in readers)
-
-
-def _imbalance(one: PlannedLayout) -> Iterator[dict[str, float | bool]]:
-    for load in LOADS:
-        case = replace(one.case, load=evened(load, one.case.clones))
-        needed = max(totals(case))
-        yield {
-            "load": load,
-            "step_time_s": estimate(case).seconds,
-            "memory_gb": needed / GB,
-            "fits": needed <= case.cluster.device.memory_bytes,
-        }
-
-
-def _scaling(plan: Plan) -> dict[str, list[dict[str, Any]]] | None:
-    """Return the strong and weak scaling curves of the best layout."""
-    if plan.best is None:
-        return None
-    found = dict[str, list[dict[str, Any]]]()
-    kinds: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
-    for kind in kinds:
-        points = curve(plan.task, plan.best.choice, kind, plan.faults)
-        found[kind] = [vars(p) | {"save_every_s": finite(p.save_every_s)} for p in points]
-    return found

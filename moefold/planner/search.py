@@ -16,7 +16,6 @@ from itertools import count, islice, product
 from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
 from moefold.planner.from_run import Choice, TrainingTask, balanced
@@ -30,7 +29,6 @@ from moefold.planner.time import (
     HOST_ADAM,
     MicroBatchTime,
     PassTime,
-    StepTime,
     data_seconds,
     estimate,
     pipeline_seconds,
@@ -224,39 +222,28 @@ class Search:
     def stages(
         self, space: Space, choice: Choice, room: float
     ) -> Iterator[tuple[float, int, Choice]]:
-        """Yield a layout with each division into stages and its step time, where it may fit."""
-        case = choice.case(self.task)
+        """Yield a layout and its step time, where it may fit: with balanced stages, with stages of
+        equal time, and with these but multi-token layers off the stage of the loss.
+        """
+        case, sizes = choice.case(self.task), choice.sizes
         if peak_within(case, room * SLACK) is None:
             return
         took = estimate(case)
         yield took.seconds, 3, choice
-        for stages in self._even_stages(case, took, space.apart):
-            seconds = estimate(replace(case, stages=stages)).seconds
-            yield seconds, 3, replace(choice, stages=stages)
-
-    def _even_stages(self, case: Case, took: StepTime, moves: bool) -> Iterator[Stages]:
-        """Yield stages of equal time, by the times of balanced ones.
-
-        ``moves``: also with multi-token layers off the stage of the loss.
-        """
-        sizes = case.sizes
-        if sizes.pp == 1:
-            return
         each = [sum(span) for span in took.ranks]
         held = [one.number for one in case.held]
         home = 0 if case.schedule.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
         plain = [each[rank] / n for rank, n in enumerate(held) if n and rank != home]
-        if not plain:
+        if not plain:  # also without a pipeline
             return
         layer = max(plain)
         last = round((each[home] - held[home] * layer) / layer, 1)
         first = 0.0 if home == 0 else round((each[0] - held[0] * layer) / layer, 1)
         layers, more = self.foldings.layers, self.task.multi_token
         made = balanced(sizes.pp, sizes.vpp, layers, more, case.schedule.way, (first, last))
-        yield made
-        moved = apart(made) if moves else None
-        if moved is not None:
-            yield moved
+        for stages in filter(None, (made, apart(made) if space.apart else None)):
+            seconds = estimate(replace(case, stages=stages)).seconds
+            yield seconds, 3, replace(choice, stages=stages)
 
     def _virtual(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
         """Yield the numbers of virtual stages that a schedule can run."""
@@ -368,7 +355,8 @@ class Search:
             held, part = (Held(self.whole.layers), part) if pp > 1 else (self.whole, 1.0)
             case = self._sample(grids, Keeping(depth.zero), pp)
             if self.task.software.stack == "moefold":
-                self._known[key] = data_work(case, held, rates).scaled(part)
+                work = data_work(case, held, rates)
+                self._known[key] = DataWork(*(part * seconds for seconds in work))
             else:
                 rank = Time()
                 rank.add(made.time(held), part)

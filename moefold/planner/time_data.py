@@ -56,10 +56,6 @@ class DataWork(NamedTuple):
     between: float = 0.0
     end: float = 0.0
 
-    def scaled(self, part: float) -> "DataWork":
-        """Return the seconds of a fraction of the layers."""
-        return DataWork(*(part * seconds for seconds in self))
-
 
 class WeightCopies:
     """Data-parallel collectives of a layout's ranks by their layers; equal parts are counted."""
