@@ -135,6 +135,7 @@ class Workers:
         self._time_out_s, self._device = time_out_s, device
         self._store = serve(0, time_out_s)
         self._ranks: list[Rank] = []
+        self._interrupted = False
 
     def start(self) -> None:
         """Start every rank."""
@@ -151,12 +152,17 @@ class Workers:
                 self._attempts[rank] if self._attempts else None,
             )
             self._ranks.append(Rank(self._context, task))
+            if self._interrupted:
+                raise KeyboardInterrupt
 
     def hand_on(self, number: int) -> None:
         """Forward a signal to the ranks; Ctrl-C while they first start aborts the start."""
         again = any(attempt.number for attempt in self._attempts)
         if number == signal.SIGINT and len(self._ranks) < len(self._args) and not again:
-            raise KeyboardInterrupt  # no work has begun that would need an orderly end
+            # No work has begun that would need an orderly end. But a rank is started whole: the
+            # server fails, with a traceback, if a request to fork breaks off.
+            self._interrupted = True
+            return
         self.signal(number)
 
     def signal(self, number: int) -> None:

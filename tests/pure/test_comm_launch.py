@@ -1,5 +1,6 @@
 """What the launcher makes of ranks that say nothing, or are gone."""
 
+import signal
 import subprocess
 import time
 from multiprocessing import Pipe
@@ -40,3 +41,23 @@ def test_a_signal_to_a_rank_that_has_just_ended_is_nothing() -> None:
     rank = Rank.__new__(Rank)
     rank.process = SimpleNamespace(pid=gone.pid, is_alive=lambda: True)  # type: ignore[assignment]
     rank.signal(0)
+
+
+def test_an_interrupt_lets_the_rank_that_is_being_started_start_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the server that ranks fork from is left with half a request, and says a traceback."""
+    workers = launch.Workers(print, [(), (), ()], 1.0)
+    started = []
+
+    def start(context: Any, task: Any) -> Any:
+        if task.spot.rank == 1:
+            workers.hand_on(signal.SIGINT)
+        started.append(task.spot.rank)
+        return SimpleNamespace(process=SimpleNamespace(kill=print), end=print)
+
+    monkeypatch.setattr(launch, "Rank", start)
+    with pytest.raises(KeyboardInterrupt):
+        workers.start()
+    workers.end()
+    assert started == [0, 1]
