@@ -167,11 +167,10 @@ class History:
                     events.append(event)
         return cls(
             [
-                # Older runs could write a utilisation above 1, against a rate measured too low.
-                {k: v for k, v in line.items() if k != "mfu" or v is None or float(v) <= 1}
+                {key: value for key, value in line.items() if _is_figure(key, value)}
                 for line in read_lines(folder / METRICS_FILE)
             ],
-            read_lines(folder / LOAD_FILE),
+            _loads(folder / LOAD_FILE),
             read_baselines(folder / BASELINES_FILE),
             events,
         )
@@ -216,9 +215,9 @@ class History:
         A load of 1 is an expert's fair share. Layers with fewer experts than others are padded
         with NaN.
         """
-        if not self.loads:
-            return None
         names = {name for line in self.loads for name in line["load"]}
+        if not names:
+            return None
         layers = sorted(names, key=lambda name: (int(name) if name.isdigit() else 1 << 30, name))
         width = max(len(shares) for line in self.loads for shares in line["load"].values())
         out = np.full((len(self.loads), len(layers), width), np.nan)
@@ -227,6 +226,29 @@ class History:
                 shares = line["load"].get(name, [])
                 out[i, j, : len(shares)] = np.asarray(shares, dtype=np.float64) * len(shares)
         return np.array([line["step"] for line in self.loads]), layers, out
+
+
+def _loads(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of ``expert_load.jsonl``; ``ValueError`` unless they map layers to shares."""
+    lines = read_lines(path)
+    for line in lines:
+        try:
+            line["load"] = {
+                layer: [float(share) for share in shares] for layer, shares in line["load"].items()
+            }
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}, step {line['step']}: load must map each layer to the shares of its "
+                "experts; move the file away or repair it"
+            ) from error
+    return lines
+
+
+def _is_figure(key: str, value: Any) -> bool:
+    if value is None or not isinstance(value, int | float):
+        return value is None
+    # Older runs could write a utilisation above 1, against a rate measured too low.
+    return key != "mfu" or value <= 1
 
 
 def evenly(steps: np.ndarray) -> np.ndarray:

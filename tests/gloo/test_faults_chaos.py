@@ -18,6 +18,8 @@ def test_b26_b27_a_run_under_fire_is_the_run_in_peace(tmp_path: Path) -> None:
         injector = Injector(fire, RANKS, FIRE)
         ours = trained(fire, RANKS, injector=injector)
         injector.join(60)
+        peace.mkdir()
+        (peace / ".prepared").symlink_to(fire / ".prepared")
         trained(peace, RANKS, until=len(ours.lines))
     assert not injector.error
     found = measured(ours, injector.made)

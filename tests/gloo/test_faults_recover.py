@@ -139,7 +139,7 @@ def test_a_run_that_cannot_be_saved_by_starting_anew_is_not(tmp_path: Path) -> N
         with suppress(TimeoutError):
             while True:
                 faults.kill(pid)
-                while faults.pid_of(notes, 1, seconds=4) == pid:
+                while faults.pid_of(notes, 1, seconds=20) == pid:
                     time.sleep(0.02)
                 pid = faults.pid_of(notes, 1)
 

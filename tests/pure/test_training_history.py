@@ -11,7 +11,15 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.training.report import MOST_POINTS, page, summary
-from moefold.training.run_folder import BASELINES_FILE, EVENTS_FILE, Curve, History, note
+from moefold.training.run_folder import (
+    BASELINES_FILE,
+    EVENTS_FILE,
+    LOAD_FILE,
+    METRICS_FILE,
+    Curve,
+    History,
+    note,
+)
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -165,6 +173,18 @@ def test_a_utilisation_above_one_is_not_shown(tmp_path: Path) -> None:
     lines = [line(1, mfu=3.37), line(2, mfu=0.4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert summary(History.read(tmp_path))["median_mfu"] == 0.4
+
+
+def test_what_is_no_number_is_no_figure(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "val_loss": [], "mfu": "x", "lr": null}\n')
+    assert History.read(tmp_path).lines == [{"step": 1, "lr": None}]
+
+
+@pytest.mark.parametrize("load", ["[]", "3", '{"0": 3}', '{"0": ["a"]}'])
+def test_loads_that_are_no_shares_are_named(tmp_path: Path, load: str) -> None:
+    (tmp_path / LOAD_FILE).write_text(f'{{"step": 4, "load": {load}}}\n')
+    with pytest.raises(ValueError, match=r"expert_load\.jsonl, step 4: load must map each layer"):
+        History.read(tmp_path)
 
 
 def test_figures_that_are_not_finite_keep_no_answer_from_being_json(
