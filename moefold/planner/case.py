@@ -72,6 +72,11 @@ class Numbers:
         return self.optimizer.moment_bytes((1 << 10, 1 << 10), self.moment_bytes)
 
 
+def width_of(recipe: str) -> int:
+    """Return the bytes per element of activations with a recipe's products."""
+    return 4 if recipe == "fp32" else 2
+
+
 @dataclass(frozen=True)
 class Keeping:
     """What is sharded, recomputed or offloaded instead of being stored on the device."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moefold.model.config import Block
-from moefold.planner.case import Case
+from moefold.planner.case import Case, width_of
 from moefold.planner.remember import remembered
 from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, products
 from moefold.spec.decoder import halves, norms_of
@@ -55,7 +55,7 @@ class Widths(NamedTuple):
 
 def shape_of(case: Case) -> Shape:
     """Return the shape of a case's layers."""
-    sizes, width = case.sizes, 4 if case.numbers.recipe == "fp32" else 2
+    sizes, width = case.sizes, width_of(case.numbers.recipe)
     # NCCL EP allocates room for all rows of all ranks.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
     fixed = case.room

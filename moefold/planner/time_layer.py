@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from moefold.config.base import Record
 from moefold.layers.config import Context
 from moefold.model.config import Block
-from moefold.planner.case import Software
+from moefold.planner.case import Software, width_of
 from moefold.planner.curves import (
     Constants,
     Rates,
@@ -25,7 +25,6 @@ from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_work import (
     BF16,
-    FP32,
     LayerPolicy,
     RankShare,
     Work,
@@ -105,7 +104,7 @@ class Setting:
     @property
     def width(self) -> int:
         """Bytes per element of activations."""
-        return FP32 if self.recipe == "fp32" else BF16
+        return width_of(self.recipe)
 
 
 _setting = remembered(1024)(Setting)

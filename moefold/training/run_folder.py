@@ -245,7 +245,7 @@ def _loads(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_figure(key: str, value: Any) -> bool:
-    if value is None or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         return value is None
     # Older runs could write a utilisation above 1, against a rate measured too low.
     return key != "mfu" or value <= 1

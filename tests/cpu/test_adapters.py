@@ -216,6 +216,7 @@ def test_an_adapter_of_a_kind_that_is_no_lora_is_refused(
         kind: Literal["apart"] = "apart"
 
     class Halved(Lora):
+        # A record's tag is a type of one value, which each kind replaces.
         kind: Literal["halved"] = "halved"  # type: ignore[assignment]
 
         def rank_of(self, top_k: int | None) -> int:

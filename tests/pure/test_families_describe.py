@@ -306,6 +306,7 @@ def test_an_editor_accepts_from_without_the_family() -> None:
 
 @pytest.mark.parametrize("base", [LowRankNet, BoundedNet])
 def test_fields_that_a_subclass_adds_to_a_delta_net_reach_it(base: type[ChannelNet]) -> None:
+    # No type checker follows a base that is known only as the test runs.
     class Additive(base):  # type: ignore[misc, valid-type]
         def made(self, heads: int, **own: Any) -> DeltaNet:
             return super().made(heads, delta=False, **own)
