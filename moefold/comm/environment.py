@@ -66,15 +66,18 @@ def _slurm(given: Mapping[str, str]) -> Spot | None:
     if world == 1:
         return None
     nodes = next((given[name] for name in SLURM_NODES if given.get(name)), "")
-    if not nodes:
-        raise ValueError(f"no list of nodes in {', '.join(SLURM_NODES)}; start ranks with srun")
+    address = given.get("MASTER_ADDR")
+    if not (address or nodes):
+        raise ValueError(
+            f"no list of nodes in {', '.join(SLURM_NODES)}; start ranks with srun or set MASTER_ADDR"
+        )
     job, step = _number(given, "SLURM_JOB_ID", "0"), _number(given, "SLURM_STEP_ID", "0")
     chosen = str(FIRST_PORT + (job * 31 + step) % PORTS)
     return Spot(
         rank=_number(given, "SLURM_PROCID"),
         world=world,
         local_rank=_number(given, "SLURM_LOCALID"),
-        address=given.get("MASTER_ADDR") or first_host(nodes),
+        address=address or first_host(nodes),
         port=_number(given, "MASTER_PORT", chosen),
         attempt=_number(given, "SLURM_RESTART_COUNT", "0"),
         binds=True,

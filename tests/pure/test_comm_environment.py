@@ -41,6 +41,9 @@ def test_slurm() -> None:
     assert other is not None and other.port != found.port
     chosen = environment(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"})
     assert chosen is not None and (chosen.address, chosen.port) == ("10.0.0.1", 7000)
+    bare = {name: text for name, text in SLURM.items() if "NODELIST" not in name}
+    named = environment(bare | {"MASTER_ADDR": "10.0.0.1"})
+    assert named is not None and named.address == "10.0.0.1", "a node list is not needed"
     without = {name: text for name, text in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     job = environment(without)
     assert job is not None and job.address == "gpu01"
