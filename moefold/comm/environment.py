@@ -68,9 +68,8 @@ def _slurm(given: Mapping[str, str]) -> Spot | None:
     nodes = next((given[name] for name in SLURM_NODES if given.get(name)), "")
     address = given.get("MASTER_ADDR")
     if not (address or nodes):
-        raise ValueError(
-            f"no list of nodes in {', '.join(SLURM_NODES)}; start ranks with srun or set MASTER_ADDR"
-        )
+        text = f"no list of nodes in {', '.join(SLURM_NODES)}"
+        raise ValueError(f"{text}; start ranks with srun, or set MASTER_ADDR")
     job, step = _number(given, "SLURM_JOB_ID", "0"), _number(given, "SLURM_STEP_ID", "0")
     chosen = str(FIRST_PORT + (job * 31 + step) % PORTS)
     return Spot(
