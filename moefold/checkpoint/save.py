@@ -32,7 +32,7 @@ from moefold.checkpoint.tensors import (
     pack,
     write_shard,
 )
-from moefold.comm.agree import FirstFailed, on_first, tell_first
+from moefold.comm.agree import FirstRankFailed, gather_to_first, run_on_first
 from moefold.comm.group import ALONE, Group
 
 POLICY = CheckpointPolicy()
@@ -136,7 +136,7 @@ class CheckpointWriter:
             self._attempts(lambda: self._disk.make_folder(staged))
             return str(staged)
 
-        self._staged = Path(self._on_first(begin))
+        self._staged = Path(self._run_on_first(begin))
 
     def write(self) -> None:
         """Write this rank's shards."""
@@ -153,7 +153,7 @@ class CheckpointWriter:
 
     def collect(self) -> None:
         """Gather the records of all ranks' shards on the first rank."""
-        self._told = list(tell_first(self._told[0], self._ranks))
+        self._told = list(gather_to_first(self._told[0], self._ranks))
 
     def publish(self) -> None:
         """On the first rank, write the manifest and rename the checkpoint to its final name."""
@@ -184,7 +184,7 @@ class CheckpointWriter:
             if self._error is not None:
                 raise self._error
 
-        self._on_first(told)
+        self._run_on_first(told)
         return self.path
 
     def clean_up(self) -> None:
@@ -192,10 +192,10 @@ class CheckpointWriter:
         if self._ranks.index == 0 and self._staged is not None and self._staged.exists():
             folders.try_remove(self._staged, self._say, self._disk)
 
-    def _on_first(self, function: Callable[[], Any]) -> Any:
+    def _run_on_first(self, function: Callable[[], Any]) -> Any:
         try:
-            return on_first(function, self._ranks)
-        except FirstFailed as error:
+            return run_on_first(function, self._ranks)
+        except FirstRankFailed as error:
             raise SaveError(self.path, str(error)) from error
 
     def _attempts(self, function: Callable[[], Result]) -> Result:

@@ -162,14 +162,14 @@ def asked_run(args: argparse.Namespace) -> Run:
 
 def rank(spot: Spot, args: argparse.Namespace, memory: "MemoryCheckpoint | None" = None) -> int:
     """Run the command as one of several ranks, which have joined the rendezvous."""
-    from moefold.comm.agree import on_first
+    from moefold.comm.agree import run_on_first
     from moefold.training.distributed import world_of
 
     run = asked_run(args)
     folder = Path(args.fork or args.folder or f"runs/{run.name}")
     with world_of(run, spot, folder) as world:
         if args.folder is None:
-            args.folder = on_first(lambda: str(free_folder(run.name)), world.on_host)
+            args.folder = run_on_first(lambda: str(free_folder(run.name)), world.on_host)
         return _train(run, args, world, memory)
 
 
@@ -210,13 +210,13 @@ def _dry_run(
 ) -> int:
     """Print the banner of the run as it would start in ``folder``, without writing there."""
     from moefold.cli._training import open_job
-    from moefold.comm.agree import told_by_first
+    from moefold.comm.agree import broadcast_from_first
     from moefold.training.banner import facts, panel
 
     with tempfile.TemporaryDirectory(prefix="moefold-dry-run-") as own:
         scratch = Path(own)
         if world is not None:  # One folder for all ranks of a machine.
-            shared = Path(told_by_first(own, world.on_host))
+            shared = Path(broadcast_from_first(own, world.on_host))
             scratch = shared if shared.is_dir() else scratch
         run = _with_files_in(run, str(scratch))
         with open_job(run, folder, console, world=world, scratch=scratch) as job:

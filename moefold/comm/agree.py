@@ -1,7 +1,7 @@
 """Agreement between ranks: broadcast from the first rank, gather to it, or compare values.
 
-For small data that JSON can represent; numbers stay exact. It is sent in host memory over a world's
-``on_host``, so that the first rank may take long and no device waits for it.
+For small data that JSON can represent; numbers stay exact. Data is in host memory and sent over
+``World.on_host``, so that the first rank may take long and no device waits for it.
 """
 
 import json
@@ -23,14 +23,14 @@ from moefold.comm.group import Group
 
 
 class Disagreement(ValueError):
-    """Ranks hold different values of something that must be equal; the text names them."""
+    """Ranks have different values where they must be equal; the text lists them."""
 
 
-class FirstFailed(ValueError):
-    """An operation of the first rank failed; the text is its error, which it also raises itself."""
+class FirstRankFailed(ValueError):
+    """Work that the first rank does for all failed; the text is its error, which it raises."""
 
 
-def told_by_first(value: Any, ranks: Group) -> Any:
+def broadcast_from_first(value: Any, ranks: Group) -> Any:
     """Broadcast the first rank's ``value``; the other ranks' argument is ignored."""
     if ranks.size == 1:
         return value
@@ -40,8 +40,8 @@ def told_by_first(value: Any, ranks: Group) -> Any:
     return from_bytes(broadcast_(data, ranks, 0))
 
 
-def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
-    """Return an iterator over all ranks' values on the first rank, in order; empty on the others.
+def gather_to_first(value: Any, ranks: Group) -> Iterator[Any]:
+    """Return an iterator over all ranks' values, in rank order; empty except on the first rank.
 
     The first rank receives one value at a time, and must exhaust the iterator.
     """
@@ -53,22 +53,22 @@ def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
         send(data, ranks.ranks[0], ranks).wait()
         return iter(())
 
-    def heard() -> Iterator[Any]:
+    def receive_values() -> Iterator[Any]:
         yield value
         for rank, length in zip(ranks.ranks[1:], lengths[1:], strict=True):
             buffer = data.new_empty(length)
             receive(buffer, rank, ranks).wait()
             yield from_bytes(buffer)
 
-    return heard()
+    return receive_values()
 
 
-def on_first(function: Callable[[], Any], ranks: Group) -> Any:
+def run_on_first(function: Callable[[], Any], ranks: Group) -> Any:
     """Call ``function`` on the first rank, and return its result on all ranks.
 
     Raises:
         Exception: on the first rank, whatever the function raised.
-        FirstFailed: on the other ranks, if it raised.
+        FirstRankFailed: on the other ranks, if it raised.
     """
     error: Exception | None = None
     answer: dict[str, Any] = {}
@@ -77,31 +77,31 @@ def on_first(function: Callable[[], Any], ranks: Group) -> Any:
             answer = {"value": function()}
         except Exception as caught:
             error, answer = caught, {"error": f"{type(caught).__name__}: {caught}"}
-    answer = told_by_first(answer, ranks)
+    answer = broadcast_from_first(answer, ranks)
     if error is not None:
         raise error
     if "error" in answer:
-        raise FirstFailed(f"the first rank failed: {answer['error']}")
+        raise FirstRankFailed(f"the first rank failed: {answer['error']}")
     return answer["value"]
 
 
-def demand_same(facts: Mapping[str, Any], ranks: Group) -> None:
-    """Check that all ranks hold the same facts.
+def require_same(facts: Mapping[str, Any], ranks: Group) -> None:
+    """Raise unless all ranks have the same ``facts``.
 
     Raises:
         Disagreement: on every rank, with each key that differs, its values and their ranks.
     """
-    shown = gather_objects(dict(facts), ranks)
+    facts_by_rank = gather_objects(dict(facts), ranks)
     lines = []
-    for key in dict.fromkeys(key for each in shown for key in each):
+    for key in dict.fromkeys(key for each in facts_by_rank for key in each):
         holders: dict[str, list[int]] = {}
-        for rank, each in zip(ranks.ranks, shown, strict=True):
+        for rank, each in zip(ranks.ranks, facts_by_rank, strict=True):
             holders.setdefault(json.dumps(each.get(key)), []).append(rank)
         if len(holders) > 1:
-            said = []
+            texts = []
             for value, held in holders.items():
                 more = f" and {len(held) - 4} more" if len(held) > 4 else ""
-                said.append(f"{value} on rank {', '.join(map(str, held[:4]))}{more}")
-            lines.append(f"{key}: {'; '.join(said)}")
+                texts.append(f"{value} on rank {', '.join(map(str, held[:4]))}{more}")
+            lines.append(f"{key}: {'; '.join(texts)}")
     if lines:
         raise Disagreement("ranks were started with different values\n  " + "\n  ".join(lines))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moefold.comm.agree import FirstFailed
+from moefold.comm.agree import FirstRankFailed
 from moefold.comm.environment import Spot
 from moefold.comm.interrupt import deaf_children, listen
 from moefold.comm.rendezvous import join
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
     @property
     def repeats(self) -> bool:
         """Whether it only reports that another rank failed."""
-        return self.raised is not None and self.raised.kind is FirstFailed
+        return self.raised is not None and self.raised.kind is FirstRankFailed
 
 
 class RankMemory:
@@ -240,7 +240,7 @@ def _run_rank(brought: object, task: RankTask, answer: Connection, life: Connect
     except BaseException as error:
         waited = IN_OPERATION in getattr(error, "__notes__", ())
         alone = not joined and isinstance(error, RuntimeError)
-        blames_others = alone or waited or isinstance(error, FirstFailed)
+        blames_others = alone or waited or isinstance(error, FirstRankFailed)
         told = traceback.format_exc(), time.monotonic(), Raised.of(error), blames_others
         with suppress(OSError):  # A launcher that was interrupted may be gone.
             answer.send(Answer(False, *told))

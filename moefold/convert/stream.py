@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.agree import tell_first
+from moefold.comm.agree import gather_to_first
 from moefold.comm.collectives import receive, send
 from moefold.convert.plan import Dtype, Sent, contract
 from moefold.convert.source import ConvertError
@@ -124,7 +124,7 @@ def stream(
     mine = list(held)
     boxes = [
         [(name, tuple((start, end) for start, end in box)) for name, box in said]
-        for said in tell_first(mine, ranks)
+        for said in gather_to_first(mine, ranks)
     ]
     buffer = torch.empty(bucket_bytes if ranks.index == 0 else 0, dtype=torch.uint8)
     for spans in buckets(contract(decoder, dtype, layout), bucket_bytes):

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from moefold.checkpoint.errors import SaveError
-from moefold.comm.agree import FirstFailed, told_by_first
+from moefold.comm.agree import FirstRankFailed, broadcast_from_first
 from moefold.comm.environment import Spot
 from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
 from moefold.comm.rendezvous import cuda_device
@@ -82,7 +82,9 @@ class RankZeroRunner:
         leads, self._leads = self._leads, False
         try:
             if leads:
-                told_by_first({"call": method.__name__, "args": args, "how": how}, self._ranks)
+                broadcast_from_first(
+                    {"call": method.__name__, "args": args, "how": how}, self._ranks
+                )
             return method(self._job, *args, **how)
         finally:
             self._leads = leads
@@ -92,12 +94,12 @@ class RankZeroRunner:
 
         Raises:
             Exception: on rank 0, what the function raised.
-            FirstFailed: on the other ranks if it raised.
+            FirstRankFailed: on the other ranks if it raised.
         """
         while not self.leader:
-            said = told_by_first(None, self._ranks)
+            said = broadcast_from_first(None, self._ranks)
             if "error" in said:
-                raise FirstFailed(f"the first rank failed: {said['error']}")
+                raise FirstRankFailed(f"the first rank failed: {said['error']}")
             if "answer" in said:
                 return said["answer"]
             with suppress(SaveError):  # It is raised on rank 0 too, which decides.
@@ -106,11 +108,11 @@ class RankZeroRunner:
         try:
             function()
         except BaseException as error:
-            told_by_first({"error": f"{type(error).__name__}: {error}"}, self._ranks)
+            broadcast_from_first({"error": f"{type(error).__name__}: {error}"}, self._ranks)
             raise
         finally:
             self._leads = leads
-        return told_by_first({"answer": answer()}, self._ranks)["answer"]
+        return broadcast_from_first({"answer": answer()}, self._ranks)["answer"]
 
 
 P = ParamSpec("P")

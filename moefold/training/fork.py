@@ -6,7 +6,7 @@ from typing import Any
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, MismatchError
 from moefold.checkpoint.folder import checkpoint_in
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.config.base import to_dict
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
@@ -48,7 +48,7 @@ def fork(
             f"that run with --folder {job.folder} without --fork"
         )
     ranks = job.world.group("world")
-    path = Path(on_first(lambda: str(checkpoint_in(source)), ranks))
+    path = Path(run_on_first(lambda: str(checkpoint_in(source)), ranks))
     meta = manifest.read(path).meta
     stored, tokenizer = tokenizer_of(meta), "unknown"
     if stored is not None:
@@ -87,7 +87,7 @@ def fork(
         "step": job.step_number,
         "changed": differences(before, to_dict(job.run)) if before else [],
     }
-    on_first(lambda: write_json(job.folder / FORK_FILE, said), ranks)
+    run_on_first(lambda: write_json(job.folder / FORK_FILE, said), ranks)
     job.save()
     return said
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from moefold.checkpoint.config import NodeLocal
 from moefold.checkpoint.disk import DISK, write_whole
 from moefold.checkpoint.folder import candidates, step_name
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects, receive, send, shift
 from moefold.comm.world import World
 from moefold.files import write_text
@@ -117,7 +117,7 @@ class LocalCopies:
             Its ``progress``, and its folder on this machine; None if no step is complete.
         """
         ranks = self._world.on_host
-        name = on_first(self._name, ranks)
+        name = run_on_first(self._name, ranks)
         here = self._root / str(name)
         found = self._found(here, since) if name else {}
         while True:
@@ -156,7 +156,7 @@ class LocalCopies:
                 write_text(self._folder / NAME_FILE, json.dumps(name) + "\n")
             return [name, uuid.uuid4().hex]
 
-        name, self._session = on_first(named, self._world.on_host)
+        name, self._session = run_on_first(named, self._world.on_host)
         self._here = self._root / name
         for candidate in candidates(self._here):
             if candidate.step > step:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
 from moefold.layers.config import Auto
 from moefold.planner.from_run import keeping_within, of_run, settled
@@ -27,7 +27,7 @@ def settle_recompute(run: Run, world: World) -> Run:
     """
     if not isinstance(run.layout.recompute, Auto):
         return run
-    keeping = on_first(lambda: keeping_within(run, cluster_of(world)), world.on_host)
+    keeping = run_on_first(lambda: keeping_within(run, cluster_of(world)), world.on_host)
     return settled(run, keeping)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
 from moefold.kernels.quantise.config import Quantise
 from moefold.kernels.scaled.choose import demand
@@ -65,7 +65,7 @@ class PrecisionChoice:
                 "sources": {name: one.source for name, one in measured},
             }
 
-        said = on_first(found, world.on_host)
+        said = run_on_first(found, world.on_host)
         rates, held = said["rates"], said["held"]
         if held is not None and asked in ("auto", held):  # Stored run files have the chosen format.
             precision, why = held, "kept from the run's start"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moefold.checkpoint.errors import CheckpointError
-from moefold.comm.agree import demand_same
+from moefold.comm.agree import require_same
 from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.check import check
@@ -92,7 +92,7 @@ def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: Worl
         **{f"run.{key}": value for key, value in unplaced(run).items()},
         **parts,
     }
-    demand_same(facts, world.on_host)
+    require_same(facts, world.on_host)
 
 
 def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:

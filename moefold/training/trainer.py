@@ -19,7 +19,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, DamagedError
 from moefold.checkpoint.folder import demand_no_checkpoint, newest, step_name
 from moefold.checkpoint.lock import FolderLock
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.base import to_dict
@@ -118,16 +118,17 @@ class Trainer:
         self.parts = parts_from_outside(run)
         prepare_products(run, self.device)
         self.lock = FolderLock(self.folder, run.name)
-        on_first(partial(demand_no_checkpoint, self.folder), world.on_host)
+        run_on_first(partial(demand_no_checkpoint, self.folder), world.on_host)
         claim = partial(demand_writable, self.folder) if scratch else self.lock.acquire
-        on_first(claim, world.on_host)
+        run_on_first(claim, world.on_host)
         try:
             with explaining_oom(run, world):
                 self.precision = PrecisionChoice.of(run, self.folder, world, memory)
                 self.run = run = settle_recompute(self.precision.settle(run), world)
                 cache = cache or self.folder.parent / ".prepared"
                 prepared = lru_cache(partial(prepare, run.data, cache, told, scratch))
-                on_first(lambda: bool(prepared()), world.on_host)  # Others open the files later.
+                # The other ranks open the files later.
+                run_on_first(lambda: bool(prepared()), world.on_host)
                 self.tokenizer = prepared().tokenizer
                 self.loader = _loader(run, prepared(), world)
                 check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)
@@ -212,7 +213,7 @@ class Trainer:
     def _newest(self, before: int | None = None) -> Path | None:
         """Return the newest complete checkpoint (before a step), as rank 0 sees it."""
         first = partial(newest, self.folder, before=before)
-        found = on_first(lambda: str(first() or ""), self.world.on_host)
+        found = run_on_first(lambda: str(first() or ""), self.world.on_host)
         return Path(found) if found else None
 
     @property

@@ -13,7 +13,7 @@ import torch
 
 from moefold.comm import collectives as comm
 from moefold.comm import world as comm_world
-from moefold.comm.agree import told_by_first
+from moefold.comm.agree import broadcast_from_first
 from moefold.comm.group import Group
 from moefold.comm.world import SPOKEN, World
 from tests.gloo.pipelines import Case
@@ -209,7 +209,7 @@ def test_what_nobody_receives_is_noticed() -> None:
 
 def on_the_wrong_side(rank: int, host: bool) -> None:
     world = open_world("", "meta")
-    told_by_first(1, world.on_host if host else world.group("world"))
+    broadcast_from_first(1, world.on_host if host else world.group("world"))
     comm.sum_(torch.ones(1, device="cpu" if host else "meta"), world.group("world"))
 
 

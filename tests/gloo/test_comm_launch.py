@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from moefold.checkpoint.errors import DamagedError
 from moefold.comm import launch as launching
-from moefold.comm.agree import FirstFailed
+from moefold.comm.agree import FirstRankFailed
 from moefold.comm.environment import Spot
 from moefold.comm.launch import SETTLE_S, RankError, launch
 from moefold.comm.rendezvous import TCPStore, connect, join, serve, serve_beside
@@ -73,7 +73,7 @@ ERRORS = {
 
 def fail_on_the_first(spot: Spot, which: str) -> None:
     if spot.rank:
-        raise FirstFailed("the first rank failed: why")
+        raise FirstRankFailed("the first rank failed: why")
     time.sleep(2 * SETTLE_S)  # its word comes last: it closes files before it says it
     raise ERRORS[which]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moefold.comm import collectives as comm
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.comm.environment import Spot
 from moefold.comm.launch import RankError, all_answers, launch
 from moefold.comm.recorder import Recorder
@@ -133,7 +133,7 @@ def word_after(spot: Spot, seconds: float, how: str, folder: str) -> Any:
             time.sleep(seconds)
             return "done"
 
-        return on_first(work, world.on_host)
+        return run_on_first(work, world.on_host)
 
 
 BRIEF_S = 2.0

@@ -9,7 +9,7 @@ from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.folder import newest
 from moefold.checkpoint.lock import FolderLock
 from moefold.comm import world as comm_world
-from moefold.comm.agree import demand_same, on_first
+from moefold.comm.agree import require_same, run_on_first
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
@@ -89,8 +89,8 @@ def dispatch(rank: int, way: str, sizes: str) -> None:
 def agree(rank: int, sizes: str) -> None:
     """Speak as jobs do: facts, the first rank's word, hooks that ask for what all do."""
     world = open_world(sizes, "meta")
-    demand_same({"seed": 1}, world.on_host)
-    assert on_first(lambda: "word", world.on_host) == "word"
+    require_same({"seed": 1}, world.on_host)
+    assert run_on_first(lambda: "word", world.on_host) == "word"
     runner = RankZeroRunner(world, job := Noted())
     said = runner.lead(lambda: runner.call(Noted.save, "a"), lambda: "answer")
     assert (said, job.done) == ("answer", ["a"])
@@ -110,16 +110,16 @@ def save(rank: int, sizes: str, folder: str) -> None:
     """Save from all ranks twice, while they wait and behind them, and find the newest again."""
     world, where = open_world(sizes, "meta"), Path(folder)
     lock = FolderLock(where, "a trial")
-    on_first(lambda: lock.acquire() and None, world.on_host)
+    run_on_first(lambda: lock.acquire() and None, world.on_host)
     for number, asynchronous in ((1, False), (2, True)):
         policy = CheckpointPolicy(keep=1, asynchronous=asynchronous, attempts=1)
         saver = Saver(where, policy, lock, world)
         saver.save(number, boxes(number, rank, world.size), {"step": number})
         saver.poll()
         saver.wait()
-        found = on_first(lambda: str(newest(where)), world.on_host)
+        found = run_on_first(lambda: str(newest(where)), world.on_host)
         assert found.endswith(f"{number}"), found
-    on_first(lock.release, world.on_host)
+    run_on_first(lock.release, world.on_host)
 
 
 STAGES = {

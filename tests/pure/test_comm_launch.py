@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moefold.comm import launch
-from moefold.comm.agree import FirstFailed
+from moefold.comm.agree import FirstRankFailed
 from moefold.comm.worker import Answer, Raised, Rank
 
 
@@ -20,7 +20,7 @@ def test_a_first_rank_that_never_says_its_error_is_not_waited_for(
     """Also where the launcher looks for signs of life, ten times a second."""
     monkeypatch.setattr(launch, "CAUSE_S", 0.3)
     (first, held), (second, says) = Pipe(duplex=False), Pipe(duplex=False)
-    repeated = Raised(FirstFailed, ("the first rank failed: why",))
+    repeated = Raised(FirstRankFailed, ("the first rank failed: why",))
     says.send(Answer(False, "why", time.monotonic(), repeated, blames_others=True))
     started = time.monotonic()
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects, sum_
 from moefold.convert.importer import import_folder
 from moefold.data.batch import IGNORED, MicroBatch
@@ -117,14 +117,14 @@ class TopKDistillation(Distillation):
             DataError: if they were scored with other settings than the run's.
         """
         folder, ranks = Path(self.record.stored or ""), job.world.on_host
-        asked = on_first(partial(_asked, self.record, job), ranks)
-        if not on_first((folder / INDEX).is_file, ranks):
+        asked = run_on_first(partial(_asked, self.record, job), ranks)
+        if not run_on_first((folder / INDEX).is_file, ranks):
             super().opened(job)
-            on_first(partial(folder.mkdir, parents=True, exist_ok=True), ranks)
+            run_on_first(partial(folder.mkdir, parents=True, exist_ok=True), ranks)
             index = {"of": asked, "begins": self._scored(job, folder)}
-            on_first(partial(write_json, folder / INDEX, index), ranks)
+            run_on_first(partial(write_json, folder / INDEX, index), ranks)
             del self.teacher
-        index = on_first(partial(read_json, folder / INDEX), ranks)
+        index = run_on_first(partial(read_json, folder / INDEX), ranks)
         for name, wanted in asked.items():
             if (found := index["of"].get(name)) != wanted:
                 raise DataError(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.checkpoint.errors import CheckpointError
-from moefold.comm.agree import on_first
+from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects, sum_
 from moefold.data.batch import MicroBatch
 from moefold.files import read_json, write_json
@@ -103,7 +103,7 @@ class StoredPreference(Preference):
             CheckpointError: if the run has trained already and the file of scores is missing.
         """
         path = job.folder / STORED
-        if not on_first(path.exists, job.world.on_host):
+        if not run_on_first(path.exists, job.world.on_host):
             if job.step_number and (job.resumed_from or job.recovered):  # but not a new fork
                 raise CheckpointError(
                     f"{path} is missing, and the model has been trained since the reference was "
@@ -117,8 +117,8 @@ class StoredPreference(Preference):
                     found |= zip((key for key, _ in segments(batch)), log_N.tolist(), strict=True)
             parts = gather_objects(found, job.world.on_host)
             scores = {key: value for part in parts for key, value in part.items()}
-            on_first(partial(write_json, path, scores), job.world.on_host)
-        self._stored = on_first(partial(read_json, path), job.world.on_host)
+            run_on_first(partial(write_json, path, scores), job.world.on_host)
+        self._stored = run_on_first(partial(read_json, path), job.world.on_host)
         return self
 
     def trial(self, placed: ModelParts, subject: Any) -> Objective:
