@@ -32,7 +32,7 @@ from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, pack
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.moe.config import Moe, Router
 from moefold.optim.base import Optimizer
 from moefold.optim.config import AdamW
@@ -61,7 +61,7 @@ class Bench:
     def __init__(self, folder: Path, layers: int, hidden: int) -> None:
         world, described = World.single(), decoder(layers, hidden)
         self.data = ShardedState(build(described, "fp32", Layout(), world, "meta"))
-        self.data.fill(start_values(described, 1))
+        self.data.fill(initial_values(described, 1))
         self.optimizer: Optimizer = self.data.optimizer(AdamW())
         draws = torch.Generator().manual_seed(1)
         self.batches: Sequence[MicroBatch] = [

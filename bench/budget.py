@@ -105,7 +105,7 @@ def budget_of(run: Run, layout: Layout) -> Budget:
             launches.keep(p.grad for p in data.params.values())
             optimizer.step(0.5)
             data.renew()
-            for _, mixture in data.placed.model.mixtures():
+            for _, mixture in data.placed.model.moe_layers():
                 mixture.balance.finish_step(mixture.router)
         budget.waits_step = dict(launches.waits - Counter(budget.waits_step))
     least, budget.calls = launches.least(), launches.calls

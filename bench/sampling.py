@@ -23,9 +23,9 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 import torch
 
 from moefold.model.decoder import DecoderModel
-from moefold.model.generate import NextLogits, stream
+from moefold.model.generate import NextLogits, stream_tokens
+from moefold.model.incremental import IncrementalDecoder
 from moefold.model.init import initialise
-from moefold.model.rows import Continued
 from moefold.run import load_run
 from moefold.training.machine import cpu_name
 
@@ -70,7 +70,9 @@ def main(words: Sequence[str]) -> int:
 
 def _turns(model: DecoderModel, window: int, tokens: int) -> tuple[float, float]:
     """Return the seconds of both ways, which write the same text in turns."""
-    ways = [_text(follows, window, tokens) for follows in (Continued(model), model.next_logits)]
+    ways = [
+        _text(follows, window, tokens) for follows in (IncrementalDecoder(model), model.next_logits)
+    ]
     seconds, texts = [0.0, 0.0], [list[int](), list[int]()]
     while len(texts[1]) < tokens:
         for number, way in enumerate(ways):
@@ -82,7 +84,7 @@ def _turns(model: DecoderModel, window: int, tokens: int) -> tuple[float, float]
 
 
 def _text(follows: NextLogits, window: int, tokens: int) -> Iterator[dict[int, int]]:
-    return stream(follows, [PROMPT], tokens, temperature=0.8, top_p=0.95, window=window)
+    return stream_tokens(follows, [PROMPT], tokens, temperature=0.8, top_p=0.95, window=window)
 
 
 def _peer(run: Any) -> Any:

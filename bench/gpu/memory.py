@@ -18,7 +18,7 @@ from gpu.device import Bench
 from gpu.steps import LOSS_CHUNK, OPTIMIZER, Trial, cut, drawn_rows, gpt_oss, small
 from lone_rank import data_of
 
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
@@ -97,7 +97,7 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
     """Return the bytes of a trial's step beside those planned."""
     before = torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
     data = data_of(trial.decoder, trial.layout, 1, device=bench.device)
-    data.fill(start_values(trial.decoder, 1))
+    data.fill(initial_values(trial.decoder, 1))
     optimizer, batches = data.optimizer(OPTIMIZER), drawn_rows(trial)
     left: list[Bytes] = []
 

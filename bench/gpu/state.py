@@ -16,7 +16,7 @@ from gpu.device import Bench
 from gpu.steps import LOSS_CHUNK, MICRO_BATCHES, OPTIMIZER, ROWS, Trial, cut, drawn_rows, small
 from lone_rank import data_of
 
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.optim.config import Muon, Optim
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
@@ -56,7 +56,7 @@ def measured(bench: Bench, rule: Optim, times: int, state: Mapping[str, Any]) ->
     trial = Trial("qwen3", cut("qwen3_30b_a3b", 3), micro_batches=times * MICRO_BATCHES)
     trial = small(trial) if bench.smoke else trial
     data = data_of(trial.decoder, Layout.model_validate({"state": state}), 1, device=bench.device)
-    data.fill(start_values(trial.decoder, 1))
+    data.fill(initial_values(trial.decoder, 1))
     optimizer, batches, updates = data.optimizer(rule), drawn_rows(trial), list[float]()
     settle: Callable[[], Any] = torch.cuda.synchronize if bench.device.type == "cuda" else int
 

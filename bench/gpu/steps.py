@@ -218,7 +218,7 @@ def stepping(trial: Trial, data: ShardedState) -> Callable[[], None]:
         figures = gradients(data, batches, LOSS_CHUNK, executor=executor)
         optimizer.step(clip_scale(figures.grad_norm, 1.0))
         data.renew()
-        for _, mixture in data.placed.model.mixtures():
+        for _, mixture in data.placed.model.moe_layers():
             mixture.balance.finish_step(mixture.router)
 
     return step

@@ -24,7 +24,7 @@ from moefold.model.families.base import Family, Reading
 from moefold.model.families.folder import CONFIG_LIMIT, FURTHER, read_config
 from moefold.model.families.names import TensorPiece, sized
 from moefold.model.families.peft import base_of, read_adapter
-from moefold.model.tuning import merged
+from moefold.model.tuning import merge_adapter
 from moefold.spec.decoder import LORA_A, LORA_B
 
 _HEAD, _EMBED = "head.weight", "embed.weight"
@@ -98,7 +98,7 @@ class FolderTensors(Mapping[str, Tensor]):
         a, b = (self._adapter[name + end] for end in (LORA_A, LORA_B))
         a = a[tuple(slice(*at) for at in (*box[: a.dim() - 2], (0, low.rank), box[-1]))]
         b = b[tuple(slice(*at) for at in box[:-1])]
-        return merged(wanted, a, b, low.scale)
+        return merge_adapter(wanted, a, b, low.scale)
 
     def _read(self, piece: TensorPiece, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return a box of ``piece``, a tensor on disk that has ``shape`` in the model."""

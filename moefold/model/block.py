@@ -1,4 +1,4 @@
-"""One decoder layer: norm, attention, norm, feed-forward, each half added to the residual rows."""
+"""One decoder layer: norm, attention, norm, feed-forward, with a residual around both sublayers."""
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,9 @@ class DecoderBlock(nn.Module):
         super().__init__()
         hidden, epsilon, kind = decoder.hidden, decoder.norm_epsilon, NORMS[decoder.norm]
 
-        def norms(half: str) -> list[RmsNorm | None]:
-            return [kind(hidden, epsilon) if one else None for one in record.normed(half)]
+        def norms(sublayer: str) -> list[RmsNorm | None]:
+            present = record.norm_positions(sublayer)
+            return [kind(hidden, epsilon) if normed else None for normed in present]
 
         self.attention_norm, self.attention_out_norm = norms("attention")
         self.attention = build(record.attention, hidden, epsilon)
@@ -45,65 +46,65 @@ class DecoderBlock(nn.Module):
             self.moe = build(record.ffn, hidden, layer, dispatch, expert_kernel)
         else:
             self.ffn = build(record.ffn, hidden)
-        self._scale, self._shared = record.residual_scale, record.norms == "shared"
+        self._residual_scale, self._shared_norm = record.residual_scale, record.norms == "shared"
         if self.moe is not None:
             self.moe.apart = self.ffn_out_norm is not None
             self.moe.residual_scale *= 1.0 if self.moe.apart else record.residual_scale
         self._name = f"layers.{layer}"
-        self._half = f"{self._name}.{'ffn' if self.moe is None else 'moe'}"
+        self._ffn_name = f"{self._name}.{'ffn' if self.moe is None else 'moe'}"
 
     def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
-        """Return the residual rows after both halves, and the router's loss terms."""
-        rows = self._attended(x_TD, flow)
-        with flow.world.recorder.module(self._half):
+        """Return the residual rows after both sublayers, and the router's loss terms."""
+        rows = self._attend(x_TD, flow)
+        with flow.world.recorder.module(self._ffn_name):
             if self.moe is None:
-                added_TD = self._added(self.ffn_out_norm, self.ffn(rows.x_TD, flow), flow)
+                added_TD = self._scale_output(self.ffn_out_norm, self.ffn(rows.x_TD, flow), flow)
                 return BlockOutput(rows.residual_TD + added_TD, x_TD.new_zeros(0))
             return self._finish(self.moe(rows, flow), flow)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return ``forward`` as segments, from rows to :class:`BlockOutput`; dense: only one."""
+        """Return ``forward`` as segments, from rows to :class:`BlockOutput`; one if dense."""
         if self.moe is None:
             return (self.forward,)
         route, *rest = self.moe.segments()
 
         def start(x_TD: Tensor, flow: Flow) -> Tensor:
-            rows = self._attended(x_TD, flow)
-            with flow.world.recorder.module(self._half):
+            rows = self._attend(x_TD, flow)
+            with flow.world.recorder.module(self._ffn_name):
                 return route(rows, flow)
 
         return (start, *rest, self._finish) if self.moe.apart else (start, *rest)
 
-    def _attended(self, x_TD: Tensor, flow: Flow) -> MoeInput:
+    def _attend(self, x_TD: Tensor, flow: Flow) -> MoeInput:
         """Return the residual rows after attention, and the rows that the feed-forward reads."""
         with flow.world.recorder.module(f"{self._name}.attention"):
             normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD, flow)
             with flow.keeper.scope("attention"):
                 attended_TD = self.attention(normed_TD, flow)
-            attended_TD = self._added(self.attention_out_norm, attended_TD, flow)
+            attended_TD = self._scale_output(self.attention_out_norm, attended_TD, flow)
         if self.ffn_norm is not None:
-            with flow.world.recorder.module(self._half):
+            with flow.world.recorder.module(self._ffn_name):
                 return MoeInput(*self.ffn_norm.summed(x_TD, attended_TD, flow))
         total_TD = x_TD + attended_TD
-        return MoeInput(total_TD, normed_TD if self._shared else total_TD)
+        return MoeInput(total_TD, normed_TD if self._shared_norm else total_TD)
 
-    def _added(self, norm: RmsNorm | None, out_TD: Tensor, flow: Flow) -> Tensor:
-        """Return the output of a half, normed if ``norm`` is given and scaled for the residual."""
-        return scaled(out_TD if norm is None else norm(out_TD, flow), self._scale)
+    def _scale_output(self, norm: RmsNorm | None, out_TD: Tensor, flow: Flow) -> Tensor:
+        """Return a sublayer's output, normed if ``norm`` is given, and scaled for the residual."""
+        return scaled(out_TD if norm is None else norm(out_TD, flow), self._residual_scale)
 
     def _finish(self, rows: BlockOutput | Apart, flow: Flow) -> BlockOutput:
         if isinstance(rows, BlockOutput):
             return rows
-        added_TD = self._added(self.ffn_out_norm, rows.added_TD, flow)
+        added_TD = self._scale_output(self.ffn_out_norm, rows.added_TD, flow)
         return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)
 
 
 class MultiTokenBlock(DecoderBlock):
     """A multi-token prediction block, as in DeepSeek-V3 (arXiv 2412.19437, section 2.2).
 
-    It predicts one token beyond what its input rows predict. Its input is one matrix times the
-    concatenation of that token's embedding and the rows, both normed, in this order. A norm of its
-    own precedes the head; embedding and head are those of the model.
+    Its input rows predict a token; the block predicts the one after it. A matrix projects the
+    concatenation of that token's embedding and the rows, both normed, in this order. The block has
+    its own norm before the head, and shares embedding and head with the model.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class MultiTokenBlock(DecoderBlock):
         """Return the output rows, the router's loss terms, and the normed rows for the head."""
         with flow.world.recorder.module(f"{self._name}.join"):
             # DeepSeek's released weights take the embedding first.
-            both_TD = torch.cat([self.embed_norm(next_TD, flow), self.row_norm(x_TD, flow)], 1)
-            x_TD = self.join(both_TD, flow)
+            inputs = [self.embed_norm(next_TD, flow), self.row_norm(x_TD, flow)]
+            x_TD = self.join(torch.cat(inputs, 1), flow)
         x_TD, terms_N = self(x_TD, flow)
         return x_TD, terms_N, self.norm(x_TD, flow)

@@ -36,7 +36,7 @@ class LowRank(Record):
 
 
 class MultiToken(Record):
-    """Makes a block predict a further token, with a loss (arXiv 2412.19437, section 2.2).
+    """Multi-token prediction in a block, with its own loss (arXiv 2412.19437, section 2.2).
 
     Its input is the rows of the preceding block and the embedding of the token that they predict.
     """
@@ -53,26 +53,26 @@ class Block(Record):
     attention: Annotated[Record, ATTENTION]
     ffn: Annotated[Record, FFN]
     norms: Literal["before", "after", "both", "shared"] = "before"
-    """Position of norms: before each half, after it, both, or one norm whose output both halves
-    read (parallel blocks)."""
+    """Position of norms: before each sublayer, after it, both, or one norm whose output both
+    sublayers read (parallel blocks)."""
     residual_scale: Positive = 1.0
-    """Factor on the output of each half before it is added to the residual."""
+    """Factor on the output of each sublayer before it is added to the residual."""
     frozen: tuple[str, ...] = ()
     """Names, within the block, of the parameters that are not trained."""
     adapters: tuple[LowRank, ...] = ()
     multi_token: MultiToken | None = None
-    """Makes the block predict a further token; such blocks come last, and share embedding, head."""
+    """Multi-token prediction; such blocks come last, and share embedding and head."""
 
     def rules(self) -> Iterator[Violation]:
-        """Refuse a norm after a half with experts that compute nothing: they bypass that norm."""
+        """Refuse norms after sublayers with zero-computation experts, which bypass such a norm."""
         idle = getattr(getattr(self.ffn, "router", None), "unsent", None)
         if idle is not None and self.norms in ("after", "both"):
             rule = "must be before or shared: zero-computation experts bypass a norm after them"
             yield Violation(("norms",), self.norms, rule, "before")
 
-    def normed(self, half: str) -> tuple[bool, bool]:
-        """Return whether half ``attention`` or ``ffn`` has a norm before it, and one after it."""
-        before = self.norms in ("before", "both") or (self.norms, half) == ("shared", "attention")
+    def norm_positions(self, name: str) -> tuple[bool, bool]:
+        """Return whether ``attention`` or ``ffn`` has a norm before it, and one after it."""
+        before = self.norms in ("before", "both") or (self.norms, name) == ("shared", "attention")
         return before, self.norms in ("after", "both")
 
 
@@ -83,8 +83,8 @@ class Stack(Record):
     blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
 
 
-def patterns(blocks: Iterable[Block]) -> tuple[Stack, ...]:
-    """Return blocks as stacks, with consecutive equal blocks as one stack and a count."""
+def to_stacks(blocks: Iterable[Block]) -> tuple[Stack, ...]:
+    """Group consecutive equal blocks into stacks with a repeat count."""
     runs = [(block, len(list(run))) for block, run in groupby(blocks)]
     return tuple(Stack(repeat=count, blocks=(block,)) for block, count in runs)
 
@@ -137,12 +137,12 @@ class Decoder(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Check layers against ``hidden``; multi-token blocks come last, after any other."""
-        for place, stack in enumerate(self.stacks):
-            for number, block in enumerate(stack.blocks):
-                for half, spec in (("attention", block.attention), ("ffn", block.ffn)):
-                    found = spec.violations(self.hidden) if isinstance(spec, LayerSpec) else ()
-                    yield from (v.under("stacks", place, "blocks", number, half) for v in found)
-        first, said = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
-        if not first or any(block.multi_token for block in first):
+        for i, stack in enumerate(self.stacks):
+            for j, block in enumerate(stack.blocks):
+                for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
+                    broken = spec.violations(self.hidden) if isinstance(spec, LayerSpec) else ()
+                    yield from (v.under("stacks", i, "blocks", j, name) for v in broken)
+        main, values = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
+        if not main or any(block.multi_token for block in main):
             rule = "blocks with multi_token must come last, after at least one without"
-            yield Violation(("stacks",), said, rule)
+            yield Violation(("stacks",), values, rule)

@@ -30,7 +30,7 @@ from moefold.layers.precision import PrecisionPolicy, quantise_products
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock, MultiTokenBlock
 from moefold.model.config import Decoder
-from moefold.model.tuning import tune
+from moefold.model.tuning import prepare_tuning
 from moefold.moe.dispatch.config import AllToAll
 from moefold.moe.layer import MoeFfn
 
@@ -84,12 +84,12 @@ class DecoderModel(nn.Module):
             self.norm: RmsNorm | None = norm(record.hidden, record.norm_epsilon)
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
-        tune(self, record, self.recipe.dtype)
+        prepare_tuning(self, record, self.recipe.dtype)
         quantise_products(self, record)
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """The head's matrix [V, D]; if tied, that of the embedding."""
+        """The head's matrix [V, D], which is the embedding's if tied."""
         owner = self.head or self.embed
         assert owner is not None
         return owner.weight
@@ -100,11 +100,11 @@ class DecoderModel(nn.Module):
         return EMBEDDING if self.head is None else "head"
 
     @property
-    def main(self) -> tuple[str, ...]:
+    def main_blocks(self) -> tuple[str, ...]:
         """Numbers of this rank's blocks, without those of multi-token prediction."""
         return tuple(n for n, b in self.layers.items() if not isinstance(b, MultiTokenBlock))
 
-    def mixtures(self) -> Iterator[tuple[int, MoeFfn]]:
+    def moe_layers(self) -> Iterator[tuple[int, MoeFfn]]:
         """Yield the number and the MoE layer of each block that has one."""
         for number, block in self.layers.items():
             if isinstance(block, DecoderBlock) and block.moe is not None:
@@ -112,15 +112,15 @@ class DecoderModel(nn.Module):
 
     def start_step(self) -> None:
         """Reset the statistics that layers collected in the last step or an abandoned attempt."""
-        for _, mixture in self.mixtures():
-            mixture.balance.start_step()
+        for _, moe in self.moe_layers():
+            moe.balance.start_step()
         for attention in (block.attention for block in self.layers.values()):
             if isinstance(attention, SoftmaxAttention):
                 attention.start_step()
 
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the rows ``x_TD`` for the head, and the router terms [N] by layer number."""
-        x_TD, terms = self.run(flow, self.start(flow), self.main)
+        x_TD, terms = self.run(flow, self.start(flow), self.main_blocks)
         return self.finish(flow, x_TD), terms
 
     def start(self, flow: Flow) -> Tensor:
@@ -136,12 +136,12 @@ class DecoderModel(nn.Module):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run blocks ``numbers``; return the rows, and the router terms [N] by layer number."""
         terms, numbers = dict[int, Tensor](), tuple(numbers)
-        for at, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
 
             def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
                 return layer(x_TD, flow)
 
-            with flow.keeper.keeping(at, len(numbers)):
+            with flow.keeper.keeping(index, len(numbers)):
                 (x_TD,) = begin_unit(flow.unshard, f"layers.{number}", x_TD)
                 outputs = flow.keeper.run("block", block, x_TD)
                 x_TD, terms_N = end_unit(flow.unshard, f"layers.{number}", *outputs)
@@ -157,7 +157,7 @@ class DecoderModel(nn.Module):
             (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
         return scaled(x_TD, 1 / self.record.logits_divisor)
 
-    def ahead(
+    def run_multi_token(
         self, flow: Flow, x_TD: Tensor, normed_TD: Tensor
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Run the multi-token prediction blocks for which the pass has labels.
@@ -166,43 +166,43 @@ class DecoderModel(nn.Module):
 
         Args:
             flow: the pass.
-            x_TD: residual rows after the last of the other blocks.
+            x_TD: residual rows after the last main block.
             normed_TD: these rows as :meth:`finish` returns them.
         """
-        found, terms, factor = list[Tensor](), dict[int, Tensor](), 1 / self.record.logits_divisor
+        rows, terms, factor = list[Tensor](), dict[int, Tensor](), 1 / self.record.logits_divisor
         blocks = [(n, b) for n, b in self.layers.items() if isinstance(b, MultiTokenBlock)]
-        for later, (number, layer) in enumerate(blocks[: len(flow.ahead)], 1):
-            here = flow.at(later)
-            given = (x_TD if layer.reads == "residual" else normed_TD), self.start(here)
+        for depth, (number, layer) in enumerate(blocks[: len(flow.ahead)], 1):
+            shifted = flow.at(depth)
+            inputs = (x_TD if layer.reads == "residual" else normed_TD), self.start(shifted)
             with flow.keeper.keeping():
-                given = begin_unit(flow.unshard, f"layers.{number}", *given)
-                outputs = flow.keeper.run("block", partial(layer.predict, flow=here), *given)
+                inputs = begin_unit(flow.unshard, f"layers.{number}", *inputs)
+                outputs = flow.keeper.run("block", partial(layer.predict, flow=shifted), *inputs)
                 x_TD, terms_N, normed_TD = end_unit(flow.unshard, f"layers.{number}", *outputs)
-            found.append(normed_TD := scaled(normed_TD, factor))
+            rows.append(normed_TD := scaled(normed_TD, factor))
             if terms_N.numel():
                 terms[int(number)] = terms_N
-        return found, terms
+        return rows, terms
 
     def head_operand(self, flow: Flow | None = None) -> Operand:
-        """Return the head's weight as an operand; its adapter has dropout if ``flow`` trains."""
+        """Return the head's weight as an operand, its adapter with dropout if ``flow`` trains."""
         if self.head is not None:
             return adapted(self.head, "weight", self.recipe, flow=flow)
         return self.recipe.operand(self.head_weight)
 
-    def router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+    def sum_router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the mean of each term over layers, and the weighted sum to add to the loss."""
         values: dict[str, list[Tensor]] = {}
         total: Tensor | None = None
-        for i, mixture in self.mixtures():
+        for i, moe in self.moe_layers():
             if i not in terms or not terms[i].numel():
                 continue
             for (name, coefficient), value in zip(
-                mixture.terms.items(), terms[i].unbind(), strict=True
+                moe.terms.items(), terms[i].unbind(), strict=True
             ):
                 values.setdefault(name, []).append(value)
                 weighted = value * coefficient
                 total = weighted if total is None else total + weighted
-        return {name: torch.stack(found).mean() for name, found in values.items()}, total
+        return {name: torch.stack(of_layers).mean() for name, of_layers in values.items()}, total
 
     def logits(self, ids_BS: Tensor) -> Tensor:
         """Return next-token logits [B, S, V] for token ids [B, S]."""
@@ -214,8 +214,8 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         """Return the next-token logits [B, V] of B texts, given as token ids; none may be empty.
 
-        Capacity is ignored: no row is dropped. With ``cache``, a text that extends one of the last
-        call by a token costs one row, provided that all texts do.
+        Capacity is ignored: no row is dropped. With ``cache``, if every text extends one of the
+        last call by one token, only the new tokens' rows are computed.
         """
         rows = (pack(texts) if cache is None else cache.rows(texts)).to(self.head_weight.device)
         x_TD, _ = self(Flow(rows, self.recipe, training=False, cache=cache, dropless=True))
@@ -231,22 +231,22 @@ class DecoderModel(nn.Module):
         """
         if labels is not None:  # shifted to the left: row s holds the label of token s + 1
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
-        return self.loss_of(from_ids(ids_BS, labels))
+        return self.micro_batch_loss(from_ids(ids_BS, labels))
 
-    def loss_of(self, rows: MicroBatch) -> LossOutput:
+    def micro_batch_loss(self, rows: MicroBatch) -> LossOutput:
         """Return the differentiable loss of one micro-batch, treated as the whole batch."""
         self.start_step()
-        further = self.record.multi_token
-        ahead = tuple((rows.ahead(later), None) for later in range(1, len(further) + 1))
+        records = self.record.multi_token
+        ahead = tuple((rows.ahead(depth), None) for depth in range(1, len(records) + 1))
         flow = Flow(rows, self.recipe, ahead=ahead)
-        x_TD, terms = self.run(flow, self.start(flow), self.main)
+        x_TD, terms = self.run(flow, self.start(flow), self.main_blocks)
         normed_TD = self.finish(flow, x_TD)
-        later, more = self.ahead(flow, x_TD, normed_TD)
-        values, weighted = self.router_terms(terms | more)
+        outputs, further_terms = self.run_multi_token(flow, x_TD, normed_TD)
+        values, weighted = self.sum_router_terms(terms | further_terms)
         lm_loss = self._mean_loss(normed_TD, rows)
         loss = lm_loss if weighted is None else lm_loss + weighted
-        for one, x_TD, (rows, _) in zip(further, later, ahead, strict=True):
-            loss = loss + one.weight * self._mean_loss(x_TD, rows)
+        for record, x_TD, (rows, _) in zip(records, outputs, ahead, strict=True):
+            loss = loss + record.weight * self._mean_loss(x_TD, rows)
         return LossOutput(lm_loss, values, loss)
 
     def _mean_loss(self, x_TD: Tensor, rows: MicroBatch) -> Tensor:

@@ -8,10 +8,10 @@ from moefold.model.config import Decoder
 from moefold.spec.decoder import LORA_A, LORA_B, known_weights
 
 
-def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
+def prepare_tuning(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
     """Add uninitialised adapters to a model, and freeze the parameters that are not trained.
 
-    A frozen parameter is cast to the format that it is read in.
+    A frozen parameter is cast to the dtype in which it is read.
 
     Args:
         model: the model, with parameters in the master dtype.
@@ -23,7 +23,7 @@ def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
     """
     weights = {weight.name: weight for weight in known_weights(record)}
     parts = {"": record, **{f"layers.{n}.": block for n, block in enumerate(record.blocks)}}
-    for name, adapter in ((at + a.weight, a) for at, part in parts.items() for a in part.adapters):
+    for name, adapter in ((p + a.weight, a) for p, part in parts.items() for a in part.adapters):
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         if not isinstance(owner, Adaptable):
@@ -32,9 +32,9 @@ def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
                 "of adapter.targets, or inherit from moefold.layers.linear.Adaptable and read "
                 "the weight with its operand()"
             )
-        like = owner.get_parameter(leaf)
+        base = owner.get_parameter(leaf)
         shapes = (weights[name + end].shape for end in (LORA_A, LORA_B))
-        a, b = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
+        a, b = (torch.empty(shape, dtype=base.dtype, device=base.device) for shape in shapes)
         owner.add_adapter(leaf, adapter, a, b)
     for weight in weights.values():
         if weight.frozen:
@@ -45,7 +45,7 @@ def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
             setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ``weight + scale * B A`` in the dtype of the adapter, the master dtype."""
     # The gate and up projections of an expert share A.
     a = a.unsqueeze(1) if b.dim() > a.dim() else a

@@ -108,7 +108,7 @@ def build(
 
 def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts:
     """Reduce a whole model, in place, to this rank's parts; its tensors may be on ``meta``."""
-    term_layers = Counter(term for _, mixture in model.mixtures() for term in mixture.terms)
+    term_layers = Counter(term for _, mixture in model.moe_layers() for term in mixture.terms)
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
     table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
@@ -128,7 +128,7 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     shards = _cut(model, world)
     locate(model, shards)
     if layout.clones is not None:
-        for _, mixture in model.mixtures():
+        for _, mixture in model.moe_layers():
             mixture.sending.open_slots(layout.clones, sizes.ep)
     beside = world.beside if table.has_pairs else None
     for kind, inner in layout.split_groups:

@@ -14,7 +14,7 @@ from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.model.config import Block, Decoder, patterns
+from moefold.model.config import Block, Decoder, to_stacks
 from moefold.moe.config import Groups, Moe, Router, Shared
 from moefold.planner.foreign import BiasedMoe, Mamba2, Nothing, PlainMoe, block
 
@@ -76,7 +76,7 @@ def model(name: str) -> PublishedModel:
         decoder = Decoder(
             vocab=entry["vocab"],
             hidden=entry["hidden"],
-            stacks=patterns(blocks),
+            stacks=to_stacks(blocks),
             tied=bool(entry.get("tied_embeddings")),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -22,7 +22,7 @@ from moefold.data.batch import IGNORED, MicroBatch, assemble
 from moefold.layers.placement import Shard
 from moefold.layers.precision import DTYPES
 from moefold.model.decoder import DecoderModel
-from moefold.model.init import initialise, normal_piece
+from moefold.model.init import initialise, normal_slice
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import ModelParts
@@ -77,8 +77,8 @@ def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> 
     initialise(model, subject.decoder, subject.seed, shards)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith(LORA_B):  # in training B starts at zero
-            parameter.add_(normal_piece(subject.seed, shards[name], 0.1))
-    for _, mixture in model.mixtures():
+            parameter.add_(normal_slice(subject.seed, shards[name], 0.1))
+    for _, mixture in model.moe_layers():
         bias_E = mixture.router.selection_bias
         if bias_E is not None:
             bias_E.copy_(torch.linspace(-BIAS, BIAS, bias_E.shape[0]))
@@ -181,7 +181,7 @@ class RankRun:
             scale = self._gradients(fault)
         found.narrow = tuple(sorted(watch.found)) if watch else ()
         found.pieces["gradients"] = _pieces(self.data.gradients())
-        for number, mixture in self.placed.model.mixtures():
+        for number, mixture in self.placed.model.moe_layers():
             for what in ("load_E", "sent_E", "tokens"):
                 counted = getattr(mixture.balance.counters, what)
                 found.counts[f"layers.{number}.{what}"] = counted.reshape(-1).tolist()

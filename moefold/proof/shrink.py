@@ -14,7 +14,7 @@ from moefold.data.config import Chat, Preferences
 from moefold.kernels.quantise.config import Quantise
 from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
-from moefold.model.config import Block, Decoder, patterns
+from moefold.model.config import Block, Decoder, to_stacks
 from moefold.optim.config import Optim
 from moefold.parallel.config import Layout
 from moefold.proof.case import Subject
@@ -111,7 +111,7 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
     changed = {
         "vocab": rounded_up(VOCAB, asked.by.tp),
         "hidden": HIDDEN,
-        "stacks": patterns(small),
+        "stacks": to_stacks(small),
         "init_std": STD,
         "init_out_scale": 1.0,
     }

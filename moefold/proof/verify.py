@@ -16,7 +16,7 @@ from moefold.config.errors import RunError
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
 from moefold.mesh.legality import size_violations
-from moefold.model.config import Decoder, patterns
+from moefold.model.config import Decoder, to_stacks
 from moefold.parallel.config import Layout
 from moefold.proof.case import BOUND, ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
@@ -226,7 +226,7 @@ def low_precision_case(
 
 def steady(decoder: Decoder) -> Decoder:
     """Return a decoder without choices that a rounding could change."""
-    stacks = patterns(
+    stacks = to_stacks(
         b.model_copy(
             update={"attention": described(b.attention).steady(), "ffn": described(b.ffn).steady()}
         )

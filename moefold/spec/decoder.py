@@ -7,7 +7,7 @@ from typing import Any
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
-from moefold.model.config import Block, Decoder, LowRank, MultiToken, patterns
+from moefold.model.config import Block, Decoder, LowRank, MultiToken, to_stacks
 from moefold.spec.layer import (
     NORMS,
     NOTHING,
@@ -181,7 +181,7 @@ def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
 
 def norms_of(block: Block, half: str) -> tuple[str, ...]:
     """Return the names of the norms of half ``attention`` or ``ffn``."""
-    there = zip((f"{half}_norm", f"{half}_out_norm"), block.normed(half), strict=True)
+    there = zip((f"{half}_norm", f"{half}_out_norm"), block.norm_positions(half), strict=True)
     return tuple(name for name, present in there if present)
 
 
@@ -202,7 +202,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     normed = ("attention_norm.output", "ffn_norm.output")
     outputs = {one.name: one for half in parts.values() for one in half if one.name in normed}
     shared = block.norms == "shared" and outputs.get("ffn_norm.output")
-    for name, (before, after) in ((name, block.normed(name)) for name in parts):
+    for name, (before, after) in ((name, block.norm_positions(name)) for name in parts):
         output = outputs.get(f"{name}_norm.output")
         for part in parts[name]:
             if not before and part.name.startswith(f"{name}_norm."):
@@ -300,4 +300,4 @@ def with_multi_token(decoder: Decoder, losses: Sequence[MultiToken]) -> Decoder:
     """Return a decoder with a copy of its last layer appended for each multi-token loss."""
     main = decoder.blocks[: decoder.layers]
     more = (main[-1].model_copy(update={"multi_token": one}) for one in losses)
-    return decoder.model_copy(update={"stacks": patterns((*main, *more))})
+    return decoder.model_copy(update={"stacks": to_stacks((*main, *more))})

@@ -10,7 +10,7 @@ from typing import Any
 
 from moefold.config.errors import Violation
 from moefold.config.suggest import closest
-from moefold.model.config import Decoder, LowRank, patterns
+from moefold.model.config import Decoder, LowRank, to_stacks
 from moefold.model.families.peft import read_adapter
 from moefold.optim.config import matches
 from moefold.spec.decoder import LORA_B, model_weights
@@ -57,7 +57,7 @@ def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
         held = tuple(name.removeprefix(at) for name in names if name.startswith(at))
         blocks.append(block.model_copy(update={"frozen": held}))
     outside = tuple(name for name in names if not name.startswith("layers."))
-    return decoder.model_copy(update={"stacks": patterns(blocks), "frozen": outside})
+    return decoder.model_copy(update={"stacks": to_stacks(blocks), "frozen": outside})
 
 
 def trainable(decoder: Decoder) -> Decoder:
@@ -68,7 +68,7 @@ def trainable(decoder: Decoder) -> Decoder:
         return decoder
     plain: dict[str, Any] = {"frozen": (), "adapters": ()}
     blocks = (block.model_copy(update=plain) for block in decoder.blocks)
-    return decoder.model_copy(update={"stacks": patterns(blocks)} | plain)
+    return decoder.model_copy(update={"stacks": to_stacks(blocks)} | plain)
 
 
 def adapt(decoder: Decoder, lora: Lora) -> Decoder:
@@ -95,7 +95,7 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
         routing = block.ffn.routing if isinstance(block.ffn, LayerSpec) else None
         held = adapters(f"layers.{number}.", routing and routing.top_k)
         blocks.append(block.model_copy(update={"adapters": held}))
-    changed = {"stacks": patterns(blocks), "adapters": adapters("", None)}
+    changed = {"stacks": to_stacks(blocks), "adapters": adapters("", None)}
     return decoder.model_copy(update=changed)
 
 

@@ -202,7 +202,7 @@ def _paths(job: Trainer) -> Iterator[Row]:
             ("", said) for said in paths(recipe.backend, use, PRODUCTS[: 2 + recipe.narrow_dw])
         )
     kernels = {}
-    for i, mixture in job.model.mixtures():
+    for i, mixture in job.model.moe_layers():
         kernel = mixture.experts.kernel(dtype, job.device)
         kernels.setdefault((kernel.name, kernel.why), []).append(i)
     for (name, why), layers in kernels.items():
@@ -244,7 +244,7 @@ def _balance(job: Trainer) -> str:
     model = job.model
     if job.world.folding.sizes.pp > 1:  # a rank has only some layers
         model = DecoderModel(job.decoder, job.precision.precision, device="meta")
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         for name, coefficient in mixture.terms.items():
             found.setdefault(name, []).append(coefficient)
         for part in mixture.record.balance:
@@ -257,7 +257,7 @@ def _balance(job: Trainer) -> str:
         said.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in total")
     said += [f"selection bias: rate {rate:g} in {n} layers" for rate, n in rates.items()]
     if not said:
-        return "none" if any(model.mixtures()) else "none (no experts)"
+        return "none" if any(model.moe_layers()) else "none (no experts)"
     return "; ".join(said) + ". The reported LM loss excludes balancing terms"
 
 

@@ -85,7 +85,7 @@ def figures_of(
     ``more`` names the further figures of the loss, then the loss of each further token.
     """
     means, sizes = 1 + len(more), len(totals.counts)
-    mixtures, names = dict(placed.model.mixtures()), list(placed.term_layers)
+    mixtures, names = dict(placed.model.moe_layers()), list(placed.term_layers)
     values = norm_squared.new_zeros(2 + means + len(names) + (missing is not None))
     values[0] = norm_squared
     values[-1].fill_(stop)  # an assignment would wait for the device
@@ -124,7 +124,7 @@ def routing_health(placed: ModelParts) -> list[dict[str, Any]]:
     All ranks call it; those of one stage have the same statistics.
     """
     layers = []
-    for number, mixture in placed.model.mixtures():
+    for number, mixture in placed.model.moe_layers():
         figures = mixture.balance.health(mixture.router)
         said = {"layer": number, "top_k": mixture.record.router.top_k}
         layers.append(said | {name: held.tolist() for name, held in figures.items()})

@@ -30,8 +30,8 @@ from moefold.layers.placement import Box, Shard
 from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
-from moefold.model.init import start_values
-from moefold.model.tuning import merged
+from moefold.model.init import initial_values
+from moefold.model.tuning import merge_adapter
 from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
 from moefold.spec.decoder import LORA_A, LORA_B
@@ -163,7 +163,7 @@ class ModelTensors(Mapping[str, Tensor]):
         if scale is None:
             return weight
         a, b = (self.stored(name + end) for end in (LORA_A, LORA_B))
-        return merged(weight, a, b, scale)
+        return merge_adapter(weight, a, b, scale)
 
     def stored(self, name: str) -> Tensor:
         """Read a tensor as stored: a weight without its adapter, or A or B."""
@@ -235,7 +235,7 @@ def fill_start_values(
 
     ``replaced``: the values will be overwritten, so that no folder is read.
     """
-    source, begin = run.model, start_values(decoder, run.seed)
+    source, begin = run.model, initial_values(decoder, run.seed)
     if replaced or not isinstance(source, Folder):
         data.fill(begin)
         return ()

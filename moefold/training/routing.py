@@ -85,7 +85,7 @@ class ChoiceWriter:
         held = dict[str, Tensor](zip(("token", "id"), self._tokens, strict=True))
         for key, parts in self._chosen.items():
             held[key] = torch.cat([parts[number] for number in sorted(parts)])
-        choices = {f"layers.{n}": one.record.router.choices for n, one in model.mixtures()}
+        choices = {f"layers.{n}": one.record.router.choices for n, one in model.moe_layers()}
         path = folder / FILE.format(world.rank, world.size)
         save_file(held, path.with_suffix(".part"), {"choices": json.dumps(choices)})
         path.with_suffix(".part").replace(path)
@@ -96,7 +96,7 @@ class ChoiceReader:
 
     def __init__(self, folder: Path, placed: ModelParts) -> None:
         self._folder, self._recipe = folder, placed.model.recipe
-        self._layers = {f"layers.{n}": one.record for n, one in placed.model.mixtures()}
+        self._layers = {f"layers.{n}": one.record for n, one in placed.model.moe_layers()}
         self._chosen = dict[str, Tensor]()
 
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:

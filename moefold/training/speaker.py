@@ -13,8 +13,8 @@ from moefold.data.conversations import chat_template
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import base_of, is_hub_folder
-from moefold.model.generate import generate, stream
-from moefold.model.rows import Continued
+from moefold.model.generate import generate, stream_tokens
+from moefold.model.incremental import IncrementalDecoder
 from moefold.training.distributed import device_kind
 from moefold.training.model_checkpoint import StoredModel, fill
 
@@ -75,7 +75,7 @@ class Speaker:
             found["temperature"] = 0
         found |= {name: value for name, value in asked.items() if value is not None}
         vocab = self.tokenizer.size
-        return found | {"ends": self.tokenizer.ends, "vocab": vocab, "window": self.window}
+        return found | {"stop_ids": self.tokenizer.ends, "vocab": vocab, "window": self.window}
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a conversation as token ids, up to the beginning of the next answer."""
@@ -86,7 +86,7 @@ class Speaker:
 
     def write(self, prompts: Sequence[Sequence[int]], tokens: int, **how: Any) -> list[list[int]]:
         """Return the token ids generated after each prompt, decoded together."""
-        return generate(Continued(self.model), prompts, tokens, **self.settings(**how))
+        return generate(IncrementalDecoder(self.model), prompts, tokens, **self.settings(**how))
 
     def answer(
         self, messages: Sequence[Mapping[str, Any]], tokens: int, **how: Any
@@ -94,7 +94,9 @@ class Speaker:
         """Yield the next answer of a conversation in pieces of whole characters."""
         ids, shown = list[int](), ""
         prompt = [self.prompt(messages)]
-        for written in stream(Continued(self.model), prompt, tokens, **self.settings(**how)):
+        for written in stream_tokens(
+            IncrementalDecoder(self.model), prompt, tokens, **self.settings(**how)
+        ):
             ids += written.values()
             text = self.tokenizer.decode(ids)
             if not text.endswith(UNFINISHED):

@@ -94,7 +94,7 @@ def _pass(
     with module("gradients"):
         norm_squared = data.finish()
     with module("counters"):
-        sum_counters([mixture.balance for _, mixture in model.mixtures()], world.group("stage"))
+        sum_counters([mixture.balance for _, mixture in model.moe_layers()], world.group("stage"))
     missing = missing_room(placed, [count for flow in flows for count in flow.overflow])
     later = range(1, 1 + len(model.record.multi_token))
     more = [*objective.figures, *(f"multi_token/{number}" for number in later)]

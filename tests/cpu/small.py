@@ -62,7 +62,7 @@ def model_of(
     record = record.model_copy(update={"init_std": 0.3, "init_out_scale": 1.0})
     model = DecoderModel(record, precision, expert_kernel=experts)  # type: ignore[arg-type]
     initialise(model, record, seed)
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         if mixture.router.selection_bias is not None:
             mixture.router.selection_bias.copy_(torch.linspace(-0.1, 0.1, 8))
     return model
@@ -89,13 +89,13 @@ def gradients_of(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and every gradient of one micro-batch, by autograd from end to end."""
     model.zero_grad()
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         mixture.balance.start_step()
     flow = Flow(rows, model.recipe, sink, Keeper(recompute))
     x_TD, terms = model(flow)
     logits_TV = x_TD @ model.head_weight.to(x_TD.dtype).t()
     lm_loss = torch.nn.functional.cross_entropy(logits_TV.double(), rows.labels_T, reduction="sum")
-    _, weighted = model.router_terms(terms)
+    _, weighted = model.sum_router_terms(terms)
     loss = lm_loss / max(rows.n_labels, 1) + (0.0 if weighted is None else weighted)
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

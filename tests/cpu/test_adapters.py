@@ -16,7 +16,7 @@ from moefold.layers.kinds.dense import Dense
 from moefold.layers.linear import Adaptable
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.init import normal
+from moefold.model.init import draw_normal
 from moefold.parallel.apply import alone
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
@@ -43,7 +43,7 @@ def adapted(record: Decoder, lora: Lora = LORA, precision: str = "fp64") -> Deco
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(LORA_B):
-                parameter.copy_(normal(7, name, tuple(parameter.shape), 0.2))
+                parameter.copy_(draw_normal(7, name, tuple(parameter.shape), 0.2))
     return model
 
 
@@ -116,7 +116,7 @@ def test_b61_gradients_are_those_of_what_dropout_left() -> None:
     model = adapted(record, LORA.model_copy(update={"dropout": 0.25}))
     plain, data = adapted(record), ShardedState(alone(model))
     trained = {n: p for n, p in data.params.items() if "_lora_" in n}
-    ways = {name: normal(3, name, tuple(p.shape), 1.0).double() for name, p in trained.items()}
+    ways = {name: draw_normal(3, name, tuple(p.shape), 1.0).double() for name, p in trained.items()}
 
     def loss(step: int, way: float = 0.0) -> float:
         model.recipe.step = step

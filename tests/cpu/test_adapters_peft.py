@@ -17,7 +17,7 @@ from moefold.convert.adapter import AdapterTensors, write_adapter
 from moefold.convert.importer import import_folder
 from moefold.convert.source import ConvertError
 from moefold.files import read_json, write_json
-from moefold.model.config import MODEL, Decoder, LowRank, patterns
+from moefold.model.config import MODEL, Decoder, LowRank, to_stacks
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import read_config
 from moefold.model.families.peft import CONFIG, TENSORS, read_adapter, settings
@@ -46,7 +46,7 @@ def adapted(decoder: Decoder, adapters: Mapping[str, LowRank]) -> Decoder:
         for number, block in enumerate(decoder.blocks)
     )
     outside = tuple(one for name, one in adapters.items() if not name.startswith("layers."))
-    return decoder.model_copy(update={"stacks": patterns(blocks), "adapters": outside})
+    return decoder.model_copy(update={"stacks": to_stacks(blocks), "adapters": outside})
 
 
 @contextmanager

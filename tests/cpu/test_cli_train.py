@@ -276,7 +276,7 @@ def test_balancing_is_said_of_all_layers_where_a_rank_has_some(tmp_path: Path) -
     """A pipeline's first rank tells of the whole model."""
     with job_of(tmp_path) as job:
         sizes = SimpleNamespace(folding=SimpleNamespace(sizes=SimpleNamespace(pp=2)))
-        held = SimpleNamespace(mixtures=lambda: list(job.model.mixtures())[:1])
+        held = SimpleNamespace(moe_layers=lambda: list(job.model.moe_layers())[:1])
         part: Any = SimpleNamespace(
             model=held, world=sizes, decoder=job.decoder, precision=job.precision
         )

@@ -182,9 +182,9 @@ def test_the_experts_that_take_most_of_a_text_are_kept(tmp_path: Path, capsys: A
     grown(capsys, old, new, "--experts", 3, "--text", text)
     model, small = load_model(old), load_model(new)
     loads = route(model, [from_path(str(old)).encode(TEXT)])
-    for layer, (_, mixture) in zip(loads, small.mixtures(), strict=True):
+    for layer, (_, mixture) in zip(loads, small.moe_layers(), strict=True):
         kept = sorted(sorted(range(6), key=lambda e: -layer.load_E[e])[:3])
-        whole = dict(model.mixtures())[int(layer.name)]
+        whole = dict(model.moe_layers())[int(layer.name)]
         assert torch.equal(mixture.experts.w_in, whole.experts.w_in[kept])
         assert torch.equal(mixture.router.weight, whole.router.weight[kept])
     assert "need --text" in refused(capsys, old, tmp_path / "no", "--experts", 3)

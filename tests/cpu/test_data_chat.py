@@ -209,14 +209,14 @@ def test_packed_is_one_by_one(tmp_path: Path) -> None:
     loader = Loader(prepared, 256, 2, 2, pad_to=8)
     (packed,) = loader.step(0)
     assert len(packed.lengths) > 4 and packed.rows > packed.n_valid
-    (model.loss_of(packed).lm_loss * packed.n_labels).backward()
+    (model.micro_batch_loss(packed).lm_loss * packed.n_labels).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    loss = model.loss_of(packed).lm_loss.item()
+    loss = model.micro_batch_loss(packed).lm_loss.item()
     model.zero_grad()
     summed = 0.0
     for ids, labels in pieces(packed):
         alone = from_ids(torch.tensor([ids]), torch.tensor([labels]))
-        one = model.loss_of(alone).lm_loss * alone.n_labels
+        one = model.micro_batch_loss(alone).lm_loss * alone.n_labels
         one.backward()
         summed += one.item()
     assert summed / packed.n_labels == pytest.approx(loss, rel=1e-10)

@@ -82,7 +82,7 @@ def test_the_router_spreads_tokens(tmp_path: Path) -> None:
     ffn: Any = run.decoder().blocks[0].ffn
     assert ffn.kind == "moe" and ffn.router.experts == 4 and ffn.router.kind == "centred"
     with moefold.open(run, tmp_path / "open") as job:
-        router = next(mixture for _, mixture in job.model.mixtures()).router
+        router = next(mixture for _, mixture in job.model.moe_layers()).router
         logits_TE = torch.tensor([2.0, 1.0, 0.0, 0.0]) + torch.eye(4).repeat(16, 1)
         rows = from_ids(torch.zeros(1, 64, dtype=torch.int64))
         context = RoutingContext(router.record, None, rows, World.single().group("tp_cp"))
@@ -173,7 +173,7 @@ def test_a_checkpoint_names_parts_and_runs_none_of_their_code(tmp_path: Path, ca
     assert main(["export", out, str(tmp_path / "hf"), "--uses", str(part)]) == 0
     forget()
     model = moefold.load_model(out, uses=[part])
-    assert len(list(model.mixtures())) == 2
+    assert len(list(model.moe_layers())) == 2
     forget()
     assert moefold.export(out, tmp_path / "hf2", uses=[part])
 

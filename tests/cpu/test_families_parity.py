@@ -124,7 +124,7 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
     if double:
         theirs = theirs.double()
     mine, reading = ours(theirs, "fp64" if double else "fp32")
-    mixtures = dict(mine.mixtures())
+    mixtures = dict(mine.moe_layers())
     assert mixtures
     expected: dict[str, Any] = {}
     found: dict[str, Any] = {}

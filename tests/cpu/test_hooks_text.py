@@ -58,7 +58,7 @@ def test_the_page_is_told_what_the_router_decided(tmp_path: Path) -> None:
         assert layer.ids_TK.shape == (4800, 2)
         assert np.array_equal(layer.ids_TK, decision.experts_TK.numpy())
         assert np.allclose(layer.weights_TK.sum(1), 1, atol=1e-5)
-    assert not any(m.router._forward_hooks for _, m in job.model.mixtures())
+    assert not any(m.router._forward_hooks for _, m in job.model.moe_layers())
 
 
 def test_dropped_choices_are_told_as_such(tmp_path: Path) -> None:

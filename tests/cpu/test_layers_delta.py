@@ -16,7 +16,7 @@ from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.placement import WHOLE, Shard
 from moefold.model.decoder import DecoderModel
-from moefold.model.init import initialise, start_values
+from moefold.model.init import initial_values, initialise
 from moefold.proof.subjects import SUBJECTS
 
 FORMS = list(product((False, True), (False, True)))
@@ -174,7 +174,7 @@ def test_decays_begin_spread_over_their_range() -> None:
     decoder = SUBJECTS["channels"].decoder
 
     def started(name: str, size: int, first: int, end: int) -> Tensor:
-        return start_values(decoder, 1)(Shard(name, (size,), ((first, end),), WHOLE))
+        return initial_values(decoder, 1)(Shard(name, (size,), ((first, end),), WHOLE))
 
     rates = started("layers.0.attention.a_log", 8, 0, 8).exp()
     assert rates.min() > 1 and rates.max() < 16 and rates.diff().min() > 1

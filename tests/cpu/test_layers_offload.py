@@ -57,7 +57,7 @@ def gradients(
 ) -> Gradients:
     """Return all gradients of a pass through the layers; nothing is away after it."""
     model.zero_grad()
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         mixture.balance.start_step()
     flow = Flow(rows, model.recipe, keeper=Keeper(policy, to))
     draw = torch.Generator().manual_seed(1)

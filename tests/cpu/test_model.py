@@ -24,7 +24,7 @@ from moefold.layers.placement import WHOLE, shard
 from moefold.layers.precision import PrecisionPolicy
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.init import BLOCK, normal, start_values
+from moefold.model.init import BLOCK, draw_normal, initial_values
 from moefold.moe.config import Capacity, Router
 from moefold.moe.router import Router as RouterModule
 from moefold.spec.layer import Weight, norm
@@ -148,11 +148,11 @@ def perturbed(router: RouterModule, noise: float) -> Callable[..., Tensor]:
 def test_b16_recompute_never_routes_again(policy: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """All logits tie; noise inside recompute would choose others. Plant: decide anew each run."""
     model, rows = model_of(SHAPES["gqa"]), from_ids(ids_of(2, 16))
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         mixture.router.weight.data.zero_()
     _, want = gradients_of(model, rows)
     chosen: list[Tensor] = []
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         monkeypatch.setattr(mixture.router, "_logits", perturbed(mixture.router, 1e-9))
         mixture.experts.register_forward_pre_hook(lambda m, args: chosen.append(args[1].clone()))
     _, found = gradients_of(model, rows, policy)
@@ -165,7 +165,7 @@ def test_b17_recompute_counts_tokens_once(policy: Record | None) -> None:
     """Plant: count in every run of a layer."""
     model, batches = model_of(SHAPES["gqa"]), [padded_rows((9, 4), 3), padded_rows((8,), 0)]
     gradients(model, batches, policy, 16)
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         counters = mixture.balance.counters
         assert int(counters.tokens) == 21
         assert int(counters.load_E.sum()) == 21 * mixture.record.router.top_k
@@ -179,14 +179,14 @@ def test_b12_padding_rows_change_nothing(shape: str, pads: int) -> None:
     whole, padded = padded_rows(lengths, 0), padded_rows(lengths, pads)
     want = gradients(model, [whole], None, 16)
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    counts = [m.balance.counters.load_E.clone() for _, m in model.mixtures()]
+    counts = [m.balance.counters.load_E.clone() for _, m in model.moe_layers()]
     found = gradients(model, [padded], None, 16)
     assert found.router_terms == pytest.approx(want.router_terms, rel=1e-14)
     assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-14)
     same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, grads, 1e-13)
     assert all(
         torch.equal(m.balance.counters.load_E, c)
-        for (_, m), c in zip(model.mixtures(), counts, strict=True)
+        for (_, m), c in zip(model.moe_layers(), counts, strict=True)
     )
 
 
@@ -242,7 +242,7 @@ def test_b15_what_stands_in_padding_rows_leaks_nowhere(shape: str, fill: float) 
 
 def lopsided(model: DecoderModel) -> None:
     """Let every router send all tokens to experts 0 and 1."""
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         logits_E = torch.linspace(8.0, 0.0, mixture.record.router.experts, dtype=torch.float64)
         mixture.router._logits = lambda x_TD, flow, e=logits_E: (  # type: ignore[method-assign]
             e.to(torch.promote_types(x_TD.dtype, torch.float32)) + 0 * x_TD.sum(1, keepdim=True)
@@ -303,13 +303,13 @@ def test_b19_casting_the_model_spares_biases_and_counts() -> None:
     model = model_of(decoder(GQA, moe(router=DEEP)), "fp32")
     before = [
         m.router.selection_bias.clone()
-        for _, m in model.mixtures()
+        for _, m in model.moe_layers()
         if m.router.selection_bias is not None
     ]
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         mixture.balance.counters.load_E.fill_(40_841)
     model.to(torch.bfloat16).half()
-    for (_, mixture), bias in zip(model.mixtures(), before, strict=True):
+    for (_, mixture), bias in zip(model.moe_layers(), before, strict=True):
         assert mixture.router.selection_bias is not None
         assert mixture.router.selection_bias.dtype == torch.float32 and torch.equal(
             mixture.router.selection_bias, bias
@@ -364,7 +364,7 @@ def test_grouped_experts_equal_the_loop(precision: str) -> None:
     rows, found = from_ids(ids_of(4, 16)), []
     for kernel in ("loop", "grouped"):
         model = model_of(decoder(GQA, moe()), precision, experts=kernel)
-        experts = next(model.mixtures())[1].experts
+        experts = next(model.moe_layers())[1].experts
         runs = experts.kernel(model.recipe.dtype, experts.w_in.device)
         assert runs.name.startswith(kernel)
         gradients(model, [rows], None, 16)
@@ -422,14 +422,14 @@ def test_compute_copies_follow_their_weights() -> None:
 
 
 def test_start_values_are_functions_of_seed_name_and_index() -> None:
-    whole = normal(3, "layers.0.moe.experts.w_in", (3, BLOCK), 0.5)
+    whole = draw_normal(3, "layers.0.moe.experts.w_in", (3, BLOCK), 0.5)
     for first in (0, BLOCK // 2 - 3, BLOCK // 2, BLOCK - 3, BLOCK, BLOCK + 17):
         for count in (1, 3, 4, 17, BLOCK // 2, BLOCK):
-            part = normal(3, "layers.0.moe.experts.w_in", (count,), 0.5, first)
+            part = draw_normal(3, "layers.0.moe.experts.w_in", (count,), 0.5, first)
             assert torch.equal(whole.flatten()[first : first + count], part)
     assert abs(float(whole.std()) - 0.5) < 5e-3 and abs(float(whole.mean())) < 5e-3
-    assert not torch.equal(normal(4, "a", (8,), 1.0), normal(3, "a", (8,), 1.0))
-    assert not torch.equal(normal(3, "b", (8,), 1.0), normal(3, "a", (8,), 1.0))
+    assert not torch.equal(draw_normal(4, "a", (8,), 1.0), draw_normal(3, "a", (8,), 1.0))
+    assert not torch.equal(draw_normal(3, "b", (8,), 1.0), draw_normal(3, "a", (8,), 1.0))
 
 
 class Sloped(Gqa):
@@ -444,7 +444,7 @@ class Sloped(Gqa):
 
 def test_start_values_are_those_that_a_layer_describes() -> None:
     of = decoder(Sloped(**dict(GQA)), moe(), norm="zero_centred")
-    begin = start_values(of, 1)
+    begin = initial_values(of, 1)
 
     def started(name: str, *shape: int) -> Tensor:
         return begin(shard(f"layers.0.{name}", shape, WHOLE, {}))

@@ -68,7 +68,7 @@ def test_a_micro_batch_without_any_row_gives_zeros(shape: str, policy: Record | 
 def test_without_valid_rows_every_weight_gets_a_gradient_of_zero(shape: str, pads: int) -> None:
     """From autograd itself: a rank that gave none would leave the others waiting for it."""
     model = model_of(SHAPES[shape])
-    model.loss_of(padded_rows((), pads)).loss.backward()
+    model.micro_batch_loss(padded_rows((), pads)).loss.backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     assert missing == []
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
@@ -111,7 +111,7 @@ def test_neither_chunks_nor_tiles_change_a_gradient(monkeypatch: pytest.MonkeyPa
 def test_the_loss_rounds_its_scale_no_more_than_a_step_does() -> None:
     """bf16 holds one over the number of labels to two digits only."""
     model, rows = model_of(decoder(GQA, Dense(width=24)), "bf16"), from_ids(ids_of(3, 12))
-    model.loss_of(rows).loss.backward()
+    model.micro_batch_loss(rows).loss.backward()
     assert model.head is not None and model.head.weight.grad is not None
     found = model.head.weight.grad.clone()
     gradients(model, [rows], None, 1024)
@@ -196,12 +196,12 @@ def test_start_values_reset_what_training_moved() -> None:
     record = decoder(GQA, moe(router=DEEP))
     model = model_of(record)
     fresh = {name: t.clone() for name, t in model.state_dict().items()}
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         assert mixture.router.selection_bias is not None
         mixture.router.selection_bias.add_(0.5)
         mixture.balance.counters.load_E.add_(3)
     initialise(model, model.record, 1)
-    for _, mixture in model.mixtures():
+    for _, mixture in model.moe_layers():
         assert mixture.router.selection_bias is not None
         assert not mixture.router.selection_bias.any() and not mixture.balance.counters.load_E.any()
     assert torch.equal(model.state_dict()["head.weight"], fresh["head.weight"])

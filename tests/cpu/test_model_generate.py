@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import ATTENTION
 from moefold.layers.kinds.gqa import Gqa
-from moefold.model import rows
+from moefold.model import incremental
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
 from moefold.model.generate import NextLogits, generate
+from moefold.model.incremental import IncrementalDecoder
 from moefold.model.init import initialise
-from moefold.model.rows import Continued
 from moefold.moe.config import Capacity, Router, Shared
 from moefold.proof.subjects import DENSE, GQA, MHA, MLA, SHARED, SUBJECTS, decoder, moe
 
@@ -76,9 +76,12 @@ class Noting:
 
 
 def written(
-    model: DecoderModel, cache: KeyValueCache | Continued | None, tokens: int = TOKENS, **how: Any
+    model: DecoderModel,
+    cache: KeyValueCache | IncrementalDecoder | None,
+    tokens: int = TOKENS,
+    **how: Any,
 ) -> tuple[Noting, Any]:
-    lean = isinstance(cache, Continued)
+    lean = isinstance(cache, IncrementalDecoder)
     noting = Noting(model, cache if lean else partial(model.next_logits, cache=cache))
     texts = generate(noting, PROMPTS, tokens, **how)
     noting.hook.remove()
@@ -95,11 +98,11 @@ def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
     model = model_of(record, precision)
     plain, texts = written(model, None, temperature=0)
     end = texts[0][TOKENS // 2]
-    plain, texts = written(model, None, temperature=0, ends=[end])
-    kept, same = written(model, KeyValueCache.of(record), temperature=0, ends=[end])
+    plain, texts = written(model, None, temperature=0, stop_ids=[end])
+    kept, same = written(model, KeyValueCache.of(record), temperature=0, stop_ids=[end])
     assert same == texts
     bound = {"fp32": 1e-5, "fp64": 1e-13 if name in MODELS else 1e-12}[precision]
-    lean, again = written(model, Continued(model), temperature=0, ends=[end])
+    lean, again = written(model, IncrementalDecoder(model), temperature=0, stop_ids=[end])
     assert again == texts
     for found in (kept, lean):
         for one, other in zip(found.seen, plain.seen, strict=True):
@@ -116,7 +119,7 @@ def test_b73_few_calls_leave_no_part_out(name: str) -> None:
         change = torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter)
         parameter.detach().add_(change)
     plain, texts = written(model, None, temperature=0)
-    found, same = written(model, Continued(model), temperature=0)
+    found, same = written(model, IncrementalDecoder(model), temperature=0)
     assert same == texts
     for one, other in zip(found.seen, plain.seen, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -128,7 +131,7 @@ def test_texts_of_one_token_are_whole_ones(window: int | None) -> None:
     model = model_of(MODELS["gqa"], "fp64")
     how: dict[str, Any] = {"temperature": 0, "window": window}
     plain = generate(model.next_logits, [[3], [2]], 6, **how)
-    assert generate(Continued(model), [[3], [2]], 6, **how) == plain
+    assert generate(IncrementalDecoder(model), [[3], [2]], 6, **how) == plain
 
 
 def in_order(a: Tensor, b: Tensor) -> Tensor:
@@ -179,7 +182,7 @@ def test_b73_where_sums_have_an_order_logits_are_those_of_whole_texts_to_the_bit
     model = model_of(MODELS[name], "fp64")
     with SumsInOrder(), torch.no_grad():
         plain, _ = written(model, None, 5, temperature=0)
-        for cache in (KeyValueCache.of(MODELS[name]), Continued(model)):
+        for cache in (KeyValueCache.of(MODELS[name]), IncrementalDecoder(model)):
             found, _ = written(model, cache, 5, temperature=0)
             assert all(map(torch.equal, found.seen, plain.seen)) and len(plain.seen) == 5
 
@@ -248,7 +251,7 @@ def test_what_is_drawn_is_the_same_with_few_calls() -> None:
     how: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "window": 24}
     for prompts in ([[3, 1, 4]], [[i, 2 * i] for i in range(1, 13)]):
         plain = generate(model.next_logits, prompts, 40, **how)
-        assert generate(Continued(model), prompts, 40, **how) == plain
+        assert generate(IncrementalDecoder(model), prompts, 40, **how) == plain
         assert len({tuple(text) for text in plain}) == len(prompts)
 
 
@@ -258,7 +261,7 @@ def test_blocks_of_a_kind_that_is_not_known_run_as_they_are(
     """Those of common kinds never reach their modules once a text is there."""
     for name, known in (("gqa", True), ("mha", False), ("latent, direct", False)):
         model, calls = model_of(MODELS[name]), list[int]()
-        follows = Continued(model)
+        follows = IncrementalDecoder(model)
         follows([[1, 2]])
         for block in model.layers.values():
             assert isinstance(block, DecoderBlock)
@@ -266,8 +269,8 @@ def test_blocks_of_a_kind_that_is_not_known_run_as_they_are(
         follows([[1, 2, 3]])
         assert bool(calls) is not known
     model = model_of(MODELS["gqa"])
-    monkeypatch.setattr(rows, "SMALL", 1)
-    assert rows.steps_of(model) is None
+    monkeypatch.setattr(incremental, "MAX_PARAMETERS", 1)
+    assert incremental.build_steps(model) is None
 
 
 def test_tokens_without_probability_are_never_drawn() -> None:

@@ -16,7 +16,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_violations
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.model.decoder import DecoderModel
-from moefold.model.rows import Continued
+from moefold.model.incremental import IncrementalDecoder
 from moefold.moe.config import Z
 from moefold.spec.decoder import needs, with_multi_token
 from tests.cpu import small
@@ -51,8 +51,8 @@ def reference(model: DecoderModel, texts: Sequence[Sequence[int]]) -> tuple[Tens
     everything = sum(map(len, texts))
     for text in texts:
         flow = Flow(pack([text]), model.recipe)
-        residual, terms = model.run(flow, table[list(text)], model.main)
-        _, weighted = model.router_terms(terms)
+        residual, terms = model.run(flow, table[list(text)], model.main_blocks)
+        _, weighted = model.sum_router_terms(terms)
         total = total + (0.0 if weighted is None else weighted) * len(text) / everything
         normed = norm(residual, norms)
         for depth in range(len(sums)):
@@ -108,7 +108,7 @@ def test_b80_a_step_is_that_of_a_plain_reference(
     _, again = step(model, [rows], Full())
     small.same(again, want, 1e-12)
     model.zero_grad()
-    whole = model.loss_of(rows)
+    whole = model.micro_batch_loss(rows)
     assert whole.loss.item() == pytest.approx(loss.item(), rel=1e-12)
     assert whole.lm_loss.item() == pytest.approx(figures.lm_loss, rel=1e-12)
     whole.loss.backward()
@@ -157,9 +157,9 @@ def test_further_tokens_do_nothing_outside_training() -> None:
     plain = small.model_of(with_multi_token(model.record, ()))
     assert torch.equal(model.logits(ids), plain.logits(ids))
     texts = ids.tolist()
-    assert torch.equal(Continued(model)(texts), Continued(plain)(texts))
+    assert torch.equal(IncrementalDecoder(model)(texts), IncrementalDecoder(plain)(texts))
     more = [[*text, 3] for text in texts]
-    going = Continued(model)
+    going = IncrementalDecoder(model)
     going(texts)
     assert torch.allclose(going(more), plain.next_logits(more), rtol=1e-9)
 

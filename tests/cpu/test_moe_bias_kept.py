@@ -33,7 +33,7 @@ MODEL = {
 
 
 def biases(job: Trainer) -> list[Tensor]:
-    found = [mixture.router.selection_bias for _, mixture in job.model.mixtures()]
+    found = [mixture.router.selection_bias for _, mixture in job.model.moe_layers()]
     assert len(found) == 2
     return [bias_E for bias_E in found if bias_E is not None]
 
@@ -63,7 +63,7 @@ def test_b20_a_folder_holds_the_bias(tmp_path: Path) -> None:
 
 def test_b20_a_frozen_router_keeps_its_bias(tmp_path: Path) -> None:
     with job_of(tmp_path, model=MODEL) as job:
-        (_, first), (_, second) = job.model.mixtures()
+        (_, first), (_, second) = job.model.moe_layers()
         first.router.weight.requires_grad_(False)
         before = [bias_E.clone() for bias_E in biases(job)]
         for _ in range(5):

@@ -31,7 +31,7 @@ def test_b36_a_built_model_counts_as_published(name: str) -> None:
     for length, (per_sequence, per_token) in want["flops"].items():
         assert found.flops(int(length)) == per_sequence == per_token * int(length)
     bias = want["hf_params_exact"]["correction_bias_buffers"]
-    biases = [m.router.selection_bias for _, m in model.mixtures()]
+    biases = [m.router.selection_bias for _, m in model.moe_layers()]
     assert sum(b.numel() for b in biases if b is not None) == bias
 
 

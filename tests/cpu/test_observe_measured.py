@@ -137,7 +137,7 @@ def test_experts_multiply_no_dropped_copy() -> None:
     model = model_of(tight, experts="loop")
     with Products() as products:
         gradients(model, [from_ids(ids_of(1, 12))], None, 8)
-    sent = int(next(model.mixtures())[1].balance.counters.sent_E.sum())
+    sent = int(next(model.moe_layers())[1].balance.counters.sent_E.sum())
     assert sent < 12 * 3
     less = measured(of((GQA, NARROW)), (12,)) - 2 * products.multiply_adds
     assert less == (12 * 3 - sent) * 6 * 3 * HIDDEN * NARROW.width

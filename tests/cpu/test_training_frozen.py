@@ -76,7 +76,7 @@ def test_b60_the_bias_of_a_frozen_router_stays() -> None:
     free = decoder(GQA, moe(router=DEEP, balance=(Bias(rate=0.01),)))
     for record, moves in ((free, True), (freeze(free, ("*.router.*",)), False)):
         model = model_of(record)
-        ((_, mixture),) = model.mixtures()
+        ((_, mixture),) = model.moe_layers()
         before = mixture.router.selection_bias.clone()
         gradients(ShardedState(alone(model)), [padded_rows((7, 9), 3)], loss_chunk=16)
         mixture.balance.finish_step(mixture.router)

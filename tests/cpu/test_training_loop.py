@@ -436,7 +436,7 @@ def test_b18_the_bias_moves_once_a_step_whatever_runs_in_between(tmp_path: Path)
     """Three micro-batches and an evaluation. Plant: update per micro-batch."""
     changes = {"model": DEEPSEEK, "train": {"batch": 3, "micro_batch": 1, "precision": "fp32"}}
     with job_of(tmp_path, **changes) as job:
-        (_, mixture), *_ = job.model.mixtures()
+        (_, mixture), *_ = job.model.moe_layers()
         bias = mixture.router.selection_bias
         assert bias is not None
         rates = [term.rate for term in mixture.record.balance if isinstance(term, Bias)]

@@ -111,10 +111,10 @@ def test_b08_layers_that_collapse_onto_different_experts_do_not_cancel(over: Any
     """Each layer sends all to an expert of its own. Plant: count over layers together."""
     router = Router(experts=2, top_k=1, renormalise=False)
     model = model_of(sparse(Aux(over=over, coefficient=1.0), router=router))
-    for i, mixture in model.mixtures():
+    for i, mixture in model.moe_layers():
         sure_E = torch.tensor([300.0, 0.0], dtype=torch.float64).roll(i)
         mixture.router._logits = lambda x_TD, flow, sure_E=sure_E: sure_E + 0 * x_TD[:, :1]
-    out = model.loss_of(padded_rows((8, 6), 2))
+    out = model.micro_batch_loss(padded_rows((8, 6), 2))
     assert out.router_terms[f"aux_{over}"].item() == 2.0
     assert (out.loss - out.lm_loss).item() == pytest.approx(2 * 2.0, rel=1e-12)
 
@@ -132,7 +132,7 @@ def test_b18_every_layer_moves_its_bias_once_a_step(tmp_path: Path) -> None:
     train = {"steps": 8, "batch": 3, "micro_batch": 1, "precision": "fp32"}
     run = load(Run, raw_run(tmp_path, train=train) | {"model": model}).record
     with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
-        mixtures = dict(job.model.mixtures())
+        mixtures = dict(job.model.moe_layers())
         assert list(mixtures) == [0, 2, 3]
         hands = {i: torch.zeros(5) for i in (0, 3)}
         for _ in range(3):

@@ -15,7 +15,7 @@ from moefold.layers.placement import Box
 from moefold.layers.unshard import unit_of
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.moe.config import Bias
 from moefold.optim.base import Optimizer
 from moefold.optim.config import AdamW, AdamWRule, Muon
@@ -119,7 +119,7 @@ def opened(
     for name, parameter in placed.model.named_parameters():
         parameter.requires_grad_(unit_of(name) not in frozen)
     data = ShardedState(placed)
-    data.fill(start_values(record, 1))
+    data.fill(initial_values(record, 1))
     return data
 
 

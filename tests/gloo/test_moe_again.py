@@ -28,7 +28,7 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
     """Train a model whose selection bias moves; return this rank's state, and rows that lacked."""
     case = ProofCase("", replace(SUBJECTS["mla"], micro_batches=2), LAYOUT, 2)
     trial = RankRun(case, World.open(case.folding, "cpu", 20))
-    data, mixtures = trial.data, [one for _, one in trial.placed.model.mixtures()]
+    data, mixtures = trial.data, [one for _, one in trial.placed.model.moe_layers()]
     lacked, real = [], step.missing_room
 
     def missing(placed: object, overflow: list[Tensor]) -> Tensor | None:

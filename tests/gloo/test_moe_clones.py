@@ -12,7 +12,7 @@ from moefold.comm.recorder import BACKWARD, FORWARD
 from moefold.comm.world import World
 from moefold.layers.config import Full
 from moefold.mesh.folding import Folding
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.moe.clone_weights import take_home
 from moefold.moe.dispatch.config import Clones, Spread
 from moefold.parallel.apply import build
@@ -52,12 +52,12 @@ def step_of(layout: Layout, world: World) -> Step:
     """Run forward and backward of a step."""
     placed = build(small(), "fp64", layout, world)
     data = ShardedState(placed)
-    data.fill(start_values(placed.model.record, 1))
+    data.fill(initial_values(placed.model.record, 1))
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(batches(MICRO)) if j % dp == here]
     world.recorder.clear()
     figures = gradients(data, mine, CHUNK)
-    passes = len(mine) * len(list(placed.model.mixtures()))
+    passes = len(mine) * len(list(placed.model.moe_layers()))
     calls: dict[tuple[str, str], int] = {}
     for site, (count, _) in world.recorder.totals.items():
         if site.label.endswith(("moe.clones", "moe.experts")) and not site.op.startswith("reduce"):

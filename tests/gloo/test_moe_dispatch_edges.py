@@ -15,7 +15,7 @@ from moefold.config import slot
 from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.moe.dispatch.config import AllToAll, FixedRoom, Padded, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -172,14 +172,14 @@ def made_again(rank: int) -> list[dict[str, Any]]:
             layout = Layout(sizes=sizes, dispatch=dispatch, zero=zero, schedule=schedule)
             placed = build(small(), precision, layout, world)
             data = ShardedState(placed)
-            data.fill(start_values(placed.model.record, 1))
+            data.fill(initial_values(placed.model.record, 1))
             dp, here_ = world.folding.dp, world.attention.dp
             mine = [batch for j, batch in enumerate(batches(8)) if j % dp == here_]
             figures = gradients(data, mine, 16)
             held = {held.name: held.tensor.clone() for held in data.gradients()}
             counts = [
                 buffer.clone()
-                for _, mixture in placed.model.mixtures()
+                for _, mixture in placed.model.moe_layers()
                 for buffer in mixture.balance.counters.buffers()
             ]
             parts.append((figures, held, counts))

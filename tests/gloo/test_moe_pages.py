@@ -14,7 +14,7 @@ from moefold.kernels.pages.ring import PageRing
 from moefold.layers.stash import Pages
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder, Stack
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
@@ -94,7 +94,7 @@ def step_of(
     layout = Layout.model_validate({**asked.layout, "offload": pages})
     placed = build(model, asked.precision, layout, world)
     data = ShardedState(placed)
-    data.fill(start_values(placed.model.record, 1))
+    data.fill(initial_values(placed.model.record, 1))
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(given) if j % dp == here]
     most: dict[int, tuple[int, int]] = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.layers.config import Full, Offload, OffloadToPages, Selective
 from moefold.mesh.folding import Folding
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -45,7 +45,7 @@ def reads_of(rank: int, layouts: tuple[dict[str, Any], ...]) -> list[Found]:
         layout = Layout(**given, experts="grouped")  # as on a GPU
         world = World.open(Folding(layout.split, 4), "cpu", 20)
         data = ShardedState(build(small(), "bf16", layout, world))
-        data.fill(start_values(data.placed.model.record, 1))
+        data.fill(initial_values(data.placed.model.record, 1))
         dp, here = world.folding.dp, world.attention.dp
         mine = [batch for j, batch in enumerate(batches(8)) if j % dp == here]
         gradients(data, mine, 16)

@@ -108,7 +108,7 @@ def without_rows(case: Case) -> dict[str, Any]:
     world = data.placed.world
     mine = rows[world.attention.dp :: world.folding.dp] * (case.micro_batches // 4)
     optimizer = data.optimizer(OPTIMIZERS[case.optim])
-    for mixture in (mixture for _, mixture in data.placed.model.mixtures()):
+    for mixture in (mixture for _, mixture in data.placed.model.moe_layers()):
         mixture.router.selection_bias = torch.zeros(8, dtype=torch.float64)
         mixture.router.selection_bias[3] = -1e6
     figures = gradients(data, mine, CHUNK)

@@ -14,7 +14,7 @@ from moefold.layers.config import Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
-from moefold.model.init import start_values
+from moefold.model.init import initial_values
 from moefold.parallel.apply import build, flow_of
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
@@ -37,7 +37,7 @@ def alive(block: Block, policy: Record | None, world: World, planned: int | None
     decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(block,)),))
     layout = Layout(sizes="tp2", recompute=policy)
     data = ShardedState(build(decoder, "fp32", layout, world, "meta"))
-    data.fill(start_values(decoder, 1))
+    data.fill(initial_values(decoder, 1))
     ids = torch.randint(0, 50, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
     flow = flow_of(data.placed, from_ids(ids))
     layer = data.placed.model.get_submodule("layers.0")

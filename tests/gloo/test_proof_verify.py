@@ -11,7 +11,7 @@ from moefold.api import verify
 from moefold.comm.recorder import Site
 from moefold.layers.config import Full, Offload, OffloadToDisk, OffloadToHost, Selective
 from moefold.mesh.config import ORDERS
-from moefold.model.config import patterns
+from moefold.model.config import to_stacks
 from moefold.moe.dispatch.config import Clones
 from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.case import BOUND, LARGEST, ProofCase, Subject, enough
@@ -78,7 +78,7 @@ def together() -> Iterator[ProofCase]:
     for turn, sizes in enumerate(("tp2 etp2", "cp2 ep2")):
         here = [*apart, *alike[turn::2]]
         for part in range(PARTS):
-            stacks = patterns(here[part::PARTS])
+            stacks = to_stacks(here[part::PARTS])
             decoder = plain.decoder.model_copy(update={"stacks": stacks})
             yield of(f"blocks {part}", replace(plain, decoder=decoder, seed=SEEDS[turn]), sizes, 2)
 

@@ -92,7 +92,7 @@ def test_a_step_in_fp64_is_the_same_on_both_devices(shape: str) -> None:
     for device in ("cpu", DEVICE):
         model = model_of(SPARSE[shape], "fp64").to(device)
         figures = gradients(model, [rows.to(device)], None, 16)
-        counts = [m.balance.counters.sent_E.tolist() for _, m in model.mixtures()]
+        counts = [m.balance.counters.sent_E.tolist() for _, m in model.moe_layers()]
         batches.append((figures, counts, on_host(model)))
     (want, counts, theirs), (found, ours_counts, ours) = batches
     assert ours_counts == counts
@@ -126,7 +126,7 @@ def test_the_mixture_never_waits_for_the_device(kind: str, pads: int) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("older devices run grouped products one by one, and read the offsets for it")
     model = on_device(decoder(GQA, MIXTURES[kind]), "bf16", experts="grouped")
-    (_, mixture), *_ = model.mixtures()
+    (_, mixture), *_ = model.moe_layers()
     x_TD = torch.randn(56 + pads, 16, device=DEVICE).to(torch.bfloat16)
     for _ in range(2):
         want = run_mixture(mixture, model.recipe, padded_rows((40, 16), pads).to(DEVICE), x_TD)

@@ -188,7 +188,7 @@ PLANTS = (
         "parallel/pipeline/executor.py",
         "                self._ran.losses.append(way.summed)\n",
         "                self._ran.losses.append(way.summed)\n"
-        "                for _, mixture in self._placed.model.mixtures():\n"
+        "                for _, mixture in self._placed.model.moe_layers():\n"
         "                    mixture.balance.finish_step(mixture.router)\n",
     ),
     Plant(

@@ -130,7 +130,7 @@ PLANTS = (
         "training/step.py",
         "    needed = enough_room(placed, missing)\n",
         "    needed = enough_room(placed, missing)\n"
-        "    for _, mixture in placed.model.mixtures():\n"
+        "    for _, mixture in placed.model.moe_layers():\n"
         "        mixture.balance.finish_step(mixture.router)\n",
     ),
     Plant(

@@ -14,8 +14,8 @@ PLANTS = (
         "the norm after a half is passed over",
         B23,
         "model/block.py",
-        "scaled(out_TD if norm is None else norm(out_TD, flow), self._scale)",
-        "scaled(out_TD, self._scale)",
+        "scaled(out_TD if norm is None else norm(out_TD, flow), self._residual_scale)",
+        "scaled(out_TD, self._residual_scale)",
     ),
     Plant(
         "b23",
@@ -30,7 +30,7 @@ PLANTS = (
         "halves that share a norm do not share its rows",
         B23,
         "model/block.py",
-        "normed_TD if self._shared else total_TD",
+        "normed_TD if self._shared_norm else total_TD",
         "total_TD",
     ),
     Plant(

@@ -129,18 +129,16 @@ PLANTS = (
         "every rank draws its experts from the first",
         BUGS + "test_b35_weights_start_alike_in_every_layout",
         "model/init.py",
-        "whole = normal(seed, piece.name, (end - start, *inner), std, start * math.prod(inner))",
-        "whole = normal(seed, piece.name, (end - start, *inner), std)",
+        "(end - start, *inner), std, start * math.prod(inner))",
+        "(end - start, *inner), std)",
     ),
     Plant(
         "b35",
         "values hang on the size of a rank's piece",
         BUGS + "test_b35_weights_start_alike_in_every_layout",
         "model/init.py",
-        "whole = normal(seed, piece.name, (end - start, *inner), std, start * math.prod(inner))",
-        "count = (end - start) * math.prod(inner)\n"
-        "    whole = normal(seed + count, piece.name, (end - start, *inner), std, "
-        "start * math.prod(inner))",
+        "rows = draw_normal(seed, piece.name",
+        "count = (end - start) * math.prod(inner)\n    rows = draw_normal(seed + count, piece.name",
     ),
     Plant(
         "b39",

@@ -170,8 +170,8 @@ PLANTS = (
         "an adapter in a folder's weight is scaled twice",
         PEFT + "test_b78_an_adapters_folder_is_its_base_and_the_scaled_product_in_it",
         "convert/importer.py",
-        "return merged(wanted, a, b, low.scale)",
-        "return merged(wanted, a, b, low.scale**2)",
+        "return merge_adapter(wanted, a, b, low.scale)",
+        "return merge_adapter(wanted, a, b, low.scale**2)",
     ),
     Plant(
         "b78",

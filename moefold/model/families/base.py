@@ -16,7 +16,7 @@ from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
 from moefold.config.fields import required
 from moefold.layers.config import Positive, Rope, Size
 from moefold.layers.kinds.dense import Dense
-from moefold.model.config import Block, Decoder, patterns
+from moefold.model.config import Block, Decoder, to_stacks
 from moefold.model.families.fields import ConfigField, Rotary
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.names import Entry
@@ -294,7 +294,7 @@ class Family(Record):
         return Decoder(
             vocab=self.shape.vocab or vocab,
             hidden=self.shape.hidden,
-            stacks=patterns(self.blocks()),
+            stacks=to_stacks(self.blocks()),
             norm_epsilon=self.norm_epsilon,
             tied=self.tied,
             init_std=self.init_std,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moefold.layers.kinds.dense import Dense
-from moefold.model.config import patterns
+from moefold.model.config import to_stacks
 from moefold.model.families.base import Reading
 from moefold.model.families.registry import from_hf
 
@@ -58,6 +58,6 @@ def read_dense(
     mixture = from_hf({**given, **own})
     ffn = Dense(width=width)
     blocks = (block.model_copy(update={"ffn": ffn}) for block in mixture.decoder.blocks)
-    decoder = mixture.decoder.model_copy(update={"stacks": patterns(blocks)})
+    decoder = mixture.decoder.model_copy(update={"stacks": to_stacks(blocks)})
     tokens, notes = mixture.special_tokens, mixture.notes
     return Reading(mixture.model, decoder, tokens, notes, mixture.quantised), mixture

@@ -11,7 +11,7 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.files import read_json
-from moefold.model.config import MODEL, Decoder, MultiToken, patterns
+from moefold.model.config import MODEL, Decoder, MultiToken, to_stacks
 from moefold.model.families.base import Balance, Reading, balance_rules, refuse
 from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
@@ -90,7 +90,7 @@ class Folder(Record):
             pairs = zip(blocks[decoder.layers :], self.multi_token, strict=True)
             more = [block.model_copy(update={"multi_token": one}) for block, one in pairs]
             blocks[decoder.layers :] = more
-        return decoder.model_copy(update={"stacks": patterns(blocks)})
+        return decoder.model_copy(update={"stacks": to_stacks(blocks)})
 
     def reading(self) -> Reading:
         """Read the folder's ``config.json``, without multi-token blocks if these are left out."""

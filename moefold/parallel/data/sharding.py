@@ -344,7 +344,7 @@ class ShardedState:
 
     def end_step(self) -> None:
         """After an update of the masters, update router balance, amax histories and weights."""
-        for _, mixture in self.placed.model.mixtures():
+        for _, mixture in self.placed.model.moe_layers():
             mixture.balance.finish_step(mixture.router)
         for history in self.histories.values():
             history.advance()

@@ -112,7 +112,7 @@ class ChunkPass:
             x_TD = model.start(flow) if embeds else given[0]
             x_TD, terms = model.run(flow, x_TD, layers)
             normed_TD = model.finish(flow, x_TD) if scores else x_TD
-            ahead, more = model.ahead(flow, x_TD, normed_TD) if scores else ([], {})
+            ahead, more = model.run_multi_token(flow, x_TD, normed_TD) if scores else ([], {})
             numbers.extend([*terms, *more])
             return normed_TD, *ahead, *terms.values(), *more.values()
 
@@ -192,7 +192,7 @@ class ChunkPass:
         if self._graphs is not None:  # a replay overwrites them
             noted = {at: values.clone() for at, values in noted.items()}
         self.terms += noted.items()
-        _, weighted = self._model.router_terms(terms)
+        _, weighted = self._model.sum_router_terms(terms)
         if weighted is None or not weighted.requires_grad:
             return (None,) * len(terms)
         leaves = [values for values in terms.values() if values.requires_grad]

@@ -46,7 +46,7 @@ class ExpertsPageHook(Hook):
         """Write the page, unless the run failed with a ``ValueError`` or by Ctrl-C."""
         failed = isinstance(error, ValueError | KeyboardInterrupt)
         # The page needs the whole model, which no rank of several has.
-        if failed or job.world.size > 1 or not any(job.model.mixtures()):
+        if failed or job.world.size > 1 or not any(job.model.moe_layers()):
             return
         held_out = job.loader.prepared.valid
         if not held_out:
@@ -178,7 +178,7 @@ def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarra
 def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRouting]:
     """Return each MoE layer's routing of the pieces' tokens; each piece is its own segment."""
     device = model.head_weight.device
-    heard: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i, _ in model.mixtures()}
+    heard: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i, _ in model.moe_layers()}
 
     def note(into: list[Any], module: Any, given: Any, routed: Routed) -> None:
         ids_TK, kept_TK = routed.decision.experts_TK, routed.decision.kept_TK
@@ -186,7 +186,7 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
         into.append((ids_TK.cpu().numpy(), routed.weights_TK.float().cpu().numpy()))
 
     with ExitStack() as listening:
-        for i, mixture in model.mixtures():
+        for i, mixture in model.moe_layers():
             hook = mixture.router.register_forward_hook(partial(note, heard[i]))
             listening.enter_context(hook)
         each = max(1, ROWS // max(map(len, pieces)))
@@ -194,7 +194,7 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
             rows = pack(pieces[at : at + each]).to(device)
             model(Flow(rows, model.recipe, training=False))
     layers = []
-    for i, mixture in model.mixtures():
+    for i, mixture in model.moe_layers():
         if not heard[i]:  # multi-token blocks run only in training
             continue
         ids_TK, weights_TK = (np.concatenate(arrays) for arrays in zip(*heard[i], strict=True))

@@ -47,7 +47,7 @@ class SampleHook(Hook):
             temperature=record.temperature,
             top_p=record.top_p,
             seed=job.run.seed,
-            ends=tokenizer.ends,
+            stop_ids=tokenizer.ends,
             vocab=tokenizer.size,
             window=job.run.data.seq,
         )
