@@ -98,7 +98,7 @@ def experts_gradient(job: Trainer, steps: int = 2) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for number in range(steps):
         job.model.recipe.seed, job.model.recipe.step = job.run.seed, number
-        batches = job.loader.step(job.step_number + number)
+        batches = job.loader.load_step(job.step_number + number)
         gradients(job.data, batches, job.run.train.loss_chunk)
         for held in job.data.gradients():
             if ".experts." in held.name:

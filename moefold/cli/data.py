@@ -17,9 +17,9 @@ from moefold.cli._common import add_json, on_stderr, plain_table, print_json, pr
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
 from moefold.data.docstrings import write_chats
-from moefold.data.index import Corpus, Indexed, is_index, read_facts
+from moefold.data.index import Corpus, IndexedDataset, is_token_index, read_metadata
 from moefold.data.packing import REJECTED
-from moefold.data.prepare import MASK, Prepared, masks_of, prepare
+from moefold.data.prepare import MASK, PreparedData, open_mask, prepare
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
 from moefold.training.words import harmless, plural
@@ -132,17 +132,17 @@ def _said(raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if value is not None}
 
 
-def _facts(prepared: Prepared) -> dict[str, Any]:
+def _facts(prepared: PreparedData) -> dict[str, Any]:
     tokenizer = prepared.tokenizer
     parts = [
         {
             "source": part.name,
             "side": side,
-            "documents": part.corpus.documents,
-            "tokens": part.corpus.tokens,
+            "documents": part.corpus.n_documents,
+            "tokens": part.corpus.n_tokens,
             "bytes": part.n_bytes,
-            "bytes_per_token": part.n_bytes / part.corpus.tokens if part.n_bytes else None,
-            "prefix": str(part.corpus.indexed.bin.with_suffix("")),
+            "bytes_per_token": part.n_bytes / part.corpus.n_tokens if part.n_bytes else None,
+            "prefix": str(part.corpus.dataset.bin.with_suffix("")),
         }
         for side, parts in (("train", prepared.train), ("valid", prepared.valid))
         for part in parts
@@ -165,7 +165,7 @@ def _inspect(args: argparse.Namespace) -> int:
     console, folder = Console(soft_wrap=True), Path(args.prefix).is_dir()
     prefixes = [args.prefix]
     if folder:
-        found = filter(is_index, Path(args.prefix).rglob("*.idx"))
+        found = filter(is_token_index, Path(args.prefix).rglob("*.idx"))
         prefixes = sorted(str(idx.with_suffix("")) for idx in found)
         prefixes = [prefix for prefix in prefixes if not prefix.endswith(MASK)]
         if not prefixes:
@@ -178,9 +178,9 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.document is not None:
         if not 0 <= args.document < found[0]["documents"]:
             raise DataError(f"--document {args.document}: not in [0, {found[0]['documents']})")
-        ids = Indexed(args.prefix).document(args.document).tolist()
+        ids = IndexedDataset(args.prefix).document(args.document).tolist()
         text = None if tokenizer is None else tokenizer.decode(ids, special=True)
-        if (mask := masks_of(args.prefix)) is not None:
+        if (mask := open_mask(args.prefix)) is not None:
             trained = mask.document(args.document).tolist()
     if args.json:
         said = {"text": text} | ({} if trained is None else {"ids": ids, "trained": trained})
@@ -226,29 +226,29 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
     Raises:
         DataError: if the index is inconsistent, or an id is not one of the tokenizer's.
     """
-    indexed = Indexed(prefix)
+    indexed = IndexedDataset(prefix)
     ends: list[int] = []
-    for start in range(0, indexed.tokens, READ_TOKENS):
-        ids = indexed.read(start, min(start + READ_TOKENS, indexed.tokens))
+    for start in range(0, indexed.n_tokens, READ_TOKENS):
+        ids = indexed.read(start, min(start + READ_TOKENS, indexed.n_tokens))
         ends += int(ids.min()), int(ids.max())
     if tokenizer is not None and ends and (min(ends) < 0 or max(ends) >= tokenizer.size):
-        for _ in Corpus(str(prefix), indexed, tokenizer.size).cut(0, indexed.tokens):
+        for _ in Corpus(str(prefix), indexed, tokenizer.size).slice(0, indexed.n_tokens):
             pass  # raises for the first invalid id, with its document and position
-    lengths, said = np.diff(indexed.rows_1), read_facts(prefix)
+    lengths, said = np.diff(indexed.document_starts_1), read_metadata(prefix)
     as_written = None
     if "digest" in said:
-        mask = masks_of(prefix) if "mask" in said else None
-        same = mask is None or mask.digest(every=True) == said["mask"]
-        as_written = same and indexed.digest(every=True) == said["digest"]
+        mask = open_mask(prefix) if "mask" in said else None
+        same = mask is None or mask.digest(full=True) == said["mask"]
+        as_written = same and indexed.digest(full=True) == said["digest"]
     return {
         "bin": str(indexed.bin),
         "documents": len(indexed),
         "empty": int(np.count_nonzero(lengths == 0)),
-        "tokens": indexed.tokens,
+        "tokens": indexed.n_tokens,
         "dtype": indexed.dtype.name,
         "lowest": min(ends, default=-1),
         "highest": max(ends, default=-1),
-        "shortest": int(lengths.min(initial=indexed.tokens)),
+        "shortest": int(lengths.min(initial=indexed.n_tokens)),
         "median": float(np.median(lengths)) if len(lengths) else 0.0,
         "longest": int(lengths.max(initial=0)),
         "file_bytes": indexed.bin.stat().st_size + indexed.idx.stat().st_size,

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         asked = ([*beginning(args), {"role": "user", "content": text}] for text in prompts)
         ids = [speaker.prompt(messages) for messages in asked]
     else:
-        ids = [speaker.tokenizer.prompt(text) for text in prompts]
+        ids = [speaker.tokenizer.encode_prompt(text) for text in prompts]
     if not all(ids):
         raise ValueError("--prompt must have text: this tokenizer has no token that begins a text")
     continued = speaker.write(ids, args.tokens, **drawing(args))

@@ -2,8 +2,8 @@
 
 T rows of the micro-batch, B sequences, S tokens of a sequence, N segments.
 
-A segment is a document, or the piece of one in a sequence. Attention stays inside a segment,
-positions restart with it, and labels do not cross its end. Padding rows come last, belong to no
+A segment is a document, or the piece of one in a sequence. Attention does not cross segments,
+positions restart with each, and labels do not cross its end. Padding rows come last, belong to no
 segment, and are never counted.
 """
 
@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of rows without a label."""
-ROWS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
-"""Tensors of a micro-batch with an entry for each row."""
+ROW_TENSORS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
+"""Fields of a micro-batch that have an entry for each row."""
 
 
 class SegmentOrigin(NamedTuple):
-    """Origin of a segment: data set, number of the document, first token of the piece."""
+    """Origin of a segment: data set, document index, position of its first token there."""
 
     name: str
     document: int
@@ -37,15 +37,15 @@ class MicroBatch:
     ids_T: Tensor
     """int64 token ids; 0 on padding rows."""
     labels_T: Tensor
-    """int64 next token of the same document, ``IGNORED`` where there is none."""
+    """int64 next token of the document, ``IGNORE_INDEX`` where there is none."""
     positions_T: Tensor
-    """int64 position inside the segment, from 0."""
+    """int64 position in the segment, from 0."""
     valid_T: Tensor
     """bool, False on padding rows."""
     token_T: Tensor
-    """int64 number of the row in the step's global batch, independent of the layout."""
+    """int64 index of the row in the step's global batch, independent of the layout."""
     lengths: tuple[int, ...]
-    """Rows of each segment of the whole micro-batch, in row order."""
+    """Rows of each segment of the full micro-batch, in row order."""
     n_valid: int
     """Rows on this rank that are not padding; they come first."""
     n_labels: int
@@ -55,9 +55,9 @@ class MicroBatch:
     sources: tuple[SegmentOrigin, ...] = ()
     """Origin of each segment, for reports; empty if unknown."""
     row_T: Tensor | None = None
-    """int64 place of each row in the whole micro-batch; None if this is the whole."""
+    """int64 index of each row in the full micro-batch; None if all rows are here."""
     first: int = 0
-    """Number of the whole micro-batch's first row in the step's global batch."""
+    """Index of the full micro-batch's first row in the step's global batch."""
 
     def __post_init__(self) -> None:
         rows = self.ids_T.shape
@@ -73,12 +73,12 @@ class MicroBatch:
 
     @property
     def population(self) -> int:
-        """Number of valid rows of the whole micro-batch, on this and other ranks."""
+        """Number of valid rows of the full micro-batch, on this and other ranks."""
         return sum(self.lengths)
 
     @cached_property
-    def place_T(self) -> Tensor:
-        """int64 place of each row in the whole micro-batch."""
+    def full_row_T(self) -> Tensor:
+        """int64 index of each row in the full micro-batch."""
         if self.row_T is not None:
             return self.row_T
         return torch.arange(self.rows, device=self.ids_T.device)
@@ -92,29 +92,29 @@ class MicroBatch:
     @cached_property
     def segment_T(self) -> Tensor:
         """int64 segment number of each valid row."""
-        rows_T = self.place_T[: self.n_valid]
+        rows_T = self.full_row_T[: self.n_valid]
         return torch.searchsorted(self.cu_seqlens[1:], rows_T, right=True)
 
-    def last(self, x_TX: Tensor) -> Tensor:
-        """Return the last row of each segment; needs all rows of the micro-batch."""
+    def gather_last(self, x_TX: Tensor) -> Tensor:
+        """Return the last row of each segment; requires all rows of the micro-batch."""
         if len(self.lengths) == self.rows:
             return x_TX
         return x_TX[(self.cu_seqlens[1:] - 1).long()]
 
-    def part(self, pieces: Sequence[range]) -> "MicroBatch":
-        """Return the rows in ``pieces``, ascending to keep valid rows first; from host tensors."""
-        places_T = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
-        picked = {name: getattr(self, name)[places_T] for name in ROWS}
+    def select_rows(self, ranges: Sequence[range]) -> "MicroBatch":
+        """Return the rows in ``ranges``, ascending to keep valid rows first; host tensors only."""
+        rows_T = torch.cat([torch.arange(p.start, p.stop) for p in ranges])
+        picked = {name: getattr(self, name)[rows_T] for name in ROW_TENSORS}
         return replace(
             self,
             **picked,
-            row_T=self.place_T[places_T],
-            n_valid=sum(len(range(p.start, min(p.stop, self.n_valid))) for p in pieces),
-            n_labels=int((picked["labels_T"] != IGNORED).sum()),
+            row_T=self.full_row_T[rows_T],
+            n_valid=sum(len(range(p.start, min(p.stop, self.n_valid))) for p in ranges),
+            n_labels=int((picked["labels_T"] != IGNORE_INDEX).sum()),
         )
 
-    def ahead(self, by: int) -> "MicroBatch":
-        """Return the whole micro-batch's rows with ids and labels of ``by`` tokens later.
+    def shift(self, by: int) -> "MicroBatch":
+        """Return the full micro-batch with ids and labels of ``by`` tokens later.
 
         Beyond a segment's end, rows have its last token as id and no label.
         """
@@ -125,15 +125,15 @@ class MicroBatch:
         later_T, inside_T = from_T[: self.n_valid] + by, torch.zeros_like(self.valid_T)
         inside_T[: self.n_valid] = later_T < end_T
         from_T[: self.n_valid] = later_T.minimum(end_T - 1)
-        labels_T = self.labels_T[from_T].where(inside_T, IGNORED)
-        counted = int((labels_T != IGNORED).sum())
-        return replace(self, ids_T=self.ids_T[from_T], labels_T=labels_T, n_labels=counted)
+        labels_T = self.labels_T[from_T].where(inside_T, IGNORE_INDEX)
+        n_labels = int((labels_T != IGNORE_INDEX).sum())
+        return replace(self, ids_T=self.ids_T[from_T], labels_T=labels_T, n_labels=n_labels)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return the micro-batch with its tensors on ``device``, copied asynchronously."""
         if torch.device(device) == self.ids_T.device:
             return self
-        names = ROWS if self.row_T is None else (*ROWS, "row_T")
+        names = ROW_TENSORS if self.row_T is None else (*ROW_TENSORS, "row_T")
         rows: dict[str, Tensor] = {name: getattr(self, name) for name in names}
         if torch.device(device).type == "cuda":
             # CUDA copies from pageable memory are synchronous.
@@ -141,8 +141,8 @@ class MicroBatch:
         return replace(self, **{n: x.to(device, non_blocking=True) for n, x in rows.items()})
 
 
-def zigzag(rows: int, index: int, ranks: int) -> tuple[range, ...]:
-    """Return the rows of context rank ``index`` of ``ranks``: one piece from either end.
+def zigzag_rows(rows: int, index: int, ranks: int) -> tuple[range, ...]:
+    """Return the row ranges of context rank ``index`` of ``ranks``: one from either end.
 
     This balances causal attention. ``2 * ranks`` must divide ``rows``.
     """
@@ -154,8 +154,8 @@ def zigzag(rows: int, index: int, ranks: int) -> tuple[range, ...]:
     return range(first, first + piece), range(last, last + piece)
 
 
-def band(rows: int, index: int, ranks: int) -> tuple[range, ...]:
-    """Return the rows of tensor rank ``index`` of ``ranks``: one contiguous piece."""
+def contiguous_rows(rows: int, index: int, ranks: int) -> tuple[range, ...]:
+    """Return the row range of tensor rank ``index`` of ``ranks``."""
     piece = rows // ranks
     assert piece * ranks == rows, (rows, ranks)
     return (range(index * piece, (index + 1) * piece),)
@@ -171,14 +171,14 @@ def assemble(
     n_bytes: float = 0.0,
     sources: Sequence[SegmentOrigin] = (),
 ) -> MicroBatch:
-    """Build a micro-batch from its valid rows, and pad it to ``rows`` rows.
+    """Build a micro-batch from its valid rows, padded to ``rows`` rows.
 
     Args:
         ids_T: token ids of the valid rows.
-        labels_T: labels of the valid rows, ``IGNORED`` where there is none.
-        lengths: rows of each segment; the sum is the number of valid rows.
+        labels_T: labels of the valid rows, ``IGNORE_INDEX`` where there is none.
+        lengths: rows of each segment; they sum to the number of valid rows.
         rows: rows of the result, padding included (default: no padding).
-        token_T: numbers of all rows in the step's global batch (default: from 0 on).
+        token_T: indices of all rows in the step's global batch (default: from 0).
         n_bytes: UTF-8 bytes of the labels' text.
         sources: origin of each segment.
     """
@@ -187,7 +187,7 @@ def assemble(
     assert valid == len(labels_T) == sum(lengths) <= rows, (valid, len(labels_T), rows)
     lengths_N = np.asarray(lengths, dtype=np.int64)
     starts_N = np.cumsum(lengths_N) - lengths_N
-    ids, labels = np.zeros(rows, np.int64), np.full(rows, IGNORED, np.int64)
+    ids, labels = np.zeros(rows, np.int64), np.full(rows, IGNORE_INDEX, np.int64)
     positions, inside = np.zeros(rows, np.int64), np.zeros(rows, np.bool_)
     ids[:valid], labels[:valid], inside[:valid] = ids_T, labels_T, True
     positions[:valid] = np.arange(valid) - np.repeat(starts_N, lengths_N)
@@ -200,14 +200,14 @@ def assemble(
         token_T=torch.from_numpy(numbers),
         lengths=tuple(int(n) for n in lengths),
         n_valid=valid,
-        n_labels=int(np.count_nonzero(labels != IGNORED)),
+        n_labels=int(np.count_nonzero(labels != IGNORE_INDEX)),
         n_bytes=n_bytes,
         sources=tuple(sources),
         first=int(numbers[0]) if rows else 0,
     )
 
 
-def padded(rows: int, multiple: int) -> int:
+def round_up(rows: int, multiple: int) -> int:
     """Return ``rows`` rounded up to a multiple of ``multiple``."""
     return -(-rows // multiple) * multiple
 
@@ -218,28 +218,28 @@ def pack(
     first_token: int = 0,
     rows: int | None = None,
 ) -> MicroBatch:
-    """Pack whole documents one after another; labels are the next token of the same document.
+    """Pack whole documents one after another; labels are the next token of each document.
 
-    Each document that is not empty becomes a segment. The result has ``rows`` rows, by default as
-    many as needed, rounded up to a multiple of ``pad_to``; ``token_T`` starts at ``first_token``.
+    Each non-empty document becomes a segment. The result has ``rows`` rows, by default as many as
+    needed, rounded up to a multiple of ``pad_to``; ``token_T`` starts at ``first_token``.
     """
     kept = [np.asarray(d, dtype=np.int64) for d in documents if len(d)]
     none = np.zeros(0, np.int64)
     ids_T = np.concatenate([none, *kept])
-    labels_T = np.concatenate([none, *(np.append(d[1:], IGNORED) for d in kept)])
-    rows = padded(len(ids_T), pad_to) if rows is None else rows
+    labels_T = np.concatenate([none, *(np.append(d[1:], IGNORE_INDEX) for d in kept)])
+    rows = round_up(len(ids_T), pad_to) if rows is None else rows
     token_T = np.arange(first_token, first_token + rows, dtype=np.int64)
     return assemble(ids_T, labels_T, [len(d) for d in kept], rows=rows, token_T=token_T)
 
 
-def last_rows(texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
-    """Return the last token of each text as a segment of one row, at its position in the text."""
+def pack_last_tokens(texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
+    """Pack the last token of each text as a segment of one row, at its position in the text."""
     valid = len(texts)
-    rows = padded(valid, pad_to)
+    rows = round_up(valid, pad_to)
     token_T, none = torch.arange(rows), [0] * (rows - valid)
     return MicroBatch(
         ids_T=torch.tensor([text[-1] for text in texts] + none),
-        labels_T=torch.full_like(token_T, IGNORED),
+        labels_T=torch.full_like(token_T, IGNORE_INDEX),
         positions_T=torch.tensor([len(text) - 1 for text in texts] + none),
         valid_T=token_T < valid,
         token_T=token_T,
@@ -253,13 +253,13 @@ def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
     """Turn B sequences of S tokens into rows, one segment each, on the device of ``ids_BS``.
 
     By default each row's label is the next token of its sequence, and the last row has none.
-    ``labels_BS`` [B, S], if given, must be shifted already.
+    ``labels_BS`` [B, S], if given, must already be shifted.
     """
     if ids_BS.dim() != 2:
         raise ValueError(f"ids must have the shape [sequences, tokens], not {list(ids_BS.shape)}")
     b, s = ids_BS.shape
     if labels_BS is None:
-        shifted_BS = torch.full_like(ids_BS, IGNORED, dtype=torch.int64)
+        shifted_BS = torch.full_like(ids_BS, IGNORE_INDEX, dtype=torch.int64)
         shifted_BS[:, : max(s - 1, 0)] = ids_BS[:, 1:]
     elif labels_BS.shape == ids_BS.shape:
         shifted_BS = labels_BS.to(torch.int64)
@@ -274,5 +274,5 @@ def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
         token_T=torch.arange(b * s, device=device),
         lengths=(s,) * b if s else (),
         n_valid=b * s,
-        n_labels=int((labels_T != IGNORED).sum()),
+        n_labels=int((labels_T != IGNORE_INDEX).sum()),
     )

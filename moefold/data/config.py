@@ -23,8 +23,8 @@ BYTES = 256
 MAX_IDS = 1 << 24
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
-BESIDE = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG, "special_tokens_map.json")
-"""Files next to a ``tokenizer.json`` that are kept with it from import to export."""
+SIDECAR_FILES = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG, "special_tokens_map.json")
+"""Files next to a ``tokenizer.json`` that import and export keep with it."""
 Files = Annotated[
     tuple[Annotated[str, Field(min_length=1), OnDisk(globs=True)], ...],
     Field(min_length=1, examples=[["corpus/*.txt"]]),
@@ -33,7 +33,7 @@ Files = Annotated[
 
 
 class DataError(ValueError):
-    """Data that cannot be used; the text names the file, the place in it, and a remedy."""
+    """Unusable data; the message names the file, the position in it, and a remedy."""
 
 
 class TokenizerRecord(Record):
@@ -44,7 +44,7 @@ class TokenizerRecord(Record):
         raise NotImplementedError(f"{type(self).__name__} must implement vocab_size")
 
     def stamp(self) -> str:
-        """Return a text that changes when the tokenizer's files change."""
+        """Return a string that changes when the tokenizer's files change."""
         return ""
 
 
@@ -84,12 +84,12 @@ class FileTokenizer(TokenizerRecord):
     def vocab_size(self) -> int:
         """Return the highest token id plus one, read from the file."""
         file = tokenizer_file(self.path)
-        return ids_in(file, file.stat().st_mtime_ns)
+        return read_vocab_size(file, file.stat().st_mtime_ns)
 
     def stamp(self) -> str:
         """Return the SHA-256 of the tokenizer's files."""
         file = tokenizer_file(self.path)
-        files = [file, *(file.with_name(name) for name in (*BESIDE, "config.json"))]
+        files = [file, *(file.with_name(name) for name in (*SIDECAR_FILES, "config.json"))]
         files += [] if self.template is None else [Path(self.template)]
         read = [f.read_bytes() for f in files if f.is_file()]
         return sha256(b"\0".join(read)).hexdigest()
@@ -225,15 +225,15 @@ class Data(Record):
     @property
     def evaluation_sets(self) -> tuple[str, ...]:
         """Names of the sets that can be evaluated."""
-        held = tuple(s.label for s in self.train if s.holdout)
-        return held + tuple(s.label for s in self.valid)
+        held_out = tuple(s.label for s in self.train if s.holdout)
+        return held_out + tuple(s.label for s in self.valid)
 
     def rules(self) -> Iterator[Violation]:
         """Source names are unique, validation sets have no holdout, sources fit the tokenizer."""
-        places = [(("train", i), source) for i, source in enumerate(self.train)]
-        places += [(("valid", i), source) for i, source in enumerate(self.valid)]
-        taken, seen = {source.label for _, source in places}, Counter[str]()
-        for path, source in places:
+        sources = [(("train", i), source) for i, source in enumerate(self.train)]
+        sources += [(("valid", i), source) for i, source in enumerate(self.valid)]
+        taken, seen = {source.label for _, source in sources}, Counter[str]()
+        for path, source in sources:
             label = source.label
             seen[label] += 1
             if seen[label] > 1:
@@ -243,17 +243,17 @@ class Data(Record):
                 taken.add(f"{label}_{number}")
                 rule = "must differ from the names of the other sources"
                 yield Violation((*path, "name"), label, rule, f"{label}_{number}")
-        trains = isinstance(self.tokenizer, BpeTokenizer)
-        for path, source in places:
+        trains_tokenizer = isinstance(self.tokenizer, BpeTokenizer)
+        for path, source in sources:
             valid = path[0] == "valid"
             if valid and source.holdout:
                 rule = "must be 0 under data.valid, where all documents are used for evaluation"
                 yield Violation((*path, "holdout"), source.holdout, rule, 0.0)
-            if isinstance(source, IndexedTokens) and trains:
+            if isinstance(source, IndexedTokens) and trains_tokenizer:
                 rule = "needs the tokenizer of these tokens (data.tokenizer: {kind: file, ...})"
                 nearest = REMOVE if valid else {"source": "python_stdlib"}
                 yield Violation(path, source.prefix, rule, nearest)
-            if isinstance(source, Chat | Preferences) and trains:
+            if isinstance(source, Chat | Preferences) and trains_tokenizer:
                 rule = "needs a tokenizer with a chat template (data.tokenizer: {kind: file, ...})"
                 yield Violation(path, source.files[0], rule, REMOVE if valid else MISSING)
 
@@ -269,8 +269,8 @@ def tokenizer_file(path: str) -> Path:
 
 
 @lru_cache(maxsize=8)
-def ids_in(file: Path, written_ns: int = 0) -> int:
-    """Return the highest id in a ``tokenizer.json`` plus one; the file's time is a cache key."""
+def read_vocab_size(file: Path, mtime_ns: int = 0) -> int:
+    """Return the highest id in a ``tokenizer.json`` plus one; ``mtime_ns`` is a cache key."""
     content = read_json(file, DataError)
     try:
         vocab = content["model"]["vocab"]
@@ -285,11 +285,11 @@ def ids_in(file: Path, written_ns: int = 0) -> int:
         highest = max(highest, len(vocab) + len(new) - 1)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{file}: model.vocab or added_tokens is missing or malformed") from error
-    return demand_ids(highest + 1, file)
+    return check_vocab_size(highest + 1, file)
 
 
-def demand_ids(size: int, source: str | Path) -> int:
-    """Return ``size``, a tokenizer's number of ids; raises ``DataError`` above ``MAX_IDS``."""
+def check_vocab_size(size: int, source: str | Path) -> int:
+    """Return ``size``, a tokenizer's number of ids; raise ``DataError`` above ``MAX_IDS``."""
     if size > MAX_IDS:
         raise DataError(
             f"{source}: has the id {size - 1}, but ids must be below {MAX_IDS}; correct the file"

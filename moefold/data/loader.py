@@ -2,14 +2,13 @@
 
 T rows of a micro-batch, V vocabulary.
 
-A sequence is ``seq`` rows cut from concatenated documents, or whole conversations that are packed
-(``packing.py``), in which only answers are labels. In text, a row's label is the next token of its
-document, also if that token begins the next sequence: in an epoch each token of a document except
-the first is a label exactly once. The last token of a document has no label. Positions restart with
-each segment.
+A sequence is ``seq`` rows cut from concatenated documents, or packed conversations, in which only
+answers are labels (``packing.py``). In text, a row's label is the next token of its document, even
+if that token begins the next sequence: in an epoch each token of a document except the first is a
+label exactly once. The last token of a document has no label. Positions restart with each segment.
 
 Micro-batch j of a step holds sequences ``j * micro_batch`` to ``(j + 1) * micro_batch`` of the
-step's batch, in any layout; it runs at round ``j // dp`` on data rank ``j % dp``.
+step's batch, in any layout; it runs in round ``j // dp`` on data rank ``j % dp``.
 """
 
 import json
@@ -19,21 +18,21 @@ from itertools import chain, islice, repeat
 
 import numpy as np
 
-from moefold.data.batch import IGNORED, MicroBatch, SegmentOrigin, assemble, pack, padded
+from moefold.data.batch import IGNORE_INDEX, MicroBatch, SegmentOrigin, assemble, pack, round_up
 from moefold.data.config import DataError
 from moefold.data.index import DocumentPiece
-from moefold.data.order import Mixture, spread
-from moefold.data.packing import sequences_of
-from moefold.data.prepare import Prepared, PreparedPart
+from moefold.data.order import Mixture, evenly_spaced
+from moefold.data.packing import build_sequences
+from moefold.data.prepare import PreparedData, PreparedPart
 
-_ORDER = 1
+_ORDER_VERSION = 1
 
 
 class Loader:
     """Builds one data rank's micro-batches from prepared data.
 
-    Every rank gets equally many: if the last round has too few, the remaining ranks run a
-    micro-batch of padding only.
+    Every rank gets the same number: if the last round has too few, the remaining ranks get a
+    micro-batch of padding.
 
     Args:
         prepared: tokenizer and token files.
@@ -48,7 +47,7 @@ class Loader:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedData,
         seq: int,
         batch: int,
         micro_batch: int = 1,
@@ -62,17 +61,17 @@ class Loader:
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
         self._rank, self._ranks = rank, ranks
         self.offset = 0
-        """Added to ``step * batch`` for the number of a step's first sequence; not 0 in a fork of a
-        run with another batch size."""
-        self.rows = padded(micro_batch * seq, pad_to)
+        """Added to ``step * batch`` for the number of a step's first sequence; nonzero in a fork of
+        a run with another batch size."""
+        self.rows = round_up(micro_batch * seq, pad_to)
         """Number of rows T of each micro-batch."""
         self._parts = prepared.train
         self._mixture = Mixture(tuple(p.weight for p in self._parts))
-        self._drawn = [sequences_of(p.corpus, seed, p.name, seq) for p in self._parts]
+        self._sequences = [build_sequences(p.corpus, seed, p.name, seq) for p in self._parts]
         self._valid = {p.name: p for p in prepared.valid}
 
     @property
-    def micro_batches(self) -> int:
+    def n_micro_batches(self) -> int:
         """Number of micro-batches of a step, over all data ranks."""
         return self.batch // self.micro_batch
 
@@ -82,98 +81,99 @@ class Loader:
         return tuple(self._valid)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the data and the cutting of sequences, without seed and batch.
+        """Return a SHA-256 of the data and of how sequences are cut, without seed and batch.
 
-        Loaders with equal fingerprint, seed and batch return equal batches for every step.
+        Loaders with equal fingerprint, seed and batch return equal batches at every step.
         """
         weights = [(p.name, p.weight) for p in self._parts]
-        said = json.dumps([_ORDER, self.prepared.fingerprint(), self.seq, weights])
-        return sha256(said.encode()).hexdigest()
+        text = json.dumps([_ORDER_VERSION, self.prepared.fingerprint(), self.seq, weights])
+        return sha256(text.encode()).hexdigest()
 
     def epoch(self, step: int) -> dict[str, float]:
-        """Return how many times each training source has been read when ``step`` begins."""
+        """Return how many epochs of each training source precede ``step``."""
         taken = self._mixture.counts(step * self.batch + self.offset)
-        pairs = zip(self._parts, taken, self._drawn, strict=True)
-        return {part.name: n / drawn.sequences for part, n, drawn in pairs}
+        pairs = zip(self._parts, taken, self._sequences, strict=True)
+        return {part.name: n / source.n_sequences for part, n, source in pairs}
 
-    def step(self, step: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a step (from 0 on), a function of seed and step."""
-        count = self.micro_batches
-        mine = [self.step_part(step, j) for j in range(self._rank, count, self._ranks)]
-        return list(self._evened(iter(mine), count))
+    def load_step(self, step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a step (from 0), determined by seed and step."""
+        count = self.n_micro_batches
+        mine = [self.load_micro_batch(step, j) for j in range(self._rank, count, self._ranks)]
+        return list(self._pad_to_equal(iter(mine), count))
 
-    def step_part(self, step: int, j: int) -> MicroBatch:
+    def load_micro_batch(self, step: int, j: int) -> MicroBatch:
         """Return micro-batch ``j`` of a step, of any rank."""
-        assert step >= 0 and 0 <= j < self.micro_batches, (step, j)
+        assert step >= 0 and 0 <= j < self.n_micro_batches, (step, j)
         first = j * self.micro_batch
-        cuts = []
+        sequences = []
         for i in range(first, first + self.micro_batch):
             source, n = self._mixture.pick(step * self.batch + self.offset + i)
-            cuts.append((self._parts[source], self._drawn[source].drawn(n)))
+            sequences.append((self._parts[source], self._sequences[source].train_sequence(n)))
         padding = self.batch * self.seq + j * (self.rows - self.micro_batch * self.seq)
-        return self._build(cuts, first * self.seq, padding)
+        return self._build(sequences, first * self.seq, padding)
 
     def evaluation(self, name: str | None = None, limit: int | None = None) -> Iterator[MicroBatch]:
         """Yield this rank's part of a held-out set (default: the only one), in order.
 
-        The labels of all ranks together are all of its text, each byte once; or, with ``limit``, at
-        most about so many tokens, in sequences evenly spread over the set.
+        The ranks' labels together cover each byte of its text once; or, with ``limit``, about that
+        many tokens at most, in sequences evenly spaced over the set.
         """
         if name is None and len(self._valid) == 1:
             (name,) = self._valid
         if name not in self._valid:
             sets = ", ".join(self._valid) or "none; set holdout on a source, or add data.valid"
             raise DataError(f"no held-out set {name!r}; the held-out sets are: {sets}")
-        return self._in_order(self._valid[name], limit)
+        return self._ordered_batches(self._valid[name], limit)
 
-    def everything(self, held_out: bool = True) -> Iterator[MicroBatch]:
-        """Yield this rank's part of all training and, if ``held_out``, other sets, in order."""
+    def all_batches(self, held_out: bool = True) -> Iterator[MicroBatch]:
+        """Yield this rank's part of the training and, if ``held_out``, other sets, in order."""
         for part in (*self._parts, *(self._valid.values() if held_out else ())):
-            yield from self._in_order(part, None)
+            yield from self._ordered_batches(part, None)
 
-    def _in_order(self, part: PreparedPart, limit: int | None) -> Iterator[MicroBatch]:
+    def _ordered_batches(self, part: PreparedPart, limit: int | None) -> Iterator[MicroBatch]:
         name, each = part.name, self.micro_batch
-        held = sequences_of(part.corpus, 0, name, self.seq, whole=False)
-        n = held.held
-        chosen = range(n) if limit is None else spread(n, max(limit // self.seq, 1))
+        sequences = build_sequences(part.corpus, 0, name, self.seq, require_full=False)
+        n = sequences.n_ordered_sequences
+        chosen = range(n) if limit is None else evenly_spaced(n, max(limit // self.seq, 1))
 
-        def found() -> Iterator[MicroBatch]:
+        def batches() -> Iterator[MicroBatch]:
             for first in range(self._rank * each, len(chosen), self._ranks * each):
-                cuts = [(part, held.in_order(number)) for number in chosen[first : first + each]]
+                group = [
+                    (part, sequences.ordered_sequence(i)) for i in chosen[first : first + each]
+                ]
                 padding = len(chosen) * self.seq + first // each * self.rows
-                yield self._build(cuts, first * self.seq, padding)
+                yield self._build(group, first * self.seq, padding)
 
-        return self._evened(found(), -(-len(chosen) // each))
+        return self._pad_to_equal(batches(), -(-len(chosen) // each))
 
-    def _evened(self, found: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """Pad this rank's part of ``count`` micro-batches to the number that others have."""
-        return islice(chain(found, repeat(pack([], rows=self.rows))), -(-count // self._ranks))
+    def _pad_to_equal(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        """Append padding until this rank has as many of the ``count`` micro-batches as others."""
+        return islice(chain(batches, repeat(pack([], rows=self.rows))), -(-count // self._ranks))
 
     def _build(
         self,
-        cuts: Sequence[tuple[PreparedPart, Iterable[DocumentPiece]]],
+        sequences: Sequence[tuple[PreparedPart, Iterable[DocumentPiece]]],
         first: int,
         padding: int,
     ) -> MicroBatch:
         """Assemble sequences, each a part and its pieces, into one micro-batch.
 
-        ``first`` is the ``token_T`` of its first row, ``padding`` that of the first row after its
-        sequences.
+        ``first`` is the ``token_T`` of its first row, ``padding`` that of its first padding row.
         """
         ids, labels, lengths, origins, n_bytes = [], [], [], [], 0.0
         n_bytes_V = self.prepared.tokenizer.n_bytes_V
-        for part, pieces in cuts:
+        for part, pieces in sequences:
             for piece in pieces:
-                following = IGNORED if piece.following is None else piece.following
+                following = IGNORE_INDEX if piece.next_token is None else piece.next_token
                 shifted = np.append(piece.ids_N[1:], following)
-                if piece.trained_N is not None:
-                    shifted[~np.append(piece.trained_N[1:], False)] = IGNORED
+                if piece.loss_mask_N is not None:
+                    shifted[~np.append(piece.loss_mask_N[1:], False)] = IGNORE_INDEX
                 ids.append(piece.ids_N)
                 labels.append(shifted)
                 lengths.append(len(piece.ids_N))
                 origins.append(SegmentOrigin(part.name, piece.document, piece.start))
                 n_bytes += part.byte_ratio * int(n_bytes_V[shifted[shifted >= 0]].sum())
-        inside = len(cuts) * self.seq
+        inside = len(sequences) * self.seq
         numbers = np.arange(first, first + inside), np.arange(padding, padding + self.rows - inside)
         return assemble(
             np.concatenate(ids),

@@ -1,7 +1,7 @@
 """The order of sequences: a pure function of seed and sequence number, with no state to save.
 
-Sequence number k of a run (k = step x batch + place in the batch) is assigned to a source, becomes
-the n-th sequence of that source, and thus a place in one of its shuffled epochs. All of it is
+Sequence number k of a run (k = step x batch + index in the batch) is assigned to a source, becomes
+the n-th sequence of that source, and thus a position in one of its shuffled epochs. All of it is
 integer arithmetic that works for any k, so a run resumes exactly, and neither the number of ranks
 nor the size of a micro-batch matters.
 """
@@ -17,44 +17,44 @@ _MASK = (1 << 64) - 1
 _ROUNDS = 6
 
 
-def key_of(*parts: int | str) -> int:
-    """Return a 64-bit hash of all parts that is equal on every machine and version."""
+def stable_hash(*parts: int | str) -> int:
+    """Return a 64-bit hash of all parts, equal on every machine and Python version."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _scramble(x: int) -> int:
-    """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64 bits."""
+def _splitmix64(x: int) -> int:
+    """Apply the SplitMix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64 bits."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
-def shuffled(place: int, n: int, key: int) -> int:
-    """Return the number at ``place`` of a permutation of ``range(n)`` determined by ``key``.
+def permuted_index(position: int, n: int, key: int) -> int:
+    """Return element ``position`` of the permutation of ``range(n)`` that ``key`` selects.
 
     A Feistel network over a grid of a x b >= n cells, iterated until it falls inside ``range(n)``
-    (Black and Rogaway 2002): constant time for any place, without a table.
+    (Black and Rogaway 2002): constant time for any position, without a table.
     """
-    assert 0 <= place < n, (place, n)
+    assert 0 <= position < n, (position, n)
     a = isqrt(n - 1) + 1
     b = -(-n // a)
     while True:
-        left, right = divmod(place, b)
-        for turn in range(_ROUNDS):
-            if turn % 2:
-                right = (right + _scramble(key ^ _scramble(left * _ROUNDS + turn))) % b
+        left, right = divmod(position, b)
+        for round_number in range(_ROUNDS):
+            if round_number % 2:
+                right = (right + _splitmix64(key ^ _splitmix64(left * _ROUNDS + round_number))) % b
             else:
-                left = (left + _scramble(key ^ _scramble(right * _ROUNDS + turn))) % a
-        place = left * b + right
-        if place < n:
-            return place
+                left = (left + _splitmix64(key ^ _splitmix64(right * _ROUNDS + round_number))) % a
+        position = left * b + right
+        if position < n:
+            return position
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Distributes a stream of sequences over sources, by weight and as evenly as possible.
+    """Interleaves the sequences of several sources by weight, as evenly as possible.
 
     At any point a source's count differs from its exact share by less than the number of sources.
     """
@@ -62,21 +62,21 @@ class Mixture:
     weights: tuple[float, ...]
 
     @cached_property
-    def _whole(self) -> tuple[int, ...]:
+    def _integer_weights(self) -> tuple[int, ...]:
         """The weights as integers, exact for their decimal notation."""
         exact = [Fraction(repr(float(w))) for w in self.weights]
         common = lcm(*(f.denominator for f in exact))
         return tuple(int(f * common) for f in exact)
 
     def pick(self, k: int) -> tuple[int, int]:
-        """Return the source of sequence k, and the number of earlier sequences of that source."""
+        """Return the source of sequence k, and how many earlier sequences came from it."""
         before, after = self.counts(k), self.counts(k + 1)
         return next((i, n) for i, n in enumerate(before) if after[i] > n)
 
     def counts(self, k: int) -> tuple[int, ...]:
         """Return how many of the first k sequences come from each source."""
-        rest, counts = sum(self._whole), []
-        for weight in self._whole:
+        rest, counts = sum(self._integer_weights), []
+        for weight in self._integer_weights:
             counts.append((k * weight + rest // 2) // rest)
             k, rest = k - counts[-1], rest - weight
         return tuple(counts)
@@ -86,9 +86,9 @@ class Mixture:
 class Epochs:
     """First rows of one source's sequences, epoch after epoch.
 
-    The concatenated documents form a ring of ``tokens`` rows. Each epoch cuts it into whole
-    sequences from a different first row and takes each once, in a different order; the
-    ``tokens % seq`` rows that fill no sequence differ from epoch to epoch.
+    The concatenated documents form a ring of ``tokens`` rows. Each epoch starts at another row,
+    cuts full sequences, and takes each once in a new order; the ``tokens % seq`` rows that fill no
+    sequence differ from epoch to epoch.
     """
 
     seed: int
@@ -97,18 +97,18 @@ class Epochs:
     seq: int
 
     @property
-    def sequences(self) -> int:
+    def n_sequences(self) -> int:
         """Number of sequences of an epoch."""
         return self.tokens // self.seq
 
-    def start(self, n: int) -> int:
+    def start_row(self, n: int) -> int:
         """Return the first row of this source's n-th sequence, counted over all epochs."""
-        epoch, place = divmod(n, self.sequences)
-        key = key_of("epoch", self.seed, self.name, epoch)
-        number = shuffled(place, self.sequences, key)
-        return (_scramble(key) % self.tokens + number * self.seq) % self.tokens
+        epoch, position = divmod(n, self.n_sequences)
+        key = stable_hash("epoch", self.seed, self.name, epoch)
+        index = permuted_index(position, self.n_sequences, key)
+        return (_splitmix64(key) % self.tokens + index * self.seq) % self.tokens
 
 
-def spread(n: int, chosen: int) -> Sequence[int]:
-    """Return ``chosen`` numbers of ``range(n)``, evenly spread; all of them if n is less."""
-    return range(n) if chosen >= n else [i * n // chosen for i in range(chosen)]
+def evenly_spaced(n: int, count: int) -> Sequence[int]:
+    """Return ``count`` evenly spaced numbers of ``range(n)``, or all if n is smaller."""
+    return range(n) if count >= n else [i * n // count for i in range(count)]

@@ -1,4 +1,4 @@
-"""Preparation of data, once: train the tokenizer, split sources, encode, publish token files.
+"""One-time preparation of data: train the tokenizer, split sources, write token files.
 
 Results are in ``folder/<key>``, where the key is a hash of everything they depend on: records, the
 code of plug-ins, tokenizer, and the files' paths, sizes and times. A folder under its final name is
@@ -25,40 +25,40 @@ from moefold.config.slot import build
 from moefold.data.config import Data, DataError, FileSource, SourceRecord
 from moefold.data.index import (
     Corpus,
-    Indexed,
+    IndexedDataset,
     IndexedSource,
     IndexWriter,
     UnfitTokens,
-    facts_file,
-    files_of,
-    read_facts,
+    metadata_file,
+    read_metadata,
+    token_files,
 )
-from moefold.data.packing import Conversations
-from moefold.data.sources import Skipped, Source, utf8
+from moefold.data.packing import MaskedCorpus
+from moefold.data.sources import Skipped, Source, encode_utf8
 from moefold.data.tokenizer import Tokenizer, load
 from moefold.files import folder_for, named, read_json, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 MASK = ".mask"
-"""Suffix of the token files that mark which tokens are labels."""
+"""Suffix of the token files that hold loss masks."""
 _TOKENIZER = "tokenizer.json"
 _PIECE = 1 << 14
 
 Progress = Callable[[str, int, int], None]
-"""Called with the current stage, the bytes done, and their total."""
-Built = tuple[SourceRecord, Source | IndexedSource]
+"""Called with the stage, bytes done, and total bytes."""
+BuiltSource = tuple[SourceRecord, Source | IndexedSource]
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """The training or the validation side of one source, as tokens."""
+    """The training or validation side of one source, as tokens."""
 
     name: str
     weight: float
     corpus: Corpus
     digest: str
-    """Identifies the content: depends on every token."""
+    """Hash of every token."""
     n_bytes: int
     """UTF-8 bytes of the text; 0 if unknown."""
     byte_ratio: float
@@ -66,8 +66,8 @@ class PreparedPart:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Everything that a loader needs: a tokenizer and token files."""
+class PreparedData:
+    """Tokenizer and token files, ready for a loader."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -76,7 +76,7 @@ class Prepared:
     skipped: dict[str, dict]
     """Documents left out of each source: reason -> count and first names."""
     seconds: float
-    """Time that the preparation took when it was done."""
+    """Duration of the original preparation."""
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the tokenizer and of every training and validation token."""
@@ -87,31 +87,31 @@ class Prepared:
 def prepare(
     data: Data,
     folder: str | Path,
-    progress: Progress | None = None,
+    on_progress: Progress | None = None,
     scratch: str | Path | None = None,
-) -> Prepared:
-    """Open the token files of a run's data below ``folder``, or make them.
+) -> PreparedData:
+    """Open the token files of a run's data below ``folder``, or create them.
 
-    With ``scratch``, missing files are made there, and ``folder`` is left unchanged.
+    With ``scratch``, missing files are created there, and ``folder`` is left unchanged.
 
     Raises:
         DataError: if a source cannot be read or has no documents.
     """
-    sources = [(record, _build(record)) for record in (*data.train, *data.valid)]
-    key, home = _key(data, sources)[:16], Path(scratch or folder)
-    for place in dict.fromkeys((Path(folder), home)):
+    sources = [(record, _build_source(record)) for record in (*data.train, *data.valid)]
+    key, root = _cache_key(data, sources)[:16], Path(scratch or folder)
+    for place in dict.fromkeys((Path(folder), root)):
         if (place / key).is_dir():
             try:
-                return _open(place / key, data, sources)
-            except UnfitTokens:  # the prepared files themselves are intact
+                return _open_prepared(place / key, data, sources)
+            except UnfitTokens:  # the prepared files are intact
                 raise
-            except DataError:  # damaged after preparation; everything can be prepared again
-                if place == home:
+            except DataError:  # damaged after preparation: prepare again
+                if place == root:
                     shutil.rmtree(place / key)
-    final = home / key
-    with folder_for(home), named(home), _draft(home) as draft:
-        _make(draft, data, sources, progress or (lambda *_: None))
-        if _key(data, sources)[:16] != key:
+    final = root / key
+    with folder_for(root), named(root), _draft_folder(root) as draft:
+        _prepare(draft, data, sources, on_progress or (lambda *_: None))
+        if _cache_key(data, sources)[:16] != key:
             raise DataError(
                 "files of the data changed while they were read; prepare the data again when "
                 "nothing writes to them"
@@ -121,23 +121,23 @@ def prepare(
         except OSError:
             if not (final / MANIFEST).is_file():  # else another process was first
                 raise
-    return _open(final, data, sources)
+    return _open_prepared(final, data, sources)
 
 
 @contextmanager
-def _draft(home: Path) -> Iterator[Path]:
-    """Create a draft folder below ``home`` for the context; remove it at the end unless renamed.
+def _draft_folder(root: Path) -> Iterator[Path]:
+    """Create a draft folder below ``root`` for the context; remove it at the end unless renamed.
 
-    Drafts that killed processes of this machine left are removed too, if no process is preparing
-    in ``home``: each holds the folder's lock, which the kernel releases however it ends.
+    Drafts of killed processes on this machine are removed too, if no process is preparing in
+    ``root``: each holds the folder's lock, which the kernel releases when the process ends.
     """
-    mine = f".preparing-{socket.gethostname()}-"
-    draft, handle = home / f"{mine}{os.getpid()}-{time.time_ns()}", os.open(home, os.O_RDONLY)
+    prefix = f".preparing-{socket.gethostname()}-"
+    draft, handle = root / f"{prefix}{os.getpid()}-{time.time_ns()}", os.open(root, os.O_RDONLY)
     try:
-        with suppress(OSError):  # another process holds the lock, or folders cannot be locked
+        with suppress(OSError):  # the lock is held, or folders cannot be locked
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for left in [folder for folder in home.iterdir() if folder.name.startswith(mine)]:
-                shutil.rmtree(left, ignore_errors=True)
+            for stale in [folder for folder in root.iterdir() if folder.name.startswith(prefix)]:
+                shutil.rmtree(stale, ignore_errors=True)
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_SH)
         draft.mkdir()
@@ -148,7 +148,7 @@ def _draft(home: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def _build(record: SourceRecord) -> Source | IndexedSource:
+def _build_source(record: SourceRecord) -> Source | IndexedSource:
     try:
         return build(record)
     except ModuleNotFoundError as error:
@@ -158,31 +158,33 @@ def _build(record: SourceRecord) -> Source | IndexedSource:
         ) from error
 
 
-def _key(data: Data, sources: Sequence[Built]) -> str:
-    """Return a SHA-256 of everything on which the token files depend."""
-    said = []
+def _cache_key(data: Data, sources: Sequence[BuiltSource]) -> str:
+    """Return a SHA-256 of everything that the token files depend on."""
+    parts = []
     for record, source in sources:
         fields = {k: v for k, v in to_dict(record).items() if k != "weight"}
-        made = isinstance(source, Source)
-        said.append([fields, source.stamp() if made else None])
-        said[-1] += [data.seq] if made and source.whole else []
-        said[-1] += version_of(type(record))
+        reads_text = isinstance(source, Source)
+        parts.append([fields, source.stamp() if reads_text else None])
+        parts[-1] += [data.seq] if reads_text and source.whole_documents else []
+        parts[-1] += version_of(type(record))
     tokenizer = [to_dict(data.tokenizer), data.tokenizer.stamp()]
     tokenizer += version_of(type(data.tokenizer))
-    return sha256(json.dumps([FORMAT, len(data.train), tokenizer, said]).encode()).hexdigest()
+    return sha256(json.dumps([FORMAT, len(data.train), tokenizer, parts]).encode()).hexdigest()
 
 
-def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress) -> None:
+def _prepare(
+    draft: Path, data: Data, sources: Sequence[BuiltSource], on_progress: Progress
+) -> None:
     """Write the tokenizer, the token files and the manifest into an empty folder."""
     started = time.monotonic()
     texts = [(record, source) for record, source in sources if isinstance(source, Source)]
-    of_training = [(r, s) for r, s in texts if any(r is t for t in data.train)]
-    tokenizer: Tokenizer = build(data.tokenizer, lambda size: _sample(of_training, size, progress))
+    training = [(r, s) for r, s in texts if any(r is t for t in data.train)]
+    tokenizer: Tokenizer = build(data.tokenizer, lambda size: _sample(training, size, on_progress))
     tokenizer.save(draft / _TOKENIZER)
     skipped: dict[str, Skipped] = {}
     for record, source in texts:
         skipped[record.label] = Skipped()
-        _encode(draft, record, source, tokenizer, data.seq, skipped[record.label], progress)
+        _encode(draft, record, source, tokenizer, data.seq, skipped[record.label], on_progress)
     content = {
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint,
@@ -193,30 +195,30 @@ def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress)
 
 
 def _hash(data: bytes, purpose: bytes = b"holdout") -> float:
-    """Return a hash of the text as a number in [0, 1)."""
+    """Hash bytes to a number in [0, 1)."""
     digest = blake2b(data, digest_size=8, person=purpose).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _sample(sources: Sequence[Built], size: int, progress: Progress) -> Iterator[str]:
+def _sample(sources: Sequence[BuiltSource], size: int, on_progress: Progress) -> Iterator[str]:
     """Yield about ``size`` bytes of training text, in pieces sampled evenly over all sources."""
     total = sum(source.size() for _, source in sources if isinstance(source, Source))
-    share, done, taken = size / max(total, 1), 0, 0
+    fraction, done, taken = size / max(total, 1), 0, 0
     for record, source in sources:
         assert isinstance(source, Source)
         skipped = Skipped()
         for document in source.documents(skipped):
-            data = utf8(document)
+            data = encode_utf8(document)
             done += len(data)
-            progress("training the tokenizer", min(done, total), total)
+            on_progress("training the tokenizer", min(done, total), total)
             if _hash(data) < record.holdout:
                 continue
             for start in range(0, len(document.text), _PIECE):
                 piece = document.text[start : start + _PIECE]
-                if share >= 1 or not taken or _hash(piece.encode(), b"sample") < share:
+                if fraction >= 1 or not taken or _hash(piece.encode(), b"sample") < fraction:
                     taken += 1
                     yield piece
-        skipped.demand_none()
+        skipped.raise_errors()
 
 
 def _encode(
@@ -226,12 +228,12 @@ def _encode(
     tokenizer: Tokenizer,
     seq: int,
     skipped: Skipped,
-    progress: Progress,
+    on_progress: Progress,
 ) -> None:
-    """Write a source's documents as token files, and their masks, one pair of files per side."""
+    """Write a source's documents, and their masks, as a pair of token files per side."""
     total, done = source.size(), 0
     sides = ["train", "valid"] if record.holdout else ["train"]
-    n_bytes, n_spelt = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
+    n_bytes, n_token_bytes = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
     with ExitStack() as stack:
         writers = {
             side: stack.enter_context(IndexWriter(_prefix(draft, record, side), tokenizer.size))
@@ -240,72 +242,72 @@ def _encode(
         masks = {
             side: stack.enter_context(IndexWriter(f"{_prefix(draft, record, side)}{MASK}", 4))
             for side in sides
-            if source.whole
+            if source.whole_documents
         }
-        for batch in source.coded(tokenizer, seq, skipped):
-            for name, said, ids, trained in batch:
-                side = "valid" if _hash(said) < record.holdout else "train"
+        for batch in source.encode(tokenizer, seq, skipped):
+            for name, split_key, ids, loss_mask in batch:
+                side = "valid" if _hash(split_key) < record.holdout else "train"
                 writers[side].add(ids, name)
-                if trained is not None:
-                    masks[side].add(trained, name)
-                spelt = int(tokenizer.n_bytes_V[ids].sum())
-                n_bytes[side] += spelt if source.whole else len(said)
-                n_spelt[side] += spelt
-                done += len(said)
-            progress(f"encoding {record.label}", min(done, total), total)
-        skipped.demand_none()
+                if loss_mask is not None:
+                    masks[side].add(loss_mask, name)
+                token_bytes = int(tokenizer.n_bytes_V[ids].sum())
+                n_bytes[side] += token_bytes if source.whole_documents else len(split_key)
+                n_token_bytes[side] += token_bytes
+                done += len(split_key)
+            on_progress(f"encoding {record.label}", min(done, total), total)
+        skipped.raise_errors()
     for side, writer in writers.items():
         if not writer.lengths:
             documents = sum(len(w.lengths) for w in writers.values())
-            raise DataError(_nothing(record, side, documents, skipped))
-        facts = {
+            raise DataError(_no_documents_message(record, side, documents, skipped))
+        metadata = {
             "tokenizer": tokenizer.fingerprint,
             "documents": len(writer.lengths),
-            "tokens": writer.tokens,
+            "tokens": writer.n_tokens,
             "bytes": n_bytes[side],
-            "token_bytes": n_spelt[side],
+            "token_bytes": n_token_bytes[side],
             "digest": writer.digest(),
         }
         if side in masks:
-            facts |= {"mask": masks[side].digest()}
+            metadata |= {"mask": masks[side].digest()}
         prefix = _prefix(draft, record, side)
-        write_json(facts_file(prefix), facts | {"sampled": _sampled(prefix)})
+        write_json(metadata_file(prefix), metadata | {"sampled": _sample_digests(prefix)})
 
 
-def _sampled(prefix: Path) -> list[str]:
-    """Return digests of samples of token files and their mask, cheap enough for every start."""
-    mask = masks_of(prefix)
-    return [indexed.digest() for indexed in (Indexed(prefix), mask) if indexed is not None]
+def _sample_digests(prefix: Path) -> list[str]:
+    """Return sampled digests of token files and their mask, cheap enough for every start."""
+    mask = open_mask(prefix)
+    return [indexed.digest() for indexed in (IndexedDataset(prefix), mask) if indexed is not None]
 
 
-def _nothing(record: SourceRecord, side: str, documents: int, skipped: Skipped) -> str:
+def _no_documents_message(record: SourceRecord, side: str, documents: int, skipped: Skipped) -> str:
     if not documents:
-        said = f"source {record.label}: has no document with text"
+        text = f"source {record.label}: has no document with text"
         files = ", ".join(record.files) if isinstance(record, FileSource) else ""
-        left = "".join(f"; left out: {found['count']} ({why})" for why, found in skipped.items())
-        return f"{said}{files and f'; check {files}, or name other files'}{left}"
-    said = f"source {record.label}: holdout {record.holdout} takes"
+        left = "".join(f"; left out: {entry['count']} ({why})" for why, entry in skipped.items())
+        return f"{text}{files and f'; check {files}, or name other files'}{left}"
+    text = f"source {record.label}: holdout {record.holdout} takes"
     if side == "train":
-        return f"{said} all of its {documents} documents; lower it, or add documents"
-    return f"{said} none of its {documents} documents; raise it, or add a source under data.valid"
+        return f"{text} all of its {documents} documents; lower it, or add documents"
+    return f"{text} none of its {documents} documents; raise it, or add a source under data.valid"
 
 
 def _prefix(folder: Path, record: SourceRecord, side: str) -> Path:
     return folder / f"{record.label}.{side}"
 
 
-def masks_of(prefix: str | Path) -> Indexed | None:
-    """Return the mask of token files, which marks labels; None if all tokens are labels."""
-    mask = f"{files_of(prefix)[0].with_suffix('')}{MASK}"
-    return Indexed(mask) if files_of(mask)[1].is_file() else None
+def open_mask(prefix: str | Path) -> IndexedDataset | None:
+    """Open the loss mask of token files; None if all tokens are labels."""
+    mask = f"{token_files(prefix)[0].with_suffix('')}{MASK}"
+    return IndexedDataset(mask) if token_files(mask)[1].is_file() else None
 
 
-def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
-    """Open what ``_make`` wrote, and the existing token files of indexed sources."""
-    said = folder / MANIFEST
-    manifest = read_json(said, DataError) if said.is_file() else {}
+def _open_prepared(folder: Path, data: Data, sources: Sequence[BuiltSource]) -> PreparedData:
+    """Open a prepared folder, and the token files of indexed sources."""
+    file = folder / MANIFEST
+    manifest = read_json(file, DataError) if file.is_file() else {}
     if manifest.get("format") != FORMAT:
-        raise DataError(f"{said}: is missing, or its format is not {FORMAT}")
+        raise DataError(f"{file}: is missing, or its format is not {FORMAT}")
     tokenizer = load(folder / _TOKENIZER)
     train: list[PreparedPart] = []
     valid: list[PreparedPart] = []
@@ -315,44 +317,44 @@ def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
             source.check_tokenizer(tokenizer.fingerprint)
             for side, chosen in zip((first, valid), source.split(), strict=True):
                 if side is first or record.holdout:
-                    side.append(_ready_part(record, source, tokenizer, chosen))
+                    side.append(_indexed_part(record, source, tokenizer, chosen))
             continue
-        first.append(_made_part(folder, record, "train", tokenizer))
+        first.append(_open_part(folder, record, "train", tokenizer))
         if record.holdout:
-            valid.append(_made_part(folder, record, "valid", tokenizer))
-    return Prepared(
+            valid.append(_open_part(folder, record, "valid", tokenizer))
+    return PreparedData(
         folder, tokenizer, tuple(train), tuple(valid), manifest["skipped"], manifest["seconds"]
     )
 
 
-def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> PreparedPart:
+def _open_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> PreparedPart:
     prefix = _prefix(folder, record, side)
-    facts, indexed = read_facts(prefix), Indexed(prefix)
-    found, said = (len(indexed), indexed.tokens), (facts.get("documents"), facts.get("tokens"))
-    if found != said or facts.get("tokenizer") != tokenizer.fingerprint:
-        raise DataError(f"{facts_file(prefix)}: does not match the token files beside it")
-    if facts.get("sampled") not in (None, _sampled(prefix)):
-        raise DataError(f"{indexed.bin}: the token files differ from those written")
-    corpus, digest = Corpus(record.label, indexed, tokenizer.size), facts["digest"]
-    if "mask" in facts:
-        trained = Indexed(f"{prefix}{MASK}")
-        corpus = Conversations(record.label, indexed, tokenizer.size, trained)
-        digest = sha256(f"{digest}{facts['mask']}".encode()).hexdigest()
-    ratio = facts["bytes"] / max(facts["token_bytes"], 1)
-    return PreparedPart(record.label, record.weight, corpus, digest, facts["bytes"], ratio)
+    info, dataset = read_metadata(prefix), IndexedDataset(prefix)
+    counts, stored = (len(dataset), dataset.n_tokens), (info.get("documents"), info.get("tokens"))
+    if counts != stored or info.get("tokenizer") != tokenizer.fingerprint:
+        raise DataError(f"{metadata_file(prefix)}: does not match the token files beside it")
+    if info.get("sampled") not in (None, _sample_digests(prefix)):
+        raise DataError(f"{dataset.bin}: the token files differ from those written")
+    corpus, digest = Corpus(record.label, dataset, tokenizer.size), info["digest"]
+    if "mask" in info:
+        masks = IndexedDataset(f"{prefix}{MASK}")
+        corpus = MaskedCorpus(record.label, dataset, tokenizer.size, masks)
+        digest = sha256(f"{digest}{info['mask']}".encode()).hexdigest()
+    ratio = info["bytes"] / max(info["token_bytes"], 1)
+    return PreparedPart(record.label, record.weight, corpus, digest, info["bytes"], ratio)
 
 
-def _ready_part(
+def _indexed_part(
     record: SourceRecord, source: IndexedSource, tokenizer: Tokenizer, chosen: np.ndarray
 ) -> PreparedPart:
-    facts, everything = source.facts, len(chosen) == len(source.indexed)
-    corpus = Corpus(record.label, source.indexed, tokenizer.size, None if everything else chosen)
-    if not corpus.documents:
+    info, all_chosen = source.metadata, len(chosen) == len(source.dataset)
+    corpus = Corpus(record.label, source.dataset, tokenizer.size, None if all_chosen else chosen)
+    if not corpus.n_documents:
         raise UnfitTokens(
             f"source {record.label}: training or validation gets none of the documents in "
             f"{source.prefix} with tokens (holdout {record.holdout}); change holdout"
         )
-    ratio = facts["bytes"] / facts["token_bytes"] if facts.get("token_bytes") else 1.0
-    digest = sha256(source.indexed.digest().encode() + chosen.tobytes()).hexdigest()
-    n_bytes = facts.get("bytes", 0) if everything else 0
+    ratio = info["bytes"] / info["token_bytes"] if info.get("token_bytes") else 1.0
+    digest = sha256(source.dataset.digest().encode() + chosen.tobytes()).hexdigest()
+    n_bytes = info.get("bytes", 0) if all_chosen else 0
     return PreparedPart(record.label, record.weight, corpus, digest, n_bytes, ratio)

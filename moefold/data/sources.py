@@ -1,7 +1,7 @@
 """Sources of documents: text, JSON lines and Parquet files, and the Python standard library.
 
-A source streams documents in a fixed order; an unreadable document is an error that names it, or
-is counted if the record says ``bad: skip``. Existing token files are in ``index.py``.
+A source streams documents in a fixed order. An unreadable document is an error that names it, or
+is skipped and counted if the record says ``bad: skip``. Existing token files are in ``index.py``.
 """
 
 import glob
@@ -22,18 +22,18 @@ import numpy as np
 from moefold.data.config import DataError, FileSource, Jsonl, Parquet, PythonStdlib, Text
 from moefold.data.tokenizer import Tokenizer
 
-NAMES_KEPT = 20
-REFUSED = 8
-"""Number of unreadable documents that an error lists."""
-LONG = 10
-"""Number of documents too long for a sequence that an error lists."""
+MAX_NAMES = 20
+MAX_REFUSED = 8
+"""Maximum number of unreadable documents in an error."""
+MAX_LONG = 10
+"""Maximum number of overlong documents in an error."""
 _BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
 READ_BYTES, READ_ROWS = 1 << 20, 1024
-"""Bytes of a split text file, and rows of a Parquet file, that are read at a time."""
-TESTS = {"test", "tests", "idle_test"}
-TABLES = {"encodings", "pydoc_data"}
-NOT_LIBRARY = TESTS | TABLES | {"site-packages", "dist-packages", "__pycache__"}
-"""Folders of the standard library that are left out because their text is repetitive: test suites
+"""Bytes of a split text file and rows of a Parquet file that are read at a time."""
+TEST_FOLDERS = {"test", "tests", "idle_test"}
+TABLE_FOLDERS = {"encodings", "pydoc_data"}
+EXCLUDED_FOLDERS = TEST_FOLDERS | TABLE_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
+"""Folders of the standard library that are skipped because their text is repetitive: test suites
 (twice the library's size) and generated tables."""
 
 
@@ -44,61 +44,62 @@ class Document(NamedTuple):
     text: str
 
 
-class Coded(NamedTuple):
-    """A document as tokens."""
+class Encoded(NamedTuple):
+    """A tokenized document."""
 
     name: str
-    said: bytes
-    """Bytes whose hash decides between training and validation."""
+    split_key: bytes
+    """Bytes whose hash assigns the document to training or validation."""
     ids_N: np.ndarray
     """int64 [N]."""
-    trained_N: np.ndarray | None = None
-    """[N], 1 for tokens that are labels (for pairs see ``packing.REJECTED``); None: all are."""
+    loss_mask_N: np.ndarray | None = None
+    """[N], 1 for labels (for pairs see ``packing.REJECTED``); None if all tokens are labels."""
 
 
 class BadDocument(ValueError):
-    """An example that yields no document; arguments are the reason and the detail."""
+    """An unusable example; arguments are the reason and a detail."""
 
 
 class Skipped(dict[str, dict[str, Any]]):
-    """Documents left out: ``{count, first names}`` by reason. Also collects errors."""
+    """Skipped documents: count and first names by reason. Also collects errors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._refused: list[str] = []
         self._long: list[tuple[int, str]] = []
-        self._shorten = ""
+        self._remedy = ""
 
-    def refuse(self, what: str) -> None:
-        """Collect an unreadable document; raises once ``REFUSED`` of them are collected."""
-        self._refused.append(what)
-        if len(self._refused) == REFUSED:
-            self.demand_none()
+    def refuse(self, document: str) -> None:
+        """Collect an unreadable document; raise once there are ``MAX_REFUSED``."""
+        self._refused.append(document)
+        if len(self._refused) == MAX_REFUSED:
+            self.raise_errors()
 
-    def refuse_long(self, what: str, tokens: int, remedy: str) -> None:
-        """Collect a document too long for a sequence; the error names the length that fits all."""
-        self._long.append((tokens, what))
-        self._shorten = remedy
+    def refuse_long(self, document: str, tokens: int, remedy: str) -> None:
+        """Collect a document that exceeds a sequence; the error names the length that fits all."""
+        self._long.append((tokens, document))
+        self._remedy = remedy
 
-    def demand_none(self) -> None:
+    def raise_errors(self) -> None:
         """Raise ``DataError`` if any errors were collected."""
-        said = list[str]()
+        messages = list[str]()
         if self._refused:
-            listed, skip = "\n  ".join(self._refused), setting("bad", "skip")
-            said.append(f"{listed}; correct the data, or leave such documents out with {skip}")
+            listed, skip = "\n  ".join(self._refused), hint("bad", "skip")
+            messages.append(f"{listed}; correct the data, or leave such documents out with {skip}")
         if self._long:
-            listed = "\n  ".join(what for _, what in self._long[:LONG])
-            more = f"\n  and {len(self._long) - LONG:,} more" if len(self._long) > LONG else ""
+            listed = "\n  ".join(what for _, what in self._long[:MAX_LONG])
+            n_more = len(self._long) - MAX_LONG
+            more = f"\n  and {n_more:,} more" if n_more > 0 else ""
             longest = max(self._long)[0]
-            said.append(f"{listed}{more}; raise data.seq to {longest:,}, or {self._shorten}")
-        if said:
-            raise DataError("\n".join(said))
+            messages.append(f"{listed}{more}; raise data.seq to {longest:,}, or {self._remedy}")
+        if messages:
+            raise DataError("\n".join(messages))
 
     def note(self, name: str, reason: str) -> None:
-        """Count a document that is left out, and record the first names."""
+        """Count a skipped document, and keep the first names."""
         left_out = self.setdefault(reason, {"count": 0, "first": []})
         left_out["count"] += 1
-        if left_out["count"] <= NAMES_KEPT:
+        if left_out["count"] <= MAX_NAMES:
             left_out["first"].append(name)
 
 
@@ -109,19 +110,19 @@ class Source(ABC):
     def files(self) -> list[Path]:
         """Return the files that are read, in order."""
 
-    whole = False
-    """Whether documents are never cut; prepared data then depends on the sequence length."""
+    whole_documents = False
+    """Whether documents are never cut, so that prepared data depends on the sequence length."""
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        """Yield the documents; those left out are counted in ``skipped``."""
+        """Yield the documents; count the others in ``skipped``."""
         raise NotImplementedError(f"{type(self).__name__} must implement documents")
 
-    def coded(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Coded]]:
-        """Yield the documents as tokens, in groups; ``seq`` is the length of sequences."""
+    def encode(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Encoded]]:
+        """Yield tokenized documents, in groups; ``seq`` is the sequence length."""
         for batch in _batches(self, skipped):
-            found = tokenizer.encode_documents([document.text for document in batch])
-            pairs = zip(batch, found, strict=True)
-            yield [Coded(document.name, utf8(document), ids) for document, ids in pairs]
+            encoded = tokenizer.encode_documents([document.text for document in batch])
+            pairs = zip(batch, encoded, strict=True)
+            yield [Encoded(document.name, encode_utf8(document), ids) for document, ids in pairs]
 
     def stamp(self) -> list[tuple[str, int, int]]:
         """Return path, size and modification time of each file, to detect changes."""
@@ -134,19 +135,19 @@ class Source(ABC):
 
 
 class FileReader(Source):
-    """Base of the sources that read files, with the policy for unreadable documents."""
+    """Base of sources that read files, with the policy for unreadable documents."""
 
     def __init__(self, record: FileSource) -> None:
         self._patterns, self._bad = record.files, record.bad
 
     def files(self) -> list[Path]:
         """Return the files that the record's patterns match."""
-        return expand(self._patterns)
+        return expand_patterns(self._patterns)
 
-    def refuse(self, where: str, reason: str, said: str, skipped: Skipped) -> None:
+    def refuse(self, where: str, reason: str, detail: str, skipped: Skipped) -> None:
         """Collect an unreadable document as an error, or count it if the record says ``skip``."""
         if self._bad == "refuse":
-            skipped.refuse(f"{where}: {reason}: {said}")
+            skipped.refuse(f"{where}: {reason}: {detail}")
         else:
             skipped.note(where, reason)
 
@@ -159,29 +160,29 @@ class TextReader(FileReader):
         self._split = record.split
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        """Yield the documents of all files, with line ends unchanged."""
+        """Yield the documents of all files; line ends are unchanged."""
         for path in self.files():
             for name, start, data in self._pieces(path):
                 try:
-                    yield Document(name, data.decode() if start else decoded(data))
+                    yield Document(name, data.decode() if start else decode_utf8(data))
                 except UnicodeDecodeError as error:
-                    said = f"byte {start + error.start}: {error.reason}"
-                    self.refuse(name, "not UTF-8", said, skipped)
+                    detail = f"byte {start + error.start}: {error.reason}"
+                    self.refuse(name, "not UTF-8", detail, skipped)
 
     def _pieces(self, path: Path) -> Iterator[tuple[str, int, bytes]]:
         """Yield name, position in bytes and content of each document of a file."""
-        with opened(path) as file:
+        with open_binary(path) as file:
             if self._split is None:
                 yield path.as_posix(), 0, file.read()
                 return
-            mark, rest, start, number = self._split.encode(), bytearray(), 0, 0
+            sep, rest, start, number = self._split.encode(), bytearray(), 0, 0
             while chunk := file.read(READ_BYTES):
-                seen = max(len(rest) - len(mark) + 1, 0)  # a separator may begin after this
+                searched = max(len(rest) - len(sep) + 1, 0)  # a separator may begin after this
                 rest += chunk
-                while (end := rest.find(mark, seen)) >= 0:
+                while (end := rest.find(sep, searched)) >= 0:
                     yield f"{path.as_posix()}#{number}", start, bytes(rest[:end])
-                    del rest[: end + len(mark)]
-                    start, number, seen = start + end + len(mark), number + 1, 0
+                    del rest[: end + len(sep)]
+                    start, number, searched = start + end + len(sep), number + 1, 0
             if rest:
                 yield f"{path.as_posix()}#{number}", start, bytes(rest)
 
@@ -196,7 +197,7 @@ class JsonlReader(FileReader):
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yield the lines of all files, named ``path:line`` with lines counted from 1."""
         for path in self.files():
-            for name, line in lines_of(path):
+            for name, line in iter_lines(path):
                 try:
                     yield Document(name, self._text(line))
                 except BadDocument as error:
@@ -204,10 +205,10 @@ class JsonlReader(FileReader):
 
     def _text(self, line: bytes) -> str:
         """Return the document of a line."""
-        content = json_object(line)
+        content = parse_json_object(line)
         if self._field not in content:
-            said = f"the line has {sorted(content)[:20]}; choose with {setting('field', 'NAME')}"
-            raise BadDocument(f"no field {self._field!r}", said)
+            detail = f"the line has {sorted(content)[:20]}; choose with {hint('field', 'NAME')}"
+            raise BadDocument(f"no field {self._field!r}", detail)
         text = content[self._field]
         if not isinstance(text, str):
             kind = "null" if text is None else f"a {type(text).__name__}"
@@ -215,8 +216,8 @@ class JsonlReader(FileReader):
         try:
             text.encode()  # JSON can encode half of a surrogate pair, which UTF-8 cannot
         except UnicodeEncodeError as error:
-            said = f"character {error.start} is half of a surrogate pair"
-            raise BadDocument("invalid text", said) from error
+            detail = f"character {error.start} is half of a surrogate pair"
+            raise BadDocument("invalid text", detail) from error
         return text
 
 
@@ -243,7 +244,7 @@ class ParquetReader(FileReader):
         if self._column not in schema.names:
             raise DataError(
                 f"{path}: has no column {self._column!r}; its columns are {schema.names}; "
-                f"choose with {setting('column', 'NAME', 'field')}"
+                f"choose with {hint('column', 'NAME', 'field')}"
             )
         kind, types = schema.field(self._column).type, self._arrow.types
         inner = kind.value_type if types.is_dictionary(kind) else kind
@@ -269,7 +270,7 @@ class ParquetReader(FileReader):
 class StdlibReader(Source):
     """Each ``.py`` file of the running interpreter's standard library: about 10 MB of real code.
 
-    A document is named by its path inside the library.
+    A document is named by its path in the library.
     """
 
     def __init__(self, record: PythonStdlib) -> None:
@@ -279,8 +280,8 @@ class StdlibReader(Source):
         """Return the library's files in order of their path."""
         kept = []
         for folder, inside, names in os.walk(self._root):
-            inside[:] = [name for name in inside if name not in NOT_LIBRARY]
-            # The recorded settings of the build are generated too.
+            inside[:] = [name for name in inside if name not in EXCLUDED_FOLDERS]
+            # Recorded build settings are generated too.
             sources = (name for name in names if not name.startswith("_sysconfigdata"))
             kept += [Path(folder, name) for name in sources if name.endswith(".py")]
         if not kept:
@@ -294,17 +295,17 @@ class StdlibReader(Source):
         return file.relative_to(self._root).as_posix()
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        """Yield the files; the few that are not UTF-8 are counted and left out."""
+        """Yield the files; skip and count the few that are not UTF-8."""
         for file in self.files():
             name = self._name(file)
             try:
-                yield Document(name, decoded(file.read_bytes()))
+                yield Document(name, decode_utf8(file.read_bytes()))
             except UnicodeDecodeError:
                 skipped.note(name, "not UTF-8")
 
 
 def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
-    """Yield documents in groups large enough to encode in parallel; empty ones are counted."""
+    """Yield documents in groups large enough to encode in parallel; count empty ones."""
     batch: list[Document] = []
     chars = 0
     for document in source.documents(skipped):
@@ -320,30 +321,30 @@ def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
         yield batch
 
 
-def utf8(document: Document) -> bytes:
-    """Return a document's text as UTF-8; raises ``DataError`` if that is not possible."""
+def encode_utf8(document: Document) -> bytes:
+    """Return a document's text as UTF-8; raise ``DataError`` if that is not possible."""
     try:
         return document.text.encode()
     except UnicodeEncodeError as error:
-        said = f"character {error.start} is half of a surrogate pair"
-        raise DataError(f"{document.name}: {said}; correct the text") from error
+        problem = f"character {error.start} is half of a surrogate pair"
+        raise DataError(f"{document.name}: {problem}; correct the text") from error
 
 
-def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file that are not blank, named ``path:line`` with lines from 1."""
-    with opened(path) as file:
+def iter_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the non-blank lines of a file, named ``path:line`` with lines from 1."""
+    with open_binary(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield f"{path.as_posix()}:{number}", line
 
 
-def json_object(line: bytes) -> dict[str, Any]:
-    """Return the object in a line of JSON; raises ``BadDocument`` if there is none."""
+def parse_json_object(line: bytes) -> dict[str, Any]:
+    """Return the object in a line of JSON; raise ``BadDocument`` if there is none."""
     try:
         content = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        said = f"byte {error.start} of the line: {error.reason}"
-        raise BadDocument("not UTF-8", said) from error
+        detail = f"byte {error.start} of the line: {error.reason}"
+        raise BadDocument("not UTF-8", detail) from error
     except (ValueError, RecursionError) as error:
         raise BadDocument("not JSON", str(error)) from error
     if not isinstance(content, dict):
@@ -351,12 +352,12 @@ def json_object(line: bytes) -> dict[str, Any]:
     return content
 
 
-def expand(patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files that paths and patterns match: sorted per pattern, each once."""
-    found: dict[Path, None] = {}
+def expand_patterns(patterns: tuple[str, ...]) -> list[Path]:
+    """Return the files that match paths and patterns, each once, sorted per pattern."""
+    matches: dict[Path, None] = {}
     for pattern in patterns:
         if Path(pattern).is_file():
-            found[Path(pattern)] = None
+            matches[Path(pattern)] = None
             continue
         names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
         files = [Path(n) for n in names if Path(n).is_file()]
@@ -367,12 +368,12 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
             raise DataError(
                 f"{pattern}: no file matches; name existing files (files: [...] in the source)"
             )
-        found.update(dict.fromkeys(files))
-    return list(found)
+        matches.update(dict.fromkeys(files))
+    return list(matches)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def open_binary(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, decompressed if its name ends in ``.gz``."""
     if path.suffix in (".zst", ".xz", ".bz2", ".zip"):
         raise DataError(f"{path}: {path.suffix} is not supported; decompress it, or use .gz")
@@ -386,11 +387,11 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def setting(field: str, value: str, flag: str | None = None) -> str:
-    """Return a source's setting in words: in a run file, and as a flag of ``data prepare``."""
+def hint(field: str, value: str, flag: str | None = None) -> str:
+    """Describe how to set a source's field, in a run file and as a flag of ``data prepare``."""
     return f"{field}: {value} in the source (data prepare: --{flag or field} {value})"
 
 
-def decoded(data: bytes) -> str:
-    """Decode a file's UTF-8 text, without a byte order mark."""
+def decode_utf8(data: bytes) -> str:
+    """Decode UTF-8, without a byte order mark."""
     return data.removeprefix(b"\xef\xbb\xbf").decode()

@@ -1,9 +1,9 @@
-"""Chat templates: rendering of conversations to text, and the characters that are answers.
+"""Chat templates: rendering of conversations to text, with the character spans of answers.
 
 A template is third-party code and runs in jinja2's sandbox, with the names and options that
-``transformers`` gives it. Answers are the text inside ``{% generation %}``. In a template without
+``transformers`` provides. Answers are the text inside ``{% generation %}``. In a template without
 such blocks, an answer is what its message adds to the conversation before it; a template that
-renders earlier turns differently once others follow is refused.
+renders earlier turns differently once others follow is rejected.
 """
 
 import json
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters, which do not occur in interchanged text (Unicode 16, section 23.7)."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-ANSWER = "assistant"
+ASSISTANT = "assistant"
 
 
 class Rendered(NamedTuple):
@@ -37,42 +37,42 @@ class Rendered(NamedTuple):
     """Whether the template marks answers with ``{% generation %}``."""
 
 
-class _Lacking(Undefined):
-    """Undefined variable: printing it is an error, except for special tokens; testing is not."""
+class _MissingVariable(Undefined):
+    """Undefined variable: printing it is an error, except for special tokens; testing it is not."""
 
     def __str__(self) -> str:
         name = str(self._undefined_name)
-        if name.endswith("_token"):  # a tokenizer without such a token
+        if name.endswith("_token"):  # the tokenizer lacks this token
             return ""
         self._fail_with_undefined_error()
 
 
-class _Generation(Extension):
-    """The block ``{% generation %}``, whose content the model has to write."""
+class _GenerationBlock(Extension):
+    """The block ``{% generation %}``, whose content the model generates."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse a block, and surround its output with marks."""
+        """Parse a block, and enclose its output in marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Any) -> str:
+    def _mark(self, caller: Any) -> str:
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
 class ChatTemplate:
-    """A folder's chat template.
+    """A compiled chat template.
 
     Args:
         text: the template.
-        special: texts of special tokens by their names, such as ``bos_token``.
+        special: special tokens by name, such as ``bos_token``.
         source: name of the template in messages.
-        today: the date that it may print; None makes that an error, as data would depend on it.
+        today: the date for the template; None makes its use an error, as data would depend on it.
 
     Raises:
-        DataError: if the syntax is wrong; names the line.
+        DataError: if the syntax is wrong; the message names the line.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[_Generation, LoopControlExtension],
-            undefined=_Lacking,
+            extensions=[_GenerationBlock, LoopControlExtension],
+            undefined=_MissingVariable,
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": self._date}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now}
         self._special, self._today, self._source = special, today, source
         try:
             self._inner = environment.from_string(text)
         except TemplateSyntaxError as error:
-            said = f"{source}: line {error.lineno} of the chat template: {error.message}"
-            raise DataError(f"{said}; correct it, or set data.tokenizer.template") from error
+            message = f"{source}: line {error.lineno} of the chat template: {error.message}"
+            raise DataError(f"{message}; correct it, or set data.tokenizer.template") from error
 
-    def _date(self, form: str) -> str:
+    def _strftime_now(self, form: str) -> str:
         if self._today is None:
             raise TemplateError("it writes the current date, so prepared data changes by the day")
         return self._today.strftime(form)
@@ -108,17 +108,17 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         *,
         prompt: bool = False,
-        **more: Any,
+        **options: Any,
     ) -> Rendered:
-        """Return a conversation's text; with ``prompt``, the beginning of an answer follows.
+        """Render a conversation; with ``prompt``, append the beginning of an answer.
 
         Raises:
-            BadDocument: if the template fails on it; names the template's line.
+            BadDocument: if the template fails; the message names the template's line.
         """
-        held = {"messages": [_plain(m) for m in messages], "tools": tools, "documents": None}
+        data = {"messages": [_normalise(m) for m in messages], "tools": tools, "documents": None}
         try:
-            given = {**self._special, **held, **more, "add_generation_prompt": prompt}
-            marked = self._inner.render(given)
+            variables = {**self._special, **data, **options, "add_generation_prompt": prompt}
+            marked = self._inner.render(variables)
         except RecursionError as error:
             raise BadDocument("the template fails", "it recurses without end") from error
         except Exception as error:  # third-party code can raise anything
@@ -126,73 +126,74 @@ class ChatTemplate:
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
             where = f" (line {lines[-1]} of {self._source})" if lines else ""
             if isinstance(error, UndefinedError):
-                said = f"{error}{where}; add it to the data, or correct the template"
-                raise BadDocument("the template needs a missing value", said) from error
+                detail = f"{error}{where}; add it to the data, or correct the template"
+                raise BadDocument("the template needs a missing value", detail) from error
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise BadDocument("the template fails", f"{kind}{error}{where}") from error
-        spans, parts, begun = list[tuple[int, int]](), list[str](), 0
+        spans, parts, start = list[tuple[int, int]](), list[str](), 0
         for number, part in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
             if number % 2:
-                spans.append((begun, begun + len(part)))
+                spans.append((start, start + len(part)))
             parts.append(part)
-            begun += len(part)
-        full = tuple(span for span in spans if span[0] < span[1])
-        return Rendered("".join(parts), full, bool(spans))
+            start += len(part)
+        non_empty = tuple(span for span in spans if span[0] < span[1])
+        return Rendered("".join(parts), non_empty, bool(spans))
 
-    def answers(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int, **more: Any
+    def render_answers(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int, **options: Any
     ) -> Rendered:
-        """Return a conversation's text and the spans of its answers from message ``first`` on.
+        """Render a conversation, with the spans of its answers from message ``first`` on.
 
         Raises:
             BadDocument: if the template fails, or the spans cannot be determined.
         """
-        whole = self.render(messages, tools, **more)
-        said = json.dumps([messages, tools, more], ensure_ascii=False, default=str)
-        if _OPEN in said or _CLOSE in said:
+        full = self.render(messages, tools, **options)
+        text = json.dumps([messages, tools, options], ensure_ascii=False, default=str)
+        if _OPEN in text or _CLOSE in text:
             raise BadDocument("invalid text", "it contains the noncharacter U+FDD0 or U+FDD1")
 
-        def begin(number: int) -> int:
-            """Return the character at which the answer in message ``number`` begins."""
-            before = self.render(messages[:number], tools, prompt=True, **more).text
-            self._demand(whole.text, before, number)
+        def answer_start(number: int) -> int:
+            """Return the position in the text at which the answer in message ``number`` begins."""
+            before = self.render(messages[:number], tools, prompt=True, **options).text
+            self._require_prefix(full.text, before, number)
             return len(before)
 
-        if whole.marked:
-            begun = begin(first) if first else 0
-            return whole._replace(spans=tuple(s for s in whole.spans if s[0] >= begun))
+        if full.marked:
+            start = answer_start(first) if first else 0
+            return full._replace(spans=tuple(s for s in full.spans if s[0] >= start))
         spans = []
         for number in range(first, len(messages)):
-            if messages[number]["role"] == ANSWER:
-                begun, until = begin(number), whole.text
+            if messages[number]["role"] == ASSISTANT:
+                start, until = answer_start(number), full.text
                 if number + 1 < len(messages):
-                    until = self.render(messages[: number + 1], tools, **more).text
-                    self._demand(whole.text, until, number)
-                spans.append((begun, len(until)))
-        return Rendered(whole.text, tuple(spans))
+                    until = self.render(messages[: number + 1], tools, **options).text
+                    self._require_prefix(full.text, until, number)
+                spans.append((start, len(until)))
+        return Rendered(full.text, tuple(spans))
 
-    def _demand(self, whole: str, part: str, number: int) -> None:
-        """Raise ``BadDocument`` if a rendered beginning is not a prefix of the whole text."""
-        if whole.startswith(part):
+    def _require_prefix(self, full: str, prefix: str, number: int) -> None:
+        """Raise ``BadDocument`` if a rendered beginning is not a prefix of the full text."""
+        if full.startswith(prefix):
             return
         at = next(
-            (i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(whole)
+            (i for i, (a, b) in enumerate(zip(full, prefix, strict=False)) if a != b), len(full)
         )
         raise BadDocument(
             "the template changes earlier messages",
-            f"up to message {number} it writes {part[at : at + 40]!r} where the whole conversation "
-            f"has {whole[at : at + 40]!r}, so answer {number} cannot be located; mark answers in "
-            "the template with {% generation %}, or train only last answers (answers: last)",
+            f"up to message {number} it writes {prefix[at : at + 40]!r} where the whole "
+            f"conversation has {full[at : at + 40]!r}, so answer {number} cannot be located; mark "
+            "answers in the template with {% generation %}, or train only last answers "
+            "(answers: last)",
         )
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message without nulls, and its reasoning under both names that templates use."""
-    held = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((held[name] for name in _REASONING if name in held), None)
+def _normalise(message: Message) -> dict[str, Any]:
+    """Drop a message's nulls, and copy its reasoning to both names that templates use."""
+    values = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((values[name] for name in _REASONING if name in values), None)
     if reasoning is None:
-        return held
-    return {"thinking": reasoning} | held | {"reasoning_content": reasoning}
+        return values
+    return {"thinking": reasoning} | values | {"reasoning_content": reasoning}
 
 
 def _to_json(

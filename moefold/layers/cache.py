@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefold.data.batch import MicroBatch, last_rows, pack
+from moefold.data.batch import MicroBatch, pack, pack_last_tokens
 from moefold.kernels.rows import wide_dtype
 from moefold.model.config import Decoder
 
@@ -54,7 +54,7 @@ class KeyValueCache:
             for kept in self._kept.values():
                 kept.choose(found)  # type: ignore[arg-type]
             self.states = {key: _chosen(x, found) for key, x in self.states.items()}  # type: ignore[arg-type]
-        return last_rows(texts, pad_to)
+        return pack_last_tokens(texts, pad_to)
 
     def spans(self) -> list[slice]:
         """Return the slice of rows of each text in this pass."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather, gather, max_, reduce_scatter, sum_
 from moefold.comm.group import Group
-from moefold.data.batch import IGNORED
+from moefold.data.batch import IGNORE_INDEX
 from moefold.kernels.cross_entropy.chunked import accumulate_head
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import wide_dtype
@@ -64,7 +64,7 @@ def divergence_and_gradients(
         dx_PD = torch.zeros_like(x_PD)
         for start in range(0, x_PD.shape[0], chunk):
             rows = slice(start, start + chunk)
-            counted_C1 = (labels[rows] != IGNORED)[:, None]
+            counted_C1 = (labels[rows] != IGNORE_INDEX)[:, None]
             x_CD = torch.where(counted_C1, x_PD[rows], 0)
             losses_C, dlogits_Cv = compare(
                 _log_softmax(x_CD, head, temperature, ranks), rows, ranks
@@ -86,7 +86,7 @@ def whole(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compar
     x_PD, labels = all_gather(x_TD, flow.world.group("tp")), flow.whole.rows.labels_T
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
-        x_CD = torch.where((labels[rows] != IGNORED)[:, None], x_PD[rows], 0)
+        x_CD = torch.where((labels[rows] != IGNORE_INDEX)[:, None], x_PD[rows], 0)
         logp_Cv = _log_softmax(x_CD, head, temperature, ranks)
         p_Cv = logp_Cv.exp()
         losses_C = logp_Cv.sub_(logq_Cv).mul_(p_Cv).sum(1)

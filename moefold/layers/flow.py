@@ -20,7 +20,7 @@ from moefold.comm.collectives import all_gather, max_, reduce_scatter
 from moefold.comm.group import ALONE
 from moefold.comm.world import World
 from moefold.config.base import Record
-from moefold.data.batch import MicroBatch, band, zigzag
+from moefold.data.batch import MicroBatch, contiguous_rows, zigzag_rows
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.kernels.quantise.blocks import Role
@@ -189,12 +189,12 @@ class Flow:
     @cached_property
     def run(self) -> RowRuns:
         """The valid rows, described as quantised products need them."""
-        return RowRuns.dense(self.rows.n_valid, self.rows.place_T + self.rows.first)
+        return RowRuns.dense(self.rows.n_valid, self.rows.full_row_T + self.rows.first)
 
     @cached_property
     def number_T(self) -> Tensor:
         """int64 number of each row in the step, from which random numbers are drawn."""
-        return sent_numbers(self.rows.first, self.rows.place_T).to(torch.int64)
+        return sent_numbers(self.rows.first, self.rows.full_row_T).to(torch.int64)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
         """Return the rows' rotary angles, computed once per pass for each ``rope`` and ``dim``."""
@@ -216,10 +216,10 @@ def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]
     spot, sizes = world.attention, world.folding.sizes
     piece = batch
     if sizes.cp > 1:
-        piece = batch.part(zigzag(batch.rows, spot.cp, sizes.cp))
+        piece = batch.select_rows(zigzag_rows(batch.rows, spot.cp, sizes.cp))
     if sizes.tp == 1:
         return piece, None
-    return piece.part(band(piece.rows, spot.tp, sizes.tp)), piece
+    return piece.select_rows(contiguous_rows(piece.rows, spot.tp, sizes.tp)), piece
 
 
 def in_order(x_RX: Tensor, ranks: int) -> Tensor:

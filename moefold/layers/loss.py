@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather, gather, reduce_scatter
 from moefold.comm.group import Group
-from moefold.data.batch import IGNORED
+from moefold.data.batch import IGNORE_INDEX
 from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import weight_gradient
@@ -115,5 +115,5 @@ def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tens
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
         stats_2C = chunked.statistics(x_PD[rows] @ head.value.t(), labels[rows], **share)
-        losses_P[rows] = torch.where(labels[rows] != IGNORED, stats_2C[0] - stats_2C[1], 0)
+        losses_P[rows] = torch.where(labels[rows] != IGNORE_INDEX, stats_2C[0] - stats_2C[1], 0)
     return losses_P

@@ -219,7 +219,7 @@ class DecoderModel(nn.Module):
         """
         rows = (pack(texts) if cache is None else cache.rows(texts)).to(self.head_weight.device)
         x_TD, _ = self(Flow(rows, self.recipe, training=False, cache=cache, dropless=True))
-        return linear(rows.last(x_TD), self.head_operand())
+        return linear(rows.gather_last(x_TD), self.head_operand())
 
     def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:
         """Return the differentiable loss of B sequences of S tokens.
@@ -237,7 +237,7 @@ class DecoderModel(nn.Module):
         """Return the differentiable loss of one micro-batch, treated as the whole batch."""
         self.start_step()
         records = self.record.multi_token
-        ahead = tuple((rows.ahead(depth), None) for depth in range(1, len(records) + 1))
+        ahead = tuple((rows.shift(depth), None) for depth in range(1, len(records) + 1))
         flow = Flow(rows, self.recipe, ahead=ahead)
         x_TD, terms = self.run(flow, self.start(flow), self.main_blocks)
         normed_TD = self.finish(flow, x_TD)

@@ -60,7 +60,7 @@ class IncrementalDecoder:
         rows = cache.rows(texts).to(model.head_weight.device)
         flow = Flow(rows, model.recipe, training=False, cache=cache, dropless=True)
         if not cache.continues:
-            return linear(rows.last(model(flow)[0]), model.head_operand())
+            return linear(rows.gather_last(model(flow)[0]), model.head_operand())
         x_PD = model.start(flow)
         for step in self._steps:
             x_PD = step(x_PD, flow)

@@ -109,7 +109,7 @@ class LayerDispatch:
 
     def _numbers(self, tokens: RoutedTokens, flow: Flow) -> Tensor:
         """Dispatch the rows' numbers in the step as the rows are, and return those received."""
-        number_T1 = sent_numbers(flow.rows.first, flow.rows.place_T)[:, None]
+        number_T1 = sent_numbers(flow.rows.first, flow.rows.full_row_T)[:, None]
         numbers = tokens._replace(x_TD=number_T1, weights_TK=tokens.weights_TK.detach())
         with torch.no_grad(), flow.world.recorder.module(f"{self._name}.dispatch"):
             return self._dispatcher.dispatch(*numbers, flow.world).x_RD[:, 0]

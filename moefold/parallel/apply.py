@@ -192,5 +192,5 @@ def flow_of(
         context=layout.context,
         piece=piece,
         exact=exact,
-        ahead=tuple(here(batch.ahead(later)) for later in range(1, depth + 1)),
+        ahead=tuple(here(batch.shift(later)) for later in range(1, depth + 1)),
     )

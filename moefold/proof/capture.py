@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from moefold.comm.alone import lone_rank
 from moefold.comm.world import World
-from moefold.data.batch import ROWS, MicroBatch
+from moefold.data.batch import ROW_TENSORS, MicroBatch
 from moefold.layers.flow import Flow
 from moefold.model.config import Decoder
 from moefold.parallel.apply import ModelParts, build
@@ -156,7 +156,7 @@ def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
         data = ShardedState(placed)
 
     def bare(rows: MicroBatch) -> MicroBatch:
-        named = (name for name in (*ROWS, "row_T") if getattr(rows, name) is not None)
+        named = (name for name in (*ROW_TENSORS, "row_T") if getattr(rows, name) is not None)
         return replace(rows, **{n: mode.from_tensor(getattr(rows, n)) for n in named})
 
     def run(

@@ -18,7 +18,7 @@ from moefold.comm.recorder import CallRecord as Operation
 from moefold.comm.recorder import Site
 from moefold.comm.world import World
 from moefold.config.slot import build
-from moefold.data.batch import IGNORED, MicroBatch, assemble
+from moefold.data.batch import IGNORE_INDEX, MicroBatch, assemble
 from moefold.layers.placement import Shard
 from moefold.layers.precision import DTYPES
 from moefold.model.decoder import DecoderModel
@@ -61,11 +61,11 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
         lengths = () if number in subject.empty else documents
         draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
         ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
-        labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
+        labels_T = np.append(ids_T[1:], IGNORE_INDEX)[: len(ids_T)]
         ends = np.cumsum(lengths, dtype=np.int64)
-        labels_T[ends - 1] = IGNORED
+        labels_T[ends - 1] = IGNORE_INDEX
         for length, end in zip(lengths, ends, strict=True) if subject.masked else ():
-            labels_T[end - length : end - length // (2 + number % 3)] = IGNORED
+            labels_T[end - length : end - length // (2 + number % 3)] = IGNORE_INDEX
         token_T = np.arange(subject.rows) + number * subject.rows
         made.append(assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T))
     return made

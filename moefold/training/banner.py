@@ -269,11 +269,11 @@ def _data(job: Trainer) -> Iterator[Row]:
         corpus = part.corpus
         yield (
             "data",
-            f"{part.name}: {corpus.documents:,} documents, {count(corpus.tokens)} tokens, read "
+            f"{part.name}: {corpus.n_documents:,} documents, {count(corpus.n_tokens)} tokens, read "
             f"{ends[part.name] - begins[part.name]:.2g} times in {plural(steps, 'step')}",
         )
     for part in prepared.valid:
-        documents, tokens = part.corpus.documents, count(part.corpus.tokens)
+        documents, tokens = part.corpus.n_documents, count(part.corpus.n_tokens)
         yield "held out", f"{part.name}: {documents:,} documents, {tokens} tokens"
     for name, reasons in prepared.skipped.items():
         for reason, found in reasons.items():

@@ -58,7 +58,7 @@ def totals_of(placed: ModelParts, batches: Sequence[MicroBatch], objective: Obje
     """Sum the counts of all data ranks' micro-batches."""
     world, multi_token = placed.world, placed.model.record.multi_token
     losses = 1 + len(multi_token)
-    labels = [sum(b.ahead(later).n_labels for b in batches) for later in range(1, losses)]
+    labels = [sum(b.shift(later).n_labels for b in batches) for later in range(1, losses)]
     here = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
     pinned = world.device.type == "cuda"  # else the host would wait for the copy
     said = torch.tensor(here, pin_memory=pinned).to(world.device, non_blocking=True)

@@ -9,7 +9,7 @@ from typing import Any
 from moefold.checkpoint.errors import CheckpointError
 from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
-from moefold.data.conversations import chat_template
+from moefold.data.conversations import load_chat_template
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import base_of, is_hub_folder
@@ -67,7 +67,7 @@ class Speaker:
 
     def settings(self, **asked: Any) -> dict[str, Any]:
         """Return options of ``generate``: those given, else the folder's, else the defaults."""
-        said = self.tokenizer.files.generation(self.tokenizer.end_id)
+        said = self.tokenizer.files.generation_config(self.tokenizer.end_id)
         said = {name: value for name, value in said.items() if value is not None}
         found = {"temperature": said.get("temperature", TEMPERATURE), "top_k": said.get("top_k")}
         found |= {"top_p": said.get("top_p", TOP_P)}
@@ -75,11 +75,11 @@ class Speaker:
             found["temperature"] = 0
         found |= {name: value for name, value in asked.items() if value is not None}
         vocab = self.tokenizer.size
-        return found | {"stop_ids": self.tokenizer.ends, "vocab": vocab, "window": self.window}
+        return found | {"stop_ids": self.tokenizer.end_ids, "vocab": vocab, "window": self.window}
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a conversation as token ids, up to the beginning of the next answer."""
-        template = chat_template(self.tokenizer, today=datetime.now())
+        template = load_chat_template(self.tokenizer, today=datetime.now())
         text = template.render(messages, prompt=True).text
         ((ids_N, _),) = self.tokenizer.encode_chats([text])
         return ids_N.tolist()

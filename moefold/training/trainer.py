@@ -26,7 +26,7 @@ from moefold.config.base import to_dict
 from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
-from moefold.data.prepare import Prepared, prepare
+from moefold.data.prepare import PreparedData, prepare
 from moefold.data.prepare import Progress as Told
 from moefold.files import demand_writable, named
 from moefold.model.generate import generate
@@ -278,7 +278,7 @@ class Trainer:
         run, step, place = self.run, self.progress.step, self.progress.place()
         self.place = place
         self.model.recipe.seed, self.model.recipe.step = run.seed, step
-        given = self.loader.step(place) if batches is None else batches
+        given = self.loader.load_step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:
             stop, how = self._asked is not None, {"objective": self.objective}
@@ -460,7 +460,7 @@ class Trainer:
         self.close(error)
 
 
-def _loader(run: Run, prepared: Prepared, world: World) -> Loader:
+def _loader(run: Run, prepared: PreparedData, world: World) -> Loader:
     """Return the run's loader; it pads rows to a multiple that context and tensor ranks split."""
     train, sizes = run.train, world.folding.sizes
     pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)

@@ -174,7 +174,9 @@ def test_a_fork_with_another_batch_reads_on_where_its_source_ended(
         return Trainer(run, tmp_path / name)
 
     def read(job: Trainer, *places: int) -> list[SegmentOrigin]:
-        return [o for place in places for batch in job.loader.step(place) for o in batch.sources]
+        return [
+            o for place in places for batch in job.loader.load_step(place) for o in batch.sources
+        ]
 
     with opened("reference", 4) as job:
         expected = read(job, 4, 5, 6)

@@ -91,11 +91,11 @@ def test_b72_all_end_tokens_are_known_and_no_start_is_invented(tmp_path: Path) -
     assert main(["import", str(folder), str(tmp_path / "imported")]) == 0
     with StoredModel.open(tmp_path / "imported") as stored:
         assert stored.tokenizer is not None
-        assert set(stored.tokenizer.ends) == {IM_END, END}
+        assert set(stored.tokenizer.end_ids) == {IM_END, END}
         assert stored.tokenizer.end_id == IM_END
     bare = write_chat_folder(tmp_path / "bare", None)
     assert from_path(str(bare)).start is None
-    assert from_path(str(bare)).prompt("gate") == from_path(str(bare)).encode("gate")
+    assert from_path(str(bare)).encode_prompt("gate") == from_path(str(bare)).encode("gate")
 
 
 def test_code_of_the_folder_is_left_behind(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_code_of_the_folder_is_left_behind(tmp_path: Path) -> None:
 def test_another_end_is_added_to_those_of_the_folder(tmp_path: Path) -> None:
     folder = write_chat_folder(tmp_path / "a", generation={"eos_token_id": 0, "top_k": 3})
     found = from_path(str(folder), end="<|im_start|>")
-    assert set(found.ends) == {0, 1}
+    assert set(found.end_ids) == {0, 1}
     out = tmp_path / "b"
     out.mkdir()
     assert found.files.write(out, found.end_id, 8)["eos_token_id"] == 1

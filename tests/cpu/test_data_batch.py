@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.data.batch import IGNORED, MicroBatch, from_ids, pack
+from moefold.data.batch import IGNORE_INDEX, MicroBatch, from_ids, pack
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 99), max_size=6), max_size=5)
 
@@ -21,11 +21,11 @@ def test_packing_keeps_documents_apart_and_padding_out(documents: list, pad_to: 
     assert bounds[0] == 0 and bounds[-1] == batch.n_valid and batch.cu_seqlens.dtype == torch.int32
     for ids, start, end in zip(kept, bounds, bounds[1:], strict=False):
         assert batch.ids_T[start:end].tolist() == ids
-        assert batch.labels_T[start:end].tolist() == [*ids[1:], IGNORED]
+        assert batch.labels_T[start:end].tolist() == [*ids[1:], IGNORE_INDEX]
         assert batch.positions_T[start:end].tolist() == list(range(len(ids)))
     n = batch.n_valid
     assert batch.valid_T.tolist() == [True] * n + [False] * (batch.rows - n)
-    assert (batch.labels_T[n:] == IGNORED).all()
+    assert (batch.labels_T[n:] == IGNORE_INDEX).all()
     assert batch.n_labels == sum(len(d) - 1 for d in kept)
     assert batch.token_T.tolist() == list(range(7, 7 + batch.rows))
 
@@ -38,12 +38,12 @@ def test_all_padding_is_a_legal_batch() -> None:
 def test_rows_of_a_rectangle() -> None:
     ids_BS = torch.tensor([[1, 2, 3], [4, 5, 6]])
     batch = from_ids(ids_BS)
-    assert batch.labels_T.tolist() == [2, 3, IGNORED, 5, 6, IGNORED]
+    assert batch.labels_T.tolist() == [2, 3, IGNORE_INDEX, 5, 6, IGNORE_INDEX]
     assert batch.positions_T.tolist() == [0, 1, 2, 0, 1, 2] and batch.lengths == (3, 3)
     assert batch.n_labels == 4
-    own = from_ids(ids_BS, torch.tensor([[2, IGNORED, 9], [5, 6, 7]]))
-    assert own.labels_T.tolist() == [2, IGNORED, 9, 5, 6, 7] and own.n_labels == 5
-    assert from_ids(ids_BS[:, :1]).labels_T.tolist() == [IGNORED] * 2
+    own = from_ids(ids_BS, torch.tensor([[2, IGNORE_INDEX, 9], [5, 6, 7]]))
+    assert own.labels_T.tolist() == [2, IGNORE_INDEX, 9, 5, 6, 7] and own.n_labels == 5
+    assert from_ids(ids_BS[:, :1]).labels_T.tolist() == [IGNORE_INDEX] * 2
     assert from_ids(ids_BS[:, :0]).lengths == ()
     for wrong in (ids_BS[0], ids_BS[None]):
         with pytest.raises(ValueError, match="shape"):

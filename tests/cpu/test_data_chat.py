@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from moefold.cli.main import main
 from moefold.config.load import load
-from moefold.data.batch import IGNORED, MicroBatch, from_ids
+from moefold.data.batch import IGNORE_INDEX, MicroBatch, from_ids
 from moefold.data.config import Data, DataError
 from moefold.data.loader import Loader
-from moefold.data.packing import Conversations, best_fit
-from moefold.data.prepare import Prepared, prepare
-from moefold.data.sources import LONG, REFUSED
+from moefold.data.packing import MaskedCorpus, best_fit_decreasing
+from moefold.data.prepare import PreparedData, prepare
+from moefold.data.sources import MAX_LONG, MAX_REFUSED
 from moefold.layers.kinds.dense import Dense
 from moefold.run import Run
 from moefold.training.trainer import Trainer
@@ -48,18 +48,18 @@ def write_lines(file: Path, examples: Sequence[dict[str, Any]]) -> Path:
 
 def prepared_from(
     folder: Path, tokenizer: Path, files: Path, seq: int = 512, **how: Any
-) -> Prepared:
+) -> PreparedData:
     source = {"source": "chat", "files": [str(files)], **how}
     data = {"seq": seq, "tokenizer": {"kind": "file", "path": str(tokenizer)}, "train": [source]}
     return prepare(load(Data, data).record, folder / "prepared")
 
 
-def documents(prepared: Prepared) -> list[tuple[list[int], list[int]]]:
+def documents(prepared: PreparedData) -> list[tuple[list[int], list[int]]]:
     """Ids and mask of each conversation, in order."""
     corpus = prepared.train[0].corpus
-    assert isinstance(corpus, Conversations)
-    pieces = [piece for i in range(corpus.documents) for piece in corpus.pieces(i)]
-    return [(p.ids_N.tolist(), p.trained_N.astype(int).tolist()) for p in pieces]  # type: ignore[union-attr]
+    assert isinstance(corpus, MaskedCorpus)
+    pieces = [piece for i in range(corpus.n_documents) for piece in corpus.pieces(i)]
+    return [(p.ids_N.tolist(), p.loss_mask_N.astype(int).tolist()) for p in pieces]  # type: ignore[union-attr]
 
 
 def theirs(folder: Path, examples: Sequence[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
@@ -141,7 +141,7 @@ def drawn(count: int, seed: int = 1) -> list[dict[str, Any]]:
 @given(st.lists(st.integers(1, 20), max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_packs_hold_each_document_once_and_none_has_room_for_the_next(lengths: list[int]) -> None:
-    packs = best_fit(lengths, 20)
+    packs = best_fit_decreasing(lengths, 20)
     assert sorted(n for pack in packs for n in pack) == list(range(len(lengths)))
     sums = [sum(lengths[n] for n in pack) for pack in packs]
     assert all(total <= 20 for total in sums)
@@ -165,7 +165,13 @@ def pieces(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
 def labelled(found: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
     """Ids and labels of documents with their masks."""
     return [
-        (ids, [*(i if m else IGNORED for i, m in zip(ids[1:], mask[1:], strict=True)), IGNORED])
+        (
+            ids,
+            [
+                *(i if m else IGNORE_INDEX for i, m in zip(ids[1:], mask[1:], strict=True)),
+                IGNORE_INDEX,
+            ],
+        )
         for ids, mask in found
     ]
 
@@ -176,7 +182,7 @@ def test_b71_every_conversation_is_in_an_epoch_once_and_whole(tmp_path: Path) ->
     loader, expected = Loader(prepared, 160, 1, seed=4), labelled(documents(prepared))
     packs = round(1 / loader.epoch(1)["chat"])
     epochs = [
-        [p for step in range(packs) for p in pieces(loader.step(start + step)[0])]
+        [p for step in range(packs) for p in pieces(loader.load_step(start + step)[0])]
         for start in (0, packs)
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(expected)
@@ -184,8 +190,8 @@ def test_b71_every_conversation_is_in_an_epoch_once_and_whole(tmp_path: Path) ->
     # Any step again, on any number of ranks, at any place of the batch.
     wide = [Loader(prepared, 160, 4, 2, seed=4, pad_to=64, rank=r, ranks=2) for r in range(2)]
     for step in (3, 1):
-        batches = [wide[r].step(step)[0] for r in range(2)]
-        alone = [loader.step(4 * step + i)[0] for i in range(4)]
+        batches = [wide[r].load_step(step)[0] for r in range(2)]
+        alone = [loader.load_step(4 * step + i)[0] for i in range(4)]
         assert [p for b in batches for p in pieces(b)] == [p for b in alone for p in pieces(b)]
         numbers = np.concatenate([b.token_T.numpy() for b in batches])
         assert len(set(numbers.tolist())) == len(numbers)
@@ -207,7 +213,7 @@ def test_packed_is_one_by_one(tmp_path: Path) -> None:
     record = decoder(GQA, Dense(width=24), moe(balance=()))
     model = model_of(record.model_copy(update={"vocab": prepared.tokenizer.vocab}))
     loader = Loader(prepared, 256, 2, 2, pad_to=8)
-    (packed,) = loader.step(0)
+    (packed,) = loader.load_step(0)
     assert len(packed.lengths) > 4 and packed.rows > packed.n_valid
     (model.micro_batch_loss(packed).lm_loss * packed.n_labels).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -266,7 +272,7 @@ def test_bad_examples_are_refused_by_line_or_left_out(
     with pytest.raises(DataError, match=rf"chats\.jsonl:3: .*{said}(?s:.*){remedy}"):
         prepared_from(tmp_path, tmp_path / "model", file)
     left = prepared_from(tmp_path, tmp_path / "model", file, bad="skip")
-    assert left.train[0].corpus.documents == 2
+    assert left.train[0].corpus.n_documents == 2
     ((_, note),) = left.skipped["chat"].items()
     assert note == {"count": 1, "first": [f"{file.as_posix()}:3"]}
 
@@ -277,7 +283,7 @@ def test_bad_examples_are_told_of_at_once_up_to_a_number(tmp_path: Path) -> None
     with pytest.raises(DataError) as caught:
         prepared_from(tmp_path, tmp_path / "model", file)
     *told, remedy = str(caught.value).replace("; correct", "\ncorrect").split("\n")
-    assert [line.split(":")[1] for line in told] == ["1", *map(str, range(4, 4 + REFUSED - 1))]
+    assert [line.split(":")[1] for line in told] == ["1", *map(str, range(4, 4 + MAX_REFUSED - 1))]
     assert remedy.startswith("correct the data, or leave such")
 
 
@@ -320,17 +326,17 @@ def test_conversations_longer_than_a_sequence(tmp_path: Path) -> None:
     cut = prepared_from(tmp_path, tmp_path / "model", file, seq=160, long="cut")
     assert max(len(ids) for ids, _ in documents(cut)) == 160
     # Where nothing is left of the answer, the rest teaches nothing.
-    assert cut.train[0].corpus.documents == left.train[0].corpus.documents + 1
+    assert cut.train[0].corpus.n_documents == left.train[0].corpus.n_documents + 1
     assert f"{file.as_posix()}:5" in str(cut.skipped["chat"])
 
 
 def test_long_conversations_are_told_of_all_at_once(tmp_path: Path) -> None:
-    file = chats(tmp_path, drawn(LONG + 5))
+    file = chats(tmp_path, drawn(MAX_LONG + 5))
     lengths = [len(ids) for ids, _ in documents(prepared_from(tmp_path, tmp_path / "model", file))]
     with pytest.raises(DataError) as caught:
         prepared_from(tmp_path, tmp_path / "model", file, seq=2)
     *told, rest = str(caught.value).split("\n")
-    assert [line.split(":")[1] for line in told] == [str(i + 1) for i in range(LONG)]
+    assert [line.split(":")[1] for line in told] == [str(i + 1) for i in range(MAX_LONG)]
     assert rest.startswith(f"  and 5 more; raise data.seq to {max(lengths)}, or set long: cut")
     prepared_from(tmp_path, tmp_path / "model", file, seq=max(lengths))
 

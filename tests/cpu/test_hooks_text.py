@@ -75,7 +75,7 @@ def test_the_document_is_long_enough_where_there_is_one(tmp_path: Path) -> None:
     """The first of the asked length; the longest where all are shorter; others fill up."""
     with job_of(tmp_path) as job:
         corpus = job.loader.prepared.valid[0].corpus
-    lengths = [len(corpus.document(i)) for i in range(corpus.documents)]
+    lengths = [len(corpus.document(i)) for i in range(corpus.n_documents)]
     number, documents = choose(corpus, 10_000, 60)
     assert number == int(np.argmax(lengths)) and len(documents[0]) == max(lengths)
     number, documents = choose(corpus, min(lengths), sum(lengths))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefold.data.batch import zigzag
+from moefold.data.batch import zigzag_rows
 from moefold.kernels.attention.block import attention
 from moefold.layers.context.attend import on_one_rank
 from moefold.layers.context.sight import Heads, Sight
@@ -58,7 +58,7 @@ def test_tiles_of_context_ranks_equal_the_mask(
         lengths.append(data.draw(st.integers(1, rows - sum(lengths))))
     q, k, v, sinks_H, grad = drawn(rows)
     order = torch.cat(
-        [torch.arange(p.start, p.stop) for r in range(ranks) for p in zigzag(rows, r, ranks)]
+        [torch.arange(p.start, p.stop) for r in range(ranks) for p in zigzag_rows(rows, r, ranks)]
     )
     sight = Sight(tuple(lengths), 2 * piece, ranks, window)
     tiles = []

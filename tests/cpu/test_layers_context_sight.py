@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefold.data.batch import zigzag
+from moefold.data.batch import zigzag_rows
 from moefold.kernels.attention.block import Tile
 from moefold.layers.context.attend import tiles_of
 from moefold.layers.context.sight import Sight
@@ -56,7 +56,7 @@ def test_each_rank_sees_exactly_what_the_mask_shows(cut: tuple[tuple[int, ...], 
     lengths, rows, ranks = cut
     sight, whole = Sight(lengths, rows, ranks), mask(lengths, rows * ranks)
     places = [
-        torch.cat([torch.arange(p.start, p.stop) for p in zigzag(rows * ranks, r, ranks)])
+        torch.cat([torch.arange(p.start, p.stop) for p in zigzag_rows(rows * ranks, r, ranks)])
         for r in range(ranks)
     ]
     for asking in range(ranks):

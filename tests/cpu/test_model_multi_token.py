@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.data.batch import IGNORED, MicroBatch, pack
+from moefold.data.batch import IGNORE_INDEX, MicroBatch, pack
 from moefold.layers.config import Full
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
@@ -140,16 +140,16 @@ def test_b81_a_weight_of_zero_leaves_all_other_gradients_as_they_are() -> None:
 def test_b80_rows_of_later_tokens() -> None:
     """Labels that are left out stay so; the last token stands in for those beyond its end."""
     rows = pack([[1, 2, 3, 4], [5], [6, 7, 8]], pad_to=10)
-    rows.labels_T[1] = IGNORED
+    rows.labels_T[1] = IGNORE_INDEX
     rows.labels_T[3] = 9  # of a document that goes on in another micro-batch
-    one, two = rows.ahead(1), rows.ahead(2)
+    one, two = rows.shift(1), rows.shift(2)
     assert one.ids_T.tolist() == [2, 3, 4, 4, 5, 7, 8, 8, 0, 0]
-    x = IGNORED
+    x = IGNORE_INDEX
     assert one.labels_T.tolist() == [x, 4, 9, x, x, 8, x, x, x, x]
     assert two.ids_T.tolist() == [3, 4, 4, 4, 5, 8, 8, 8, 0, 0]
     assert two.labels_T.tolist() == [4, 9, *[x] * 8]
     assert (one.n_labels, two.n_labels, one.lengths) == (3, 2, rows.lengths)
-    assert pack([], rows=4).ahead(1).n_labels == 0
+    assert pack([], rows=4).shift(1).n_labels == 0
 
 
 def test_further_tokens_do_nothing_outside_training() -> None:

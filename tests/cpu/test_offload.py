@@ -167,7 +167,7 @@ def test_b26_weights_alone_are_loaded_and_at_rate_zero_nothing_moves(
     with job_of(tmp_path, "second", **still) as job:
         fork(job, tmp_path / "first", weights_only=True)
         before = weights(job)
-        losses = [job.step(list(job.loader.step(0)))["lm_loss"] for _ in range(2)]
+        losses = [job.step(list(job.loader.load_step(0)))["lm_loss"] for _ in range(2)]
         after = weights(job)
     moved = [name for name in equal(before, after) if not name.startswith("optim.")]
     assert not moved

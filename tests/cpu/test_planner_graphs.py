@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from moefold.data.batch import ROWS, MicroBatch
+from moefold.data.batch import ROW_TENSORS, MicroBatch
 from moefold.layers.config import Full, Offload, OffloadToPages
 from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.parallel.config import Layout
@@ -74,7 +74,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
         storages: dict[int, Any] = {}
         for one in run.keywords["graphs"].passes:
             pairs = ((one.flow.rows, one.flow.piece), *one.flow.ahead)
-            rows = [getattr(x, name) for pair in pairs for x in pair if x for name in ROWS]
+            rows = [getattr(x, name) for pair in pairs for x in pair if x for name in ROW_TENSORS]
             held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]
             tensors = [x for x in (*rows, *chain(*held)) if isinstance(x, Tensor)]
             storages.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in tensors)

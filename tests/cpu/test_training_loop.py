@@ -193,7 +193,7 @@ class Poison:
 
     def __init__(self, job: Trainer, places: set[int], value: float = math.nan) -> None:
         self.seen: list[int] = []
-        plain = job.loader.step
+        plain = job.loader.load_step
 
         def step(place: int) -> Any:
             self.seen.append(place)
@@ -202,7 +202,7 @@ class Poison:
         def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
             return out * value if self.seen[-1] in places else out
 
-        job.loader.step = step  # type: ignore[method-assign]
+        job.loader.load_step = step  # type: ignore[method-assign]
         job.model.norm.register_forward_hook(spoil)
 
 
@@ -260,7 +260,7 @@ def test_b52_what_products_read_goes_back_with_the_weights(
         path = job.save()
         job.saver.wait()
         seen = [job.step()["lm_loss"]]
-        gradients(job.data, job.loader.step(2), 16)  # of a step that is given up
+        gradients(job.data, job.loader.load_step(2), 16)  # of a step that is given up
         job.progress = restore(path, job.data, job.optimizer)
         job.data.renew()
         seen.append(job.step()["lm_loss"])

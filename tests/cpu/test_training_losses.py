@@ -132,7 +132,7 @@ def test_b77_gradients_of_a_divergence_are_those_of_the_closed_form(t: float, k:
 
 def test_b76_a_pair_stands_in_a_sequence_one_answer_after_the_other(tmp_path: Path) -> None:
     loader = Loader(prepared(tmp_path, examples(6)), 64, 2, 2)
-    for batch in loader.everything():
+    for batch in loader.all_batches():
         assert len(batch.lengths) % 2 == 0 and batch.lengths
         origins = [(s.document, s.start > 0) for s in batch.sources]
         assert origins[::2] == [(d, False) for d, _ in origins[1::2]]

@@ -101,7 +101,7 @@ def note_state(job: Trainer, folder: Path, name: str) -> None:
 
 def watched(job: Trainer, folder: Path) -> None:
     """Note the documents and places that each step trains on here."""
-    feed = job.loader.step
+    feed = job.loader.load_step
 
     def step(place: int) -> Any:
         batches = feed(place)
@@ -110,7 +110,7 @@ def watched(job: Trainer, folder: Path) -> None:
             file.write(json.dumps([place, said]) + "\n")
         return batches
 
-    job.loader.step = step  # type: ignore[method-assign]
+    job.loader.load_step = step  # type: ignore[method-assign]
 
 
 def seen(folder: Path) -> dict[int, list[str]]:

@@ -66,7 +66,7 @@ def bad_steps(spot: Spot, folder: str) -> Told:
     run = run_of(home, **policy(replay=True))
     with world_of(run, spot, home / "out") as world:
         with Trainer(run, home / "out", world=world) as job:
-            named = {f"{o.name} {o.document}" for b in job.loader.step(0) for o in b.sources}
+            named = {f"{o.name} {o.document}" for b in job.loader.load_step(0) for o in b.sources}
             told["documents"] = "; ".join(sorted(named))
             if spot.rank == 1:
                 spoil(job)
@@ -95,14 +95,14 @@ def signals(spot: Spot, folder: str) -> Told:
     home = Path(folder)
     run = run_of(home)
     with world_of(run, spot, home / "out") as world, Trainer(run, home / "out", world=world) as job:
-        step = job.loader.step
+        step = job.loader.load_step
 
         def warned(place: int) -> Any:
             if place == 1 and spot.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(place)
 
-        job.loader.step = warned  # type: ignore[method-assign]
+        job.loader.load_step = warned  # type: ignore[method-assign]
         text = error_of(job, Interrupted)
         return {"text": text, "step": str(job.step_number)}
 

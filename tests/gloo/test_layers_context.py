@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.comm.recorder import BACKWARD, FORWARD, CallRecord
 from moefold.comm.world import World
-from moefold.data.batch import MicroBatch, zigzag
+from moefold.data.batch import MicroBatch, zigzag_rows
 from moefold.layers.config import Context, Gathered, Mixed, Ring, Ulysses
 from moefold.layers.context.attend import attend
 from moefold.layers.flow import Flow
@@ -98,7 +98,7 @@ def attended(
     """Attend across ranks and compare this rank's rows."""
     given = [x.to(dtype) for x in values(batch.rows, heads)]
     whole = expected([x.double() for x in given], batch.lengths)
-    part = batch.part(zigzag(batch.rows, world.attention.cp, world.folding.sizes.cp))
+    part = batch.select_rows(zigzag_rows(batch.rows, world.attention.cp, world.folding.sizes.cp))
     assert part.row_T is not None
     q, k, v = mine = [x[part.row_T].requires_grad_() for x in given[:3]]
     flow = Flow(part, PrecisionPolicy("fp32"), world=world, context=kind)
@@ -200,7 +200,7 @@ def lent(case: str, cp: int, groups: int, rank: int) -> tuple[int, int]:
     segment[: batch.n_valid] = batch.segment_T
     sees = ((segment[:, None] == segment) & (segment[:, None] >= 0)).tril()
     places = [
-        torch.cat([torch.arange(p.start, p.stop) for p in zigzag(batch.rows, group, groups)])
+        torch.cat([torch.arange(p.start, p.stop) for p in zigzag_rows(batch.rows, group, groups)])
         for group in range(groups)
     ]
 
@@ -272,7 +272,7 @@ def rank_finds_windows(rank: int, cp: int) -> dict[Any, tuple[float, Tensor, Ten
             q, k, v, sinks_H = fresh
             out = references.attention(q, k, v, batch.lengths, SCALE, window, sinks_H)
             expected = [out, *torch.autograd.grad(out, fresh, given[3])]
-            part = batch.part(zigzag(batch.rows, world.attention.cp, cp))
+            part = batch.select_rows(zigzag_rows(batch.rows, world.attention.cp, cp))
             assert part.row_T is not None
             mine = [x[part.row_T].requires_grad_() for x in given[:3]]
             sinks_H = sinks.clone().requires_grad_()

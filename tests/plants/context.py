@@ -20,7 +20,7 @@ PLANTS = (
         "documents are counted from a context rank's first row",
         STEPS + "test_b11_a_term_of_sequences_sees_documents_that_ranks_share",
         "data/batch.py",
-        "rows_T = self.place_T[: self.n_valid]\n",
+        "rows_T = self.full_row_T[: self.n_valid]\n",
         "rows_T = torch.arange(self.n_valid, device=self.ids_T.device)\n",
     ),
     Plant(

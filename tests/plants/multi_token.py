@@ -94,7 +94,7 @@ PLANTS = (
         "labels of further tokens are those of a first micro-batch alone",
         RANKS,
         "training/figures.py",
-        "sum(b.ahead(later).n_labels for b in batches)",
-        "sum(b.ahead(later).n_labels for b in batches[:1])",
+        "sum(b.shift(later).n_labels for b in batches)",
+        "sum(b.shift(later).n_labels for b in batches[:1])",
     ),
 )

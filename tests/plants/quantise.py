@@ -368,7 +368,7 @@ PLANTS = (
         "chance goes by rows of this rank",
         PROOF,
         "layers/flow.py",
-        "self.rows.n_valid, self.rows.place_T + self.rows.first)",
+        "self.rows.n_valid, self.rows.full_row_T + self.rows.first)",
         "self.rows.n_valid, torch.arange(self.rows.rows) + self.rows.first)",
     ),
     Plant(

@@ -77,9 +77,10 @@ PLANTS = (
         "data ranks have an order each",
         DEALT,
         "data/loader.py",
-        "        mine = [self.step_part(step, j) for j in range(self._rank, count, self._ranks)]\n",
+        "        mine = [self.load_micro_batch(step, j) "
+        "for j in range(self._rank, count, self._ranks)]\n",
         "        at, by = self._rank, self._ranks\n"
-        "        mine = [self.step_part(step + at, j) for j in range(at, count, by)]\n",
+        "        mine = [self.load_micro_batch(step + at, j) for j in range(at, count, by)]\n",
     ),
     Plant(
         "b27",

@@ -12,7 +12,7 @@ from moefold.config.errors import RunError
 from moefold.config.fields import FieldSpec, paths_in
 from moefold.config.load import load
 from moefold.data.config import Data, DataError, FileTokenizer, IndexedTokens, Jsonl, Text
-from moefold.data.sources import expand
+from moefold.data.sources import expand_patterns
 from moefold.run import Run
 from tests.mutations import Judge, mutations, repair
 
@@ -131,7 +131,7 @@ def test_paths_begin_at_the_file_that_names_them(
         assert text.files == (str(tmp_path / "a.txt"), "/far/b.txt", str(home / "c.txt"))
         assert isinstance(indexed, IndexedTokens)
         assert indexed.prefix == str(runs / "tokens" / "d")
-        assert [expand((name,)) for name in matched.files] == [[runs / "v[1].txt"]] * 2
+        assert [expand_patterns((name,)) for name in matched.files] == [[runs / "v[1].txt"]] * 2
         assert jsonl.files == (str(here / "e.jsonl"),)
         assert load(Data, to_dict(data)).record == data
         raw = load(Data, {"seq": 8, "train": [{"source": "text", "files": ["a.txt"]}]}).record

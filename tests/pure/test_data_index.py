@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.data.config import DataError
-from moefold.data.index import Indexed, IndexWriter, dtype_for, files_of
+from moefold.data.index import IndexedDataset, IndexWriter, dtype_for, token_files
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "megatron_indexed.json").read_text())
 
@@ -36,7 +36,7 @@ def test_bytes_are_those_of_the_other_writers(
 def test_reads_what_the_other_writers_wrote(tmp_path: Path) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"x.{suffix}").write_bytes(bytes.fromhex(REFERENCE[f"{suffix}_hex"]))
-    indexed = Indexed(tmp_path / "x")
+    indexed = IndexedDataset(tmp_path / "x")
     assert [indexed.document(i).tolist() for i in range(len(indexed))] == REFERENCE["docs"]
 
 
@@ -53,13 +53,13 @@ def test_round_trip_and_reads_across_documents(
     tmp_path_factory: pytest.TempPathFactory, documents: list, data: st.DataObject
 ) -> None:
     prefix = write(tmp_path_factory.mktemp("x") / "x", documents, 100_000)
-    indexed = Indexed(prefix)
+    indexed = IndexedDataset(prefix)
     assert [indexed.document(i).tolist() for i in range(len(indexed))] == documents
     flat = [i for ids in documents for i in ids]
     start = data.draw(st.integers(0, len(flat)))
     stop = data.draw(st.integers(start, len(flat)))
     assert indexed.read(start, stop).tolist() == flat[start:stop]
-    assert indexed.tokens == len(flat)
+    assert indexed.n_tokens == len(flat)
 
 
 def raw_index(
@@ -79,9 +79,9 @@ def put(folder: Path, index: bytes, tokens: list[int]) -> Path:
 def test_documents_of_several_sequences_gaps_modes_and_empty_ones(tmp_path: Path) -> None:
     """All legal in the format: a document of two sequences, a gap in .bin, modes, empty ones."""
     index = raw_index([2, 1, 0, 2], [0, 4, 6, 8], [0, 2, 3, 3, 4], tail=b"\1\1\1\1")
-    indexed = Indexed(put(tmp_path, index, [1, 2, 3, 99, 4, 5]))
+    indexed = IndexedDataset(put(tmp_path, index, [1, 2, 3, 99, 4, 5]))
     assert [indexed.document(i).tolist() for i in range(4)] == [[1, 2, 3], [], [], [4, 5]]
-    assert indexed.tokens == 5 and indexed.read(1, 5).tolist() == [2, 3, 4, 5]
+    assert indexed.n_tokens == 5 and indexed.read(1, 5).tolist() == [2, 3, 4, 5]
 
 
 GOOD = raw_index([2, 1], [0, 4], [0, 1, 2])
@@ -122,12 +122,12 @@ BAD: dict[str, tuple[bytes, str]] = {
 def test_a_bad_index_is_refused_by_field_and_byte(tmp_path: Path, name: str) -> None:
     index, said = BAD[name]
     with pytest.raises(DataError) as caught:
-        Indexed(put(tmp_path, index, [1, 2, 3]))
+        IndexedDataset(put(tmp_path, index, [1, 2, 3]))
     assert f"x.idx: {said}" in str(caught.value)
 
 
 def test_the_good_index_of_the_table_is_good(tmp_path: Path) -> None:
-    assert Indexed(put(tmp_path, GOOD, [1, 2, 3])).document(0).tolist() == [1, 2]
+    assert IndexedDataset(put(tmp_path, GOOD, [1, 2, 3])).document(0).tolist() == [1, 2]
 
 
 def test_bytes_behind_the_last_whole_token_are_refused(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_bytes_behind_the_last_whole_token_are_refused(tmp_path: Path) -> None:
     with prefix.with_suffix(".bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(DataError, match=r"x\.bin: end of file at byte 7: is not a multiple of 2"):
-        Indexed(prefix)
+        IndexedDataset(prefix)
 
 
 def test_a_bin_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
     prefix = put(tmp_path, GOOD, [1, 2])
     with pytest.raises(DataError, match=r"x.bin: end of file at byte 4: sequence 1 ends at byte 6"):
-        Indexed(prefix)
+        IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize("missing", ["bin", "idx"])
@@ -149,7 +149,7 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     write(tmp_path / "x", [[1]])
     (tmp_path / f"x.{missing}").unlink()
     with pytest.raises(DataError, match=rf"x\.{missing}: no such file"):
-        Indexed(tmp_path / "x")
+        IndexedDataset(tmp_path / "x")
 
 
 @settings(max_examples=150, deadline=None, database=None)
@@ -162,11 +162,11 @@ def test_no_damage_reads_outside_the_file(
     data[at] ^= flip
     for content in (bytes(data), bytes(data[:keep])):
         try:
-            indexed = Indexed(put(folder, content, [1, 2, 3]))
+            indexed = IndexedDataset(put(folder, content, [1, 2, 3]))
         except DataError:
             continue
-        assert indexed.tokens == sum(len(indexed.document(i)) for i in range(len(indexed)))
-        assert indexed.tokens <= 6
+        assert indexed.n_tokens == sum(len(indexed.document(i)) for i in range(len(indexed)))
+        assert indexed.n_tokens <= 6
 
 
 @pytest.mark.parametrize(
@@ -192,20 +192,20 @@ def test_the_old_files_stay_until_the_new_ones_are_whole(tmp_path: Path) -> None
     with pytest.raises(RuntimeError), IndexWriter(tmp_path / "x", 100) as writer:
         writer.add([7])
         raise RuntimeError
-    assert Indexed(tmp_path / "x").document(0).tolist() == [1, 2, 3]
+    assert IndexedDataset(tmp_path / "x").document(0).tolist() == [1, 2, 3]
     write(tmp_path / "x", [[7]])
-    assert Indexed(tmp_path / "x").document(0).tolist() == [7]
+    assert IndexedDataset(tmp_path / "x").document(0).tolist() == [7]
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_digest_sees_every_small_change(tmp_path: Path) -> None:
-    before = Indexed(write(tmp_path / "x", [[1, 2], [3]])).digest()
-    assert Indexed(write(tmp_path / "y", [[1, 2], [3]])).digest() == before
-    assert Indexed(write(tmp_path / "y", [[1, 2], [4]])).digest() != before
-    assert Indexed(write(tmp_path / "y", [[1], [2, 3]])).digest() != before
+    before = IndexedDataset(write(tmp_path / "x", [[1, 2], [3]])).digest()
+    assert IndexedDataset(write(tmp_path / "y", [[1, 2], [3]])).digest() == before
+    assert IndexedDataset(write(tmp_path / "y", [[1, 2], [4]])).digest() != before
+    assert IndexedDataset(write(tmp_path / "y", [[1], [2, 3]])).digest() != before
 
 
 def test_either_file_names_the_pair() -> None:
     for name in ("a/x", "a/x.bin", "a/x.idx", "a/x.y"):
         stem = name.removesuffix(".bin").removesuffix(".idx")
-        assert files_of(name) == (Path(stem + ".bin"), Path(stem + ".idx"))
+        assert token_files(name) == (Path(stem + ".bin"), Path(stem + ".idx"))

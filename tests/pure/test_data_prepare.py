@@ -14,10 +14,10 @@ import pytest
 from moefold.cli.data import inspect
 from moefold.config.load import load
 from moefold.config.plugins import import_plugins
-from moefold.data.baselines import baselines
+from moefold.data.baselines import compute_baselines
 from moefold.data.config import SOURCE, Data, DataError
-from moefold.data.index import Indexed, IndexWriter
-from moefold.data.prepare import Prepared, PreparedPart, prepare
+from moefold.data.index import IndexedDataset, IndexWriter
+from moefold.data.prepare import PreparedData, PreparedPart, prepare
 
 WORDS = ("queue", "class", "return", "none", "when", "empty", "and", "raises", "else", "a", "of")
 
@@ -40,8 +40,8 @@ def described(folder: Path, **changes: Any) -> Data:
     return load(Data, raw | changes).record
 
 
-def texts_of(part: PreparedPart, prepared: Prepared) -> list[str]:
-    documents = [part.corpus.document(i) for i in range(part.corpus.documents)]
+def texts_of(part: PreparedPart, prepared: PreparedData) -> list[str]:
+    documents = [part.corpus.document(i) for i in range(part.corpus.n_documents)]
     return [prepared.tokenizer.decode(ids.tolist()) for ids in documents]
 
 
@@ -88,7 +88,7 @@ def test_a_source_whose_code_has_changed_is_prepared_anew(tmp_path: Path) -> Non
     """Not where its file was moved: what counts is its content."""
     texts, part = corpus(tmp_path), tmp_path / "part.py"
     source = {"source": "cased", "files": [f"{tmp_path}/a.jsonl"]}
-    found = list[Prepared]()
+    found = list[PreparedData]()
     for place, made in ((part, "upper"), (part, "lower"), (tmp_path / "moved.py", "lower")):
         place.write_text(READER.replace("MADE", made))
         SOURCE.kinds.pop("cased", None)  # as if in another process
@@ -143,7 +143,7 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path) -> No
 def test_a_damaged_folder_is_made_again(tmp_path: Path, damage: str) -> None:
     corpus(tmp_path)
     first = prepare(described(tmp_path), tmp_path / "out")
-    file = first.train[0].corpus.indexed.bin
+    file = first.train[0].corpus.dataset.bin
     before = file.read_bytes()
     if damage == "cut":
         file.write_bytes(before[:-1])
@@ -240,11 +240,11 @@ def test_a_source_that_gives_nothing_is_refused(tmp_path: Path, name: str) -> No
         prepare(load(Data, raw).record, tmp_path / "out")
 
 
-def ready(tmp_path: Path) -> tuple[Prepared, dict[str, Any]]:
+def ready(tmp_path: Path) -> tuple[PreparedData, dict[str, Any]]:
     """Prepare a corpus, and describe its training tokens as a ready token file."""
     corpus(tmp_path)
     made = prepare(described(tmp_path), tmp_path / "out")
-    prefix = made.train[0].corpus.indexed.bin.with_suffix("")
+    prefix = made.train[0].corpus.dataset.bin.with_suffix("")
     return made, {
         "seq": 16,
         "tokenizer": {"kind": "file", "path": str(made.folder)},
@@ -256,11 +256,11 @@ def test_token_files_are_used_where_they_lie(tmp_path: Path) -> None:
     made, raw = ready(tmp_path)
     prepared = prepare(load(Data, raw).record, tmp_path / "other")
     (train,), (valid,) = prepared.train, prepared.valid
-    assert train.corpus.documents + valid.corpus.documents == made.train[0].corpus.documents
+    assert train.corpus.n_documents + valid.corpus.n_documents == made.train[0].corpus.n_documents
     assert sorted(texts_of(train, prepared) + texts_of(valid, prepared)) == sorted(
         texts_of(made.train[0], made)
     )
-    assert train.corpus.indexed.bin == made.train[0].corpus.indexed.bin
+    assert train.corpus.dataset.bin == made.train[0].corpus.dataset.bin
     raw["train"][0]["holdout"] = 0.0
     whole = prepare(load(Data, raw).record, tmp_path / "other")
     assert whole.train[0].n_bytes == made.train[0].n_bytes and whole.valid == ()
@@ -295,10 +295,10 @@ def test_a_missing_package_says_how_to_get_it(
 def test_inspect_finds_a_flipped_bit(tmp_path: Path) -> None:
     corpus(tmp_path)
     prepared = prepare(described(tmp_path), tmp_path / "out")
-    file = prepared.train[0].corpus.indexed.bin
+    file = prepared.train[0].corpus.dataset.bin
     found = inspect(file, prepared.tokenizer)
     assert found["as_written"] is True and found["empty"] == 0
-    assert found["tokens"] == prepared.train[0].corpus.tokens == found["said"]["tokens"]
+    assert found["tokens"] == prepared.train[0].corpus.n_tokens == found["said"]["tokens"]
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
@@ -322,10 +322,10 @@ def test_inspect_an_empty_file(tmp_path: Path) -> None:
     found = inspect(tmp_path / "x")
     facts = [found[name] for name in ("documents", "tokens", "lowest", "shortest", "as_written")]
     assert facts == [0, 0, -1, 0, None]
-    assert Indexed(tmp_path / "x").read(0, 0).tolist() == []
+    assert IndexedDataset(tmp_path / "x").read(0, 0).tolist() == []
 
 
-def rewritten(folder: Path) -> Prepared:
+def rewritten(folder: Path) -> PreparedData:
     """Prepare text of which the tokenizer's normalizer makes other text."""
     made, _ = ready(folder)
     content = json.loads(made.tokenizer.text)
@@ -339,7 +339,7 @@ def test_a_tokenizer_that_rewrites_text_is_weighed_by_the_text(tmp_path: Path) -
     """Bits per byte are per byte of the text, whatever a normalizer makes of it."""
     prepared = rewritten(tmp_path)
     part = prepared.train[0]
-    spelt = prepared.tokenizer.n_bytes_V[part.corpus.indexed.read(0, part.corpus.tokens)].sum()
+    spelt = prepared.tokenizer.n_bytes_V[part.corpus.dataset.read(0, part.corpus.n_tokens)].sum()
     assert part.byte_ratio > 1 and spelt * part.byte_ratio == pytest.approx(part.n_bytes)
 
 
@@ -347,14 +347,14 @@ def test_baselines_without_held_out_text_say_what_to_do(tmp_path: Path) -> None:
     corpus(tmp_path)
     prepared = replace(prepare(described(tmp_path), tmp_path / "out"), valid=())
     with pytest.raises(DataError, match="set holdout on a source"):
-        baselines(prepared)
+        compute_baselines(prepared)
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_baselines_equal_a_plain_count(tmp_path: Path, plain: bool) -> None:
     corpus(tmp_path)
     prepared = prepare(described(tmp_path), tmp_path / "out") if plain else rewritten(tmp_path)
-    found = baselines(prepared)
+    found = compute_baselines(prepared)
     size = prepared.tokenizer.size
     for value, order, unit in (
         (found["bigram"], 1, "token"),
@@ -363,7 +363,7 @@ def test_baselines_equal_a_plain_count(tmp_path: Path, plain: bool) -> None:
     ):
         sides = []
         for part in (prepared.train[0], prepared.valid[0]):
-            documents = [part.corpus.document(i).tolist() for i in range(part.corpus.documents)]
+            documents = [part.corpus.document(i).tolist() for i in range(part.corpus.n_documents)]
             if unit == "byte":
                 documents = [list(prepared.tokenizer.decode(ids).encode()) for ids in documents]
             sides.append(documents)

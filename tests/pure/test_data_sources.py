@@ -18,7 +18,7 @@ from moefold.data.sources import Skipped
 def read(record: SourceRecord) -> tuple[list[tuple[str, str]], dict]:
     skipped = Skipped()
     documents = [tuple(d) for d in build(record).documents(skipped)]
-    skipped.demand_none()
+    skipped.raise_errors()
     return documents, skipped
 
 

@@ -13,8 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from moefold.data.config import BpeTokenizer, DataError, FileTokenizer, ids_in
-from moefold.data.tokenizer import END, Tokenizer, from_path, from_record, load, parallel, train
+from moefold.data.config import BpeTokenizer, DataError, FileTokenizer, read_vocab_size
+from moefold.data.tokenizer import (
+    END,
+    Tokenizer,
+    from_path,
+    from_record,
+    load,
+    parallel_encoding,
+    train,
+)
 from tests import hostile
 
 TEXT = [
@@ -49,7 +57,7 @@ def test_a_document_has_a_start_and_an_end_of_no_bytes() -> None:
     (ids,) = TRAINED.encode_documents(["x = 1"])
     assert ids[0] == ids[-1] == TRAINED.end_id == TRAINED.start_id == 0
     assert TRAINED.n_bytes_V[ids].sum() == 5 and TRAINED.n_bytes_V[0] == 0
-    assert TRAINED.prompt("x = 1") == ids[:-1].tolist()
+    assert TRAINED.encode_prompt("x = 1") == ids[:-1].tolist()
     assert TRAINED.decode(ids.tolist()) == "x = 1"
 
 
@@ -170,7 +178,7 @@ def test_parallelism_is_on_inside_and_quiet_afterwards(
     monkeypatch.setenv(name, before or "")
     if before is None:
         monkeypatch.delenv(name)
-    with parallel():
+    with parallel_encoding():
         assert os.environ[name] == inside
     assert os.environ[name] == after
 
@@ -182,7 +190,7 @@ def test_a_damaged_file_is_an_error_that_names_it_and_nothing_else_is_said(conte
         file = Path(folder) / "tokenizer.json"
         file.write_bytes(content)
         try:
-            demanded = ids_in(file)
+            demanded = read_vocab_size(file)
             found = from_path(folder, end=END)
             ids = found.encode("naïve ab " + END)
             found.decode(ids)
@@ -200,7 +208,7 @@ def test_an_added_token_under_an_id_of_another_gets_one_of_its_own(tmp_path: Pat
     content["added_tokens"].append({**content["added_tokens"][0], "id": 5, "content": "<new>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     found = from_path(str(tmp_path), end=END)
-    assert ids_in(tmp_path / "tokenizer.json") == len(found.token_bytes) == 301
+    assert read_vocab_size(tmp_path / "tokenizer.json") == len(found.token_bytes) == 301
 
 
 def test_what_others_say_meanwhile_is_not_lost(tmp_path: Path, monkeypatch) -> None:
@@ -210,7 +218,7 @@ def test_what_others_say_meanwhile_is_not_lost(tmp_path: Path, monkeypatch) -> N
             raise LookupError
 
     found = trained(300)
-    monkeypatch.setattr(found, "_inner", Chatty())
+    monkeypatch.setattr(found, "_backend", Chatty())
     with stderr_of_the_process() as said, pytest.raises(LookupError):
         found.encode("a")
     assert said == [b"a warning"]
@@ -232,7 +240,7 @@ def test_ids_beyond_any_model_are_refused(tmp_path: Path, highest: int) -> None:
     content["model"]["vocab"]["x"] = highest
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(content))
-    for read in (lambda: ids_in(file), lambda: from_path(str(file))):
+    for read in (lambda: read_vocab_size(file), lambda: from_path(str(file))):
         with pytest.raises(DataError, match=rf"tokenizer.json: has the id {highest}"):
             read()
 

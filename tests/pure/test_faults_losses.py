@@ -64,7 +64,7 @@ def watched(folder: Any, micro_batches: int) -> tuple[SpikesHook, FakeJob]:
     """Return the hook, and a run at place 7 of the data's order."""
     hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
     job = FakeJob(folder, [hook])
-    loader: Any = SimpleNamespace(micro_batches=micro_batches, step_part=Part)
+    loader: Any = SimpleNamespace(n_micro_batches=micro_batches, load_micro_batch=Part)
     vars(job).update(loader=loader, place=7)
     return hook, job
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moefold.comm.collectives import gather
-from moefold.data.batch import ROWS, MicroBatch
+from moefold.data.batch import ROW_TENSORS, MicroBatch
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
 
@@ -125,7 +125,7 @@ def _recording_stream() -> torch.cuda.Stream:
 
 def refill(old: Flow, new: Flow) -> None:
     """Copy another micro-batch's rows into the tensors that a graph reads."""
-    for later, name in product(range(len(old.ahead) + 1), ROWS):
+    for later, name in product(range(len(old.ahead) + 1), ROW_TENSORS):
         pair = old.at(later), new.at(later)
         for one, other in zip(*((flow.rows, flow.piece) for flow in pair), strict=True):
             if one is not None:
@@ -136,7 +136,7 @@ def static_copy(flow: Flow) -> Flow:
     """Return a flow with its own copies of rows, and segment bounds already on the device."""
 
     def own(rows: MicroBatch) -> MicroBatch:
-        found = replace(rows, **{name: getattr(rows, name).clone() for name in ROWS})
+        found = replace(rows, **{name: getattr(rows, name).clone() for name in ROW_TENSORS})
         _ = found.cu_seqlens
         return found
 

@@ -155,7 +155,8 @@ class SpikesHook(Hook):
         usual = None if norm is None else self._usual(norm)
         if norm is None or usual is None:
             return
-        batches = (job.loader.step_part(job.place, j) for j in range(job.loader.micro_batches))
+        loader = job.loader
+        batches = (loader.load_micro_batch(job.place, j) for j in range(loader.n_micro_batches))
         named = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
         facts = {"step": job.step_number, "place": job.place, "grad_norm": norm, "usual": usual}
         note(job.folder, "spike", **facts, documents=list(dict.fromkeys(named)))

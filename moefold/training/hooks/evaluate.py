@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moefold.data.baselines import baselines
+from moefold.data.baselines import compute_baselines
 from moefold.files import write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Evaluate
@@ -50,7 +50,7 @@ class BaselinesHook(Hook):
         path = job.folder / BASELINES_FILE
         found = read_baselines(path)
         if set(found) != set(self._wanted):
-            measured = baselines(job.loader.prepared)
+            measured = compute_baselines(job.loader.prepared)
             found = {name: measured[name] for name in self._wanted}
             write_text(path, json.dumps(found) + "\n")
         said = "  ".join(f"{name} {value:.3f}" for name, value in found.items())

@@ -158,14 +158,14 @@ def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarra
     """
     longest = np.zeros(0, np.int64)
     number = 0
-    for i in range(corpus.documents):
+    for i in range(corpus.n_documents):
         ids_T = corpus.document(i)
         if len(ids_T) > len(longest):
             number, longest = i, ids_T
         if len(ids_T) >= tokens:
             break
     found, taken = [longest], len(longest)
-    for i in range(corpus.documents):
+    for i in range(corpus.n_documents):
         if taken >= total:
             break
         if i != number:

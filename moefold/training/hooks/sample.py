@@ -25,7 +25,7 @@ class SampleHook(Hook):
 
     def on_start(self, job: JobView) -> None:
         """Encode the prompts, which must have tokens; drop samples of steps that are repeated."""
-        self._ids = [job.tokenizer.prompt(text) for text in self._record.prompts]
+        self._ids = [job.tokenizer.encode_prompt(text) for text in self._record.prompts]
         if not all(self._ids):
             raise ValueError(
                 "watch.sample.prompts: an empty prompt has no tokens, as the tokenizer has no "
@@ -47,7 +47,7 @@ class SampleHook(Hook):
             temperature=record.temperature,
             top_p=record.top_p,
             seed=job.run.seed,
-            stop_ids=tokenizer.ends,
+            stop_ids=tokenizer.end_ids,
             vocab=tokenizer.size,
             window=job.run.data.seq,
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects, sum_
 from moefold.convert.importer import import_folder
-from moefold.data.batch import IGNORED, MicroBatch
+from moefold.data.batch import IGNORE_INDEX, MicroBatch
 from moefold.data.config import DataError
 from moefold.data.tokenizer import from_path
 from moefold.files import read_json, write_json
@@ -154,7 +154,7 @@ class TopKDistillation(Distillation):
         if not any(one.scores for one in placed.chunks):
             return None
         told_TW = torch.from_numpy(self._read(batch)).to(placed.world.device)
-        return told_TW[flow.whole.rows.place_T]
+        return told_TW[flow.whole.rows.full_row_T]
 
     def _said(self, flow: Flow, chunk: int) -> Tensor | None:
         """Return the top probabilities of a micro-batch, computed by the teacher."""
@@ -169,18 +169,18 @@ class TopKDistillation(Distillation):
             file = None
             if any(one.scores for one in job.placed.chunks) and spot.tp == spot.cp == 0:
                 file = stack.enter_context(_file(folder, spot.dp).open("wb"))
-            for batch in job.loader.everything(held_out=False):
+            for batch in job.loader.all_batches(held_out=False):
                 flow = self.asked(batch)
                 told_PW = self._said(flow, job.run.train.loss_chunk)
                 if told_PW is None:
                     continue
                 told_TW = told_PW.new_zeros(batch.rows, told_PW.shape[1])
-                told_TW[flow.whole.rows.place_T] = told_PW
+                told_TW[flow.whole.rows.full_row_T] = told_PW
                 told_TW = sum_(told_TW, job.world.group("cp")).float().cpu()
                 if file is None:
                     continue
                 for key, rows in segments(batch):
-                    label_TW = told_TW[rows][batch.labels_T[rows] != IGNORED]
+                    label_TW = told_TW[rows][batch.labels_T[rows] != IGNORE_INDEX]
                     found[key] = spot.dp, count
                     count += len(label_TW)
                     file.write(label_TW.numpy().tobytes())
@@ -205,7 +205,7 @@ class TopKDistillation(Distillation):
             if dp not in self._files:
                 said = np.memmap(_file(self._folder, dp), np.float32, "r")
                 self._files[dp] = said.reshape(-1, told_TW.shape[1])
-            places = np.flatnonzero(batch.labels_T[rows] != IGNORED) + rows.start
+            places = np.flatnonzero(batch.labels_T[rows] != IGNORE_INDEX) + rows.start
             told_TW[places] = self._files[dp][first : first + len(places)]
         return told_TW
 

@@ -110,7 +110,7 @@ class StoredPreference(Preference):
                     "scored; restore the file, or start a new run"
                 )
             found: dict[str, float] = {}  # log-probability of every answer, by its digest
-            for batch in job.loader.everything():
+            for batch in job.loader.all_batches():
                 flow = flow_of(job.placed, batch, training=False, exact=True)
                 log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
                 if log_N is not None:
