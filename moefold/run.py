@@ -14,7 +14,7 @@ from moefold import finetune
 from moefold.config.base import Record, to_dict
 from moefold.config.errors import RunError, Violation
 from moefold.config.fields import OnDisk
-from moefold.config.load import Loaded, load
+from moefold.config.load import LoadedRecord, load
 from moefold.data.config import Data, DataError
 from moefold.mesh.legality import size_violations
 from moefold.model.config import MODEL, Decoder
@@ -144,7 +144,7 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
     return loaded_run(source, overrides).record
 
 
-def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]:
+def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecord[Run]:
     """Load a run as :func:`load_run` does, with the origin of each of its values."""
     if isinstance(overrides, str):
         raise TypeError(f"overrides is {overrides!r}; pass a list, such as [{overrides!r}]")

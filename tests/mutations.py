@@ -18,11 +18,11 @@ from moefold.config.fields import (
     ANYTHING,
     FieldSpec,
     Option,
+    apply_suggestion,
     child_spec,
     get_at,
     set_at,
     specs,
-    with_nearest,
 )
 from moefold.config.suggest import minimal
 
@@ -77,7 +77,7 @@ def mutations(cls: type[Record], data: Any) -> Iterator[Mutation]:
             yield from _out_of_range(data, path, place)
             yield from _misspelt(data, path, place, value)
             yield from _moved(data, path, place, value)
-        record = place.record(value)
+        record = place.record_class(value)
         if isinstance(value, Mapping) and record is not None:
             yield from _keys(data, path, specs(record), value)
 
@@ -205,7 +205,7 @@ def _keys(data: Any, path: FieldPath, known: Mapping[str, Any], value: Any) -> I
 def repair(cls: type[Record], data: Any, violations: Iterable[Violation]) -> Any:
     """Return raw data in which every suggestion is carried out, in order."""
     for violation in violations:
-        data = with_nearest(FieldSpec(cls), data, violation)
+        data = apply_suggestion(FieldSpec(cls), data, violation)
     return data
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from moefold.config.plugins import OUTSIDE
+from moefold.config.plugins import MODULE_PREFIX
 from moefold.data.config import SOURCE
 from moefold.layers.config import ATTENTION
 from moefold.model.config import MODEL
@@ -18,7 +18,7 @@ SLOTS = (ATTENTION, BALANCE, DISPATCH, HOOKS, LOSS, MODEL, OPTIMIZER, ROUTER, SO
 def forget() -> None:
     """Be a process that never saw the parts from outside."""
     for slot in SLOTS:
-        for kind in [k for k, r in slot.kinds.items() if r.__module__.startswith(OUTSIDE)]:
+        for kind in [k for k, r in slot.kinds.items() if r.__module__.startswith(MODULE_PREFIX)]:
             del slot.kinds[kind]
-    for name in [name for name in sys.modules if name.startswith(OUTSIDE)]:
+    for name in [name for name in sys.modules if name.startswith(MODULE_PREFIX)]:
         del sys.modules[name]

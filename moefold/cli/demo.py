@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder or free_folder(run.name))
     console = Console(stderr=args.json)
     fits = None
-    if loaded.origins["train", "steps"].sort != "override":
+    if loaded.origins["train", "steps"].kind != "override":
         run, fits = fitted(run, folder, console)
     with open_job(run, folder, console) as job:
         status = train_to_end(job, console, [] if fits is None else [("steps", fits)])

@@ -35,9 +35,9 @@ from moefold.cli._common import (
 )
 from moefold.config.base import to_dict
 from moefold.config.dump import identity
-from moefold.config.errors import FieldPath, RunError, Violation, describe, dotted
-from moefold.config.load import Loaded
-from moefold.config.merge import Origin
+from moefold.config.errors import FieldPath, RunError, Violation, dotted, format_violation
+from moefold.config.load import LoadedRecord
+from moefold.config.merge import ValueOrigin
 from moefold.config.plugins import import_plugins
 from moefold.config.schema import json_schema
 from moefold.mesh.config import ORDERS, Sizes
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return WRONG_INPUT if drawn.violations else int(bool(reads and reads["reads"]))
 
 
-def _load(args: argparse.Namespace) -> Loaded[Run]:
+def _load(args: argparse.Namespace) -> LoadedRecord[Run]:
     """Load the run; a layout given by ``--layout`` is kept even if it is illegal for the model."""
     asked = overrides_of(args)
     try:
@@ -131,7 +131,7 @@ def _load(args: argparse.Namespace) -> Loaded[Run]:
     loaded = loaded_run(args.source, [*args.overrides, *fitting])
     kept = {str(path[-1]): layout[path[-1]] for path in FITTING if path[-1] in layout}
     record = loaded.record.layout.model_copy(update=kept)
-    origins = {**loaded.origins, ("layout", "sizes"): Origin("override", asked[-1])}
+    origins = {**loaded.origins, ("layout", "sizes"): ValueOrigin("override", asked[-1])}
     run = loaded.record.model_copy(update={"layout": record})
     return replace(loaded, record=run, origins=origins)
 
@@ -184,27 +184,27 @@ def _show_reads(console: Console, reads: Mapping[str, Any] | None) -> None:
 
 
 def _grow(
-    node: Tree, data: Any, path: FieldPath, origins: Mapping[FieldPath, Origin], given_only: bool
+    node: Tree, data: Any, path: FieldPath, origins: Mapping[FieldPath, ValueOrigin], given: bool
 ) -> None:
-    """Add raw data to a tree, each value with its origin; ``given_only`` leaves defaults out."""
+    """Add raw data to a tree, each value with its origin; ``given`` leaves defaults out."""
     items = data.items() if isinstance(data, Mapping) else enumerate(data)
     for key, value in items:
         here = (*path, key)
         inside = [origin for spot, origin in origins.items() if spot[: len(here)] == here]
-        if given_only and all(origin.sort == "default" for origin in inside):
+        if given and all(origin.kind == "default" for origin in inside):
             continue
         name = f"[{key}]" if isinstance(key, int) else str(key)
         nested = isinstance(value, list) and any(isinstance(v, list | Mapping) for v in value)
         if nested or (isinstance(value, Mapping) and value):
-            _grow(node.add(Text(name, style="cyan")), value, here, origins, given_only)
+            _grow(node.add(Text(name, style="cyan")), value, here, origins, given)
         else:
             text = value if isinstance(value, str) else ""
             text = text or json.dumps(value, ensure_ascii=False)
-            origin = inside[0] if inside else Origin("default")
+            origin = inside[0] if inside else ValueOrigin("default")
             where = origin.where.removeprefix(f"{RECIPES}/")  # recipes are shown by name
             recipe = f"recipe {where.replace('.yaml:', ', line ')}"
             said = str(origin) if where == origin.where else recipe
-            style = "dim" if origin.sort == "default" else "bold"
+            style = "dim" if origin.kind == "default" else "bold"
             line = Text.assemble((name, "cyan"), ": ", (text, style), (f"   {said}", "dim"))
             node.add(line)
 
@@ -212,7 +212,7 @@ def _grow(
 # ----------------------------------------------------------------------------- what follows
 
 
-def derived(loaded: Loaded[Run]) -> dict[str, Any]:
+def derived(loaded: LoadedRecord[Run]) -> dict[str, Any]:
     """Return what follows from a run's values: sizes, FLOPs, tokens, learning rates."""
     run = loaded.record
     decoder, train = run.decoder(), run.train
@@ -354,7 +354,7 @@ class Picture:
         if self.violations:
             said = f"\nnot legal: {self.sizes} on {self.world:,} ranks"
             console.print(Text(said, style="bold red"))
-        for line in (line for item in self.violations for line in describe(item)):
+        for line in (line for item in self.violations for line in format_violation(item)):
             console.print(Text(line), soft_wrap=True)
 
     def _tables(self) -> Iterator[tuple[str, Table]]:

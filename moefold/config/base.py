@@ -2,10 +2,10 @@
 
 A record is frozen and rejects unknown keys, values of another type (``"1e-4"`` is not a number),
 NaN and infinities. Each package defines its records in a ``config.py`` that imports no torch; this
-file names no field of any feature.
+file knows no field of any feature.
 
-The type of a field states what is legal for it alone (``Annotated[int, Field(ge=1)]``). Relations
-*between* fields are checked by ``rules()``, which is called only when every field is legal.
+A field's type defines its legal values (``Annotated[int, Field(ge=1)]``). Constraints *between*
+fields are checked by ``rules()``, which is called only when every field is legal.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,23 +18,23 @@ from pydantic_core import CoreSchema
 
 from moefold.config.errors import FieldPath, Violation
 
-# Types that accept lists and plain strings, as YAML has no others; their items stay strict.
+# Types that accept lists and plain strings, as YAML has no others; items stay strict.
 _LENIENT = frozenset({"list", "tuple", "set", "frozenset", "enum", "lax-or-strict"})
 _OPAQUE = frozenset({"metadata", "serialization", "default", "config", "cls"})
 
 
-def _soften(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> None:
-    """Let containers accept lists in a core schema, excluding nested schemas of other records."""
+def _accept_lists(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> None:
+    """Let a core schema's containers accept lists, except in nested schemas of other records."""
     if isinstance(schema, list | tuple):
         for item in schema:
-            _soften(item, handler)
+            _accept_lists(item, handler)
     if not isinstance(schema, dict):
         return
     kind = schema.get("type")
     if kind == "definition-ref":
         target = handler.resolve_ref_schema(cast(CoreSchema, schema))
         if target.get("type") == "enum":
-            _soften(target, handler)
+            _accept_lists(target, handler)
         return
     if kind == "model" and not top:
         return
@@ -42,14 +42,14 @@ def _soften(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> No
         schema["strict"] = False
     for key, item in schema.items():
         if key not in _OPAQUE:
-            _soften(item, handler)
+            _accept_lists(item, handler)
 
 
 class Record(BaseModel):
     """A frozen, strict configuration record.
 
-    ``owner`` names the class that is built from the record as ``"module:name"``. It is imported
-    only when it is built, so that configuration needs neither torch nor optional packages.
+    ``owner`` is the class that is built from the record, as ``"module:name"``. It is imported only
+    when it is built, so that configuration needs neither torch nor optional packages.
     """
 
     model_config = ConfigDict(
@@ -67,40 +67,40 @@ class Record(BaseModel):
     owner: ClassVar[str | type | None] = None
 
     def rules(self) -> Iterator[Violation]:
-        """Yield violated relations between this record's fields, with paths relative to it."""
+        """Yield violated constraints between this record's fields, with paths relative to it."""
         yield from ()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Build the strict schema, which accepts lists for tuples and strings for paths."""
         schema = handler(source)
-        _soften(handler.resolve_ref_schema(schema), handler, top=True)
+        _accept_lists(handler.resolve_ref_schema(schema), handler, top=True)
         return schema
 
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
-def visit(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Record]]:
-    """Yield path and record for every record in a value, children before parents."""
+def iter_records(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Record]]:
+    """Yield the path and record of every record in a value, children before parents."""
     if isinstance(value, BaseModel):
         for name, info in type(value).model_fields.items():
-            yield from visit(getattr(value, name), (*path, info.alias or name))
+            yield from iter_records(getattr(value, name), (*path, info.alias or name))
         if isinstance(value, Record):
             yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from visit(item, (*path, key))
+            yield from iter_records(item, (*path, key))
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from visit(item, (*path, i))
+            yield from iter_records(item, (*path, i))
 
 
 def to_dict(value: Any) -> Any:
     """Convert a record to plain data: mappings, lists and scalars, as in YAML and JSON.
 
-    Every field is included, also defaults, in the order of the class. Tuples and sets become lists
-    (sets sorted), paths strings, enumerations their values, and keys strings. Plain data is copied.
+    All fields are included, defaults too, in class order. Tuples and sets become lists (sets
+    sorted), paths and keys strings, and enumerations their values. Plain data is copied.
     """
     if type(value) in _SCALARS:
         return value

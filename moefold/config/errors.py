@@ -1,4 +1,4 @@
-"""Violations of a run file, with path and legal value, and the error that carries them all."""
+"""Violations of a run file, with path and legal value, and the error that carries them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 PathPart = str | int
 FieldPath = tuple[PathPart, ...]
-"""Keys and list indices from the top of a run file to one value."""
+"""Keys and list indices from the top of a run file to a value."""
 
 
 class _Missing:
@@ -17,7 +17,7 @@ class _Missing:
         return "MISSING"
 
     def __reduce__(self) -> str:
-        return "MISSING"  # pickled by name, so that there is only one instance
+        return "MISSING"  # pickled by name, to keep a single instance
 
 
 MISSING: Any = _Missing()
@@ -26,7 +26,7 @@ MISSING: Any = _Missing()
 
 @dataclass(frozen=True)
 class Remove:
-    """Suggestion to leave out a key."""
+    """Suggestion to remove a key."""
 
     def __repr__(self) -> str:
         return "leave it out"
@@ -34,7 +34,7 @@ class Remove:
 
 @dataclass(frozen=True)
 class Rename:
-    """Suggestion to put the value under another key."""
+    """Suggestion to move the value to another key."""
 
     to: str
 
@@ -44,17 +44,17 @@ class Rename:
 
 REMOVE = Remove()
 _NO_VALUE = ("missing", "syntax", "tag", "too-large", "no-file", "override")
-"""Ids of violations in which a value of None means that there is no value."""
+"""Ids of violations where a value of None means that there is no value."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A violated rule: path, present value, the rule in words, and the nearest legal value.
+    """A violated rule: path, current value, the rule as text, and the nearest legal value.
 
-    ``nearest`` may also be ``REMOVE``, ``Rename(key)``, or ``MISSING`` where no legal value is
-    known: then ``check`` suggests null or the field's default, if that satisfies the rule. ``id``
-    is a stable name of the sort of violation; ``where`` is the file and line, or the override, that
-    the value comes from.
+    ``nearest`` may also be ``REMOVE``, ``Rename(key)``, or ``MISSING`` if no legal value is known:
+    then ``check`` suggests null or the field's default, if that satisfies the rule. ``id`` is a
+    stable name of the type of violation; ``where`` is the file and line, or the override, that set
+    the value.
     """
 
     path: FieldPath
@@ -72,9 +72,9 @@ class Violation:
 class RunError(ValueError):
     """All violations of a run at once.
 
-    ``violations`` are in the order in which they are best fixed; ``data`` is the raw data that was
-    checked, after ``base`` and overrides. The message is a count, then path, value, rule and
-    nearest value of each.
+    ``violations`` are in the order in which to fix them; ``data`` is the raw data that was checked,
+    after ``base`` and overrides. The message is a count, then the path, value, rule and nearest
+    value of each.
     """
 
     def __init__(self, violations: Iterable[Violation], data: Any = None, source: str = "") -> None:
@@ -83,33 +83,33 @@ class RunError(ValueError):
         self.source = source
         count = len(self.violations)
         head = f"{source or 'the run'}: {count} error{'s' if count != 1 else ''}"
-        lines = (line for item in self.violations for line in describe(item))
+        lines = (line for item in self.violations for line in format_violation(item))
         super().__init__("\n".join([head, *lines]))
 
     def __reduce__(self) -> tuple[type["RunError"], tuple[Any, ...]]:
         return type(self), (self.violations, self.data, self.source)
 
 
-def describe(violation: Violation) -> list[str]:
+def format_violation(violation: Violation) -> list[str]:
     """Format a violation as two or three lines."""
     where = f"  [{violation.where}]" if violation.where else ""
-    silent = violation.value is None and violation.id in _NO_VALUE
-    said = "" if silent else f" = {show(violation.value)}"
-    nowhere = "(override)" if violation.id == "override" else "(whole file)"
-    lines = [f"  {dotted(violation.path) or nowhere}{said}{where}", f"      {violation.rule}"]
+    no_value = violation.value is None and violation.id in _NO_VALUE
+    value = "" if no_value else f" = {format_value(violation.value)}"
+    no_path = "(override)" if violation.id == "override" else "(whole file)"
+    lines = [f"  {dotted(violation.path) or no_path}{value}{where}", f"      {violation.rule}"]
     if violation.nearest is not MISSING:
-        lines.append(f"      nearest: {show(violation.nearest)}")
+        lines.append(f"      nearest: {format_value(violation.nearest)}")
     return lines
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value as in a run file, truncated to 100 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key}: {show(item)}" for key, item in value.items()) + "}"
+        text = "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(show(item) for item in value) + "]"
+        text = "[" + ", ".join(format_value(item) for item in value) + "]"
     elif isinstance(value, Remove | Rename):
         return repr(value)
     else:

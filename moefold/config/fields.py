@@ -1,8 +1,8 @@
-"""What is legal at each path of a run file, derived from the annotations of records.
+"""Legal values at each path of a run file, derived from the annotations of records.
 
-Raw data is mappings, lists and scalars as read from YAML. A ``FieldSpec`` describes what is legal
-at one path; its ``options`` are the alternatives, with unions flattened. Code that walks raw data
-together with its record class (merging, overrides, suggestions, mutation in tests) uses
+Raw data is mappings, lists and scalars as read from YAML. A ``FieldSpec`` describes the legal
+values at one path; its ``options`` are the alternatives, with unions flattened. Code that walks raw
+data together with its record class (merging, overrides, suggestions, mutation in tests) uses
 ``child_spec``.
 """
 
@@ -30,15 +30,15 @@ _BOUNDS = ("ge", "gt", "le", "lt", "multiple_of", "min_length", "max_length", "p
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Marks a string field as the path of a file or folder, or as a glob pattern of paths.
+    """Marks a string field as a path of a file or folder, or as a glob pattern.
 
     It is relative to the folder of the run file or, in overrides, to the working folder. Text that
-    begins with ``$NAME``, an environment variable of each machine, is left unchanged.
+    begins with ``$NAME``, an environment variable of each machine, stays unchanged.
     """
 
     globs: bool = False
 
-    def whole(self, text: str, folder: Path) -> str:
+    def absolute(self, text: str, folder: Path) -> str:
         """Return the absolute form of a path relative to a folder; ``~`` is the home folder."""
         if not text or text.startswith("$") or "\0" in text:  # no path contains a NUL
             return text
@@ -51,7 +51,7 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class Option:
-    """One alternative of what a field may hold.
+    """One alternative for the value of a field.
 
     ``kind`` is record, slot, list, fixed, map, literal, bool, int, float, str, none or other.
     ``of`` is, by kind: the record class, the slot, the annotation of items, that of each item, that
@@ -66,17 +66,17 @@ class Option:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """What is legal at a path: an annotation with constraints, a default, and examples."""
+    """Legal values at a path: an annotation with constraints, a default, and examples."""
 
     annotation: Any
     metadata: tuple[Any, ...] = ()
     default: Any = MISSING
-    """Plain data; MISSING where the field is required."""
+    """Plain data; MISSING if the field is required."""
     examples: tuple[Any, ...] = ()
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """Alternatives of what the field may hold, in the order of the annotation."""
+        """Alternatives for the value, in the order of the annotation."""
         return tuple(_options(self.annotation, self.metadata))
 
     def option(self, *kinds: str) -> Option | None:
@@ -89,25 +89,25 @@ class FieldSpec:
         option = self.option("slot")
         return None if option is None else option.of
 
-    def record(self, value: Any) -> type[BaseModel] | None:
-        """Return the record class for a raw value of this field, or None if it is unknown."""
+    def record_class(self, value: Any) -> type[BaseModel] | None:
+        """Return the record class of a raw value of this field, or None if it is unknown."""
         for option in self.options:
             if option.kind == "record":
                 return option.of
             if option.kind == "slot":
                 slot: Slot = option.of
-                given = slot.completed(value) if isinstance(value, Mapping) else {slot.tag: value}
-                return slot.lookup(given.get(slot.tag))
+                tagged = slot.with_tag(value) if isinstance(value, Mapping) else {slot.tag: value}
+                return slot.lookup(tagged.get(slot.tag))
         return None
 
-    def expanded(self, value: Any) -> Any:
+    def with_tag(self, value: Any) -> Any:
         """Return a raw value with an explicit tag: ``muon`` becomes ``{kind: muon}``.
 
         A tag that a key implies is added: ``{from: ./folder}`` gets ``family: folder``.
         """
         slot = self.slot
         if slot is not None and isinstance(value, Mapping):
-            return slot.completed(value)
+            return slot.with_tag(value)
         if slot is not None and isinstance(value, str) and not self.option("str", "literal"):
             return {slot.tag: value}
         return value
@@ -118,15 +118,15 @@ ANYTHING = FieldSpec(Any)
 
 @cache
 def specs(record: type[BaseModel]) -> Mapping[str, FieldSpec]:
-    """Return the spec of each field of a record class, by its key in run files."""
-    found = {}
+    """Return the spec of each field of a record class, by run-file key."""
+    result = {}
     for name, info in record.model_fields.items():
         default = MISSING
         if not info.is_required():
             default = to_dict(info.get_default(call_default_factory=True))
         metadata, examples = tuple(info.metadata), tuple(to_dict(info.examples or ()))
-        found[info.alias or name] = FieldSpec(info.annotation, metadata, default, examples)
-    return found
+        result[info.alias or name] = FieldSpec(info.annotation, metadata, default, examples)
+    return result
 
 
 def required(record: type[BaseModel]) -> list[str]:
@@ -141,7 +141,7 @@ def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec:
         if option is None or (option.kind == "fixed" and part >= len(option.of)):
             return ANYTHING
         return FieldSpec(option.of if option.kind == "list" else option.of[part])
-    record = spec.record(value)
+    record = spec.record_class(value)
     if record is not None:
         return specs(record).get(part, ANYTHING)
     option = spec.option("map")
@@ -243,56 +243,56 @@ def leaves(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
         yield path, value
 
 
-def with_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
+def create_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
     """Return raw data in which each parent of a path is a mapping or list.
 
-    A record that the data leaves at its default, or gives as a tag only, is written out, so that
-    setting one of its values does not change the others.
+    A record that the data leaves at its default, or gives as a tag only, is expanded, so that
+    setting one of its values keeps the others.
     """
     for end in range(len(path)):
-        there, above = get_at(data, path[:end]), spec_at(spec, data, path[:end])
-        if isinstance(there, Mapping | list):
+        value, parent = get_at(data, path[:end]), spec_at(spec, data, path[:end])
+        if isinstance(value, Mapping | list):
             continue
-        there = above.default if there is MISSING or there is None else above.expanded(there)
-        if not isinstance(there, Mapping | list):
-            there = {} if isinstance(path[end], str) else []
-        data = set_at(data, path[:end], there)
+        value = parent.default if value is MISSING or value is None else parent.with_tag(value)
+        if not isinstance(value, Mapping | list):
+            value = {} if isinstance(path[end], str) else []
+        data = set_at(data, path[:end], value)
     return data
 
 
-def other_kind(spec: FieldSpec, under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    """Return whether ``over`` chooses another kind than ``under``; unknown kinds do not count."""
+def changes_kind(spec: FieldSpec, base: Mapping[str, Any], override: Mapping[str, Any]) -> bool:
+    """Return whether ``override`` selects another kind than ``base``; ignores unknown kinds."""
     slot = spec.slot
-    there = under if slot is None else slot.completed(under)
-    if slot is None or slot.tag not in there or slot.lookup(over.get(slot.tag)) is None:
+    tagged = base if slot is None else slot.with_tag(base)
+    if slot is None or slot.tag not in tagged or slot.lookup(override.get(slot.tag)) is None:
         return False
-    return there[slot.tag] != over[slot.tag]
+    return tagged[slot.tag] != override[slot.tag]
 
 
-def _over(spec: FieldSpec, under: Any, over: Any) -> Any:
-    """Return ``over`` merged over ``under`` key by key, but not over another kind in a slot."""
-    both = isinstance(under, Mapping) and isinstance(over, Mapping)
-    if not both or other_kind(spec, under, over):
-        return over
-    whole = {**under, **over}
-    inner = ((key, child_spec(spec, whole, key)) for key in over)
-    return whole | {key: _over(of, under.get(key), over[key]) for key, of in inner}
+def _merge_over(spec: FieldSpec, base: Any, override: Any) -> Any:
+    """Merge ``override`` over ``base`` key by key, except over another kind in a slot."""
+    both = isinstance(base, Mapping) and isinstance(override, Mapping)
+    if not both or changes_kind(spec, base, override):
+        return override
+    merged = {**base, **override}
+    inner = ((key, child_spec(spec, merged, key)) for key in override)
+    return merged | {key: _merge_over(of, base.get(key), override[key]) for key, of in inner}
 
 
-def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
-    """Return raw data with the suggestion of a violation applied."""
+def apply_suggestion(spec: FieldSpec, data: Any, violation: Violation) -> Any:
+    """Apply a violation's suggestion to raw data."""
     path, nearest = violation.path, violation.nearest
     if nearest is MISSING:
         return data
     if isinstance(nearest, Rename):
         renamed, nearest = (*path[:-1], nearest.to), get_at(data, path)
         data, path = set_at(data, path, REMOVE), renamed
-        nearest = _over(spec_at(spec, data, path), get_at(data, path), nearest)
-    return set_at(with_parents(spec, data, path), path, nearest)
+        nearest = _merge_over(spec_at(spec, data, path), get_at(data, path), nearest)
+    return set_at(create_parents(spec, data, path), path, nearest)
 
 
-def paths_in(spec: FieldSpec, value: Any) -> Iterator[tuple[FieldPath, str, OnDisk]]:
-    """Yield field path, text and mark of each file path in raw data."""
+def iter_file_paths(spec: FieldSpec, value: Any) -> Iterator[tuple[FieldPath, str, OnDisk]]:
+    """Yield field path, text and ``OnDisk`` mark of each file path in raw data."""
     for path, text in leaves(value):
         options = spec_at(spec, value, path).options if isinstance(text, str) else ()
         marks = (item for option in options for item in option.metadata)
@@ -301,6 +301,6 @@ def paths_in(spec: FieldSpec, value: Any) -> Iterator[tuple[FieldPath, str, OnDi
             yield path, text, mark
 
 
-def last_part(path: str) -> str:
-    """Return the last part of a path, which stays when files move with their parent folders."""
+def basename(path: str) -> str:
+    """Return the last part of a path, which survives a move of its parent folders."""
     return os.path.basename(os.path.abspath(path))

@@ -9,133 +9,135 @@ from moefold.config.base import Record
 from moefold.config.errors import MISSING, FieldPath, PathPart, Violation, dotted
 from moefold.config.fields import (
     FieldSpec,
+    changes_kind,
     child_spec,
+    create_parents,
     get_at,
     leaves,
-    other_kind,
     set_at,
     spec_at,
-    with_parents,
 )
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Origin of a value: its sort, and the file and line, the data's name, or the override."""
+class ValueOrigin:
+    """Origin of a value: its kind, and the file and line, the data's name, or the override."""
 
-    sort: Literal["file", "given", "base", "override", "default"]
+    kind: Literal["file", "given", "base", "override", "default"]
     where: str = ""
     folder: Path | None = field(default=None, compare=False)
-    """Folder to which file paths are relative; None is the working folder."""
+    """Folder that file paths are relative to; None is the working folder."""
 
     def __str__(self) -> str:
-        return f"{self.sort} {self.where}".strip()
+        return f"{self.kind} {self.where}".strip()
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One source of raw data, with the line of each leaf if it is a file."""
+class ConfigLayer:
+    """One source of raw data; for a file, with the line of each leaf."""
 
     data: Mapping[str, Any]
-    sort: Literal["file", "given", "base"]
+    kind: Literal["file", "given", "base"]
     name: str = ""
     lines: Mapping[FieldPath, int] = field(default_factory=dict)
     folder: Path | None = None
 
-    def origin(self, path: FieldPath) -> Origin:
-        """Return the origin of this layer's value at a path: the first line of that value."""
+    def origin(self, path: FieldPath) -> ValueOrigin:
+        """Return the origin of this layer's value at a path, with the value's first line."""
         below = [line for leaf, line in self.lines.items() if leaf[: len(path)] == path]
         around = [self.lines[path[:end]] for end in range(len(path)) if path[:end] in self.lines]
         at = f":{min(below or around)}" if below or around else ""
-        return Origin(self.sort, self.name + at, self.folder)
+        return ValueOrigin(self.kind, self.name + at, self.folder)
 
 
 class MergedData:
     """Raw data for a record class, merged layer by layer, with the origin of each leaf.
 
-    Mappings are merged key by key; lists and scalars are replaced. Where a later layer chooses
+    Mappings are merged key by key; lists and scalars are replaced. If a later layer selects
     another kind in a slot, all fields of the earlier kind are dropped.
     """
 
     def __init__(self, cls: type[Record]) -> None:
         self.spec = FieldSpec(cls)
         self.data: Any = {}
-        self.origins: dict[FieldPath, Origin] = {}
+        self.origins: dict[FieldPath, ValueOrigin] = {}
 
-    def add(self, layer: Layer) -> None:
-        """Merge a layer over the present data."""
-        self.data = self._merged(self.spec, self.data, layer.data, (), layer)
+    def add(self, layer: ConfigLayer) -> None:
+        """Merge a layer over the current data."""
+        self.data = self._merge(self.spec, self.data, layer.data, (), layer)
 
-    def _merged(self, spec: FieldSpec, under: Any, over: Any, path: FieldPath, layer: Layer) -> Any:
-        over = spec.expanded(over)
-        both = isinstance(over, Mapping) and isinstance(under, Mapping)
-        kept: Mapping[str, Any] = under if both and not other_kind(spec, under, over) else {}
-        if not kept and under is not MISSING:
-            self._forget(path)
-        if not isinstance(over, Mapping) or not (over or kept):
-            self.origins |= {leaf: layer.origin(leaf) for leaf, _ in leaves(over, path)}
-            return over
-        merged, whole = dict(kept), {**kept, **over}
-        for key, item in over.items():
-            below = child_spec(spec, whole, key)
-            merged[key] = self._merged(below, kept.get(key, MISSING), item, (*path, key), layer)
+    def _merge(
+        self, spec: FieldSpec, base: Any, override: Any, path: FieldPath, layer: ConfigLayer
+    ) -> Any:
+        override = spec.with_tag(override)
+        both = isinstance(override, Mapping) and isinstance(base, Mapping)
+        kept: Mapping[str, Any] = base if both and not changes_kind(spec, base, override) else {}
+        if not kept and base is not MISSING:
+            self._drop_origins(path)
+        if not isinstance(override, Mapping) or not (override or kept):
+            self.origins |= {leaf: layer.origin(leaf) for leaf, _ in leaves(override, path)}
+            return override
+        merged, combined = dict(kept), {**kept, **override}
+        for key, item in override.items():
+            child = child_spec(spec, combined, key)
+            merged[key] = self._merge(child, kept.get(key, MISSING), item, (*path, key), layer)
         return merged
 
-    def origin(self, path: FieldPath) -> Origin:
+    def origin(self, path: FieldPath) -> ValueOrigin:
         """Return the origin of the value at a path, or of the nearest enclosing value."""
         for end in range(len(path), 0, -1):
             inner = (origin for leaf, origin in self.origins.items() if leaf[:end] == path[:end])
             first = next(inner, None)
             if first is not None:
                 return first
-        return Origin("default")
+        return ValueOrigin("default")
 
-    def override(self, path: FieldPath, value: Any, text: str, add: bool) -> Violation | None:
-        """Set the value at a path, or append it to the list there if ``add``.
+    def override(self, path: FieldPath, value: Any, text: str, append: bool) -> Violation | None:
+        """Set the value at a path, or with ``append`` append it to the list there.
 
-        Returns a violation if that is impossible. ``text`` is the override as the user wrote it.
+        Returns a violation if that is impossible. ``text`` is the override as written.
         """
-        if add:
-            there = get_at(self.data, path)
-            if there is MISSING:
-                there = spec_at(self.spec, self.data, path).default
-            if there is not MISSING and not isinstance(there, list):
+        if append:
+            current = get_at(self.data, path)
+            if current is MISSING:
+                current = spec_at(self.spec, self.data, path).default
+            if current is not MISSING and not isinstance(current, list):
                 rule = f"{dotted(path)} is not a list: += adds only to lists"
                 return Violation(path, value, rule, id="override", where=text)
-            path = (*path, 0 if there is MISSING else len(there))
+            path = (*path, 0 if current is MISSING else len(current))
         for end, part in enumerate(path):
-            rule = self._misplaced(path[:end], part)
+            rule = self._path_error(path[:end], part)
             if rule is not None:
                 rule = f"{dotted(path[:end]) or 'the run'} {rule}"
                 return Violation(path[: end + 1], None, rule, id="override", where=text)
-        self.data = with_parents(self.spec, self.data, path)
-        above, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
-        chosen = {str(path[-1]): value}
-        if isinstance(holder, Mapping) and other_kind(above, holder, chosen):
-            path, value = path[:-1], chosen  # another kind replaces the whole mapping
-        value = spec_at(self.spec, self.data, path).expanded(value)
-        self._forget(path)
+        self.data = create_parents(self.spec, self.data, path)
+        parent, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
+        tagged = {str(path[-1]): value}
+        if isinstance(holder, Mapping) and changes_kind(parent, holder, tagged):
+            path, value = path[:-1], tagged  # another kind replaces the whole mapping
+        value = spec_at(self.spec, self.data, path).with_tag(value)
+        self._drop_origins(path)
         self.data = set_at(self.data, path, value)
-        origin = Origin("override", text)
+        origin = ValueOrigin("override", text)
         self.origins |= dict.fromkeys((leaf for leaf, _ in leaves(value, path)), origin)
         return None
 
-    def _misplaced(self, path: FieldPath, part: PathPart) -> str | None:
-        """Return why ``part`` cannot be set in the value that is at a path or will be created."""
-        there = get_at(self.data, path)
-        above = spec_at(self.spec, self.data, path)
-        if there is MISSING or there is None or isinstance(above.expanded(there), Mapping):
-            there = get_at(with_parents(self.spec, self.data, (*path, part)), path)
-        if isinstance(there, list):
+    def _path_error(self, path: FieldPath, part: PathPart) -> str | None:
+        """Return why ``part`` cannot be set in the current or new value at a path, or None."""
+        value = get_at(self.data, path)
+        spec = spec_at(self.spec, self.data, path)
+        if value is MISSING or value is None or isinstance(spec.with_tag(value), Mapping):
+            value = get_at(create_parents(self.spec, self.data, (*path, part)), path)
+        if isinstance(value, list):
             if not isinstance(part, int):
                 return "is a list: give the index of an item, from 0"
-            many = f"has {len(there)} items, so the next index is {len(there)}"
-            return many if part > len(there) else None
-        if isinstance(there, Mapping):
+            too_far = f"has {len(value)} items, so the next index is {len(value)}"
+            return too_far if part > len(value) else None
+        if isinstance(value, Mapping):
             return "is not a list" if isinstance(part, int) else None
         return f"is a single value: it has no {part!r}"
 
-    def _forget(self, path: FieldPath) -> None:
-        """Drop the origins of everything at and below a path."""
+    def _drop_origins(self, path: FieldPath) -> None:
+        """Drop the origins of everything at or below a path."""
         for leaf in [leaf for leaf in self.origins if leaf[: len(path)] == path]:
             del self.origins[leaf]

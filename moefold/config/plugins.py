@@ -1,4 +1,4 @@
-"""Plugins: import of Python files outside the package that register records."""
+"""Plugins: Python files outside the package that register records on import."""
 
 import hashlib
 import os
@@ -11,32 +11,32 @@ from typing import Any
 
 from moefold.files import named
 
-OUTSIDE = "outside_"
+MODULE_PREFIX = "outside_"
 """Prefix of the module names of plugins."""
 
 
 def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
     """Import Python files, which register their records on import.
 
-    A file is imported once per content, under a module name made from its path and content, and
+    A file is imported once per content, under a module name derived from its path and content, and
     stays in ``sys.modules`` so that its classes can be pickled.
 
     Returns:
-        SHA-256 (hex) of each file by absolute path, in order; they are part of a run's identity.
+        SHA-256 (hex) of each file by absolute path, in order: part of a run's identity.
 
     Raises:
-        ValueError: a file does not exist, is no ``.py`` file, or fails during its import.
+        ValueError: a file does not exist, is not a ``.py`` file, or fails during import.
     """
-    found: dict[str, str] = {}
-    for path in map(resolve, paths):
+    hashes: dict[str, str] = {}
+    for path in map(resolve_path, paths):
         if path.suffix != ".py" or not path.is_file():
-            what = "is not a Python file" if path.exists() else "does not exist"
-            raise ValueError(f"{path} {what}")
+            problem = "is not a Python file" if path.exists() else "does not exist"
+            raise ValueError(f"{path} {problem}")
         with named(path):
             content = path.read_bytes()
-        found[str(path)] = digest = hashlib.sha256(content).hexdigest()
-        place = hashlib.sha256(str(path).encode()).hexdigest()
-        name = re.sub(r"\W", "_", f"{OUTSIDE}{path.stem}_{place[:8]}_{digest[:8]}")
+        hashes[str(path)] = digest = hashlib.sha256(content).hexdigest()
+        path_hash = hashlib.sha256(str(path).encode()).hexdigest()
+        name = re.sub(r"\W", "_", f"{MODULE_PREFIX}{path.stem}_{path_hash[:8]}_{digest[:8]}")
         if name in sys.modules:
             continue
         spec = spec_from_file_location(name, path)
@@ -46,31 +46,31 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
             exec(compile(content, str(path), "exec"), module.__dict__)
         except Exception as error:
             del sys.modules[name]
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} failed while it was imported: {said}") from error
-    return found
+            message = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} failed while it was imported: {message}") from error
+    return hashes
 
 
-def version_of(part: type) -> list[str]:
+def plugin_hash(part: type) -> list[str]:
     """Return the content hash of the plugin that defines a class; empty for other classes."""
     module = part.__module__
-    return [module.rpartition("_")[2]] if module.startswith(OUTSIDE) else []
+    return [module.rpartition("_")[2]] if module.startswith(MODULE_PREFIX) else []
 
 
-def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
-    """Return the absolute form of a path relative to a folder; ``~`` is the home folder."""
-    # Unlike pathlib, os.path accepts the home of an unknown user and circular links.
+def resolve_path(path: str | Path, relative_to: str | Path = ".") -> Path:
+    """Return the absolute path for a path relative to a folder; ``~`` is the home folder."""
+    # Unlike pathlib, os.path accepts unknown users' homes and circular links.
     return Path(os.path.realpath(Path(relative_to, os.path.expanduser(path))))
 
 
 class PluginImports:
-    """Object whose unpickling imports the plugins of the process that pickled it.
+    """Imports the pickling process's plugins when unpickled.
 
-    Pickle loads objects in the order of writing: those after this one find their classes.
+    Pickle loads objects in the order of writing, so later objects find their classes.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a call of :func:`import_plugins` with the files that still exist."""
-        modules = [module for name, module in sys.modules.items() if name.startswith(OUTSIDE)]
+        modules = [module for name, module in sys.modules.items() if name.startswith(MODULE_PREFIX)]
         files = [str(module.__file__) for module in modules]
         return import_plugins, ([file for file in files if Path(file).is_file()],)

@@ -1,8 +1,8 @@
-"""YAML reader that returns plain data with the line of each value and never executes anything.
+"""YAML reader that returns plain data with the line of each value and never executes code.
 
 Scalars follow YAML 1.2: ``1e-4`` is a number, ``no`` and ``on`` are strings. Keys are always
 strings. PyYAML composes a file into a graph of nodes, which is converted here without PyYAML's
-constructors; tags beyond plain data are rejected, and sizes are bounded as aliases are expanded.
+constructors. Tags beyond plain data are rejected, and sizes are bounded, as aliases are expanded.
 """
 
 import math
@@ -84,35 +84,35 @@ for _name, (_pattern, _, _) in _SCALARS.items():
 
 
 @dataclass
-class Parsed:
-    """Plain data, the line of each leaf, and violations that do not prevent reading."""
+class ParsedYaml:
+    """Plain data, the line of each leaf, and violations that do not stop reading."""
 
     data: Any = None
     lines: dict[FieldPath, int] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
 
 
-def read_yaml(text: str | bytes, source: str = "") -> Parsed:
+def read_yaml(text: str | bytes, source: str = "") -> ParsedYaml:
     """Read one YAML document.
 
     Raises:
         RunError: the text is not YAML, is too large, or has a tag that is not plain data.
     """
     if len(text) > MAX_BYTES:
-        raise _refusal(source, None, f"is larger than {MAX_BYTES} bytes", "too-large")
+        raise _yaml_error(source, None, f"is larger than {MAX_BYTES} bytes", "too-large")
     try:
-        whole = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        node = CoreLoader(whole).get_single_node()
+        document = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        node = CoreLoader(document).get_single_node()
     except UnicodeDecodeError as error:
-        raise _refusal(source, None, f"is not UTF-8 text: {error}") from error
+        raise _yaml_error(source, None, f"is not UTF-8 text: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = " ".join(filter(None, (error.context, error.problem)))
+        message = " ".join(filter(None, (error.context, error.problem)))
         line = None if mark is None else mark.line + 1
-        raise _refusal(source, line, f"is not valid YAML: {said}") from error
+        raise _yaml_error(source, line, f"is not valid YAML: {message}") from error
     except (yaml.YAMLError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise _refusal(source, None, f"is not valid YAML: {said}") from error
+        message = " ".join(str(error).split())
+        raise _yaml_error(source, None, f"is not valid YAML: {message}") from error
     converter = _Converter(source)
     if node is not None:
         converter.parsed.data = converter.convert(node, (), ())
@@ -127,9 +127,9 @@ def read_value(text: str) -> Any:
     return parsed.data
 
 
-def _refusal(source: str, line: int | None, rule: str, sort: str = "syntax") -> RunError:
+def _yaml_error(source: str, line: int | None, rule: str, violation_id: str = "syntax") -> RunError:
     where = source if line is None else f"{source}:{line}" if source else f"line {line}"
-    return RunError([Violation((), None, rule, id=sort, where=where)], source=source)
+    return RunError([Violation((), None, rule, id=violation_id, where=where)], source=source)
 
 
 class _Converter:
@@ -137,61 +137,61 @@ class _Converter:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.parsed = Parsed()
+        self.parsed = ParsedYaml()
         self.count = 0
 
-    def convert(self, node: Node, path: FieldPath, above: tuple[Node, ...]) -> Any:
-        """Return the data of a node at a path; ``above`` are its enclosing nodes."""
+    def convert(self, node: Node, path: FieldPath, parents: tuple[Node, ...]) -> Any:
+        """Return the data of a node at a path; ``parents`` are its enclosing nodes."""
         self.count += 1
-        if any(node is other for other in above):
-            raise self._refused(node, "an alias contains itself", "too-large")
-        if len(above) >= MAX_DEPTH:
-            raise self._refused(node, f"is nested deeper than {MAX_DEPTH}", "too-large")
+        if any(node is other for other in parents):
+            raise self._error(node, "an alias contains itself", "too-large")
+        if len(parents) >= MAX_DEPTH:
+            raise self._error(node, f"is nested deeper than {MAX_DEPTH}", "too-large")
         if self.count > MAX_NODES:
             rule = f"holds more than {MAX_NODES} values"
-            raise _refusal(self.source, None, rule, "too-large")
+            raise _yaml_error(self.source, None, rule, "too-large")
         self._check_tag(node)
         if isinstance(node, ScalarNode) or not node.value:
             self.parsed.lines[path] = node.start_mark.line + 1
         if isinstance(node, ScalarNode):
-            sort = node.tag.removeprefix(_CORE)
-            if sort == "str":
+            scalar_type = node.tag.removeprefix(_CORE)
+            if scalar_type == "str":
                 return self._text(node)
-            _, called, read = _SCALARS[sort]
+            _, description, parse = _SCALARS[scalar_type]
             try:
-                return read(node.value)  # fields reject NaN and infinities
+                return parse(node.value)  # fields reject NaN and infinities
             except (ValueError, KeyError, OverflowError) as error:
-                said = f"{node.value[:40]!r} is not {called}: {error}"
-                raise self._refused(node, said) from error
-        above = (*above, node)
+                message = f"{node.value[:40]!r} is not {description}: {error}"
+                raise self._error(node, message) from error
+        parents = (*parents, node)
         if isinstance(node, SequenceNode):
-            return [self.convert(item, (*path, i), above) for i, item in enumerate(node.value)]
-        found: dict[str, Any] = {}
+            return [self.convert(item, (*path, i), parents) for i, item in enumerate(node.value)]
+        mapping: dict[str, Any] = {}
         for key, value in node.value:
             name = self._key(key)
-            held = self.convert(value, (*path, name), above)
-            if name in found:
+            item = self.convert(value, (*path, name), parents)
+            if name in mapping:
                 where = f"{self.source}:{key.start_mark.line + 1}"
                 rule = "the key occurs twice; keep one"
                 self.parsed.violations.append(
-                    Violation((*path, name), held, rule, id="duplicate-key", where=where)
+                    Violation((*path, name), item, rule, id="duplicate-key", where=where)
                 )
-            found[name] = held
-        return found
+            mapping[name] = item
+        return mapping
 
     def _check_tag(self, node: Node) -> None:
         allowed = {MappingNode: ("map",), SequenceNode: ("seq",)}.get(type(node))
         if node.tag.removeprefix(_CORE) not in (allowed or ("str", *_SCALARS)):
             tag = node.tag.replace(_CORE, "!!")
             rule = f"the tag {tag} is refused: a run file holds plain data, never code"
-            raise self._refused(node, rule, "tag")
+            raise self._error(node, rule, "tag")
 
     def _key(self, node: Node) -> str:
         if not isinstance(node, ScalarNode):
-            raise self._refused(node, "a key must be plain text")
+            raise self._error(node, "a key must be plain text")
         if node.value == "<<" and node.style is None:
             rule = "merge keys (<<) are not supported; use base: to build on another file"
-            raise self._refused(node, rule)
+            raise self._error(node, rule)
         self._check_tag(node)
         return self._text(node)
 
@@ -200,8 +200,8 @@ class _Converter:
         try:
             node.value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise self._refused(node, "holds a character that is not valid text") from error
+            raise self._error(node, "holds a character that is not valid text") from error
         return node.value
 
-    def _refused(self, node: Node, rule: str, sort: str = "syntax") -> RunError:
-        return _refusal(self.source, node.start_mark.line + 1, rule, sort)
+    def _error(self, node: Node, rule: str, violation_id: str = "syntax") -> RunError:
+        return _yaml_error(self.source, node.start_mark.line + 1, rule, violation_id)

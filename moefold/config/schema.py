@@ -21,10 +21,10 @@ _BASE = {
 def json_schema(cls: type[Record]) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a file that holds a record and may have a ``base``.
 
-    A slot is a choice of all kinds registered at present, distinguished by their tag, or the name
-    of a kind alone. No key is required, as a base may set it.
+    A slot is a choice of all kinds registered so far, distinguished by their tag, or the name of a
+    kind alone. No key is required, as a base may set it.
     """
-    opened: dict[type[Record], JsonSchemaValue] = {}
+    schemas: dict[type[Record], JsonSchemaValue] = {}
 
     class Generator(GenerateJsonSchema):
         def function_plain_schema(
@@ -37,7 +37,7 @@ def json_schema(cls: type[Record]) -> dict[str, Any]:
             if not mapping:
                 return {"not": {}}
             choices: list[JsonSchemaValue] = [{"$ref": ref} for ref in mapping.values()]
-            # A mapping without its tag may match several kinds.
+            # A mapping without a tag may match several kinds.
             return {
                 "anyOf": [*choices, {"enum": list(mapping)}],
                 "discriminator": {"propertyName": slot.tag, "mapping": mapping},
@@ -45,18 +45,18 @@ def json_schema(cls: type[Record]) -> dict[str, Any]:
 
         def reference(self, record: type[Record]) -> str:
             """Return the reference to a record; records may be recursive."""
-            if record not in opened:
+            if record not in schemas:
                 core: Any = record.__pydantic_core_schema__
                 name = core["ref"] if "ref" in core else core["schema"]["schema_ref"]
-                opened[record] = self.get_cache_defs_ref_schema(name)[1]
+                schemas[record] = self.get_cache_defs_ref_schema(name)[1]
                 self.generate_inner(core)
-            return opened[record]["$ref"]
+            return schemas[record]["$ref"]
 
         def field_is_required(self, field: Any, total: bool) -> bool:
             return False
 
     refs, definitions = models_json_schema([(cls, "validation")], schema_generator=Generator)
-    ref, found = refs[cls, "validation"], definitions["$defs"]
-    own = found[ref["$ref"].rsplit("/", 1)[1]]
+    ref, definitions_by_name = refs[cls, "validation"], definitions["$defs"]
+    own = definitions_by_name[ref["$ref"].rsplit("/", 1)[1]]
     own["properties"] = {"base": _BASE, **own["properties"]}
-    return {"$schema": DRAFT, **ref, "$defs": found}
+    return {"$schema": DRAFT, **ref, "$defs": definitions_by_name}

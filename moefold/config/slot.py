@@ -16,31 +16,31 @@ RecordClass = TypeVar("RecordClass", bound=type[Record])
 
 
 class Slot:
-    """Registry of record classes that are distinguished by the default of their tag field.
+    """Registry of record classes, distinguished by the default of their tag field.
 
     A field with this choice is annotated ``Annotated[Record, SLOT]``. In a run file it holds a
     mapping with the tag (``{kind: muon, lr: 0.01}``) or the tag alone (``muon``). The class is
-    looked up when a value is validated, so that plugins can register records later, which are then
-    selected exactly like those of the package.
+    looked up when a value is validated, so plugins can register records later, which are selected
+    exactly like those of the package.
     """
 
     def __init__(
-        self, name: str, tag: str = "kind", folder: str | None = None, default: str | None = None
+        self, name: str, tag: str = "kind", package: str | None = None, default: str | None = None
     ) -> None:
         self.name = name
         self.tag = tag
         self.default = default
         """Kind of a mapping without a tag; None if the tag is required."""
-        self._folder = folder
+        self._package = package
         """Package whose modules register kinds; imported when ``kinds`` is first read."""
         self._kinds: dict[str, type[Record]] = {}
         self.implied: dict[str, str] = {}
-        """Kinds by the key that implies them: ``from`` without a tag is ``family: folder``."""
+        """Kinds by the key that implies them: ``from`` without a tag means ``family: folder``."""
 
     @property
     def kinds(self) -> dict[str, type[Record]]:
-        """Record classes by kind: those of the folder sorted by module, then all others."""
-        folder, self._folder = self._folder, None
+        """Record classes by kind: those of the package sorted by module, then all others."""
+        folder, self._package = self._package, None
         if folder is not None:
             for module in iter_modules(import_module(folder).__path__):
                 import_module(f"{folder}.{module.name}")
@@ -56,15 +56,16 @@ class Slot:
         kind = None if field is None else field.default
         if not isinstance(kind, str):
             raise TypeError(f"{record.__name__}.{self.tag} needs a string default to be registered")
-        inside = self._folder is not None and record.__module__.startswith(self._folder)
-        present = (self._kinds if inside else self.kinds).get(kind, record)
-        # A class may be registered again from one source, such as a notebook cell or edited file.
-        modules = [sys.modules.get(one.__module__) for one in (present, record)]
+        in_package = self._package is not None and record.__module__.startswith(self._package)
+        existing = (self._kinds if in_package else self.kinds).get(kind, record)
+        # A notebook cell or edited file may register its class again.
+        modules = [sys.modules.get(one.__module__) for one in (existing, record)]
         first, second = (getattr(module, "__file__", None) for module in modules)
-        same_file = present.__module__ == record.__module__ or first == second is not None
-        if present.__qualname__ != record.__qualname__ or not same_file:
+        same_file = existing.__module__ == record.__module__ or first == second is not None
+        if existing.__qualname__ != record.__qualname__ or not same_file:
             raise ValueError(
-                f"{self.name} {kind!r} is already taken by {present.__module__}.{present.__name__}"
+                f"{self.name} {kind!r} is already taken by "
+                f"{existing.__module__}.{existing.__name__}"
             )
         self._kinds[kind] = record
         return record
@@ -72,14 +73,14 @@ class Slot:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Validate with the class that is registered under the tag at the time of validation.
+        """Validate with the class that is registered under the tag at validation time.
 
-        It must inherit from the field's annotated class, as readers of the field rely on that.
+        It must inherit from the field's annotated class, which readers of the field rely on.
         """
-        pick = partial(self._pick, source)
+        pick = partial(self._validate, source)
         return core_schema.with_info_plain_validator_function(pick, metadata={"slot": self})
 
-    def _pick(self, base: type[Record], value: Any, info: ValidationInfo) -> Record:
+    def _validate(self, base: type[Record], value: Any, info: ValidationInfo) -> Record:
         """Return the record for a tag, a mapping with a tag, or an instance."""
         if isinstance(value, Record):
             record = type(value)
@@ -90,21 +91,21 @@ class Slot:
                 value = {self.tag: value}
             if not isinstance(value, Mapping):
                 raise PydanticCustomError("slot_type", "not a mapping with a tag")
-            value = self.completed(value)
+            value = self.with_tag(value)
             if self.tag not in value:
                 raise PydanticCustomError("slot_missing", "the tag is missing", {"tag": self.tag})
             record = self.lookup(value[self.tag])
             if record is None:
                 raise PydanticCustomError("slot_unknown", "no such kind", {"tag": self.tag})
         if not issubclass(record, base):
-            said = {"kind": record.__name__, "base": f"{base.__module__}.{base.__qualname__}"}
-            raise PydanticCustomError("value_error", "{kind} must inherit from {base}", said)
+            context = {"kind": record.__name__, "base": f"{base.__module__}.{base.__qualname__}"}
+            raise PydanticCustomError("value_error", "{kind} must inherit from {base}", context)
         if isinstance(value, Record):
             return value
         return record.model_validate(value, context=info.context)
 
-    def completed(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a mapping with its tag, adding the tag where a key or the default implies one."""
+    def with_tag(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a mapping with its tag, added if a key or the default implies one."""
         kind = next((self.implied[key] for key in value if key in self.implied), self.default)
         return value if kind is None or self.tag in value else {self.tag: kind, **value}
 
@@ -118,14 +119,14 @@ def owner_modules(base: type[Record] = Record) -> set[str]:
 
     Owners of hooks are excluded, as hooks run on the first rank only.
     """
-    found = {module for record in base.__subclasses__() for module in owner_modules(record)}
+    modules = {module for record in base.__subclasses__() for module in owner_modules(record)}
     if isinstance(base.owner, str) and ".hooks." not in base.owner:
-        found.add(base.owner.partition(":")[0])
-    return {module for module in found if module.startswith(__name__.partition(".")[0] + ".")}
+        modules.add(base.owner.partition(":")[0])
+    return {module for module in modules if module.startswith(__name__.partition(".")[0] + ".")}
 
 
 def build(record: Record, *args: Any, **kwargs: Any) -> Any:
-    """Call the owner of ``record`` with the record and the given arguments; return the result."""
+    """Call the owner of ``record`` with the record and the arguments; return the result."""
     owner = type(record).owner
     if owner is None:
         raise TypeError(f"{type(record).__name__} names no owner")

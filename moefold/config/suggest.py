@@ -1,4 +1,4 @@
-"""Descriptions of what is legal in a field, and the legal values nearest to an illegal one."""
+"""Descriptions of a field's legal values, and the legal values nearest to an illegal one."""
 
 import difflib
 import math
@@ -9,17 +9,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from moefold.config.errors import MISSING, FieldPath, show
+from moefold.config.errors import MISSING, FieldPath, format_value
 from moefold.config.fields import FieldSpec, Option, required, specs
 from moefold.config.slot import Slot
 
-_BOOLS = {
+_BOOL_SPELLINGS = {
     **dict.fromkeys(("true", "yes", "on", "y", "1"), True),
     **dict.fromkeys(("false", "no", "off", "n", "0"), False),
 }
-_NOTHING = ("false", "no", "off", "none")
+_NULL_SPELLINGS = ("false", "no", "off", "none")
 """Spellings that may mean null."""
-_KINDS = {
+_KIND_TEXTS = {
     "list": "a list",
     "map": "a mapping",
     "bool": "true or false",
@@ -28,7 +28,7 @@ _KINDS = {
     "str": "text",
     "none": "null",
 }
-_BOUND_WORDS = {
+_BOUND_TEXTS = {
     "ge": "of at least {}",
     "gt": "above {}",
     "le": "of at most {}",
@@ -40,41 +40,43 @@ _BOUND_WORDS = {
 }
 
 
-# -------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------- descriptions
 
 
-def words(spec: FieldSpec) -> str:
-    """Describe what is legal in a field: ``a whole number of at least 1 or null``."""
-    # An example is clearer to a reader than a pattern.
+def describe(spec: FieldSpec) -> str:
+    """Describe a field's legal values: ``a whole number of at least 1 or null``."""
+    # An example is clearer than a pattern.
     hidden = ("pattern",) if spec.examples else ()
-    said = dict.fromkeys(_words(option, hidden) for option in spec.options)
-    how = " of the form" if any("pattern" in one.bounds for one in spec.options) else ", such as"
-    example = f"{how} {show(spec.examples[0])}" if spec.examples else ""
-    return " or ".join(said) + example
+    texts = dict.fromkeys(_describe_option(option, hidden) for option in spec.options)
+    lead = " of the form" if any("pattern" in one.bounds for one in spec.options) else ", such as"
+    example = f"{lead} {format_value(spec.examples[0])}" if spec.examples else ""
+    return " or ".join(texts) + example
 
 
-def _words(option: Option, hidden: tuple[str, ...]) -> str:
+def _describe_option(option: Option, hidden: tuple[str, ...]) -> str:
     if option.kind == "record":
-        said = f"a mapping with the keys {_listed(specs(option.of))}"
+        text = f"a mapping with the keys {_join_names(specs(option.of))}"
     elif option.kind == "slot":
-        one = f"a{'n' * (option.of.name[0] in 'aeiou')} {option.of.name}"
-        said = f"{one}: a mapping with {option.of.tag}, one of {_listed(option.of.kinds)}"
+        noun = f"a{'n' * (option.of.name[0] in 'aeiou')} {option.of.name}"
+        text = f"{noun}: a mapping with {option.of.tag}, one of {_join_names(option.of.kinds)}"
     elif option.kind == "fixed":
-        said = f"a list of {len(option.of)} ({', '.join(words(FieldSpec(of)) for of in option.of)})"
+        text = (
+            f"a list of {len(option.of)} ({', '.join(describe(FieldSpec(of)) for of in option.of)})"
+        )
     elif option.kind == "literal":
-        said = f"one of {_listed(option.of)}"
+        text = f"one of {_join_names(option.of)}"
     else:
-        said = _KINDS.get(option.kind) or getattr(option.of, "__name__", "a value").lower()
+        text = _KIND_TEXTS.get(option.kind) or getattr(option.of, "__name__", "a value").lower()
     if option.kind == "list" and not FieldSpec(option.of).option("record", "slot", "other", "list"):
-        said += f" ({words(FieldSpec(option.of))})"
+        text += f" ({describe(FieldSpec(option.of))})"
     bounds = {name: bound for name, bound in option.bounds.items() if name not in hidden}
     unit = "characters" if option.kind == "str" else "items"
-    parts = [_BOUND_WORDS[name].format(bound, unit=unit) for name, bound in bounds.items()]
-    text = " ".join([said, " and ".join(parts)]).rstrip()
+    parts = [_BOUND_TEXTS[name].format(bound, unit=unit) for name, bound in bounds.items()]
+    text = " ".join([text, " and ".join(parts)]).rstrip()
     return re.sub(r"\b1 (item|character)s\b", r"1 \1", text)
 
 
-def _listed(names: Iterable[Any], most: int = 24) -> str:
+def _join_names(names: Iterable[Any], most: int = 24) -> str:
     shown = [str(name) for name in names]
     return ", ".join(shown[:most]) + (", …" if len(shown) > most else "")
 
@@ -83,44 +85,44 @@ def _listed(names: Iterable[Any], most: int = 24) -> str:
 
 
 def closest(name: Any, names: Iterable[str], cutoff: float = 0.65) -> str | None:
-    """Return the name closest to ``name`` in spelling, None if all are less similar than cutoff."""
-    folded = {_fold(item): item for item in reversed(list(names))}
-    found = difflib.get_close_matches(_fold(name), list(folded), 1, cutoff)
-    return folded[found[0]] if found else None
+    """Return the most similarly spelt name, or None if none reaches ``cutoff``."""
+    folded = {_normalise(item): item for item in reversed(list(names))}
+    matches = difflib.get_close_matches(_normalise(name), list(folded), 1, cutoff)
+    return folded[matches[0]] if matches else None
 
 
-def _fold(name: Any) -> str:
+def _normalise(name: Any) -> str:
     return str(name).strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def likely_kind(spec: FieldSpec, slot: Slot, value: Any) -> str | None:
     """Return the kind of a slot that a raw value most likely means.
 
-    That is the kind closest in spelling, else the one that has most of the given keys; ties go to
+    This is the kind closest in spelling, else the one that has most of the value's keys; ties go to
     the default's kind, then to the kind with the fewest required fields.
     """
-    given = value if isinstance(value, Mapping) else {}
-    found = closest(given.get(slot.tag, value), slot.kinds)
-    if found is not None:
-        return found
+    data = value if isinstance(value, Mapping) else {}
+    spelling = closest(data.get(slot.tag, value), slot.kinds)
+    if spelling is not None:
+        return spelling
     default = spec.default.get(slot.tag) if isinstance(spec.default, Mapping) else None
 
     def rank(kind: str) -> tuple[int, bool, int]:
         record = slot.kinds[kind]
-        return -len(given.keys() & specs(record).keys()), kind != default, len(required(record))
+        return -len(data.keys() & specs(record).keys()), kind != default, len(required(record))
 
     return min(slot.kinds, key=rank, default=None)
 
 
-def places_of_key(spec: FieldSpec, value: Any, key: str) -> Iterator[FieldPath]:
-    """Yield each path below a raw value, defaults included, at which ``key`` is a field."""
-    record = spec.record(value)
+def find_key(spec: FieldSpec, value: Any, key: str) -> Iterator[FieldPath]:
+    """Yield each path below a raw value, defaults included, where ``key`` is a field."""
+    record = spec.record_class(value)
     if record is None or not isinstance(value, Mapping):
         return
     for name, below in specs(record).items():
         if name == key:
             yield (name,)
-        for path in places_of_key(below, value.get(name, below.default), key):
+        for path in find_key(below, value.get(name, below.default), key):
             yield (name, *path)
 
 
@@ -128,18 +130,18 @@ def places_of_key(spec: FieldSpec, value: Any, key: str) -> Iterator[FieldPath]:
 
 
 def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
-    """Yield values that may be legal in a field, the nearest to ``value`` first.
+    """Yield values that may be legal in a field, nearest to ``value`` first.
 
-    These are conversions of the value, moved inside the field's bounds; then the default, the
-    examples, and values made from the annotation. The caller checks which ones are legal.
+    These are conversions of the value, clamped to the field's bounds; then the default, the
+    examples, and values derived from the annotation. The caller checks which are legal.
     """
     number = _number(value)
     for option in spec.options:
         if option.kind in ("int", "float") and number is not None:
-            yield from _inside(option, number)
-        elif option.kind == "bool" and str(value).strip().lower() in _BOOLS:
-            yield _BOOLS[str(value).strip().lower()]
-        elif option.kind == "none" and str(value).strip().lower() in _NOTHING:
+            yield from _clamp(option, number)
+        elif option.kind == "bool" and str(value).strip().lower() in _BOOL_SPELLINGS:
+            yield _BOOL_SPELLINGS[str(value).strip().lower()]
+        elif option.kind == "none" and str(value).strip().lower() in _NULL_SPELLINGS:
             yield None
         elif option.kind == "literal":
             name = closest(value, [item for item in option.of if isinstance(item, str)])
@@ -148,11 +150,11 @@ def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
             if number is not None and numbers:
                 yield min(numbers, key=lambda item: abs(item - number))
         elif option.kind in ("str", "other") and (isinstance(value, str) or number is not None):
-            yield from _texts(option, str(value).strip())
+            yield from _repair_text(option, str(value).strip())
         elif option.kind in ("list", "fixed") and value is not MISSING:
             items = value if isinstance(value, list) else [value]
             yield items
-            fill = [] if option.kind == "list" else [_made_up(FieldSpec(of)) for of in option.of]
+            fill = [] if option.kind == "list" else [_filler(FieldSpec(of)) for of in option.of]
             yield [*items, *fill[len(items) :]][: len(fill) or option.bounds.get("max_length")]
         elif option.kind == "slot" and isinstance(value, str):
             kind = closest(value, option.of.kinds)
@@ -160,7 +162,7 @@ def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
     if spec.default is not MISSING:
         yield spec.default
     yield from spec.examples
-    yield from _ordinary(spec, value)
+    yield from _minimal_values(spec, value)
 
 
 def _number(value: Any) -> int | float | None:
@@ -174,26 +176,26 @@ def _number(value: Any) -> int | float | None:
     return int(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d_]+", value) else number
 
 
-def _inside(option: Option, number: int | float) -> Iterator[int | float]:
+def _clamp(option: Option, number: int | float) -> Iterator[int | float]:
     """Yield a number as the option's type, clamped to its bounds and rounded to its multiples.
 
-    Yields nothing for a real number beyond an exclusive bound, as no legal value is nearest.
+    Yields nothing for a real number beyond an exclusive bound, which has no nearest legal value.
     """
-    bounds, whole = option.bounds, option.kind == "int"
+    bounds, integer = option.bounds, option.kind == "int"
     above, below = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
-    if not above < number < below and not whole:
+    if not above < number < below and not integer:
         return
     low, high = bounds.get("ge", above + 1), bounds.get("le", below - 1)
-    found = min(max(number, low), high) if whole or "ge" in bounds or "le" in bounds else number
-    found = round(found) if whole else float(found)
+    clamped = min(max(number, low), high) if integer or "ge" in bounds or "le" in bounds else number
+    clamped = round(clamped) if integer else float(clamped)
     step = bounds.get("multiple_of")
     if step:
-        yield from (type(found)(step * round(found / step + d)) for d in (0, 1, -1))
-    yield found
+        yield from (type(clamped)(step * round(clamped / step + d)) for d in (0, 1, -1))
+    yield clamped
 
 
-def _texts(option: Option, text: str) -> Iterator[str]:
-    """Yield text unchanged, cut or padded to its length bounds, and without illegal characters."""
+def _repair_text(option: Option, text: str) -> Iterator[str]:
+    """Yield text unchanged, fitted to its length bounds, and without illegal characters."""
     yield text
     yield text[: option.bounds.get("max_length")].ljust(option.bounds.get("min_length", 0), "x")
     pattern = option.bounds.get("pattern")
@@ -203,10 +205,10 @@ def _texts(option: Option, text: str) -> Iterator[str]:
         yield re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
 
 
-def _ordinary(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
+def _minimal_values(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
     """Yield minimal values for each option of a field, null last.
 
-    For a slot this is the kind that ``value`` most likely means.
+    For a slot it is the kind that ``value`` most likely means.
     """
     for option in sorted(spec.options, key=lambda option: option.kind == "none"):
         bounds = option.bounds
@@ -216,32 +218,32 @@ def _ordinary(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
             kind = likely_kind(spec, option.of, value)
             yield None if kind is None else minimal(option.of.kinds[kind], {option.of.tag: kind})
         elif option.kind == "list":
-            yield [_made_up(FieldSpec(option.of))] * bounds.get("min_length", 0)
+            yield [_filler(FieldSpec(option.of))] * bounds.get("min_length", 0)
         elif option.kind == "fixed":
-            yield [_made_up(FieldSpec(of)) for of in option.of]
+            yield [_filler(FieldSpec(of)) for of in option.of]
         elif option.kind == "literal":
             yield from option.of
         elif option.kind in ("int", "float"):
             low, high = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
             inner = max(low + 1, min(high - 1, 0))
             between = (low + high) / 2 if math.isfinite(high - low) else inner
-            yield from (found for number in (1, 0, between) for found in _inside(option, number))
+            yield from (found for number in (1, 0, between) for found in _clamp(option, number))
         elif option.kind in ("str", "other"):
             yield "x" * max(1, bounds.get("min_length", 1))
         else:
             yield {"bool": False, "map": {}}.get(option.kind)
 
 
-def _made_up(spec: FieldSpec) -> Any:
+def _filler(spec: FieldSpec) -> Any:
     """Return a value for an unset field: its default, an example, or a minimal value."""
     if spec.default is not MISSING:
         return spec.default
-    return next(chain(spec.examples, _ordinary(spec)), None)
+    return next(chain(spec.examples, _minimal_values(spec)), None)
 
 
-def minimal(record: type[BaseModel], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return raw data for a record: ``given``, and values for all other required fields."""
-    made = {
-        key: _made_up(specs(record)[key]) for key in required(record) if key not in (given or {})
+def minimal(record: type[BaseModel], values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return raw data for a record: ``values``, and placeholders for other required fields."""
+    fill = {
+        key: _filler(specs(record)[key]) for key in required(record) if key not in (values or {})
     }
-    return {**(given or {}), **made}
+    return {**(values or {}), **fill}

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from moefold.config.base import to_dict
-from moefold.config.plugins import version_of
+from moefold.config.plugins import plugin_hash
 from moefold.config.slot import build
 from moefold.data.config import Data, DataError, FileSource, SourceRecord
 from moefold.data.index import (
@@ -166,9 +166,9 @@ def _cache_key(data: Data, sources: Sequence[BuiltSource]) -> str:
         reads_text = isinstance(source, Source)
         parts.append([fields, source.stamp() if reads_text else None])
         parts[-1] += [data.seq] if reads_text and source.whole_documents else []
-        parts[-1] += version_of(type(record))
+        parts[-1] += plugin_hash(type(record))
     tokenizer = [to_dict(data.tokenizer), data.tokenizer.stamp()]
-    tokenizer += version_of(type(data.tokenizer))
+    tokenizer += plugin_hash(type(data.tokenizer))
     return sha256(json.dumps([FORMAT, len(data.train), tokenizer, parts]).encode()).hexdigest()
 
 

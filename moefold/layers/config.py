@@ -12,8 +12,8 @@ from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.mesh.config import Sizes
 
-ATTENTION = Slot("attention", folder="moefold.layers.kinds")
-FFN = Slot("feed-forward", folder="moefold.layers.kinds")
+ATTENTION = Slot("attention", package="moefold.layers.kinds")
+FFN = Slot("feed-forward", package="moefold.layers.kinds")
 CONTEXT = Slot("context parallelism")
 RECOMPUTE = Slot("recompute policy")
 

@@ -17,7 +17,7 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import ATTENTION, FFN, Positive, Size
 from moefold.spec.layer import LayerSpec
 
-MODEL = Slot("model family", tag="family", folder="moefold.model.families")
+MODEL = Slot("model family", tag="family", package="moefold.model.families")
 MODEL.implied["from"] = "folder"
 MAX_LAYERS = 10_000
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from moefold.config.base import Record
-from moefold.config.errors import RunError, dotted, show
+from moefold.config.errors import RunError, dotted, format_value
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.mesh.legality import world_violations
@@ -102,7 +102,7 @@ class ProofCase:
             found += moment_violations(decoder, optim, layout, rows)
         found = [one.under("layout") for one in found]
         found += world_violations(layout.split, self.world)
-        yield from (f"{dotted(one.path)} = {show(one.value)}: {one.rule}" for one in found)
+        yield from (f"{dotted(one.path)} = {format_value(one.value)}: {one.rule}" for one in found)
         if found:
             return
         sizes, dp = layout.split, self.folding.dp

@@ -14,9 +14,9 @@ from moefold.comm.agree import require_same
 from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.check import check
-from moefold.config.dump import unplaced
+from moefold.config.dump import to_portable_dict
 from moefold.config.errors import FieldPath, dotted
-from moefold.config.fields import FieldSpec, last_part, paths_in, set_at
+from moefold.config.fields import FieldSpec, basename, iter_file_paths, set_at
 from moefold.config.plugins import import_plugins
 from moefold.model.config import Decoder
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
@@ -89,7 +89,7 @@ def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: Worl
         "torch": torch.__version__,
         "moefold": code_version(),
         "data": data,
-        **{f"run.{key}": value for key, value in unplaced(run).items()},
+        **{f"run.{key}": value for key, value in to_portable_dict(run).items()},
         **parts,
     }
     require_same(facts, world.on_host)
@@ -97,7 +97,7 @@ def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: Worl
 
 def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
     """Return a digest of what a run computes and of its layout, data, plug-ins and ranks."""
-    said = unplaced(run)
+    said = to_portable_dict(run)
     computed = {key: said[key] for key in (*IDENTITY, "layout")}
     for key, inner in FREE_IN_IDENTITY:
         computed[key] = {name: value for name, value in computed[key].items() if name != inner}
@@ -112,9 +112,9 @@ def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
     today's records no longer accept is returned without defaults.
     """
     spec = FieldSpec(Run)
-    present = {path: text for path, text, _ in paths_in(spec, to_dict(run))}
-    for path, text, _ in list(paths_in(spec, stored)):
-        if path in present and last_part(text) == last_part(present[path]):
+    present = {path: text for path, text, _ in iter_file_paths(spec, to_dict(run))}
+    for path, text, _ in list(iter_file_paths(spec, stored)):
+        if path in present and basename(text) == basename(present[path]):
             stored = set_at(stored, path, present[path])
     record = check(Run, stored).record
     return stored if record is None else to_dict(record)

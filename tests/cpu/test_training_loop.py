@@ -23,7 +23,7 @@ from moefold.checkpoint.errors import SaveError
 from moefold.checkpoint.folder import newest
 from moefold.checkpoint.lock import LockError
 from moefold.config.base import to_dict
-from moefold.config.dump import identity, unplaced
+from moefold.config.dump import identity, to_portable_dict
 from moefold.config.load import load
 from moefold.data.config import FileTokenizer
 from moefold.moe.config import Bias
@@ -513,7 +513,7 @@ def test_a_path_that_moved_is_no_difference_and_another_file_is(
     (said,) = differences(as_known_today(older, run), to_dict(run))
     assert said.startswith("data.train[0].files[0]: corpus/*.md -> ")
     there = run_of(tmp_path / "there")
-    assert unplaced(there) == unplaced(run) and identity(there) == identity(run)
+    assert to_portable_dict(there) == to_portable_dict(run) and identity(there) == identity(run)
     data = run.data.model_copy(update={"tokenizer": FileTokenizer(path="other")})
     assert identity(run.model_copy(update={"data": data})) != identity(run)
 

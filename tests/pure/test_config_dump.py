@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moefold.config.base import to_dict, visit
+from moefold.config.base import iter_records, to_dict
 from moefold.config.dump import dump_yaml, identity
 from moefold.config.load import load
 from tests.config_toys import Coach, Diesel, Limits, Record, Steam, Train, full, smallest
@@ -117,7 +117,7 @@ def test_dumps_do_not_depend_on_the_process() -> None:
 
 
 def test_every_record_is_visited_children_first() -> None:
-    found = [(path, type(record).__name__) for path, record in visit(train())]
+    found = [(path, type(record).__name__) for path, record in iter_records(train())]
     assert found == [
         (("coaches", 0), "Coach"),
         (("coaches", 1), "Coach"),

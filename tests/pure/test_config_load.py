@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moefold.config.errors import REMOVE, Rename, RunError, Violation
-from moefold.config.load import Loaded, load, parse_override
+from moefold.config.load import LoadedRecord, load, parse_override
 from moefold.run import load_run
 from tests.config_toys import ENGINE, Coach, Diesel, Iron, Rubber, Steam, Train, full, smallest
 from tests.mutations import repair
@@ -52,7 +52,7 @@ def violations(source: Any, *overrides: str, **more: Any) -> tuple[Violation, ..
     return caught.value.violations
 
 
-def origin(loaded: Loaded[Any], *path: str | int) -> str:
+def origin(loaded: LoadedRecord[Any], *path: str | int) -> str:
     return str(loaded.origins[path])
 
 

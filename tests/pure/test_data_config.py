@@ -9,7 +9,7 @@ import pytest
 from moefold.checkpoint.config import NodeLocal
 from moefold.config.base import to_dict
 from moefold.config.errors import RunError
-from moefold.config.fields import FieldSpec, paths_in
+from moefold.config.fields import FieldSpec, iter_file_paths
 from moefold.config.load import load
 from moefold.data.config import Data, DataError, FileTokenizer, IndexedTokens, Jsonl, Text
 from moefold.data.sources import expand_patterns
@@ -150,7 +150,7 @@ def test_every_path_of_a_run_is_known_as_one(tmp_path: Path) -> None:
         "data": {"tokenizer": {"kind": "file", "path": "hub", "end": "</s>"}, "valid": [source]},
         "watch": {"checkpoint": {"local": {"folder": "scratch"}}},
     }
-    assert [text for _, text, _ in paths_in(FieldSpec(Run), raw)] == [
+    assert [text for _, text, _ in iter_file_paths(FieldSpec(Run), raw)] == [
         "part.py", "hub", "hub", "a.jsonl", "b.jsonl", "scratch",
     ]  # fmt: skip
     found = {"scratch": str(tmp_path / "scratch"), "$JOB/x": "$JOB/x", r'"~\0"': "~\0"}
