@@ -7,7 +7,7 @@ from typing import Any
 
 from moefold.data.config import TEMPLATE_FILE, TOKENIZER_CONFIG
 from moefold.files import read_json
-from moefold.model.families.peft import base_of, is_adapter
+from moefold.model.families.peft import base_folder, is_adapter
 
 FOLDER = Path(__file__).parent / "recipes" / "folder"
 PLAIN = FOLDER / "plain.jinja"
@@ -25,7 +25,7 @@ def recipes() -> dict[str, Path]:
 def refuse_alone(source: str | Path) -> None:
     """Raise ``ValueError`` for a fine-tuning recipe and for an adapter, which need a model."""
     if is_adapter(Path(source)):
-        said = f"moefold train {base_of(Path(source))} 'adapter={{kind: lora, from: {source}}}'"
+        said = f"moefold train {base_folder(Path(source))} 'adapter={{kind: lora, from: {source}}}'"
         raise ValueError(f"{source} is an adapter; to train it, name its base model: {said}")
     if str(source) in recipes():
         said = f"moefold train FOLDER {_BASE}{source}"

@@ -17,7 +17,7 @@ from moefold.cli._common import add_json, add_plugins, print_conversion
 from moefold.config.plugins import import_plugins
 from moefold.data.tokenizer import from_path
 from moefold.files import named, read_json
-from moefold.model.families.dense import DENSE, read_dense
+from moefold.model.families.dense import MOE_FAMILY, read_dense
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
 
 if TYPE_CHECKING:
@@ -102,10 +102,12 @@ def _made(
         if not path.is_file():
             raise ValueError(f"{path} does not exist")
         configs.append(read_json(path, limit=CONFIG_LIMIT))
-    dense = [config.get("model_type") in DENSE for config in configs]
+    dense = [config.get("model_type") in MOE_FAMILY for config in configs]
     if not all(dense):
         if len(configs) > 1:
-            raise ValueError(f"sources must be one MoE model, or dense ones ({', '.join(DENSE)})")
+            raise ValueError(
+                f"sources must be one MoE model, or dense ones ({', '.join(MOE_FAMILY)})"
+            )
         if wanted.granularity > 1:
             raise ValueError("--granularity cuts dense feed-forwards, not experts: leave it out")
         reading = read_config(args.sources[0], multi_token=False)

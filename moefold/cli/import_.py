@@ -16,7 +16,7 @@ from moefold.cli._common import add_json, add_plugins, on_stderr, print_conversi
 from moefold.config.plugins import import_plugins
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.families.folder import read_config
-from moefold.model.families.peft import base_of
+from moefold.model.families.peft import base_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if newest(args.folder) is not None:
         raise ValueError(f"{args.folder} already holds a checkpoint; name a new folder")
     import_plugins(args.uses)
-    read_config(base_of(args.source))  # fails before torch is loaded
+    read_config(base_folder(args.source))  # fails before torch is loaded
 
     from moefold.checkpoint.save import save
     from moefold.checkpoint.tensors import LazyTensor
@@ -94,7 +94,7 @@ def _tokenizer(args: argparse.Namespace, found: "Imported") -> Tokenizer | None:
         ValueError: if no token ends a document, or the embedding has too few rows.
     """
     own = (args.source / "tokenizer.json").is_file()
-    at = args.source if own else base_of(args.source)
+    at = args.source if own else base_folder(args.source)
     if not (at / "tokenizer.json").is_file():
         return None
     tokenizer = from_path(str(at), args.end, args.start)

@@ -29,9 +29,9 @@ from moefold.model.families.peft import (
     TENSORS,
     AdapterSite,
     PeftFolder,
-    Stored,
-    prefixes,
-    settings,
+    StoredAdapter,
+    peft_config,
+    sites_by_prefix,
 )
 from moefold.spec.decoder import LORA_A, LORA_B
 
@@ -87,9 +87,9 @@ def write_adapter(
         ValueError: if PEFT cannot represent an adapter.
     """
     demand_new(folder)
-    said, chosen = settings(decoder, adapters, base[0])
+    said, chosen = peft_config(decoder, adapters, base[0])
     named: list[tuple[str, TensorSlice]] = []
-    for prefix, (site, _) in prefixes(chosen).items():
+    for prefix, (site, _) in sites_by_prefix(chosen).items():
         rank = adapters[site.weight.name].rank * site.experts
         for end, shape in ((LORA_A, (rank, site.inputs)), (LORA_B, (site.outputs, rank))):
             read = partial(_theirs, tensors, site, end, KINDS[dtype])
@@ -151,18 +151,18 @@ class AdapterTensors(Mapping[str, Tensor]):
             raise ConvertError(self.found.path, [f"the adapter of {weight} contains NaN"])
         return whole
 
-    def _ours(self, stored: Stored, end: str) -> Tensor:
+    def _ours(self, stored: StoredAdapter, end: str) -> Tensor:
         """Return A or B of one site in the model's layout."""
         site, rank = stored.site, self.found.adapters[stored.site.weight.name].rank
         wants_a = end == LORA_A
-        raw = self._file.get_tensor(stored.a if wants_a != stored.turned else stored.b).float()
+        raw = self._file.get_tensor(stored.a if wants_a != stored.transposed else stored.b).float()
         if not site.weight.expert:
             return raw
-        if wants_a != stored.turned:
+        if wants_a != stored.transposed:
             each = raw.unflatten(0, (site.experts, rank))
         else:
             each = raw.unflatten(1, (rank, site.experts)).permute(2, 0, 1)
-        each = each.transpose(1, 2) if stored.turned else each
+        each = each.transpose(1, 2) if stored.transposed else each
         return (each if wants_a else each.reshape(*site.weight.shape[:-1], rank)).contiguous()
 
     def close(self) -> None:

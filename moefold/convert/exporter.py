@@ -19,7 +19,7 @@ from moefold.data.config import GENERATION_CONFIG
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
 from moefold.model.config import Decoder
-from moefold.model.families.hub import SPECIAL, left_out
+from moefold.model.families.hub import SPECIAL, export_notes
 from moefold.model.families.names import Layout
 from moefold.model.families.registry import family_of
 
@@ -75,7 +75,7 @@ def export_folder(
             write_json(staged / GENERATION_CONFIG, tokens)
         write_json(staged / "config.json", config | tokens)
         _write_weights(staged, files)
-    return left_out(decoder)
+    return export_notes(decoder)
 
 
 def demand_new(folder: Path) -> None:
@@ -143,6 +143,6 @@ class _Reader:
                     shapes = f"{list(tensor.shape)}, expected {list(one.whole)}"
                     raise ConvertError(self._folder, [f"{one.ours} has shape {shapes}"])
                 self._held = (one.ours, tensor)
-            made = one.to_theirs(self._held[1][one.index], made)
+            made = one.to_hf(self._held[1][one.index], made)
         assert made is not None
         return made.to(sent.dtype)

@@ -28,7 +28,7 @@ from torch import Tensor
 from moefold.convert.plan import targets
 from moefold.kernels.swiglu import pieces
 from moefold.model.config import Decoder
-from moefold.model.families.base import Family, Reading, refuse
+from moefold.model.families.base import Family, ParsedConfig, raise_violations
 from moefold.model.families.sizes import first_moe
 from moefold.spec.decoder import has_routing
 
@@ -79,7 +79,9 @@ class Grown(Mapping[str, Tensor]):
         return tiled(name, self._read(name), self._targets[name].shape)
 
 
-def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: Growth) -> Grown:
+def upcycle(
+    mixture: ParsedConfig, sources: Sequence[Mapping[str, Tensor]], wanted: Growth
+) -> Grown:
     """Return a mixture whose experts are copies of dense models' feed-forwards, in turn.
 
     All other tensors are the mean over the models.
@@ -87,7 +89,7 @@ def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: G
     Raises:
         ValueError: if the experts cannot be divided evenly among the models.
     """
-    router = mixture.model.chosen_router
+    router = mixture.model.effective_router
     shards, copies = wanted.granularity, router.experts // wanted.granularity
     if copies % len(sources):
         unit = len(sources) * shards
@@ -136,7 +138,7 @@ def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: in
 
 
 def grow(
-    source: Reading,
+    source: ParsedConfig,
     tensors: Mapping[str, Tensor],
     wanted: Growth,
     loads: Mapping[int, Sequence[float]] | None = None,
@@ -152,7 +154,7 @@ def grow(
     Raises:
         ValueError: if there is no such model.
     """
-    router, notes = source.model.chosen_router, list[str]()
+    router, notes = source.model.effective_router, list[str]()
     have, want = router.experts, wanted.experts or router.experts
     times = want // have
     if want != have and router.groups is not None:
@@ -173,7 +175,7 @@ def grow(
     shared = first_moe(source.decoder).shared is not None
     for name, there in (("dense_width", dense), ("shared_width", shared)):
         if there and getattr(shape, name, 0) is None:  # its default may depend on top_k
-            value = getattr(source.model.shape, f"width_of_{name.removesuffix('_width')}")
+            value = getattr(source.model.shape, f"resolved_{name}")
             shape = shape.model_copy(update={name: value})
 
     def read(name: str) -> Tensor:
@@ -214,8 +216,8 @@ def deepened(
         if value := getattr(shape, name, None):
             update[name] = value * (wanted.width_times if name in widths else times)
     model = source.model_copy(update={"shape": shape.model_copy(update=update)})
-    refuse((broken.under("shape") for broken in model.shape.rules()), "the new model: ")
-    refuse(model.rules(), "the new model: ")
+    raise_violations((broken.under("shape") for broken in model.shape.rules()), "the new model: ")
+    raise_violations(model.rules(), "the new model: ")
     if times > 1 and decoder.tied:
         raise ValueError("--hidden-times: cannot be used with a tied head: logits would be larger")
 
@@ -248,9 +250,9 @@ def tiled(name: str, found: Tensor, shape: Sequence[int]) -> Tensor:
     return found.repeat(times) / (times[-1] if summed else 1)
 
 
-def _shared_out(source: Reading) -> bool:
+def _shared_out(source: ParsedConfig) -> bool:
     """Return whether copies of an expert are chosen together and together give its output."""
-    router, moe = source.model.chosen_router, first_moe(source.decoder)
+    router, moe = source.model.effective_router, first_moe(source.decoder)
     soft = router.score == "softmax"
     if soft and router.order == "score_first" and router.selection_bias:
         return False  # probabilities are divided by the copies, the bias is not

@@ -20,10 +20,10 @@ from moefold.files import read_json
 from moefold.kernels.quantise.elements import E8M0, unpack, value_e2m1
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
-from moefold.model.families.base import Family, Reading
-from moefold.model.families.folder import CONFIG_LIMIT, FURTHER, read_config
-from moefold.model.families.names import TensorPiece, sized
-from moefold.model.families.peft import base_of, read_adapter
+from moefold.model.families.base import Family, ParsedConfig
+from moefold.model.families.folder import CONFIG_LIMIT, MULTI_TOKEN_FIELD, read_config
+from moefold.model.families.names import TensorPiece, resolve_rows
+from moefold.model.families.peft import base_folder, read_adapter
 from moefold.model.tuning import merge_adapter
 from moefold.spec.decoder import LORA_A, LORA_B
 
@@ -89,7 +89,7 @@ class FolderTensors(Mapping[str, Tensor]):
         for copy in self._copies.get(name, ()):
             if not torch.equal(self._source.read_box(copy, box).to(wanted.dtype), wanted):
                 whose = "embedding" if name == _EMBED else "head"
-                field = FURTHER if ".layers." in copy else "tie_word_embeddings"
+                field = MULTI_TOKEN_FIELD if ".layers." in copy else "tie_word_embeddings"
                 said = f"{copy} must equal the {whose} ({field} in config.json)"
                 raise ConvertError(self._source.folder, [said])
         low = None if self._adapter is None else self._adapter.found.adapters.get(name)
@@ -105,18 +105,18 @@ class FolderTensors(Mapping[str, Tensor]):
         scale = self._plan.scales.get(piece.name)
         if scale is not None and self._plan.block is not None:
             codes, scales = self._source.read(piece.name), self._source.read(scale)
-            whole = piece.to_ours(dequantise(codes, scales, self._plan.block), shape)
+            whole = piece.from_hf(dequantise(codes, scales, self._plan.block), shape)
             return whole[tuple(slice(start, end) for start, end in box)]
         if piece.rows is not None:
-            places = dict.fromkeys(piece.rows.places(*box[0]))
+            places = dict.fromkeys(piece.rows.disk_rows(*box[0]))
             starts = [n for n in places if n - 1 not in places]
             ends = [n + 1 for n in places if n + 1 not in places]
             spans = zip(starts, ends, strict=True)
             return torch.cat([self._source.read_box(piece.name, (s, *box[1:])) for s in spans])
-        if piece.order:  # dims on disk are permuted, so whole experts are read
+        if piece.perm:  # dims on disk are permuted, so whole experts are read
             stored = self._experts(piece.name + CODES if scale else piece.name, box)
             stored = multiplied(stored, self._experts(scale, box)) if scale else stored
-            ours = piece.to_ours(stored, (len(stored), *shape[1:]))
+            ours = piece.from_hf(stored, (len(stored), *shape[1:]))
             return ours[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
         if piece.shape == shape:
             return self._source.read_box(piece.name, box)
@@ -172,7 +172,7 @@ class Imported:
 
 
 def import_folder(
-    folder: str | Path, weights: str | Path | None = None, reading: Reading | None = None
+    folder: str | Path, weights: str | Path | None = None, reading: ParsedConfig | None = None
 ) -> Imported:
     """Open a Hugging Face folder and match all its tensors with the model's, without reading any.
 
@@ -185,13 +185,13 @@ def import_folder(
         ValueError: if ``config.json`` has anything unsupported.
         ConvertError: with every tensor that is missing, unexpected, or of another shape.
     """
-    own, folder = Path(folder), base_of(Path(folder))
+    own, folder = Path(folder), base_folder(Path(folder))
     reading = reading or read_config(folder)
-    names = {row.ours: row.theirs[0] for row in reading.model.tensors}
+    names = {row.param: row.hf_names[0] for row in reading.model.tensors}
     source: Weights
     if weights is None:
         source = SafetensorsWeights(folder)
-        if reading.nested:
+        if reading.from_multimodal:
             source.enter()
     else:
         source = PickledWeights(Path(weights), names[_EMBED])
@@ -204,17 +204,17 @@ def import_folder(
                 return "tied to the embedding"
             if any(name in those for those in copies.values()):
                 return "copies of embedding or head"
-            if reading.nested and BESIDE.match(name):
+            if reading.from_multimodal and BESIDE.match(name):
                 return "not part of the language model"
-            return reading.model.ignores(name)
+            return reading.model.ignore_reason(name)
 
         plan = make_plan(
             folder,
-            sized(reading.model.tensors, reading.decoder),
+            resolve_rows(reading.model.tensors, reading.decoder),
             targets(reading.decoder),
             source.tensors,
             ignored=ignored,
-            block=reading.quantised,
+            block=reading.fp8_block,
         )
         said = list(_about_tokenizer(folder))
         base = FolderTensors(source, plan, copies)
@@ -244,7 +244,7 @@ def import_folder(
     )
 
 
-def _copies(reading: Reading, head: str) -> dict[str, tuple[str, ...]]:
+def _copies(reading: ParsedConfig, head: str) -> dict[str, tuple[str, ...]]:
     """Return names on disk of redundant copies of the embedding or head, by the model's name."""
     found = dict(reading.model.copies(reading.decoder))
     if reading.decoder.tied:

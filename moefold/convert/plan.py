@@ -17,13 +17,13 @@ from moefold.convert.source import DTYPES, ConvertError, TensorInfo
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.names import (
-    Entry,
     Layout,
+    ParamMapping,
     TensorPiece,
-    choose_layout,
-    find,
+    detect_layout,
+    find_mappings,
     pieces,
-    sized,
+    resolve_rows,
 )
 from moefold.model.families.registry import family_of
 
@@ -77,7 +77,7 @@ def contract(
             raise ValueError(f"{name} {asked!r}: must be one of {', '.join(get_args(known))}")
     wanted, sent, family = targets(decoder), dict[str, Sent](), family_of(decoder)
     copies = family.copies(decoder)
-    for name, (row, layer) in find(sized(family.tensors, decoder), wanted).items():
+    for name, (row, layer) in find_mappings(resolve_rows(family.tensors, decoder), wanted).items():
         kept, whole = torch.float32 if exact in name else KINDS[dtype], wanted[name].shape
         again = (TensorPiece(copy, whole, ()) for copy in copies.get(name, ()))
         for piece in (*pieces(row, layer, whole, layout), *again):
@@ -106,7 +106,7 @@ class ImportPlan:
 
 def make_plan(
     where: Path,
-    table: tuple[Entry, ...],
+    table: tuple[ParamMapping, ...],
     targets: Mapping[str, Tensor],
     present: Mapping[str, TensorInfo],
     *,
@@ -128,11 +128,11 @@ def make_plan(
             dtype.
     """
     parts: dict[str, tuple[TensorPiece, ...]] = {}
-    for name, (row, layer) in find(table, targets).items():
-        there, layout = choose_layout(row, layer, present)
+    for name, (row, layer) in find_mappings(table, targets).items():
+        there, layout = detect_layout(row, layer, present)
         parts[name] = pieces(there, layer, targets[name].shape, layout)
     wanted = [piece for found in parts.values() for piece in found]
-    matrices = (p.name for p in wanted if p.order and len(p.shape) == 3)
+    matrices = (p.name for p in wanted if p.perm and len(p.shape) == 3)
     coded = {name for name in matrices if name + CODES in present}
     missing = dict.fromkeys(p.name for p in wanted if p.name not in {*present, *coded})
     problems = [f"{name} is missing" for name in missing]

@@ -233,9 +233,9 @@ def _unpack(parts: Iterable[Part], packed: Tensor, into: Tensor) -> None:
         values = packed[at : at + part.size].clone().view(dtype).view(part.shape)
         if part.sent.rows is None:
             whole = [end - start for start, end in span.box]
-            span.sent.to_ours(raw, (*whole,))[inside(part.box, span.box)] = values
+            span.sent.from_hf(raw, (*whole,))[inside(part.box, span.box)] = values
         else:
-            rows = part.sent.rows.places(*part.box[0])
+            rows = part.sent.rows.disk_rows(*part.box[0])
             columns = (slice(*bounds) for bounds in part.box[1:])
             raw.view(span.shape)[(rows, *columns)] = values
         at += part.size

@@ -240,7 +240,7 @@ def fill_start_values(
         data.fill(begin)
         return ()
     with ExitStack() as opened:
-        base = opened.enter_context(import_folder(source.path, reading=source.reading()))
+        base = opened.enter_context(import_folder(source.path, reading=source.read_config()))
         first: AdapterTensors | None = None
         if run.adapter is not None and run.adapter.start is not None:
             start, of = Path(run.adapter.start), (base.source.folder, base.decoder, base.tensors)

@@ -12,7 +12,7 @@ from moefold.convert.importer import import_folder
 from moefold.data.conversations import load_chat_template
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.peft import base_of, is_hub_folder
+from moefold.model.families.peft import base_folder, is_hub_folder
 from moefold.model.generate import generate, stream_tokens
 from moefold.model.incremental import IncrementalDecoder
 from moefold.training.distributed import device_kind
@@ -45,7 +45,7 @@ class Speaker:
         path, device, step = Path(source), device_kind(), None
         if is_hub_folder(path):
             import_plugins(uses)
-            at = path if (path / "tokenizer.json").is_file() else base_of(path)
+            at = path if (path / "tokenizer.json").is_file() else base_folder(path)
             has = (at / "tokenizer.json").is_file()
             tokenizer = from_path(str(at)) if has else None
             with import_folder(path) as found:

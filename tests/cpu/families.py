@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.base import Family, Reading
-from moefold.model.families.names import TensorPiece, find, pieces, sized
+from moefold.model.families.base import Family, ParsedConfig
+from moefold.model.families.names import TensorPiece, find_mappings, pieces, resolve_rows
 from moefold.model.families.registry import from_hf
 from moefold.spec.decoder import model_weights
 
@@ -27,7 +27,9 @@ RELEASED = json.loads((DATA / "released_configs.json").read_text())
 def places(model: DecoderModel, family: Family) -> Iterator[tuple[str, TensorPiece]]:
     """Yield our name and the place of every tensor in the packed layout."""
     state = model.state_dict()
-    for ours, (row, layer) in find(sized(family.tensors, model.record), state).items():
+    for ours, (row, layer) in find_mappings(
+        resolve_rows(family.tensors, model.record), state
+    ).items():
         for piece in pieces(row, layer, tuple(state[ours].shape), "packed"):
             yield ours, piece
 
@@ -39,7 +41,7 @@ def fill(model: DecoderModel, family: Family, weights: Mapping[str, Tensor]) -> 
         stored = weights[piece.name]
         assert tuple(stored.shape) == piece.shape, piece
         part = state[ours][piece.index]
-        part.copy_(piece.to_ours(stored, tuple(part.shape)))
+        part.copy_(piece.from_hf(stored, tuple(part.shape)))
         used.add(piece.name)
     left = set(weights) - used - ({"lm_head.weight"} if model.record.tied else set())
     assert not left, left
@@ -53,7 +55,7 @@ def gradients(model: DecoderModel, family: Family) -> dict[str, Tensor]:
         if ours in parameters:
             grad = parameters[ours].grad
             assert grad is not None, ours
-            found[piece.name] = piece.to_theirs(grad[piece.index], found.get(piece.name))
+            found[piece.name] = piece.to_hf(grad[piece.index], found.get(piece.name))
     return found
 
 
@@ -133,7 +135,7 @@ def present(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def ours(model: Any, precision: Any) -> tuple[DecoderModel, Reading]:
+def ours(model: Any, precision: Any) -> tuple[DecoderModel, ParsedConfig]:
     """Return our model of the same configuration and weights."""
     reading = from_hf(written(model))
     made = DecoderModel(reading.decoder, precision)

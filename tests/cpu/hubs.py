@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.convert.plan import targets
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import registry
-from moefold.model.families.names import find, pieces, sized
+from moefold.model.families.names import find_mappings, pieces, resolve_rows
 
 SIZES = {"hidden": 16, "layers": 3, "heads": 2, "experts": 4, "top_k": 2, "expert_width": 6}
 MODELS: dict[str, dict[str, Any]] = {
@@ -57,11 +57,11 @@ def on_disk(
     """Return a decoder's tensors as they lie in a Hugging Face folder."""
     family = registry.family_of(decoder)
     stored: dict[str, Tensor] = {}
-    for name, (row, layer) in find(sized(family.tensors, decoder), weights).items():
+    for name, (row, layer) in find_mappings(resolve_rows(family.tensors, decoder), weights).items():
         kept = torch.float32 if name.endswith("selection_bias") else dtype
         for piece in pieces(row, layer, tuple(weights[name].shape), layout):
             part = weights[name][piece.index].to(kept)
-            stored[piece.name] = piece.to_theirs(part, stored.get(piece.name))
+            stored[piece.name] = piece.to_hf(part, stored.get(piece.name))
     return stored
 
 

@@ -14,7 +14,7 @@ from moefold.convert.importer import import_folder
 from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import read_config
-from moefold.model.families.peft import TENSORS, sites
+from moefold.model.families.peft import TENSORS, adapter_sites
 from moefold.training.model_checkpoint import fill
 from tests.cpu.families import reference, wide
 from tests.cpu.family_draws import FAMILIES, draw
@@ -62,7 +62,7 @@ def test_b78_the_adapter_of_a_run_gives_its_logits_in_peft(tmp_path: Path) -> No
 def drawn_adapters(decoder: Decoder) -> tuple[dict[str, LowRank], dict[str, torch.Tensor]]:
     """Return adapters of all that PEFT can adapt, of two ranks and scales, and their values."""
     draws = torch.Generator().manual_seed(7)
-    weights = {site.weight.name: site.weight for site in sites(decoder)}
+    weights = {site.weight.name: site.weight for site in adapter_sites(decoder)}
     adapters, values = {}, {}
     for place, (name, weight) in enumerate(weights.items()):
         rank = 3 if weight.expert else 2

@@ -20,7 +20,7 @@ from moefold.files import read_json, write_json
 from moefold.model.config import MODEL, Decoder, LowRank, to_stacks
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import read_config
-from moefold.model.families.peft import CONFIG, TENSORS, read_adapter, settings
+from moefold.model.families.peft import CONFIG, TENSORS, peft_config, read_adapter
 from moefold.model.families.registry import from_hf
 from moefold.run import Run
 from moefold.spec.decoder import LORA_B
@@ -301,4 +301,4 @@ def test_experts_that_lie_transposed_are_refused_for_that() -> None:
     record: Any = MODEL.kinds["gpt_oss"].model_validate({"family": "gpt_oss", "shape": sizes})
     low = LowRank(weight="layers.0.moe.experts.w_out", rank=2, scale=1.0)
     with pytest.raises(ValueError, match=r"transposed \(experts of gpt_oss"):
-        settings(record.describe(40), {low.weight: low}, "base")
+        peft_config(record.describe(40), {low.weight: low}, "base")

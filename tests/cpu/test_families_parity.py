@@ -14,7 +14,7 @@ from moefold.layers.config import Bands, Rope
 from moefold.layers.rope import inverse_frequencies
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.dense import DENSE, read_dense
+from moefold.model.families.dense import MOE_FAMILY, read_dense
 from moefold.model.families.registry import families, family_of, from_hf
 from tests.cpu.families import (
     RELEASED,
@@ -251,7 +251,7 @@ def test_an_absent_field_means_what_the_class_of_transformers_takes(model_type: 
     assert compared > 30
 
 
-@pytest.mark.parametrize("model_type", DENSE)
+@pytest.mark.parametrize("model_type", MOE_FAMILY)
 def test_an_absent_field_of_a_dense_model_means_what_its_class_takes(model_type: str) -> None:
     """Beside sizes, without which it is refused: mistral's window and qwen3's head among them."""
 

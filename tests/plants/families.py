@@ -95,8 +95,8 @@ PLANTS = (
         "gate and up that lie by turns are exchanged",
         B23,
         "model/families/names.py",
-        "for dim in self.order]).permute(back)",
-        "for dim in self.order]).permute(back).flip(1)",
+        "for dim in self.perm]).permute(inverse)",
+        "for dim in self.perm]).permute(inverse).flip(1)",
     ),
     Plant(
         "b24",
@@ -236,8 +236,8 @@ PLANTS = (
         "tests/gloo/test_convert_layouts.py::"
         "test_b23_matrices_that_share_a_tensor_come_and_go_by_parts",
         "convert/stream.py",
-        "rows = part.sent.rows.places(*part.box[0])",
-        "rows = span.sent.rows.places(*part.box[0])",
+        "rows = part.sent.rows.disk_rows(*part.box[0])",
+        "rows = span.sent.rows.disk_rows(*part.box[0])",
     ),
     Plant(
         "b73",
@@ -284,7 +284,7 @@ PLANTS = (
         "a model without positions turns",
         B23,
         "model/families/base.py",
-        "rope = self.rope if self.turns else None",
+        "rope = self.rope if self.has_rope else None",
         "rope = self.rope",
     ),
     Plant(
@@ -300,8 +300,8 @@ PLANTS = (
         "the least log decay bounds nothing",
         B23,
         "model/families/mixed_sizes.py",
-        "super().made(heads, decay_floor=self.decay_floor, **own)",
-        "super().made(heads, **own)",
+        "super().build(heads, decay_floor=self.decay_floor, **extra)",
+        "super().build(heads, **extra)",
     ),
     Plant(
         "b23",

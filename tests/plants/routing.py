@@ -246,8 +246,8 @@ PLANTS = (
         "full layers turn where they have no positions",
         B23,
         "model/families/sizes.py",
-        "placed = rope if self.window is None or self.turns(layer) else None",
-        "placed = rope",
+        "rope = rope if self.window is None or self.has_rope(layer) else None",
+        "rope = rope if True else None",
     ),
     Plant(
         "b23",

@@ -14,8 +14,8 @@ PLANTS = (
         "packed names are not known",
         BOTH,
         "model/families/names.py",
-        'return row, "packed" if packed else "per_expert"',
-        'return row, "per_expert"',
+        'return mapping, "packed" if packed else "per_expert"',
+        'return mapping, "per_expert"',
     ),
     Plant(
         "b24",

@@ -162,8 +162,8 @@ PLANTS = (
         "the first parameter that is wrapped is the outer one",
         B78_LOGITS,
         "model/families/peft.py",
-        "for place, site in enumerate(reversed(held)):",
-        "for place, site in enumerate(held):",
+        "for depth, site in enumerate(reversed(wrapped)):",
+        "for depth, site in enumerate(wrapped):",
     ),
     Plant(
         "b78",

@@ -18,8 +18,8 @@ from moefold.layers.kinds.mla import Mla
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry  # noqa: F401  (they register themselves)
 from moefold.model.families.base import Family
-from moefold.model.families.mixed_sizes import BoundedNet, ChannelNet, LowRankNet
-from moefold.model.families.names import choose_layout, find, pieces
+from moefold.model.families.mixed_sizes import BoundedDeltaNet, ChannelDeltaNet, LowRankDeltaNet
+from moefold.model.families.names import detect_layout, find_mappings, pieces
 from moefold.moe.config import Aux, Bias, Moe, Router
 from moefold.run import Run, load_run
 from tests.mutations import repair
@@ -256,16 +256,16 @@ def test_a_family_is_a_table() -> None:
 @pytest.mark.parametrize("family", registry.families().values(), ids=lambda f: f.model_type)
 def test_no_two_tensors_share_a_name(family: type[Family]) -> None:
     # Of a layer with a delta net the names are those of one with attention.
-    twice = any(row.ours.endswith("q_taps") for row in family.tensors)
+    twice = any(row.param.endswith("q_taps") for row in family.tensors)
     other = tuple(f"attention.{n}.weight" for n in ("q", "o", "out_gate")) if twice else ()
     for layout in ("per_expert", "packed"):
         names: list[str] = []
         for row in family.tensors:
-            if row.ours.endswith(other):
+            if row.param.endswith(other):
                 continue
-            shape = (3, 2, 4, 5) if row.ours.endswith("experts.w_in") else (3, 4, 5)
-            shape = shape if len(row.theirs) == 1 or "{e}" in row.theirs[0] else (2, 4, 5)
-            if row.joined[1:2] != (row.ours,) and row.ours not in row.joined[2:]:
+            shape = (3, 2, 4, 5) if row.param.endswith("experts.w_in") else (3, 4, 5)
+            shape = shape if len(row.hf_names) == 1 or "{e}" in row.hf_names[0] else (2, 4, 5)
+            if row.joined[1:2] != (row.param,) and row.param not in row.joined[2:]:
                 names += [p.name for p in pieces(row, 7, shape, layout)]  # type: ignore[arg-type]
         assert len(set(names)) == len(names)
         assert not [n for n in names if "{" in n]
@@ -274,7 +274,7 @@ def test_no_two_tensors_share_a_name(family: type[Family]) -> None:
 def test_pieces_fill_a_parameter_once_in_either_layout() -> None:
     table = registry.families()["mixtral"].tensors
     ours = "layers.2.moe.experts.w_in"
-    ((row, layer),) = find(table, [ours]).values()
+    ((row, layer),) = find_mappings(table, [ours]).values()
     assert layer == 2
     apart = pieces(row, layer, (3, 2, 4, 5), "per_expert")
     assert [p.index for p in apart] == [(e, g) for e in range(3) for g in range(2)]
@@ -283,14 +283,14 @@ def test_pieces_fill_a_parameter_once_in_either_layout() -> None:
     (whole,) = pieces(row, layer, (3, 2, 4, 5), "packed")
     assert whole.shape == (3, 8, 5)
     assert (whole.name, whole.index) == ("model.layers.2.mlp.experts.gate_up_proj", ())
-    assert choose_layout(row, layer, {whole.name: 0}) == (row, "packed")
-    assert choose_layout(row, layer, {apart[0].name: 0}) == (row, "per_expert")
+    assert detect_layout(row, layer, {whole.name: 0}) == (row, "packed")
+    assert detect_layout(row, layer, {apart[0].name: 0}) == (row, "per_expert")
 
 
 def test_a_parameter_without_a_name_is_refused() -> None:
     table = registry.families()["mixtral"].tensors
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.q_norm\.weight, layers\.1\.odd"):
-        find(table, ["layers.1.odd", "norm.weight", "layers.0.attention.q_norm.weight"])
+        find_mappings(table, ["layers.1.odd", "norm.weight", "layers.0.attention.q_norm.weight"])
 
 
 def test_an_editor_accepts_from_without_the_family() -> None:
@@ -304,14 +304,14 @@ def test_an_editor_accepts_from_without_the_family() -> None:
         jsonschema.validate({"family": "olmoe", "from": "./folder"}, schema)
 
 
-@pytest.mark.parametrize("base", [LowRankNet, BoundedNet])
-def test_fields_that_a_subclass_adds_to_a_delta_net_reach_it(base: type[ChannelNet]) -> None:
+@pytest.mark.parametrize("base", [LowRankDeltaNet, BoundedDeltaNet])
+def test_fields_that_a_subclass_adds_to_a_delta_net_reach_it(base: type[ChannelDeltaNet]) -> None:
     # No type checker follows a base that is known only as the test runs.
     class Additive(base):  # type: ignore[misc, valid-type]
         def made(self, heads: int, **own: Any) -> DeltaNet:
-            return super().made(heads, delta=False, **own)
+            return super().build(heads, delta=False, **own)
 
-    net, plain = Additive(head_dim=8).made(2), base(head_dim=8).made(2)
+    net, plain = Additive(head_dim=8).made(2), base(head_dim=8).build(2)
     assert net == plain.model_copy(update={"delta": False})
 
 

@@ -11,8 +11,8 @@ from moefold.files import read_json
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.model.families.folder import read_config
-from moefold.model.families.hub import left_out
-from moefold.model.families.registry import LACKS, families, family_of, from_hf
+from moefold.model.families.hub import export_notes
+from moefold.model.families.registry import MISSING_PARTS, families, family_of, from_hf
 from moefold.moe.config import Aux, Capacity, Moe
 from moefold.planner.count import count
 from moefold.run import load_run
@@ -233,7 +233,7 @@ def test_released_sizes_are_where_they_belong() -> None:
     assert (qwen.head_dim, qwen.qk_norm) == (128, "head")
 
     deepseek = from_hf(DEEPSEEK)
-    assert deepseek.quantised == (128, 128)
+    assert deepseek.fp8_block == (128, 128)
     assert [s.repeat for s in deepseek.decoder.stacks] == [3, 58, 1]
     assert count(deepseek.decoder).parameters == 682_636_472_320
     mla = deepseek.decoder.blocks[0].attention
@@ -298,7 +298,7 @@ def test_a_field_nobody_reads_is_refused(config: dict[str, Any]) -> None:
 def test_every_size_is_asked_for_and_checked(config: dict[str, Any]) -> None:
     family = family_of(from_hf(config).decoder)
     for usual in (*family.hf_sizes, "rms_norm_eps"):
-        name = family.respelled.get(usual, usual)
+        name = family.renamed_fields.get(usual, usual)
         rest = {k: v for k, v in config.items() if k != name}
         with pytest.raises(ValueError, match=f"{name} is missing"):
             from_hf(rest)
@@ -412,11 +412,11 @@ def test_yarn_without_a_length_and_a_null_size_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["mtp.fc.weight", "model.mtp.x", "model.mtp_block.0.x"])
 def test_further_tokens_are_left_out_by_any_name(name: str) -> None:
-    assert from_hf(QWEN).model.ignores(name) == "layers for multi-token prediction"
+    assert from_hf(QWEN).model.ignore_reason(name) == "layers for multi-token prediction"
 
 
 def test_what_a_folder_cannot_hold_is_said() -> None:
-    assert left_out(from_hf(OLMOE).decoder) == []
+    assert export_notes(from_hf(OLMOE).decoder) == []
     decoder = (
         families()["olmoe"]
         .of(from_hf(OLMOE).decoder)
@@ -428,15 +428,15 @@ def test_what_a_folder_cannot_hold_is_said() -> None:
         )
         .describe(50304)
     )
-    said = " ".join(left_out(decoder))
+    said = " ".join(export_notes(decoder))
     assert "capacity" in said
     assert "only the first aux loss" in said
-    assert "bias" in " ".join(left_out(from_hf(DEEPSEEK).decoder))
+    assert "bias" in " ".join(export_notes(from_hf(DEEPSEEK).decoder))
 
 
 def test_a_family_that_is_not_here_is_refused_with_the_part_it_lacks() -> None:
-    assert not LACKS.keys() & families().keys()
-    for model_type, part in LACKS.items():
+    assert not MISSING_PARTS.keys() & families().keys()
+    for model_type, part in MISSING_PARTS.items():
         with pytest.raises(ValueError, match=f"'{model_type}' is not supported: it needs {part}"):
             from_hf({"model_type": model_type})
 

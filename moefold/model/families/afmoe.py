@@ -1,4 +1,4 @@
-"""AFMoE (Trinity): norms before and after each half, gated attention, windows."""
+"""AFMoE (Trinity): norms before and after each sublayer, gated attention, windows."""
 
 from typing import Literal
 
@@ -6,10 +6,10 @@ from moefold.layers.config import Positive, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
-from moefold.model.families.layer_kinds import WindowKinds, every_full
-from moefold.model.families.own_fields import RootScale
+from moefold.model.families.layer_kinds import WindowKinds, every_nth_full
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
+from moefold.model.families.special_fields import MupScale
 
 
 class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
@@ -17,7 +17,7 @@ class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
 
     # Required here, with a default in the base, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
-    full_turn = False
+    full_rope = False
 
 
 @MODEL.register
@@ -34,27 +34,27 @@ class Afmoe(SigmoidFamily):
     norm_epsilon: Positive = 1e-5
 
     architecture = "AfmoeForCausalLM"
-    attention_own = {"qk_norm": "head", "gate": True}
+    attention_fixed = {"qk_norm": "head", "gate": True}
     attention_fields = ("bias",)
-    block_own = {"norms": "both"}
+    block_fixed = {"norms": "both"}
     decoder_fields = ("embed_scale",)
     router_fields = ("scale",)
     hf_sizes = names.gqa_sizes(
         "num_experts", "moe_intermediate_size", num_dense_layers="dense_layers"
     )
     fields = (
-        *hf.heads(128),
+        *hf.head_fields(128),
         hf.BiasBalance(),
-        hf.SharedNumber("num_shared_experts"),
+        hf.SharedExpertCount("num_shared_experts"),
         hf.DenseSize(),
-        WindowKinds(every_full("global_attn_every_n_layers"), some=True),
+        WindowKinds(every_nth_full("global_attn_every_n_layers"), refuse_unused=True),
         hf.FieldValue("route_scale", "scale", float, 1.0),
-        hf.projection_bias("attention_bias", False, "all"),
-        RootScale(),
-        hf.Unread(("global_attn_every_n_layers",)),  # read by WindowKinds
-        *hf.only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1),
-        *hf.only(route_norm=True, score_func="sigmoid"),
-        hf.Unread(("load_balance_coeff", "use_grouped_mm")),
+        hf.bias_field("attention_bias", False, "all"),
+        MupScale(),
+        hf.Ignored(("global_attn_every_n_layers",)),  # read by WindowKinds
+        *hf.fixed(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1),
+        *hf.fixed(route_norm=True, score_func="sigmoid"),
+        hf.Ignored(("load_balance_coeff", "use_grouped_mm")),
     )
     tensors = (
         *names.llama_names(

@@ -7,7 +7,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import layer_kinds as kinds
 from moefold.model.families import names
-from moefold.model.families.kimi_linear import FORGET, RESPELLED
+from moefold.model.families.kimi_linear import FORGET, RENAMED
 from moefold.model.families.mixed_sizes import BoundedSizes
 from moefold.model.families.sigmoid import LATENT, SIZES, SigmoidFamily
 
@@ -34,30 +34,30 @@ class BailingHybrid(SigmoidFamily):
 
     architecture = "BailingHybridForCausalLM"
     other_architectures = ("BailingMoeV3ForCausalLM",)
-    unstated = {"n_group": 8, "topk_group": 4}
+    field_defaults = {"n_group": 8, "topk_group": 4}
     fixed_rope = "interleaved"
     scales_softmax = True
     extra_layers = "layers for multi-token prediction"
-    attention_own = {"gate": True}
+    attention_fixed = {"gate": True}
     hf_sizes = SIZES
-    respelled = RESPELLED | {"linear_conv_kernel_dim": "short_conv_kernel_size"}
+    renamed_fields = RENAMED | {"linear_conv_kernel_dim": "short_conv_kernel_size"}
     fields = (
         LATENT,
-        hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
+        hf.Derived("num_key_value_heads", lambda model: model.shape.heads),
         *hf.deepseek_fields(2.5),
         hf.Rotary(_THETA, "interleaved", scales_softmax=True),
-        kinds.BoundedNets(),
-        hf.Follows("linear_num_heads", lambda model: model.shape.heads),
-        kinds.ConvolvedKinds("linear_attention", kinds.every_full("layer_group_size", 6)),
-        hf.Unread(("layer_group_size", "mtp_loss_scaling_factor", "mtp_use_kda", "router_dtype")),
-        hf.Unread(("partial_rotary_factor", "rotary_dim", "qk_head_dim")),  # implied by rope_dim
-        hf.Follows("moe_shared_expert_intermediate_size", lambda model: model.shape.expert_width),
+        kinds.LingDeltaNets(),
+        hf.Derived("linear_num_heads", lambda model: model.shape.heads),
+        kinds.MixerKinds("linear_attention", kinds.every_nth_full("layer_group_size", 6)),
+        hf.Ignored(("layer_group_size", "mtp_loss_scaling_factor", "mtp_use_kda", "router_dtype")),
+        hf.Ignored(("partial_rotary_factor", "rotary_dim", "qk_head_dim")),  # implied by rope_dim
+        hf.Derived("moe_shared_expert_intermediate_size", lambda model: model.shape.expert_width),
         kinds.DenseKinds(2, "first_k_dense_replace"),
-        *hf.only(**RELEASED),
+        *hf.fixed(**RELEASED),
         hf.MULTI_TOKEN,
-        hf.NO_TOKENS,
+        hf.NULL_TOKENS,
     )
-    tensors = names.respelled(
+    tensors = names.renamed(
         (
             *names.deepseek_names(),
             *names.latent_names(),

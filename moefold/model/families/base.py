@@ -1,7 +1,7 @@
 """Base of model families: common settings, and the expansion of sizes into a description.
 
 A family is a record: the few sizes that users write under ``shape``, and further settings.
-``describe`` turns it into a ``Decoder``; ``of`` is the inverse, from a decoder to the record.
+``describe`` expands it into a ``Decoder``; ``of`` is the inverse, from a decoder to the record.
 """
 
 import re
@@ -19,37 +19,37 @@ from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, to_stacks
 from moefold.model.families.fields import ConfigField, Rotary
 from moefold.model.families.hub import ConfigReader
-from moefold.model.families.names import Entry
+from moefold.model.families.names import ParamMapping
 from moefold.model.families.sizes import FamilySizes, GqaSizes, first_moe
 from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Shared, Z
 
 _ROTARY = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-_FURTHER = re.compile(r"^(model\.)?mtp[._]")
+_MULTI_TOKEN = re.compile(r"^(model\.)?mtp[._]")
 Balance = tuple[Annotated[Record, BALANCE], ...]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Result of reading a Hugging Face ``config.json``, with notes for the user."""
+class ParsedConfig:
+    """The model that a Hugging Face ``config.json`` describes, with notes for the user."""
 
     model: "Family"
     decoder: Decoder
     special_tokens: Mapping[str, Any]
-    """``bos_token_id`` and similar fields, stored for a later export."""
+    """``bos_token_id`` and similar fields, kept for a later export."""
     notes: tuple[str, ...]
-    quantised: tuple[int, int] | None
+    fp8_block: tuple[int, int] | None
     """Rows and columns of an FP8 block with one scale; None if weights are not stored as FP8."""
-    nested: bool = False
-    """Whether it is the text model of a multimodal one, whose other parts are left out."""
+    from_multimodal: bool = False
+    """Whether it is the text model of a multimodal model, whose other parts are left out."""
 
 
 class Family(Record):
-    """Base of model families; subclasses add ``family``, a kind of ``shape`` and settings."""
+    """Base of model families; subclasses add ``family``, their ``shape`` and settings."""
 
     shape: FamilySizes
     router: Annotated[Router, ROUTER] | None = None
-    """Router in place of the family's; its ``experts`` and ``top_k`` are those of ``shape``."""
+    """Router that replaces the family's; ``shape`` sets its ``experts`` and ``top_k``."""
     balance: Balance = (Aux(),)
     capacity: Capacity | None = None
     """Bound on the tokens per expert; None is dropless."""
@@ -67,46 +67,46 @@ class Family(Record):
     """Other values of ``model_type`` for the same model."""
     architecture: ClassVar[str]
     other_architectures: ClassVar[tuple[str, ...]] = ()
-    """Other names of the model's class in released folders."""
+    """Other class names of the model in released folders."""
     hf_sizes: ClassVar[Mapping[str, str]]
-    """Size in ``shape`` by field of ``config.json``; null fields are left out."""
-    respelled: ClassVar[Mapping[str, str]] = {}
-    """Family's names of fields of ``config.json`` by their usual names; both are read."""
-    unstated: ClassVar[Mapping[str, Any]] = {}
-    """Defaults of transformers' class for absent fields, where they differ from the entries'."""
+    """Names of sizes in ``shape`` by field of ``config.json``; null fields are skipped."""
+    renamed_fields: ClassVar[Mapping[str, str]] = {}
+    """The family's names of fields of ``config.json``, by their usual names; both are read."""
+    field_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of the transformers class for absent fields that differ from the descriptors'."""
     epsilon_field: ClassVar[str] = "rms_norm_eps"
     """Field of ``config.json`` for ``norm_epsilon``."""
     fields: ClassVar[tuple[ConfigField, ...]] = ()
-    """Further fields of ``config.json``, besides those of all families."""
-    tensors: ClassVar[tuple[Entry, ...]]
-    """Names of our parameters and of the tensors on disk."""
+    """Fields of ``config.json`` in addition to those that all families have."""
+    tensors: ClassVar[tuple[ParamMapping, ...]]
+    """Mappings of parameter names to tensor names on disk."""
     shared_gate: ClassVar[bool] = False
     """Whether a sigmoid gate scales the shared expert's output."""
     extra_layers: ClassVar[str | None] = None
-    """Description of further layers that folders may have and import leaves out."""
+    """Description of extra layers that folders may have, which import ignores."""
     fixed_rope: ClassVar[str | None] = "half"
-    """Rotary layout of the family; None allows either."""
-    turns: ClassVar[bool] = True
+    """The only rotary layout of the family; None allows either."""
+    has_rope: ClassVar[bool] = True
     """Whether any layer has rotary positions."""
     scales_softmax: ClassVar[bool] = False
     """Whether YaRN's ``mscale_all_dim`` may scale the softmax."""
-    attention_own: ClassVar[Mapping[str, Any]] = {}
+    attention_fixed: ClassVar[Mapping[str, Any]] = {}
     """Fixed fields of the family's attention records."""
     attention_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the family's record that are copied to the attention records."""
-    moe_own: ClassVar[Mapping[str, Any]] = {}
+    moe_fixed: ClassVar[Mapping[str, Any]] = {}
     """Fixed fields of the family's MoE records."""
     moe_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the family's record that are copied to the MoE records."""
-    block_own: ClassVar[Mapping[str, Any]] = {}
+    block_fixed: ClassVar[Mapping[str, Any]] = {}
     """Fixed fields of the family's blocks."""
     block_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the family's record that are copied to each block."""
-    decoder_own: ClassVar[Mapping[str, Any]] = {}
+    decoder_fixed: ClassVar[Mapping[str, Any]] = {}
     """Fixed fields of the family's decoder."""
     decoder_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the family's record that are copied to the decoder."""
-    router_own: ClassVar[Mapping[str, Any]] = {}
+    router_fixed: ClassVar[Mapping[str, Any]] = {}
     """Fixed fields of the family's router."""
     router_kinds: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Further fields of the router by the value of ``weights``, in families that have it."""
@@ -118,56 +118,56 @@ class Family(Record):
             cls.model_type = cls.model_fields["family"].default
 
     @property
-    def chosen_router(self) -> Router:
-        """The router of the MoE layers: ``router`` if given, otherwise that of the family.
+    def effective_router(self) -> Router:
+        """The router of the MoE layers: ``router`` if given, otherwise the family's.
 
-        By default the latter is a softmax over all experts, then top-k.
+        By default a family's router takes a softmax over all experts, then the top-k.
         """
         sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
         if self.router is not None:
             return self.router.model_copy(update=sizes)
         own = {name: getattr(self, name) for name in self.router_fields}
         own |= self.router_kinds.get(getattr(self, "weights", ""), {})
-        return Router(**sizes, **self.router_own, **own)
+        return Router(**sizes, **self.router_fixed, **own)
 
     def blocks(self) -> Sequence[Block]:
-        """Return all blocks in order: dense if listed in ``shape``, else with experts."""
+        """Return all blocks in order: dense if ``shape`` says so, else with experts."""
         own = {name: getattr(self, name) for name in self.attention_fields}
-        dense, sparse = Dense(width=self.shape.width_of_dense), self.moe()
-        more = {**self.block_own, **{name: getattr(self, name) for name in self.block_fields}}
-        made: dict[tuple[Record, bool], Block] = {}
-        found: list[Block] = []
-        rope = self.rope if self.turns else None
+        dense, sparse = Dense(width=self.shape.resolved_dense_width), self.moe()
+        more = {**self.block_fixed, **{name: getattr(self, name) for name in self.block_fields}}
+        unique: dict[tuple[Record, bool], Block] = {}
+        blocks: list[Block] = []
+        rope = self.rope if self.has_rope else None
         for layer in range(self.shape.layers):
-            attention = self.shape.attention(layer, rope, {**self.attention_own, **own})
+            attention = self.shape.attention(layer, rope, {**self.attention_fixed, **own})
             key = attention, layer in self.shape.dense
-            if key not in made:
-                made[key] = Block(attention=attention, ffn=dense if key[1] else sparse, **more)
-            found.append(made[key])
-        return found
+            if key not in unique:
+                unique[key] = Block(attention=attention, ffn=dense if key[1] else sparse, **more)
+            blocks.append(unique[key])
+        return blocks
 
     @classmethod
     def read(cls, config: ConfigReader) -> dict[str, Any]:
         """Read the family's fields of a ``config.json``; return values for its record.
 
-        Values for ``shape`` are in a dict of their own.
+        Values for ``shape`` are in a nested dict.
         """
-        found: dict[str, Any] = {"shape": {}}
-        for entry in cls.fields:
-            for path, value in entry.read(config).items():
+        values: dict[str, Any] = {"shape": {}}
+        for field in cls.fields:
+            for path, value in field.read(config).items():
                 *outer, name = path.split(".")
-                (found["shape"] if outer else found)[name] = value
-        return found
+                (values["shape"] if outer else values)[name] = value
+        return values
 
     def write(self) -> dict[str, Any]:
         """Return the family's fields of ``config.json``."""
         return {name: value for f in self.fields for name, value in f.write(self).items()}
 
-    def ignores(self, name: str) -> str | None:
-        """Return why a tensor on disk may be ignored; None if the model must have it."""
+    def ignore_reason(self, name: str) -> str | None:
+        """Return why a tensor on disk may be ignored; None if it may not."""
         if _ROTARY.search(name):
             return "rotary frequencies, which are recomputed"
-        if _FURTHER.match(name):
+        if _MULTI_TOKEN.match(name):
             return "layers for multi-token prediction"
         layer = _LAYER.match(name)
         layers = self.shape.layers + len(getattr(self, "multi_token", ()))
@@ -175,12 +175,12 @@ class Family(Record):
 
     @classmethod
     def copies(cls, decoder: Decoder) -> Mapping[str, tuple[str, ...]]:
-        """Return names on disk of further copies of a parameter, by our name."""
+        """Return the names of redundant copies of parameters on disk, by parameter."""
         return {}
 
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:
-        """Return the record that a decoder may come from, read off its blocks, not checked yet."""
+        """Infer the record from a decoder's blocks, without checking that it describes them."""
         moe, attention = first_moe(decoder), decoder.blocks[0].attention
         shape = cls.model_fields["shape"].annotation.of(decoder)  # type: ignore[union-attr]
         own = {name: getattr(moe.router, name) for name in cls.router_fields}
@@ -204,61 +204,61 @@ class Family(Record):
         return cls(shape=shape, **own, **fields)  # type: ignore[arg-type]
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Reading:
+    def from_hf(cls, config: Mapping[str, Any]) -> ParsedConfig:
         """Read a Hugging Face ``config.json``.
 
         Raises:
             ValueError: naming every field that is unknown, missing or not supported.
         """
         names = cls.architecture, *cls.other_architectures
-        reader = ConfigReader(config, names, cls.model_type, cls.respelled, cls.unstated)
+        reader = ConfigReader(config, names, cls.model_type, cls.renamed_fields, cls.field_defaults)
         fields = {
-            "norm_epsilon": reader.take(cls.epsilon_field, float),
-            "tied": reader.take(
-                "tie_word_embeddings", bool, cls.unstated.get("tie_word_embeddings", False)
+            "norm_epsilon": reader.get(cls.epsilon_field, float),
+            "tied": reader.get(
+                "tie_word_embeddings", bool, cls.field_defaults.get("tie_word_embeddings", False)
             ),
-            "init_std": reader.take("initializer_range", float, 0.02),
-            "context": reader.take("max_position_embeddings", int, None),
+            "init_std": reader.get("initializer_range", float, 0.02),
+            "context": reader.get("max_position_embeddings", int, None),
         }
-        own = cls.read(reader)
+        values = cls.read(reader)
         record = cls.model_fields["shape"].annotation
         assert isinstance(record, type) and issubclass(record, FamilySizes)
-        needed = {*required(record)} - own["shape"].keys()
+        needed = {*required(record)} - values["shape"].keys()
         sizes = {
-            ours: reader.take(theirs, int)
-            for theirs, ours in cls.hf_sizes.items()
-            if ours in needed or not reader.null(theirs)
+            name: reader.get(hf_name, int)
+            for hf_name, name in cls.hf_sizes.items()
+            if name in needed or not reader.is_null(hf_name)
         }
-        reader.skip(*cls.hf_sizes)
-        tokens, block = reader.special_tokens(), reader.quantised()
+        reader.ignore(*cls.hf_sizes)
+        tokens, block = reader.special_tokens(), reader.fp8_block()
         reader.finish()
-        model = cls(**(fields | own | {"shape": sizes | own["shape"]}))
-        refuse((b.under("shape") for b in model.shape.rules()), "config.json: ")
-        refuse(model.rules(), "config.json: ")
-        for entry in cls.fields:
-            entry.check(reader, model)
-        reader.refuse_all()
+        model = cls(**(fields | values | {"shape": sizes | values["shape"]}))
+        raise_violations((v.under("shape") for v in model.shape.rules()), "config.json: ")
+        raise_violations(model.rules(), "config.json: ")
+        for field in cls.fields:
+            field.check(reader, model)
+        reader.raise_problems()
         decoder = model.describe(model.shape.vocab or 2)
-        return Reading(model, decoder, tokens, tuple(reader.notes), block)
+        return ParsedConfig(model, decoder, tokens, tuple(reader.notes), block)
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self:
         """Return the record whose description is ``decoder``.
 
-        ``init_out_scale`` is not compared, as it does not matter in a trained model.
+        ``init_out_scale`` is not compared, as it has no effect on a trained model.
 
         Raises:
             ValueError: naming each part of the decoder that differs from the family.
         """
         try:
-            found = cls.guess(decoder)
+            record = cls.guess(decoder)
         except (AttributeError, StopIteration, ValidationError):
             raise ValueError(f"{cls.model_type}: has other kinds of layers") from None
-        wanted = _plain(found.describe(decoder.vocab))
-        differing = list(_differences(_plain(decoder), wanted, ""))
-        if differing:
-            raise ValueError(f"{cls.model_type}: " + "; ".join(differing[:8]))
-        return found
+        expected = _to_dict(record.describe(decoder.vocab))
+        differences = list(_differences(_to_dict(decoder), expected, ""))
+        if differences:
+            raise ValueError(f"{cls.model_type}: " + "; ".join(differences[:8]))
+        return record
 
     @classmethod
     def to_hf(cls, decoder: Decoder) -> dict[str, Any]:
@@ -279,18 +279,18 @@ class Family(Record):
             "tie_word_embeddings": model.tied,
             "output_router_logits": False,
             "use_cache": True,
-            **{theirs: getattr(model.shape, ours) for theirs, ours in cls.hf_sizes.items()},
+            **{hf_name: getattr(model.shape, name) for hf_name, name in cls.hf_sizes.items()},
             **model.write(),
         }
-        return {cls.respelled.get(name, name): value for name, value in fields.items()}
+        return {cls.renamed_fields.get(name, name): value for name, value in fields.items()}
 
     def describe(self, vocab: int) -> Decoder:
-        """Return the decoder for a tokenizer of ``vocab`` tokens.
+        """Expand the record into a decoder, for a tokenizer of ``vocab`` tokens.
 
         Raises:
             ValueError: if ``shape.vocab`` is less than ``vocab``.
         """
-        refuse(self.violations(vocab))
+        raise_violations(self.violations(vocab))
         return Decoder(
             vocab=self.shape.vocab or vocab,
             hidden=self.shape.hidden,
@@ -300,22 +300,22 @@ class Family(Record):
             init_std=self.init_std,
             context=self.context,
             family=self.model_type,
-            **self.decoder_own,
+            **self.decoder_fixed,
             **{name: getattr(self, name) for name in self.decoder_fields},
         )
 
     def violations(self, vocab: int) -> Iterator[Violation]:
         """Yield values that do not fit a tokenizer of ``vocab`` tokens."""
-        yield from too_few_rows(("shape", "vocab"), self.shape.vocab, vocab)
+        yield from vocab_violations(("shape", "vocab"), self.shape.vocab, vocab)
 
     def moe(self, **own: Any) -> Moe:
-        """Return the MoE record; ``own`` are further fields, of some families only."""
-        if width := self.shape.width_of_shared:
+        """Return the MoE record; ``own`` are fields that subclasses add."""
+        if width := self.shape.resolved_shared_width:
             own = {"shared": Shared(width=width, gate=self.shared_gate)} | own
-        own = {**self.moe_own, **{name: getattr(self, name) for name in self.moe_fields}, **own}
+        own = {**self.moe_fixed, **{name: getattr(self, name) for name in self.moe_fields}, **own}
         return Moe(
             width=self.shape.expert_width,
-            router=self.chosen_router,
+            router=self.effective_router,
             capacity=self.capacity,
             balance=self.balance,
             **own,
@@ -328,27 +328,27 @@ class Family(Record):
         ("groups", "keep"): ("groups", "keep"),
         ("groups", "best"): ("groups", "best"),
     }
-    """Paths in the family's record by paths in the violations of its own router."""
+    """Paths in the family's record, by paths in violations of the family's router."""
     router_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the family's record that are copied to its own router."""
+    """Fields of the family's record that are copied to the family's router."""
 
     def rules(self) -> Iterator[Violation]:
         """Check router (with paths of this record), balance, router settings and rotary layout."""
-        router = self.chosen_router
-        # Fixed fields of the family's own router, which a run file cannot change.
-        settled = [(n,) for n in ("order", "renormalise") if n not in self.router_fields]
-        for broken in router.rules():
-            if self.router is None and broken.path in settled:
+        router = self.effective_router
+        # Fixed fields of the family's router, which a run file cannot change.
+        fixed = [(n,) for n in ("order", "renormalise") if n not in self.router_fields]
+        for violation in router.rules():
+            if self.router is None and violation.path in fixed:
                 size = "experts" if self.shape.experts == 1 else "top_k"
-                yield Violation(("shape", size), 1, broken.rule, 2)
-            elif self.router is None or broken.path == ("top_k",):
-                path = self.router_paths.get(broken.path, broken.path)
-                yield Violation(path, broken.value, broken.rule, broken.nearest)
+                yield Violation(("shape", size), 1, violation.rule, 2)
+            elif self.router is None or violation.path == ("top_k",):
+                path = self.router_paths.get(violation.path, violation.path)
+                yield Violation(path, violation.value, violation.rule, violation.nearest)
             else:
-                yield broken.under("router")
-        yield from self._replaced()
+                yield violation.under("router")
+        yield from self._unused_settings()
         yield from balance_rules(self.balance, router.selection_bias)
-        if not self.turns and self.rope != Rope():
+        if not self.has_rope and self.rope != Rope():
             rule = f"must be left out: {self.model_type} has no rotary positions"
             yield Violation(("rope",), self.rope, rule, Rope())
         if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
@@ -359,40 +359,40 @@ class Family(Record):
             rule = f"must be 1: {self.model_type} rotates all dims of a head"
             yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
         elif self.rope.fraction != 1 and isinstance(self.shape, GqaSizes):
-            yield from self.rope.fits(self.shape.dims_per_head)
+            yield from self.rope.fits(self.shape.resolved_head_dim)
         if not self.scales_softmax and self.rope.yarn and self.rope.yarn.mscale_all_dim:
             rule = f"must be 0: {self.model_type} does not scale the softmax"
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
             )
 
-    def _replaced(self) -> Iterator[Violation]:
-        """Yield settings that have no effect if ``router`` replaces the family's own."""
+    def _unused_settings(self) -> Iterator[Violation]:
+        """Yield settings that have no effect because ``router`` replaces the family's."""
         if self.router is None:
             return
         for name in ("experts", "top_k"):
             if value := getattr(self.router, name):
                 yield Violation(("router", name), value, f"must be 0: shape.{name} sets it", 0)
         for name in self.router_fields:
-            value, unset = getattr(self, name), type(self).model_fields[name].default
-            if value != unset:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
                 rule = "must be left out if router is given; set it under router instead"
-                yield Violation((name,), value, rule, unset)
+                yield Violation((name,), value, rule, default)
 
 
-def too_few_rows(path: FieldPath, rows: int | None, vocab: int) -> Iterator[Violation]:
-    """Yield a violation if an embedding of ``rows`` has fewer rows than there are tokens."""
+def vocab_violations(path: FieldPath, rows: int | None, vocab: int) -> Iterator[Violation]:
+    """Yield a violation if an embedding of ``rows`` rows is smaller than the vocabulary."""
     if rows is not None and rows < vocab:
         yield Violation(
             path, rows, f"must be at least the tokenizer's number of tokens, {vocab}", vocab
         )
 
 
-def refuse(broken: Iterable[Violation], where: str = "model.") -> None:
+def raise_violations(violations: Iterable[Violation], prefix: str = "model.") -> None:
     """Raise ``ValueError`` with all violations, if there are any."""
-    said = [f"{where}{dotted(b.path)} is {b.value!r}: {b.rule}" for b in broken]
-    if said:
-        raise ValueError("; ".join(said))
+    messages = [f"{prefix}{dotted(v.path)} is {v.value!r}: {v.rule}" for v in violations]
+    if messages:
+        raise ValueError("; ".join(messages))
 
 
 def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[Violation]:
@@ -407,30 +407,29 @@ def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[V
             rule = "repeats an earlier entry of the list (same kind and over)"
         if rule:
             offers = (Aux(), Z(), Aux(over="sequence"), Aux(over="global_batch"))
-            fresh = (o for o in offers if not any(_same_term(o, t) for t in taken))
-            free = next(fresh, None)
-            taken += [] if free is None else [free]
-            yield Violation(("balance", i), term, rule, REMOVE if free is None else free)
+            unused = (o for o in offers if not any(_same_term(o, t) for t in taken))
+            nearest = next(unused, None)
+            taken += [] if nearest is None else [nearest]
+            yield Violation(("balance", i), term, rule, REMOVE if nearest is None else nearest)
         seen.append(term)
 
 
-def _same_term(one: Record, other: Record) -> bool:
-    same_population = getattr(one, "over", None) == getattr(other, "over", None)
-    return type(one) is type(other) and same_population
+def _same_term(a: Record, b: Record) -> bool:
+    return type(a) is type(b) and getattr(a, "over", None) == getattr(b, "over", None)
 
 
-def _plain(decoder: Decoder) -> dict[str, Any]:
-    """Return a decoder as plain data with all blocks, without ``family`` and initial values."""
+def _to_dict(decoder: Decoder) -> dict[str, Any]:
+    """Return a decoder as plain data, with all blocks but without ``family`` and initialisation."""
     plain = decoder.model_dump(exclude={"stacks", "init_out_scale", "family"})
     return plain | {"layers": [b.model_dump() for b in decoder.blocks]}
 
 
-def _differences(have: Any, want: Any, path: str) -> Iterator[str]:
-    if isinstance(have, dict) and isinstance(want, dict):
-        for key in sorted({*have, *want}):
-            yield from _differences(have.get(key), want.get(key), f"{path}.{key}".lstrip("."))
-    elif isinstance(have, list) and isinstance(want, list) and len(have) == len(want):
-        for i, (a, b) in enumerate(zip(have, want, strict=True)):
-            yield from _differences(a, b, f"{path}[{i}]")
-    elif have != want:
-        yield f"{path} is {have!r}, expected {want!r}"
+def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted({*a, *b}):
+            yield from _differences(a.get(key), b.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, items in enumerate(zip(a, b, strict=True)):
+            yield from _differences(*items, f"{path}[{i}]")
+    elif a != b:
+        yield f"{path} is {a!r}, expected {b!r}"

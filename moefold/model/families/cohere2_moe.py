@@ -1,4 +1,4 @@
-"""Command A+ (Cohere2-MoE): parallel halves with one norm, windows, scaled logits."""
+"""Command A+ (Cohere2-MoE): parallel sublayers with one norm, windows, scaled logits."""
 
 from typing import Literal
 
@@ -7,9 +7,9 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.layer_kinds import DENSE_TURN, DenseKinds, WindowKinds, prefix_full
-from moefold.model.families.own_fields import NormKind, Selection, SharedMean
-from moefold.model.families.sizes import DenseTurnSizes
+from moefold.model.families.layer_kinds import DENSE_ROPE, DenseKinds, WindowKinds, prefix_full
+from moefold.model.families.sizes import DenseRopeSizes
+from moefold.model.families.special_fields import ExpertSelection, NormKind, SharedCombination
 
 
 def _inverse(value: float) -> float:
@@ -21,7 +21,7 @@ class Cohere2Moe(Family):
     """A Cohere2-MoE."""
 
     family: Literal["cohere2_moe"] = "cohere2_moe"
-    shape: DenseTurnSizes
+    shape: DenseRopeSizes
     norm: Literal["rms", "layer"] = "layer"
     """Kind of the norms of residual rows."""
     bias: Literal["none", "all"] = "none"
@@ -37,12 +37,12 @@ class Cohere2Moe(Family):
     norm_epsilon: Positive = 1e-5
 
     architecture = "Cohere2MoeForCausalLM"
-    unstated = {"tie_word_embeddings": True}
+    field_defaults = {"tie_word_embeddings": True}
     epsilon_field = "layer_norm_eps"
     fixed_rope = "interleaved"
     attention_fields = ("bias",)
     moe_fields = ("scale",)
-    block_own = {"norms": "shared"}
+    block_fixed = {"norms": "shared"}
     decoder_fields = ("norm", "logits_divisor")
     router_kinds = {
         "softmax": {"score": "softmax", "order": "topk_first"},
@@ -51,20 +51,20 @@ class Cohere2Moe(Family):
     }
     hf_sizes = names.gqa_sizes("num_experts", "intermediate_size")
     fields = (
-        *hf.heads(128, 1e4, "interleaved"),
+        *hf.head_fields(128, 1e4, "interleaved"),
         NormKind(),
-        hf.SharedNumber("num_shared_experts", True, "intermediate_size"),
-        SharedMean(),
+        hf.SharedExpertCount("num_shared_experts", True, "intermediate_size"),
+        SharedCombination(),
         DenseKinds(0, "first_k_dense_replace"),
         hf.DenseSize("prefix_dense_intermediate_size", "intermediate_size"),
-        DENSE_TURN,
-        WindowKinds(prefix_full, some=True),
-        Selection(),
-        hf.projection_bias("attention_bias", False, "all"),
-        *hf.only(use_parallel_block=True, use_qk_norm=False),
+        DENSE_ROPE,
+        WindowKinds(prefix_full, refuse_unused=True),
+        ExpertSelection(),
+        hf.bias_field("attention_bias", False, "all"),
+        *hf.fixed(use_parallel_block=True, use_qk_norm=False),
         hf.FieldValue("logit_scale", "logits_divisor", float, 0.0625, _inverse, _inverse),
-        hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # read for kinds of layers
-        hf.NO_TOKENS,
+        hf.Ignored(("first_k_dense_replace", "sliding_window_pattern")),  # read for kinds of layers
+        hf.NULL_TOKENS,
     )
     tensors = (
         *names.llama_names("input_layernorm", "", "", ""),

@@ -6,7 +6,7 @@ from typing import Literal
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.model.config import MODEL, Decoder
-from moefold.model.families.base import refuse, too_few_rows
+from moefold.model.families.base import raise_violations, vocab_violations
 
 
 @MODEL.register
@@ -22,9 +22,9 @@ class Custom(Record):
         Raises:
             ValueError: if its vocabulary is smaller than ``vocab``.
         """
-        refuse(self.violations(vocab))
+        raise_violations(self.violations(vocab))
         return self.decoder
 
     def violations(self, vocab: int) -> Iterator[Violation]:
         """Yield values that do not fit a tokenizer of ``vocab`` tokens."""
-        yield from too_few_rows(("decoder", "vocab"), self.decoder.vocab, vocab)
+        yield from vocab_violations(("decoder", "vocab"), self.decoder.vocab, vocab)

@@ -34,18 +34,18 @@ class DeepseekV2(Family):
     architecture = "DeepseekV2ForCausalLM"
     fixed_rope = "interleaved"
     scales_softmax = True
-    router_own = {"renormalise": False}
+    router_fixed = {"renormalise": False}
     router_fields = ("scale", "groups")
     hf_sizes = LATENT_SIZES | {"first_k_dense_replace": "dense_layers"}
     fields = (
         *hf.LATENT_FIELDS,
         hf.Rotary(1e4, "interleaved", scales_softmax=True),
-        hf.SequenceBalance(_ALPHA, biased=False),
-        hf.SharedNumber(),
+        hf.SequenceBalance(_ALPHA, with_bias=False),
+        hf.SharedExpertCount(),
         hf.DenseSize(),
-        hf.MethodGroups(),
+        hf.TopkMethod(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
-        hf.Only("norm_topk_prob", False, (None,)),
-        *hf.only(scoring_func="softmax", moe_layer_freq=1),
+        hf.Fixed("norm_topk_prob", False, (None,)),
+        *hf.fixed(scoring_func="softmax", moe_layer_freq=1),
     )
     tensors = (*llama_names(), *latent_names(), *expert_names(), *shared_names())

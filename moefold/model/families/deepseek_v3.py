@@ -28,12 +28,12 @@ class DeepseekV3(MultiTokenFamily):
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
     shape: DeepseekV3Shape
-    balance: Balance = (Bias(rate=hf.RATE), Aux(over="sequence", coefficient=_ALPHA))
+    balance: Balance = (Bias(rate=hf.BIAS_RATE), Aux(over="sequence", coefficient=_ALPHA))
     rope: Rope = Rope(layout="interleaved")
 
     aliases = ("kimi_k2",)
     architecture = "DeepseekV3ForCausalLM"
-    unstated = {"n_group": 8, "topk_group": 4}
+    field_defaults = {"n_group": 8, "topk_group": 4}
     fixed_rope = None
     scales_softmax = True
     extra_layers = "layers for multi-token prediction"
@@ -43,15 +43,15 @@ class DeepseekV3(MultiTokenFamily):
         *hf.ROUTER_FIELDS,
         hf.Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
         hf.SequenceBalance(_ALPHA),
-        hf.SharedNumber(),
+        hf.SharedExpertCount(),
         hf.DenseSize(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
-        *hf.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
+        *hf.fixed(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
         # No field states the weights of the further tokens' losses.
         hf.FieldValue(
             "num_nextn_predict_layers", "multi_token", int, 0, lambda n: (MultiToken(),) * n, len
         ),
-        hf.Unread(("num_mtp_layers",)),
+        hf.Ignored(("num_mtp_layers",)),
     )
     tensors = (
         *names.deepseek_names(),

@@ -5,28 +5,28 @@ from typing import Any
 
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import to_stacks
-from moefold.model.families.base import Reading
+from moefold.model.families.base import ParsedConfig
 from moefold.model.families.registry import from_hf
 
-DENSE = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""MoE family whose blocks differ only in experts, by ``model_type`` of a dense family."""
-UNSTATED = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
-"""Defaults of the dense families' classes that the MoE family's class does not have."""
+MOE_FAMILY = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+"""The MoE family that differs only in its experts, by ``model_type`` of a dense family."""
+DEFAULTS = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
+"""Defaults of the dense families' classes that differ from those of the MoE families."""
 
 
 def read_dense(
     config: Mapping[str, Any], experts: int | None, top_k: int | None, shards: int
-) -> tuple[Reading, Reading]:
-    """Return the readings of a dense model's ``config.json`` and of the MoE model grown from it.
+) -> tuple[ParsedConfig, ParsedConfig]:
+    """Read a dense model's ``config.json``; return its description and that of the MoE model.
 
-    ``shards``: number of experts into which each copy of a feed-forward is cut (granularity).
+    ``shards`` is the number of experts into which a copy of a feed-forward is split (granularity).
 
     Raises:
         ValueError: if the numbers do not fit, with the nearest ones that do.
     """
     top_k, near = top_k or 2 * shards, max(1, (experts or 8) // shards) * shards
-    dense, width = DENSE[config["model_type"]], config.get("intermediate_size") or 0
-    asked = {
+    dense, width = MOE_FAMILY[config["model_type"]], config.get("intermediate_size") or 0
+    valid = {
         "experts": experts is not None and experts % shards == 0,
         "top-k": top_k % shards == 0 and top_k <= (experts or top_k),
         "granularity": width % shards == 0,
@@ -40,24 +40,24 @@ def read_dense(
         "granularity": f"must divide the width of the feed-forward ({width}); nearest: "
         f"{max(n for n in range(1, shards + 1) if width % n == 0)}",
     }
-    if wrong := [f"--{name}: {rules[name]}" for name, fits in asked.items() if not fits]:
+    if wrong := [f"--{name}: {rules[name]}" for name, fits in valid.items() if not fits]:
         raise ValueError("; ".join(wrong))
-    own = {"model_type": dense, "num_experts_per_tok": top_k, "architectures": None}
-    own |= {"router_aux_loss_coef": 1e-3}
+    changed = {"model_type": dense, "num_experts_per_tok": top_k, "architectures": None}
+    changed |= {"router_aux_loss_coef": 1e-3}
     if dense == "mixtral":
-        own |= {"num_local_experts": experts, "intermediate_size": width // shards}
+        changed |= {"num_local_experts": experts, "intermediate_size": width // shards}
     else:
-        own |= {"num_experts": experts, "moe_intermediate_size": width // shards}
-        own |= {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
-    usual = {"rope_theta": 1e4, **UNSTATED.get(config["model_type"], {})}
-    given = usual | {name: value for name, value in config.items() if name != "layer_types"}
+        changed |= {"num_experts": experts, "moe_intermediate_size": width // shards}
+        changed |= {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    defaults = {"rope_theta": 1e4, **DEFAULTS.get(config["model_type"], {})}
+    fields = defaults | {name: value for name, value in config.items() if name != "layer_types"}
     if set(config.get("layer_types") or ()) - {"full_attention"}:
-        given["layer_types"] = config["layer_types"]
-    if given["rope_theta"] is None:
-        given["rope_theta"] = usual["rope_theta"]
-    mixture = from_hf({**given, **own})
+        fields["layer_types"] = config["layer_types"]
+    if fields["rope_theta"] is None:
+        fields["rope_theta"] = defaults["rope_theta"]
+    mixture = from_hf({**fields, **changed})
     ffn = Dense(width=width)
     blocks = (block.model_copy(update={"ffn": ffn}) for block in mixture.decoder.blocks)
     decoder = mixture.decoder.model_copy(update={"stacks": to_stacks(blocks)})
     tokens, notes = mixture.special_tokens, mixture.notes
-    return Reading(mixture.model, decoder, tokens, notes, mixture.quantised), mixture
+    return ParsedConfig(mixture.model, decoder, tokens, notes, mixture.fp8_block), mixture

@@ -13,8 +13,8 @@ from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
 
 
 def _full(config: ConfigReader, layer: int) -> bool:
-    last = config.take("max_window_layers", int, 62)
-    return layer < last or not config.present("sliding_window")
+    last = config.get("max_window_layers", int, 62)
+    return layer < last or not config.is_set("sliding_window")
 
 
 class Dots1Shape(WindowSizes, SharedSizes, DenseFirst):
@@ -31,18 +31,18 @@ class Dots1(SigmoidFamily):
     scale: Positive = 1.0
 
     architecture = "Dots1ForCausalLM"
-    unstated = {"norm_topk_prob": False}
-    attention_own = {"qk_norm": "head"}
+    field_defaults = {"norm_topk_prob": False}
+    attention_fixed = {"qk_norm": "head"}
     hf_sizes = names.gqa_sizes(
         "n_routed_experts", "moe_intermediate_size", first_k_dense_replace="dense_layers"
     )
     fields = (
         *hf.deepseek_fields(1.0),
-        *hf.heads(),
+        *hf.head_fields(),
         WindowKinds(_full),
-        hf.Unread(("max_window_layers",)),  # read by WindowKinds
-        hf.Only("moe_layer_freq", 1),
-        hf.Only("scoring_func", "sigmoid", ("noaux_tc",)),
-        hf.Only("topk_method", "noaux_tc"),
+        hf.Ignored(("max_window_layers",)),  # read by WindowKinds
+        hf.Fixed("moe_layer_freq", 1),
+        hf.Fixed("scoring_func", "sigmoid", ("noaux_tc",)),
+        hf.Fixed("topk_method", "noaux_tc"),
     )
     tensors = (*names.deepseek_names(), *names.gqa_names(qk_norm=True))

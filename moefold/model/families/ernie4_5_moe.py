@@ -28,29 +28,29 @@ class Ernie45Moe(Family):
     shape: Ernie45MoeShape
     floor: Annotated[float, Field(ge=0)] = 1e-12
     """Lower bound of the sum by which the chosen probabilities are divided."""
-    balance: Balance = (Bias(rate=hf.RATE), Aux(coefficient=hf.AUX))
+    balance: Balance = (Bias(rate=hf.BIAS_RATE), Aux(coefficient=hf.AUX_COEFFICIENT))
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
     norm_epsilon: Positive = 1e-5
     tied: bool = True
 
     architecture = "Ernie4_5_MoeForCausalLM"
-    unstated = {"tie_word_embeddings": True}
+    field_defaults = {"tie_word_embeddings": True}
     fixed_rope = "interleaved"
-    router_own = {"selection_bias": True}
+    router_fixed = {"selection_bias": True}
     router_fields = ("floor",)
     hf_sizes = names.gqa_sizes("moe_num_experts", "moe_intermediate_size", "moe_k")
     fields = (
         hf.KvHeads(),
-        hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
+        hf.Derived("head_dim", lambda model: model.shape.resolved_head_dim),
         hf.Rotary(_THETA, "interleaved"),
-        hf.AuxField(biased=True),
-        hf.SharedNumber("moe_num_shared_experts", optional=True),
+        hf.AuxLossField(with_bias=True),
+        hf.SharedExpertCount("moe_num_shared_experts", optional=True),
         hf.DenseSize(),
         ExpertLayers(),
         hf.FieldValue("moe_norm_min", "floor", float, 1e-12),
-        hf.Only("use_bias", False, (None,)),
-        *hf.only(use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True),
-        hf.Unread(("moe_capacity", "num_nextn_predict_layers")),
+        hf.Fixed("use_bias", False, (None,)),
+        *hf.fixed(use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True),
+        hf.Ignored(("moe_capacity", "num_nextn_predict_layers")),
     )
     tensors = (
         *names.llama_names(),
@@ -59,7 +59,7 @@ class Ernie45Moe(Family):
         *names.bias_names(
             "mlp.moe_statics.e_score_correction_bias",
             "mlp.gate.moe_statics.e_score_correction_bias",
-            ones=(1, 0),
+            unit_dims=(1, 0),
         ),
         *names.shared_names(),
     )

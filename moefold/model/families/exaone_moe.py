@@ -6,7 +6,7 @@ from moefold.layers.config import Positive, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
-from moefold.model.families.layer_kinds import DenseKinds, WindowKinds, every_full
+from moefold.model.families.layer_kinds import DenseKinds, WindowKinds, every_nth_full
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
 
@@ -19,7 +19,7 @@ class ExaoneMoeShape(WindowSizes, SharedSizes, DenseListed):
 
     # Required here, with a default in the base, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
-    full_turn = False
+    full_rope = False
 
 
 @MODEL.register
@@ -32,20 +32,20 @@ class ExaoneMoe(SigmoidFamily):
 
     architecture = "ExaoneMoeForCausalLM"
     other_architectures = ("ExaoneMoEForCausalLM",)
-    attention_own = {"qk_norm": "head"}
+    attention_fixed = {"qk_norm": "head"}
     hf_sizes = names.gqa_sizes("num_experts", "moe_intermediate_size")
     fields = (
         *hf.ROUTER_FIELDS,
-        *hf.heads(),
+        *hf.head_fields(),
         hf.BiasBalance(),
-        hf.SharedNumber("num_shared_experts"),
-        DenseKinds(stated="first_k_dense_replace"),
+        hf.SharedExpertCount("num_shared_experts"),
+        DenseKinds(count_field="first_k_dense_replace"),
         hf.DenseSize(),
-        WindowKinds(every_full("sliding_window_pattern"), some=True),
+        WindowKinds(every_nth_full("sliding_window_pattern"), refuse_unused=True),
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
-        hf.Unread(tuple(_KINDS.split())),
-        hf.Follows("is_moe_layer", hf.sparse_layers),
-        *hf.only(scoring_func="sigmoid", topk_method="noaux_tc"),
+        hf.Ignored(tuple(_KINDS.split())),
+        hf.Derived("is_moe_layer", hf.sparse_layers),
+        *hf.fixed(scoring_func="sigmoid", topk_method="noaux_tc"),
         hf.MULTI_TOKEN,
     )
     tensors = (

@@ -1,4 +1,4 @@
-"""FlexOlmo (arXiv 2507.07024): norms after each half, and q/k norms over whole projections."""
+"""FlexOlmo (arXiv 2507.07024): norms after each sublayer, and q/k norms over whole projections."""
 
 from typing import Literal
 
@@ -28,18 +28,18 @@ class FlexOlmo(Family):
 
     architecture = "FlexOlmoForCausalLM"
     hf_sizes = names.gqa_sizes("num_experts", "intermediate_size")
-    attention_own = {"qk_norm": "projection"}
+    attention_fixed = {"qk_norm": "projection"}
     attention_fields = ("bias",)
-    block_own = {"norms": "after"}
+    block_fixed = {"norms": "after"}
     router_fields = ("renormalise",)
     fields = (
         hf.KvHeads(),
         hf.Rotary(_THETA),
-        hf.AuxField(_AUX),
+        hf.AuxLossField(_AUX),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
-        hf.projection_bias("attention_bias", False, "all"),
-        hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
-        hf.NO_TOKENS,
+        hf.bias_field("attention_bias", False, "all"),
+        hf.Derived("head_dim", lambda model: model.shape.resolved_head_dim),
+        hf.NULL_TOKENS,
     )
     tensors = (
         *names.llama_names("", "post_attention_layernorm", "", "post_feedforward_layernorm"),

@@ -1,4 +1,4 @@
-"""The model family ``folder``: a model that is read from a Hugging Face folder."""
+"""The model family ``folder``: a model read from a Hugging Face folder."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -12,41 +12,42 @@ from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.files import read_json
 from moefold.model.config import MODEL, Decoder, MultiToken, to_stacks
-from moefold.model.families.base import Balance, Reading, balance_rules, refuse
+from moefold.model.families.base import Balance, ParsedConfig, balance_rules, raise_violations
 from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
 
-FURTHER = "num_nextn_predict_layers"
+MULTI_TOKEN_FIELD = "num_nextn_predict_layers"
 """Field of ``config.json`` with the number of multi-token prediction blocks."""
 INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 * 2**20
 CONFIG_LIMIT = 4 * 2**20
 """Largest size of a ``config.json`` in bytes; released ones have a few thousand."""
 
 
-def read_config(folder: Path, multi_token: bool = True) -> Reading:
+def read_config(folder: Path, multi_token: bool = True) -> ParsedConfig:
     """Read a Hugging Face folder's ``config.json``.
 
-    Multi-token prediction blocks are left out if the folder has no weights for them, as those that
-    transformers writes, or if ``multi_token`` is False.
+    Multi-token prediction blocks are left out if ``multi_token`` is False, or if the folder has no
+    weights for them, as when transformers wrote it.
 
     Raises:
-        ValueError: if it cannot be read, or has a field that is not supported.
+        ValueError: if the file cannot be read or has an unsupported field.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
     config = read_json(path, limit=CONFIG_LIMIT)
-    if config.get(FURTHER):
+    if config.get(MULTI_TOKEN_FIELD):
         first = f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight"
-        config = config if multi_token and _holds(folder, first) else config | {FURTHER: 0}
+        if not (multi_token and _has_tensor(folder, first)):
+            config = config | {MULTI_TOKEN_FIELD: 0}
     try:
         return from_hf(config)
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", str(path), 1)) from None
 
 
-def _holds(folder: Path, name: str) -> bool:
-    """Return whether a folder has a tensor, by its index or by the headers of its files."""
+def _has_tensor(folder: Path, name: str) -> bool:
+    """Return whether a folder has a tensor, by its index or else by the headers of its files."""
     if (index := folder / INDEX).is_file():
         return name in read_json(index, limit=INDEX_LIMIT).get("weight_map", {})
     for path in folder.glob("*.safetensors"):
@@ -59,13 +60,13 @@ def _holds(folder: Path, name: str) -> bool:
 
 @MODEL.register
 class Folder(Record):
-    """The model of a Hugging Face folder; other fields than ``from`` replace the folder's."""
+    """The model of a Hugging Face folder; fields other than ``from`` replace the folder's."""
 
     family: Literal["folder"] = "folder"
     path: Annotated[str, OnDisk()] = Field(alias="from")
     """Folder with ``config.json`` and the weights."""
     balance: Balance | None = None
-    """Balancing terms in place of the folder's."""
+    """Balancing terms that replace the folder's."""
     capacity: Capacity | None = None
     """Bound on the tokens per expert; None is dropless."""
     multi_token: tuple[MultiToken, ...] | None = None
@@ -77,8 +78,8 @@ class Folder(Record):
         Raises:
             ValueError: if the folder cannot be read, or its vocabulary is smaller than ``vocab``.
         """
-        refuse(self.violations(vocab))
-        decoder = self.reading().decoder
+        raise_violations(self.violations(vocab))
+        decoder = self.read_config().decoder
         blocks, changes = list(decoder.blocks), dict[str, Any](capacity=self.capacity)
         if self.balance is not None:
             changes["balance"] = self.balance
@@ -88,12 +89,12 @@ class Folder(Record):
                 blocks[n] = block.model_copy(update={"ffn": ffn})
         if self.multi_token:
             pairs = zip(blocks[decoder.layers :], self.multi_token, strict=True)
-            more = [block.model_copy(update={"multi_token": one}) for block, one in pairs]
-            blocks[decoder.layers :] = more
+            further = [block.model_copy(update={"multi_token": record}) for block, record in pairs]
+            blocks[decoder.layers :] = further
         return decoder.model_copy(update={"stacks": to_stacks(blocks)})
 
-    def reading(self) -> Reading:
-        """Read the folder's ``config.json``, without multi-token blocks if these are left out."""
+    def read_config(self) -> ParsedConfig:
+        """Read the folder's ``config.json``, without multi-token blocks if ``[]`` was given."""
         return read_config(Path(self.path), self.multi_token != ())
 
     def violations(self, vocab: int) -> Iterator[Violation]:
@@ -112,23 +113,23 @@ class Folder(Record):
             decoder = read_config(Path(self.path)).decoder
         except ValueError as error:
             rule = f"must be a Hugging Face folder that can be read: {error}"
-            yield Violation(("from",), self.path, rule, _like(self.path))
+            yield Violation(("from",), self.path, rule, _nearest_folder(self.path))
             return
-        there = len(decoder.multi_token)
-        if self.multi_token and len(self.multi_token) != there:
-            rule = f"must have one entry per multi-token block of the folder ({there}), or none"
-            yield Violation(("multi_token",), self.multi_token, rule, self.multi_token[:there])
+        count = len(decoder.multi_token)
+        if self.multi_token and len(self.multi_token) != count:
+            rule = f"must have one entry per multi-token block of the folder ({count}), or none"
+            yield Violation(("multi_token",), self.multi_token, rule, self.multi_token[:count])
         moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
         if self.balance is not None and moes:
             yield from balance_rules(self.balance, moes[0].router.selection_bias)
 
 
-def _like(path: str) -> str | None:
-    """Return the model folder next to a missing one whose name is most similar."""
-    wanted = Path(path)
+def _nearest_folder(path: str) -> str | None:
+    """Return the sibling model folder whose name is most similar to a missing one's."""
+    missing = Path(path)
     try:
-        beside = [p.name for p in wanted.parent.iterdir() if (p / "config.json").is_file()]
+        siblings = [p.name for p in missing.parent.iterdir() if (p / "config.json").is_file()]
     except OSError:
         return None
-    names = get_close_matches(wanted.name, beside, 1)
-    return str(wanted.with_name(names[0])) if names else None
+    names = get_close_matches(missing.name, siblings, 1)
+    return str(missing.with_name(names[0])) if names else None

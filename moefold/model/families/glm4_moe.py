@@ -36,9 +36,9 @@ class Glm4Moe(SigmoidFamily):
     )
     fields = (
         *hf.deepseek_fields(1.0),
-        *hf.heads(None, 1e4, fraction=0.5),
-        hf.projection_bias("attention_bias", False),
-        hf.head_norm("use_qk_norm"),
+        *hf.head_fields(None, 1e4, fraction=0.5),
+        hf.bias_field("attention_bias", False),
+        hf.qk_norm_field("use_qk_norm"),
         hf.MULTI_TOKEN,
     )
     tensors = (

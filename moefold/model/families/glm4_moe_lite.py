@@ -35,7 +35,7 @@ class Glm4MoeLite(SigmoidFamily):
         *hf.deepseek_fields(1.8),
         hf.Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
         DenseKinds(),
-        hf.Follows("first_k_dense_replace", lambda model: len(model.shape.dense)),
+        hf.Derived("first_k_dense_replace", lambda model: len(model.shape.dense)),
         hf.MULTI_TOKEN,
     )
     tensors = (*names.deepseek_names(), *names.latent_names())

@@ -8,12 +8,12 @@ from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import WindowKinds
-from moefold.model.families.own_fields import Swish
 from moefold.model.families.sizes import SinkSizes
+from moefold.model.families.special_fields import SwigluFields
 from moefold.moe.config import Aux
 
 _THETA = 150000.0
-_MOE, _AT = "layers.{i}.moe", "model.layers.{i}.mlp"
+_MOE, _HF = "layers.{i}.moe", "model.layers.{i}.mlp"
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -34,37 +34,39 @@ class GptOss(Family):
     """Whether projections of attention have biases."""
     activation: Activation = Activation(alpha=1.702, limit=7.0, offset=1.0)
     """Activation of the experts."""
-    balance: Balance = (Aux(coefficient=hf.AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX_COEFFICIENT),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5
 
     architecture = "GptOssForCausalLM"
-    router_own = {"order": "topk_first", "bias": True}
-    moe_own = {"expert_bias": True}
+    router_fixed = {"order": "topk_first", "bias": True}
+    moe_fixed = {"expert_bias": True}
     moe_fields = ("activation",)
     attention_fields = ("bias",)
     hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
-        *hf.heads(64, _THETA, unstated=_YARN),
-        hf.AuxField(),
-        hf.projection_bias("attention_bias", True, "all"),
-        Swish(),
-        WindowKinds(lambda config, layer: layer % 2 == 1, idle=128),
-        hf.Follows("experts_per_token", lambda model: model.shape.top_k),
-        hf.Unread(("initial_context_length",)),  # also a field of YaRN
+        *hf.head_fields(64, _THETA, default_parameters=_YARN),
+        hf.AuxLossField(),
+        hf.bias_field("attention_bias", True, "all"),
+        SwigluFields(),
+        WindowKinds(lambda config, layer: layer % 2 == 1, unused_window=128),
+        hf.Derived("experts_per_token", lambda model: model.shape.top_k),
+        hf.Ignored(("initial_context_length",)),  # also a field of YaRN
     )
     tensors = (
         *names.llama_names(),
         *names.gqa_names(),
         *names.projection_bias_names("qkvo"),
-        names.entry("layers.{i}.attention.sinks", "model.layers.{i}.self_attn.sinks"),
-        names.entry(f"{_MOE}.router.weight", f"{_AT}.router.weight"),
-        names.entry(f"{_MOE}.router.bias", f"{_AT}.router.bias"),
+        names.param("layers.{i}.attention.sinks", "model.layers.{i}.self_attn.sinks"),
+        names.param(f"{_MOE}.router.weight", f"{_HF}.router.weight"),
+        names.param(f"{_MOE}.router.bias", f"{_HF}.router.bias"),
         # Experts' matrices are [in, out], with gate and up interleaved.
-        names.Entry(f"{_MOE}.experts.w_in", (f"{_AT}.experts.gate_up_proj",), order=(0, 3, 2, 1)),
-        names.Entry(f"{_MOE}.experts.w_out", (f"{_AT}.experts.down_proj",), order=(0, 2, 1)),
-        names.Entry(
-            f"{_MOE}.experts.in_bias", (f"{_AT}.experts.gate_up_proj_bias",), order=(0, 2, 1)
+        names.ParamMapping(
+            f"{_MOE}.experts.w_in", (f"{_HF}.experts.gate_up_proj",), perm=(0, 3, 2, 1)
         ),
-        names.entry(f"{_MOE}.experts.out_bias", f"{_AT}.experts.down_proj_bias"),
+        names.ParamMapping(f"{_MOE}.experts.w_out", (f"{_HF}.experts.down_proj",), perm=(0, 2, 1)),
+        names.ParamMapping(
+            f"{_MOE}.experts.in_bias", (f"{_HF}.experts.gate_up_proj_bias",), perm=(0, 2, 1)
+        ),
+        names.param(f"{_MOE}.experts.out_bias", f"{_HF}.experts.down_proj_bias"),
     )

@@ -10,7 +10,7 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
-_MOE, _AT = "layers.{i}.moe", "model.layers.{i}.block_sparse_moe"
+_MOE, _HF = "layers.{i}.moe", "model.layers.{i}.block_sparse_moe"
 _SHARED = "model.layers.{i}.shared_mlp"
 
 
@@ -25,25 +25,25 @@ class Granitemoe(Family):
     scale: Positive = 1.0
     """Factor on attention scores."""
     residual_scale: Positive = 1.0
-    """Factor on the output of each half of a block."""
+    """Factor on the output of each sublayer of a block."""
     embed_scale: Positive = 1.0
     """Factor on the embedded rows."""
     logits_divisor: Positive = 1.0
     """Divisor of the logits."""
-    balance: Balance = (Aux(coefficient=hf.AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX_COEFFICIENT),)
 
     architecture = "GraniteMoeForCausalLM"
-    router_own = {"order": "topk_first"}
+    router_fixed = {"order": "topk_first"}
     attention_fields = ("bias", "scale")
     block_fields = ("residual_scale",)
     decoder_fields = ("embed_scale", "logits_divisor")
     hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         hf.KvHeads(),
-        hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
+        hf.Derived("head_dim", lambda model: model.shape.resolved_head_dim),
         hf.Rotary(1e4),
-        hf.AuxField(),
-        hf.projection_bias("attention_bias", False, "all"),
+        hf.AuxLossField(),
+        hf.bias_field("attention_bias", False, "all"),
         hf.FieldValue("attention_multiplier", "scale", float, 1.0),
         hf.FieldValue("residual_multiplier", "residual_scale", float, 1.0),
         hf.FieldValue("embedding_multiplier", "embed_scale", float, 1.0),
@@ -53,22 +53,22 @@ class Granitemoe(Family):
         *names.llama_names(),
         *names.gqa_names(),
         *names.projection_bias_names("qkvo"),
-        names.entry(
+        names.param(
             f"{_MOE}.router.weight",
-            f"{_AT}.router.layer.weight",
-            packed=f"{_AT}.router.weight",
+            f"{_HF}.router.layer.weight",
+            packed=f"{_HF}.router.weight",
         ),
-        names.Entry(
+        names.ParamMapping(
             f"{_MOE}.experts.w_in",
-            (f"{_AT}.input_linear.weight",),
-            (f"{_AT}.experts.gate_up_proj",),
+            (f"{_HF}.input_linear.weight",),
+            (f"{_HF}.experts.gate_up_proj",),
             fused=True,
         ),
-        names.entry(
+        names.param(
             f"{_MOE}.experts.w_out",
-            f"{_AT}.output_linear.weight",
-            packed=f"{_AT}.experts.down_proj",
+            f"{_HF}.output_linear.weight",
+            packed=f"{_HF}.experts.down_proj",
         ),
-        names.Entry(f"{_MOE}.shared.w_in", (f"{_SHARED}.input_linear.weight",), fused=True),
-        names.entry(f"{_MOE}.shared.w_out", f"{_SHARED}.output_linear.weight"),
+        names.ParamMapping(f"{_MOE}.shared.w_in", (f"{_SHARED}.input_linear.weight",), fused=True),
+        names.param(f"{_MOE}.shared.w_out", f"{_SHARED}.output_linear.weight"),
     )

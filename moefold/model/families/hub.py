@@ -1,7 +1,7 @@
 """Reading and writing a Hugging Face ``config.json``, with every field accounted for.
 
-A field is read, refused by name, or on a list of fields without effect here. Remaining fields are
-refused, as an unread field may change what the model computes.
+A field is read, refused by name, or on a list of fields without effect here. Any other field is
+refused, as it may change what the model computes.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p
 """
 # Fields that, if present, must have one of these values in all families.
-_ONLY: dict[str, tuple[Any, ...]] = {
+_FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, 0.0, None),
     "attention_bias": (False, None),
@@ -55,8 +55,8 @@ class ConfigReader:
         config: Mapping[str, Any],
         architectures: tuple[str, ...] = (),
         model_type: str = "",
-        respelled: Mapping[str, str] | None = None,
-        unstated: Mapping[str, Any] | None = None,
+        renamed: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.model_type = model_type
@@ -64,58 +64,58 @@ class ConfigReader:
         self._problems: list[str] = []
         self._read: set[str] = set()
         self._architectures = architectures
-        self._respelled = respelled or {}
-        self._unstated = unstated or {}
-        for usual, own in self._respelled.items():
-            if {usual, own} <= config.keys():
-                self.only(own, config[usual])
+        self._renamed = renamed or {}
+        self._defaults = defaults or {}
+        for usual, renamed_to in self._renamed.items():
+            if {usual, renamed_to} <= config.keys():
+                self.require_one_of(renamed_to, config[usual])
 
-    def _there(self, name: str) -> str:
+    def _actual_name(self, name: str) -> str:
         """Return the usual name of a field if present, otherwise the family's name for it."""
-        return name if name in self.config else self._respelled.get(name, name)
+        return name if name in self.config else self._renamed.get(name, name)
 
-    def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
+    def get(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
         """Return a field of type ``kind``; ``default`` if it is absent or null.
 
-        If it is absent, a default of the family (``Family.unstated``) takes precedence. A field
-        without default is required. Problems are collected for ``finish``.
+        If it is absent, a default of the family (``Family.field_defaults``) takes precedence. A
+        field without a default is required. ``finish`` raises the problems.
         """
-        usual, name = name, self._there(name)
+        usual, name = name, self._actual_name(name)
         self._read.add(name)
-        if name not in self.config and usual in self._unstated:
-            return self._unstated[usual]
+        if name not in self.config and usual in self._defaults:
+            return self._defaults[usual]
         value = self.config.get(name)
         if value is None:
             if default is REQUIRED:
                 self._problems.append(f"{name} is missing")
-                return _stand_in(kind)
+                return _placeholder(kind)
             return default
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
             self._problems.append(f"{name} is {value!r}, which is not of type {kind.__name__}")
-            return _stand_in(kind) if default is REQUIRED else default
+            return _placeholder(kind) if default is REQUIRED else default
         return value
 
-    def step(self, name: str, default: int) -> int:
-        """Return a field that is an interval of layers; less than 1 is refused."""
-        found = self.take(name, int, default)
-        if found < 1:
-            self._problems.append(f"{name} is {found}; must be at least 1")
-        return max(1, found)
+    def get_interval(self, name: str, default: int) -> int:
+        """Return a field that is an interval of layers; values below 1 are refused."""
+        interval = self.get(name, int, default)
+        if interval < 1:
+            self._problems.append(f"{name} is {interval}; must be at least 1")
+        return max(1, interval)
 
-    def present(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether the field is present and not null."""
-        return self.config.get(self._there(name)) is not None
+        return self.config.get(self._actual_name(name)) is not None
 
-    def null(self, name: str) -> bool:
+    def is_null(self, name: str) -> bool:
         """Whether the field is present and null."""
-        name = self._there(name)
+        name = self._actual_name(name)
         return name in self.config and self.config[name] is None
 
-    def only(self, name: str, *allowed: Any) -> None:
-        """Refuse the field if it is present with another value."""
-        name = self._there(name)
+    def require_one_of(self, name: str, *allowed: Any) -> None:
+        """Refuse the field if it is present with a value other than ``allowed``."""
+        name = self._actual_name(name)
         self._read.add(name)
         value = self.config.get(name)
         # 0 is not False.
@@ -124,26 +124,26 @@ class ConfigReader:
             listed = " or ".join(repr(a) for a in allowed)
             self._problems.append(f"{name} is {value!r}; supported: {listed}")
 
-    def skip(self, *names: str) -> None:
+    def ignore(self, *names: str) -> None:
         """Accept fields that have no effect in this family."""
-        self._read.update(map(self._there, names))
+        self._read.update(map(self._actual_name, names))
 
-    def refuse(self, problem: str) -> None:
-        """Add a problem."""
+    def add_problem(self, problem: str) -> None:
+        """Add a problem, which :meth:`raise_problems` raises."""
         self._problems.append(problem)
 
-    def quantised(self) -> tuple[int, int] | None:
+    def fp8_block(self) -> tuple[int, int] | None:
         """Return rows and columns of FP8 blocks; None if weights are not stored as FP8.
 
         MXFP4 needs no size: its blocks are fixed, and tensors are identified by their names.
         """
         name = "quantization_config"
         self._read.add(name)
-        found = self.config.get(name)
-        if found is None:
+        value = self.config.get(name)
+        if value is None:
             return None
-        held = found if isinstance(found, dict) else {}
-        method, block = held.get("quant_method"), held.get("weight_block_size")
+        settings = value if isinstance(value, dict) else {}
+        method, block = settings.get("quant_method"), settings.get("weight_block_size")
         if method == "fp8" and isinstance(block, list) and [type(n) for n in block] == [int, int]:
             return block[0], block[1]
         if method == "mxfp4":
@@ -160,14 +160,14 @@ class ConfigReader:
         return {n: self.config[n] for n in SPECIAL if self.config.get(n) is not None}
 
     def finish(self) -> None:
-        """Check fields that all families have, and raise if there are any problems.
+        """Check the fields of all families and refuse unread ones; raise if there are problems.
 
         Raises:
             ValueError: naming each field that is missing, malformed, unsupported or unknown.
         """
-        for name, allowed in _ONLY.items():
+        for name, allowed in _FIXED_VALUES.items():
             if name not in self._read:
-                self.only(name, *allowed)
+                self.require_one_of(name, *allowed)
         names = self.config.get("architectures")
         self._read.add("architectures")
         if names is not None and names not in [[name] for name in self._architectures]:
@@ -176,21 +176,21 @@ class ConfigReader:
         if self.config.get("auto_map") is not None:
             self.notes.append("auto_map refers to Python code in the folder, which is never run")
         self._read.add("auto_map")
-        left = sorted(n for n in self.config if n not in self._read and n not in _NO_EFFECT.split())
-        if left:
+        known_names = {*self._read, *_NO_EFFECT.split()}
+        if unknown := sorted(name for name in self.config if name not in known_names):
             self._problems.append(
-                f"unknown fields, which may change what the model computes: {', '.join(left)}"
+                f"unknown fields, which may change what the model computes: {', '.join(unknown)}"
             )
-        self.refuse_all()
+        self.raise_problems()
 
-    def refuse_all(self) -> None:
-        """Raise ``ValueError`` with the problems found so far, if there are any."""
+    def raise_problems(self) -> None:
+        """Raise ``ValueError`` with the problems collected so far, if there are any."""
         if self._problems:
             raise ValueError("config.json: " + "; ".join(dict.fromkeys(self._problems)))
 
 
-def _stand_in(kind: type) -> Any:
-    """Return a placeholder with which reading continues after a problem."""
+def _placeholder(kind: type) -> Any:
+    """Return a placeholder value, so that reading can continue after a problem."""
     return kind() if kind in (list, dict) else kind(1)
 
 
@@ -200,7 +200,7 @@ def read_rope(
     *,
     scales_softmax: bool,
     fraction: float | None,
-    unstated: Mapping[str, Any],
+    parameters: Mapping[str, Any],
 ) -> Rope:
     """Read rotary positions from ``rope_theta`` and ``rope_scaling``, or ``rope_parameters``.
 
@@ -209,58 +209,58 @@ def read_rope(
         default_theta: default of ``rope_theta``.
         scales_softmax: whether ``mscale_all_dim`` also scales the softmax.
         fraction: default fraction of a head's dims that are rotated; None requires all.
-        unstated: default of ``rope_parameters``, without ``rope_scaling``.
+        parameters: default of ``rope_parameters`` if ``rope_scaling`` is absent too.
     """
-    theta = config.take("rope_theta", float, default_theta)
+    theta = config.get("rope_theta", float, default_theta)
     scaling = dict(
-        config.take("rope_scaling", dict, {}) or config.take("rope_parameters", dict, unstated)
+        config.get("rope_scaling", dict, {}) or config.get("rope_parameters", dict, parameters)
     )
-    config.skip("rope_parameters")
+    config.ignore("rope_parameters")
     inner = ConfigReader(scaling)
-    inner.skip("mrope_interleaved", "mrope_section")  # for images: text has one position
-    theta = inner.take("rope_theta", float, theta)
-    kind = inner.take("rope_type", str, inner.take("type", str, "default"))
-    turning = 1.0
+    inner.ignore("mrope_interleaved", "mrope_section")  # for images: text has one position
+    theta = inner.get("rope_theta", float, theta)
+    kind = inner.get("rope_type", str, inner.get("type", str, "default"))
+    rotated = 1.0
     if fraction is None:
-        inner.only("partial_rotary_factor", 1, 1.0, None)
+        inner.require_one_of("partial_rotary_factor", 1, 1.0, None)
     else:
-        dims = config.take("rotary_dim", int, None)
-        if dims and (whole := config.take("head_dim", int)):
-            fraction = dims / whole
-        stated = config.take("partial_rotary_factor", float, fraction)
-        turning = inner.take("partial_rotary_factor", float, stated)
+        dims = config.get("rotary_dim", int, None)
+        if dims and (head_dim := config.get("head_dim", int)):
+            fraction = dims / head_dim
+        default = config.get("partial_rotary_factor", float, fraction)
+        rotated = inner.get("partial_rotary_factor", float, default)
     yarn = bands = None
     if kind == "yarn":
         yarn = _read_yarn(config, inner, scales_softmax)
     elif kind == "llama3":
         bands = Bands(
-            factor=inner.take("factor", float),
-            original_length=inner.take("original_max_position_embeddings", int),
-            slow=inner.take("low_freq_factor", float),
-            fast=inner.take("high_freq_factor", float),
+            factor=inner.get("factor", float),
+            original_length=inner.get("original_max_position_embeddings", int),
+            slow=inner.get("low_freq_factor", float),
+            fast=inner.get("high_freq_factor", float),
         )
     elif kind != "default":
-        inner.refuse(f"rope_type is {kind!r}; supported: 'default', 'yarn' or 'llama3'")
+        inner.add_problem(f"rope_type is {kind!r}; supported: 'default', 'yarn' or 'llama3'")
     try:
         inner.finish()
     except ValueError as error:
-        config.refuse(f"rotary positions: {str(error).removeprefix('config.json: ')}")
+        config.add_problem(f"rotary positions: {str(error).removeprefix('config.json: ')}")
         yarn = bands = None
     if any(bands.rules()) if bands else False:
-        config.refuse("rotary positions: high_freq_factor must be at least low_freq_factor")
+        config.add_problem("rotary positions: high_freq_factor must be at least low_freq_factor")
         bands = None
-    return Rope(theta=theta, yarn=yarn, bands=bands, fraction=turning)
+    return Rope(theta=theta, yarn=yarn, bands=bands, fraction=rotated)
 
 
 def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) -> Yarn:
-    longest = config.take("max_position_embeddings", int, 0)
-    original = inner.take("original_max_position_embeddings", int, longest or REQUIRED)
-    original = config.take("original_max_position_embeddings", int, original)
-    factor = inner.take("factor", float, max(1.0, longest / (original or 1)))
-    mscale = inner.take("mscale", float, 0.0)
-    mscale_all_dim = inner.take("mscale_all_dim", float, 0.0)
-    magnitude = inner.take("attention_factor", float, None)
-    # transformers ignores a lone mscale; it uses only the ratio of both.
+    longest = config.get("max_position_embeddings", int, 0)
+    original = inner.get("original_max_position_embeddings", int, longest or REQUIRED)
+    original = config.get("original_max_position_embeddings", int, original)
+    factor = inner.get("factor", float, max(1.0, longest / (original or 1)))
+    mscale = inner.get("mscale", float, 0.0)
+    mscale_all_dim = inner.get("mscale_all_dim", float, 0.0)
+    magnitude = inner.get("attention_factor", float, None)
+    # transformers ignores a lone mscale: it uses only the ratio of both.
     both = bool(mscale and mscale_all_dim)
     if both and magnitude is None and not scales_softmax:
         magnitude = Yarn(
@@ -271,17 +271,17 @@ def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) 
     return Yarn(
         factor=factor,
         original_length=original,
-        beta_fast=inner.take("beta_fast", float, 32.0) or 32.0,
-        beta_slow=inner.take("beta_slow", float, 1.0) or 1.0,
+        beta_fast=inner.get("beta_fast", float, 32.0) or 32.0,
+        beta_slow=inner.get("beta_slow", float, 1.0) or 1.0,
         mscale=mscale if both and scales_softmax else 1.0,
         mscale_all_dim=mscale_all_dim if scales_softmax else 0.0,
         attention_factor=magnitude,
-        truncate=inner.take("truncate", bool, True),
+        truncate=inner.get("truncate", bool, True),
     )
 
 
 def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
-    """Return fields of rotary positions and context, in the form that all releases read."""
+    """Return the fields of rotary positions and context, in the form that all releases read."""
     yarn, bands = rope.yarn, rope.bands
     longest = context or (round(yarn.factor * yarn.original_length) if yarn else 4096)
     fields = {"max_position_embeddings": longest, "rope_theta": rope.theta}
@@ -310,16 +310,18 @@ def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
     return fields | {"rope_scaling": scaling}
 
 
-def left_out(decoder: Decoder) -> list[str]:
-    """Return descriptions of the parts of a decoder that a Hugging Face folder cannot express."""
+def export_notes(decoder: Decoder) -> list[str]:
+    """Return notes on the parts of a decoder that a Hugging Face folder cannot express."""
     moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
-    said: list[str] = []
-    if any(one != MultiToken() for one in decoder.multi_token):
-        said.append("multi_token weight and reads are left out: config.json has no fields for them")
+    notes: list[str] = []
+    if any(record != MultiToken() for record in decoder.multi_token):
+        notes.append(
+            "multi_token weight and reads are left out: config.json has no fields for them"
+        )
     if any(m.capacity for m in moes):
-        said.append("capacity is left out: transformers drops no tokens")
+        notes.append("capacity is left out: transformers drops no tokens")
     kinds = {str(getattr(t, "kind", t)) for m in moes for t in m.balance if not isinstance(t, Aux)}
-    said += [f"balance term {k} is left out: config.json has no field for it" for k in kinds]
+    notes += [f"balance term {k} is left out: config.json has no field for it" for k in kinds]
     if any(sum(isinstance(t, Aux) for t in m.balance) > 1 for m in moes):
-        said.append("only the first aux loss is written: config.json has one coefficient")
-    return sorted(said)
+        notes.append("only the first aux loss is written: config.json has one coefficient")
+    return sorted(notes)

@@ -6,7 +6,7 @@ from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import Unread, heads, projection_bias
+from moefold.model.families.fields import Ignored, bias_field, head_fields
 from moefold.model.families.sizes import FreeGqaSizes
 
 
@@ -14,7 +14,7 @@ class HunyuanV1MoeShape(FreeGqaSizes):
     """Sizes of a Hunyuan."""
 
     @property
-    def width_of_shared(self) -> int:
+    def resolved_shared_width(self) -> int:
         """Width of the shared expert: that of a routed one."""
         return self.expert_width
 
@@ -31,13 +31,13 @@ class HunyuanV1Moe(Family):
     norm_epsilon: Positive = 1e-5
 
     architecture = "HunYuanMoEV1ForCausalLM"
-    attention_own = {"qk_norm": "head", "norm_after_rope": True}
+    attention_fixed = {"qk_norm": "head", "norm_after_rope": True}
     attention_fields = ("bias",)
     hf_sizes = names.gqa_sizes("num_experts", "intermediate_size", "moe_topk")
     fields = (
-        *heads(),
-        projection_bias("attention_bias", False, "all"),
-        Unread(("eod_token_id",)),
+        *head_fields(),
+        bias_field("attention_bias", False, "all"),
+        Ignored(("eod_token_id",)),
     )
     tensors = (
         *names.llama_names(),

@@ -33,28 +33,28 @@ class HyV3(Family):
     shape: HyV3Shape
     scale: Positive = 2.826
     """Factor on the weights of routed experts."""
-    balance: Balance = (Bias(rate=hf.RATE),)
+    balance: Balance = (Bias(rate=hf.BIAS_RATE),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5
 
     architecture = "HYV3ForCausalLM"
-    unstated = {"initializer_range": 0.006}
+    field_defaults = {"initializer_range": 0.006}
     extra_layers = "layers for multi-token prediction"
-    attention_own = {"qk_norm": "head"}
-    router_own = SIGMOID
+    attention_fixed = {"qk_norm": "head"}
+    router_fixed = SIGMOID
     router_fields = ("scale",)
     hf_sizes = names.gqa_sizes("num_experts", "moe_intermediate_size")
     fields = (
-        *hf.heads(128, _THETA),
+        *hf.head_fields(128, _THETA),
         hf.BiasBalance(),
-        hf.SharedNumber("num_shared_experts"),
+        hf.SharedExpertCount("num_shared_experts"),
         DenseKinds(),
-        hf.Follows("first_k_dense_replace", lambda model: len(model.shape.dense)),
+        hf.Derived("first_k_dense_replace", lambda model: len(model.shape.dense)),
         hf.DenseSize(),
         hf.FieldValue("router_scaling_factor", "scale", float, 2.826),
-        hf.Follows("expert_hidden_dim", lambda model: model.shape.expert_width),
-        *(hf.Only(name, True) for name in _RELEASED),
-        hf.Unread(tuple(_UNREAD.split())),
+        hf.Derived("expert_hidden_dim", lambda model: model.shape.expert_width),
+        *(hf.Fixed(name, True) for name in _RELEASED),
+        hf.Ignored(tuple(_UNREAD.split())),
         hf.MULTI_TOKEN,
     )
     tensors = (

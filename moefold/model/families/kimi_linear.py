@@ -10,7 +10,7 @@ from moefold.model.families import names
 from moefold.model.families.mixed_sizes import LowRankSizes
 from moefold.model.families.sigmoid import LATENT, SIZES, SigmoidFamily
 
-RESPELLED = {
+RENAMED = {
     "n_routed_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
@@ -34,29 +34,29 @@ class KimiLinear(SigmoidFamily):
     norm_epsilon: Positive = 1e-5
 
     architecture = "KimiLinearForCausalLM"
-    turns = False
+    has_rope = False
     extra_layers = "layers for multi-token prediction"
     hf_sizes = SIZES
-    respelled = RESPELLED
+    renamed_fields = RENAMED
     fields = (
         LATENT,
-        hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
-        hf.Unread(("head_dim", "qk_head_dim")),  # no layer uses them
+        hf.Derived("num_key_value_heads", lambda model: model.shape.heads),
+        hf.Ignored(("head_dim", "qk_head_dim")),  # no layer uses them
         *hf.deepseek_fields(2.446),
-        hf.Unread(("rope_theta", "rope_scaling", "rope_parameters")),  # no layer has positions
-        hf.FieldValue("max_position_embeddings", "context", int, None, back=lambda n: n or 4096),
-        hf.Only("mla_use_nope", True),
-        kinds.NestedNets(),
-        kinds.ConvolvedKinds("linear_attention", kinds.listed_full),
-        kinds.DenseKinds(stated="first_k_dense_replace"),
-        *hf.only(moe_layer_freq=1, moe_router_activation_func="sigmoid"),
-        *hf.only(topk_method="noaux_tc", use_grouped_topk=True),
+        hf.Ignored(("rope_theta", "rope_scaling", "rope_parameters")),  # no layer has positions
+        hf.FieldValue("max_position_embeddings", "context", int, None, to_hf=lambda n: n or 4096),
+        hf.Fixed("mla_use_nope", True),
+        kinds.KimiDeltaNets(),
+        kinds.MixerKinds("linear_attention", kinds.kimi_full),
+        kinds.DenseKinds(count_field="first_k_dense_replace"),
+        *hf.fixed(moe_layer_freq=1, moe_router_activation_func="sigmoid"),
+        *hf.fixed(topk_method="noaux_tc", use_grouped_topk=True),
         hf.MULTI_TOKEN,
-        hf.NO_TOKENS,
+        hf.NULL_TOKENS,
     )
     tensors = (
-        *names.respelled(names.llama_names(), {}, MOE),
-        *names.respelled(
+        *names.renamed(names.llama_names(), {}, MOE),
+        *names.renamed(
             (
                 *names.latent_names(),
                 *names.channel_delta_names(GATES, (2, 1)),

@@ -12,7 +12,7 @@ from moefold.model.families.mixed_sizes import ChunkedSizes
 from moefold.moe.config import Aux
 
 _THETA = 5e5
-_MOE, _AT = "layers.{i}.moe", "model.layers.{i}.feed_forward"
+_MOE, _HF = "layers.{i}.moe", "model.layers.{i}.feed_forward"
 
 
 @MODEL.register
@@ -23,21 +23,21 @@ class Llama4Text(Family):
     shape: ChunkedSizes
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
-    balance: Balance = (Aux(coefficient=hf.AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX_COEFFICIENT),)
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
     norm_epsilon: Positive = 1e-5
 
     architecture = "Llama4ForCausalLM"
     fixed_rope = "interleaved"
     attention_fields = ("bias",)
-    router_own = {"score": "sigmoid", "renormalise": False}
-    moe_own = {"weigh": "input"}
+    router_fixed = {"score": "sigmoid", "renormalise": False}
+    moe_fixed = {"weigh": "input"}
     hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
-        *hf.heads(128, _THETA, "interleaved"),
-        hf.AuxField(),
+        *hf.head_fields(128, _THETA, "interleaved"),
+        hf.AuxLossField(),
         hf.DenseSize("intermediate_size_mlp"),
-        hf.projection_bias("attention_bias", False, "all"),
+        hf.bias_field("attention_bias", False, "all"),
         ChunkKinds(),
         ExpertList(),
     )
@@ -45,14 +45,16 @@ class Llama4Text(Family):
         *names.llama_names(mlp="feed_forward"),
         *names.gqa_names(),
         *names.projection_bias_names("qkvo"),
-        names.entry(f"{_MOE}.router.weight", f"{_AT}.router.weight"),
+        names.param(f"{_MOE}.router.weight", f"{_HF}.router.weight"),
         # Experts' matrices are [in, out], gates before ups.
-        names.Entry(f"{_MOE}.experts.w_in", (f"{_AT}.experts.gate_up_proj",), order=(0, 3, 1, 2)),
-        names.Entry(f"{_MOE}.experts.w_out", (f"{_AT}.experts.down_proj",), order=(0, 2, 1)),
-        names.entry(
-            f"{_MOE}.shared.w_in",
-            f"{_AT}.shared_expert.gate_proj.weight",
-            f"{_AT}.shared_expert.up_proj.weight",
+        names.ParamMapping(
+            f"{_MOE}.experts.w_in", (f"{_HF}.experts.gate_up_proj",), perm=(0, 3, 1, 2)
         ),
-        names.entry(f"{_MOE}.shared.w_out", f"{_AT}.shared_expert.down_proj.weight"),
+        names.ParamMapping(f"{_MOE}.experts.w_out", (f"{_HF}.experts.down_proj",), perm=(0, 2, 1)),
+        names.param(
+            f"{_MOE}.shared.w_in",
+            f"{_HF}.shared_expert.gate_proj.weight",
+            f"{_HF}.shared_expert.up_proj.weight",
+        ),
+        names.param(f"{_MOE}.shared.w_out", f"{_HF}.shared_expert.down_proj.weight"),
     )

@@ -6,10 +6,10 @@ from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
-from moefold.model.families.layer_kinds import DenseKinds, KindRotary
+from moefold.model.families.layer_kinds import DenseKinds, RotaryByKind
 from moefold.model.families.mixed_sizes import TwoKindSizes
-from moefold.model.families.own_fields import MIMO, Factor, WindowBeside
 from moefold.model.families.sigmoid import SigmoidFamily
+from moefold.model.families.special_fields import MIMO, ExclusiveWindow, NullableFactor
 
 _THETA, _FRACTION = 5e6, 0.334
 
@@ -29,27 +29,27 @@ class MiMoV2Flash(SigmoidFamily):
     norm_epsilon: Positive = 1e-5
 
     architecture = "MiMoV2FlashForCausalLM"
-    unstated = {"rms_norm_eps": 1e-5}
+    field_defaults = {"rms_norm_eps": 1e-5}
     attention_fields = ("bias", "value_scale")
     hf_sizes = names.gqa_sizes("n_routed_experts", "moe_intermediate_size", v_head_dim="v_dim")
     fields = (
         *hf.ROUTER_FIELDS,
         hf.HeadDim(192),
-        KindRotary(_THETA, fraction=_FRACTION),
+        RotaryByKind(_THETA, fraction=_FRACTION),
         hf.BiasBalance(),
         DenseKinds(),
         hf.DenseSize(),
-        WindowBeside(lambda config, layer: layer == 0 or (layer + 1) % 6 == 0),
-        hf.projection_bias("attention_bias", False),
+        ExclusiveWindow(lambda config, layer: layer == 0 or (layer + 1) % 6 == 0),
+        hf.bias_field("attention_bias", False),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
-        Factor("attention_value_scale", "value_scale", float, 0.707),
+        NullableFactor("attention_value_scale", "value_scale", float, 0.707),
         *MIMO,
     )
     tensors = (
         *names.llama_names(),
         *names.gqa_names(),
         *names.projection_bias_names(),
-        names.entry(
+        names.param(
             "layers.{i}.attention.sinks",
             "model.layers.{i}.self_attn.attention_sink_bias",
             packed="model.layers.{i}.self_attn.sinks",

@@ -25,21 +25,21 @@ class MinimaxM2(Family):
 
     family: Literal["minimax_m2"] = "minimax_m2"
     shape: FreeGqaSizes
-    balance: Balance = (Bias(rate=hf.RATE), Aux(coefficient=hf.AUX))
+    balance: Balance = (Bias(rate=hf.BIAS_RATE), Aux(coefficient=hf.AUX_COEFFICIENT))
     rope: Rope = Rope(theta=_THETA, fraction=0.5)
 
     architecture = "MiniMaxM2ForCausalLM"
     extra_layers = "layers for multi-token prediction"
-    attention_own = {"qk_norm": "projection"}
-    router_own = SIGMOID | {"epsilon": 0.0}
+    attention_fixed = {"qk_norm": "projection"}
+    router_fixed = SIGMOID | {"epsilon": 0.0}
     hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
-        *hf.heads(128, _THETA, fraction=1.0),
-        hf.AuxField(biased=True),
-        hf.Only("router_jitter_noise", 0.0, (0, None)),
-        *hf.only(scoring_func="sigmoid", qk_norm_type="per_layer", use_qk_norm=True),
-        *hf.only(use_routing_bias=True, shared_intermediate_size=0, sliding_window=None),
-        hf.Unread(tuple(_UNREAD.split())),
+        *hf.head_fields(128, _THETA, fraction=1.0),
+        hf.AuxLossField(with_bias=True),
+        hf.Fixed("router_jitter_noise", 0.0, (0, None)),
+        *hf.fixed(scoring_func="sigmoid", qk_norm_type="per_layer", use_qk_norm=True),
+        *hf.fixed(use_routing_bias=True, shared_intermediate_size=0, sliding_window=None),
+        hf.Ignored(tuple(_UNREAD.split())),
     )
     tensors = (
         *names.llama_names(),

@@ -5,7 +5,7 @@ from typing import Literal
 from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import AUX, AuxField, Only, heads
+from moefold.model.families.fields import AUX_COEFFICIENT, AuxLossField, Fixed, head_fields
 from moefold.model.families.names import gqa_names, gqa_sizes, llama_names, w123_names
 from moefold.model.families.sizes import FreeGqaSizes
 from moefold.moe.config import Aux
@@ -19,16 +19,16 @@ class Mixtral(Family):
 
     family: Literal["mixtral"] = "mixtral"
     shape: FreeGqaSizes
-    balance: Balance = (Aux(coefficient=AUX),)
+    balance: Balance = (Aux(coefficient=AUX_COEFFICIENT),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5
 
     architecture = "MixtralForCausalLM"
     hf_sizes = gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
-        *heads(None, _THETA),
-        AuxField(),
-        Only("sliding_window", None),
-        Only("router_jitter_noise", 0.0, (0, None)),
+        *head_fields(None, _THETA),
+        AuxLossField(),
+        Fixed("sliding_window", None),
+        Fixed("router_jitter_noise", 0.0, (0, None)),
     )
     tensors = (*llama_names(), *gqa_names(), *w123_names())

@@ -5,7 +5,7 @@ from typing import Literal
 from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import AuxField, FieldValue, Follows, KvHeads, Rotary, only
+from moefold.model.families.fields import AuxLossField, Derived, FieldValue, KvHeads, Rotary, fixed
 from moefold.model.families.names import expert_names, gqa_names, gqa_sizes, llama_names
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux, Z
@@ -26,14 +26,14 @@ class Olmoe(Family):
 
     architecture = "OlmoeForCausalLM"
     hf_sizes = gqa_sizes("num_experts", "intermediate_size")
-    attention_own = {"qk_norm": "projection"}
+    attention_fixed = {"qk_norm": "projection"}
     router_fields = ("renormalise",)
     fields = (
         KvHeads(),
         Rotary(1e4),
-        AuxField(_AUX),
+        AuxLossField(_AUX),
         FieldValue("norm_topk_prob", "renormalise", bool, False),
-        *only(clip_qkv=None, sliding_window=None),
-        Follows("head_dim", lambda model: model.shape.dims_per_head),
+        *fixed(clip_qkv=None, sliding_window=None),
+        Derived("head_dim", lambda model: model.shape.resolved_head_dim),
     )
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())

@@ -14,8 +14,8 @@ from moefold.moe.config import Aux
 
 
 def _full(config: ConfigReader, layer: int) -> bool:
-    used = config.take("use_sliding_window", bool, False)
-    return layer % 2 == 1 or layer >= config.take("max_window_layers", int, 28) or not used
+    used = config.get("use_sliding_window", bool, False)
+    return layer % 2 == 1 or layer >= config.get("max_window_layers", int, 28) or not used
 
 
 class Qwen2MoeShape(WindowSizes, GatedSharedSizes, DenseListed):
@@ -32,7 +32,7 @@ class Qwen2Moe(Family):
     """Whether the chosen probabilities are divided by their sum."""
     bias: Literal["none", "qkv"] = "qkv"
     """Whether queries, keys and values have biases."""
-    balance: Balance = (Aux(coefficient=hf.AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX_COEFFICIENT),)
     rope: Rope = Rope(theta=1e6)
 
     architecture = "Qwen2MoeForCausalLM"
@@ -43,13 +43,13 @@ class Qwen2Moe(Family):
         "num_experts", "moe_intermediate_size", shared_expert_intermediate_size="shared_width"
     )
     fields = (
-        *hf.heads(),
-        hf.AuxField(),
+        *hf.head_fields(),
+        hf.AuxLossField(),
         DenseSteps(),
         hf.DenseSize(),
         WindowKinds(_full),
         WindowSwitch(),
-        hf.projection_bias("qkv_bias", True),
+        hf.bias_field("qkv_bias", True),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
     )
     tensors = (*names.qwen_names(), *names.gqa_names(), *names.projection_bias_names())

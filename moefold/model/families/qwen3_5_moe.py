@@ -24,23 +24,23 @@ class Qwen35Moe(Family):
 
     family: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"
     shape: Qwen35MoeShape
-    balance: Balance = (Aux(coefficient=hf.AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX_COEFFICIENT),)
     rope: Rope = Rope(fraction=0.25)
 
     architecture = "Qwen3_5MoeForCausalLM"
     shared_gate = True
-    attention_own: ClassVar[dict[str, Any]] = ATTENTION
-    decoder_own: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
+    attention_fixed: ClassVar[dict[str, Any]] = ATTENTION
+    decoder_fixed: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
     hf_sizes = Qwen2Moe.hf_sizes
     fields = (
         *FIELDS,
-        *hf.only(attn_output_gate=True, mlp_only_layers=[]),
-        hf.Unread(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
+        *hf.fixed(attn_output_gate=True, mlp_only_layers=[]),
+        hf.Ignored(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
     )
     tensors = (
         *names.qwen_names(),
         *names.qwen_delta_names(),
-        *names.joined(
+        *names.joined_params(
             "linear_attn.in_proj_qkv.weight", *(f"{part}_in.weight" for part in ("q", "k", "v"))
         ),
         *names.layer_names(

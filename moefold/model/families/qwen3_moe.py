@@ -24,23 +24,23 @@ class Qwen3Moe(Family):
     shape: Qwen3MoeShape
     renormalise: bool = True
     """Whether the chosen probabilities are divided by their sum, as in the released models."""
-    balance: Balance = (Aux(coefficient=hf.AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX_COEFFICIENT),)
     rope: Rope = Rope(theta=1e6)
 
     architecture = "Qwen3MoeForCausalLM"
     hf_sizes = gqa_sizes("num_local_experts", "moe_intermediate_size")
-    respelled = {"num_local_experts": "num_experts"}
-    attention_own = {"qk_norm": "head"}
+    renamed_fields = {"num_local_experts": "num_experts"}
+    attention_fixed = {"qk_norm": "head"}
     router_fields = ("renormalise",)
     fields = (
-        *hf.heads(),
-        hf.AuxField(),
+        *hf.head_fields(),
+        hf.AuxLossField(),
         DenseSteps(),
         hf.DenseSize(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
-        *hf.only(use_sliding_window=False, qkv_bias=False),
-        hf.Only("shared_expert_intermediate_size", 0, (None,)),
-        hf.Only("use_qk_norm", True),
-        hf.Unread(("sliding_window", "max_window_layers")),  # used only with a sliding window
+        *hf.fixed(use_sliding_window=False, qkv_bias=False),
+        hf.Fixed("shared_expert_intermediate_size", 0, (None,)),
+        hf.Fixed("use_qk_norm", True),
+        hf.Ignored(("sliding_window", "max_window_layers")),  # used only with a sliding window
     )
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())

@@ -7,7 +7,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.layer_kinds import ConvolvedKinds, DenseSteps, RecordSizes, every_full
+from moefold.model.families.layer_kinds import DenseSteps, MixerKinds, RecordSizes, every_nth_full
 from moefold.model.families.mixed_sizes import DeltaSizes
 from moefold.model.families.qwen2_moe import Qwen2Moe
 from moefold.model.families.sizes import DenseListed, GatedSharedSizes
@@ -21,11 +21,11 @@ LINEAR = {
     "taps": ("linear_conv_kernel_dim", 4),
 }
 FIELDS = (
-    *hf.heads(256, 1e4, fraction=0.25),
-    hf.AuxField(),
+    *hf.head_fields(256, 1e4, fraction=0.25),
+    hf.AuxLossField(),
     RecordSizes(LINEAR),
-    ConvolvedKinds("linear_attention", every_full("full_attention_interval")),
-    hf.Unread(("full_attention_interval",)),  # read by ConvolvedKinds
+    MixerKinds("linear_attention", every_nth_full("full_attention_interval")),
+    hf.Ignored(("full_attention_interval",)),  # read by ConvolvedKinds
 )
 ATTENTION: dict[str, Any] = {"qk_norm": "zero_centred", "gate": True}
 
@@ -42,13 +42,13 @@ class Qwen3Next(Family):
     shape: Qwen3NextShape
     renormalise: bool = True
     """Whether the chosen probabilities are divided by their sum."""
-    balance: Balance = (Aux(coefficient=hf.AUX),)
+    balance: Balance = (Aux(coefficient=hf.AUX_COEFFICIENT),)
     rope: Rope = Rope(fraction=0.25)
 
     architecture = "Qwen3NextForCausalLM"
     shared_gate = True
-    attention_own: ClassVar[dict[str, Any]] = ATTENTION
-    decoder_own: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
+    attention_fixed: ClassVar[dict[str, Any]] = ATTENTION
+    decoder_fixed: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
     router_fields = ("renormalise",)
     hf_sizes = Qwen2Moe.hf_sizes
     fields = (
@@ -56,17 +56,17 @@ class Qwen3Next(Family):
         DenseSteps(),
         hf.DenseSize(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
-        hf.Only("use_sliding_window", False),
+        hf.Fixed("use_sliding_window", False),
     )
     tensors = (
         *names.qwen_names(),
         *names.qwen_delta_names(),
-        *names.joined(
+        *names.joined_params(
             "linear_attn.in_proj_qkvz.weight",
             *(f"{part}_in.weight" for part in ("q", "k", "v", "gate")),
             grouped=True,
         ),
-        *names.joined(
+        *names.joined_params(
             "linear_attn.in_proj_ba.weight", "beta_in.weight", "decay_in.weight", grouped=True
         ),
     )

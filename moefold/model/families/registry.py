@@ -1,4 +1,4 @@
-"""Registry of families, by which Hugging Face folders are read and decoders are identified."""
+"""Registry of families: reads Hugging Face folders, and finds the family of a decoder."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,11 +6,11 @@ from typing import Any
 
 from moefold.config.suggest import closest
 from moefold.model.config import MAX_LAYERS, MODEL, Decoder
-from moefold.model.families.base import Family, Reading
+from moefold.model.families.base import Family, ParsedConfig
 
 _SPACE, _INDEXER = "state-space layers", "the indexer of sparse attention"
 _HYPER = "hyper-connections between layers"
-LACKS: Mapping[str, str] = {
+MISSING_PARTS: Mapping[str, str] = {
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _HYPER,
     "glm5_next": _HYPER,
@@ -24,9 +24,9 @@ LACKS: Mapping[str, str] = {
     "phimoe": "a router that samples",
     "zaya": "convolutions inside attention",
 }
-"""Unsupported families by ``model_type``, with the missing part."""
-_OUTSIDE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")
-"""Fields of a multimodal model's ``config.json`` that concern its text model."""
+"""The part that moefold lacks, by ``model_type`` of an unsupported family."""
+_OUTER_FIELDS = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")
+"""Fields of a multimodal model's ``config.json`` that apply to its text model."""
 
 
 def families() -> dict[str, type[Family]]:
@@ -35,7 +35,7 @@ def families() -> dict[str, type[Family]]:
     return {family.model_type: family for family in known}
 
 
-def from_hf(config: Mapping[str, Any]) -> Reading:
+def from_hf(config: Mapping[str, Any]) -> ParsedConfig:
     """Read a Hugging Face ``config.json`` of any known family.
 
     Raises:
@@ -50,18 +50,19 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
             f"config.json: num_hidden_layers is {layers}; must be at most {MAX_LAYERS}"
         )
     known = families()
-    read = known | {alias: family for family in known.values() for alias in family.aliases}
+    by_type = known | {alias: family for family in known.values() for alias in family.aliases}
     inner = config.get("text_config")
-    if model_type not in read and isinstance(inner, dict) and inner.get("model_type") in read:
-        reading = from_hf({**inner, **{key: config[key] for key in _OUTSIDE if key in config}})
+    if model_type not in by_type and isinstance(inner, dict) and inner.get("model_type") in by_type:
+        parsed = from_hf({**inner, **{key: config[key] for key in _OUTER_FIELDS if key in config}})
         note = f"config.json: only the text_config of {model_type} is read"
-        return replace(reading, nested=True, notes=(note, *reading.notes))
-    if model_type in LACKS:
+        return replace(parsed, from_multimodal=True, notes=(note, *parsed.notes))
+    if model_type in MISSING_PARTS:
         raise ValueError(
-            f"config.json: model_type {model_type!r} is not supported: it needs {LACKS[model_type]}"
+            f"config.json: model_type {model_type!r} is not supported: "
+            f"it needs {MISSING_PARTS[model_type]}"
         )
-    if model_type not in read:
-        name = closest(model_type, read)
+    if model_type not in by_type:
+        name = closest(model_type, by_type)
         near = "" if name is None else f"nearest: {name!r}; "
         if isinstance(inner, dict):
             near = f"nor is {inner.get('model_type')!r} of its text_config; "
@@ -69,7 +70,7 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
             f"config.json: model_type {model_type!r} is not known; {near}known: "
             f"{', '.join(sorted(known))}"
         )
-    return read[model_type].from_hf(config)
+    return by_type[model_type].from_hf(config)
 
 
 def family_of(decoder: Decoder) -> type[Family]:

@@ -1,4 +1,4 @@
-"""Common parts of families with DeepSeek-V3's router, multi-token blocks or latent attention."""
+"""Parts shared by families with DeepSeek-V3's router, multi-token blocks or latent attention."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
@@ -7,10 +7,10 @@ from moefold.config.errors import Violation
 from moefold.layers.config import Positive
 from moefold.model.config import Block, Decoder, MultiToken
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import RATE
+from moefold.model.families.fields import BIAS_RATE
 from moefold.model.families.layer_kinds import RecordSizes
 from moefold.model.families.names import HF_SIZES
-from moefold.model.families.sizes import LATENTS
+from moefold.model.families.sizes import LATENT_DIMS
 from moefold.moe.config import Bias, Groups
 
 SIZES = HF_SIZES | {
@@ -20,11 +20,11 @@ SIZES = HF_SIZES | {
 }
 _RANKS = ("q_lora_rank", None), ("kv_lora_rank", 512)
 _DIMS = ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128)
-LATENT = RecordSizes(dict(zip(LATENTS, (*_RANKS, *_DIMS), strict=True)), "latent")
-"""Entry for the sizes of latent attention in a record of their own."""
-LATENT_SIZES = SIZES | {theirs: ours for ours, (theirs, _) in LATENT.names.items()}
+LATENT = RecordSizes(dict(zip(LATENT_DIMS, (*_RANKS, *_DIMS), strict=True)), "latent")
+"""Sizes of latent attention, in a nested record."""
+LATENT_SIZES = SIZES | {hf_name: name for name, (hf_name, _) in LATENT.fields.items()}
 SIGMOID = {"score": "sigmoid", "epsilon": 1e-20, "selection_bias": True}
-"""Fixed fields of the router: choices and groups are by score plus bias, weights by score."""
+"""Fixed fields of the router: experts and groups are chosen by score plus bias."""
 
 
 class SigmoidFamily(Family):
@@ -36,18 +36,18 @@ class SigmoidFamily(Family):
     """Factor on the weights of routed experts."""
     groups: Groups | None = None
     """Group-limited routing; None chooses among all experts."""
-    balance: Balance = (Bias(rate=RATE),)
+    balance: Balance = (Bias(rate=BIAS_RATE),)
 
-    router_own = SIGMOID
+    router_fixed = SIGMOID
     router_fields = ("renormalise", "scale", "groups")
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of all families, and check router settings and the score of groups."""
+        """Check the rules of all families, fixed router settings, and the score of groups."""
         yield from super().rules()
         for name in set(SigmoidFamily.router_fields).difference(self.router_fields):
-            value, own = getattr(self, name), type(self).model_fields[name].default
-            if value != own:
-                yield Violation((name,), value, f"must be {own} in this family", own)
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
+                yield Violation((name,), value, f"must be {default} in this family", default)
         rule = "this family must score a group by the sum of its two best experts"
         if self.groups is not None and self.groups.score != "sum_best":
             yield Violation(("groups", "score"), self.groups.score, rule, "sum_best")
@@ -56,7 +56,7 @@ class SigmoidFamily(Family):
 
 
 class MultiTokenFamily(SigmoidFamily):
-    """Base of families that also have multi-token prediction blocks."""
+    """Base of families with DeepSeek-V3's router and multi-token prediction blocks."""
 
     multi_token: tuple[MultiToken, ...] = ()
     """Loss of each further token, such as ``[{weight: 0.3}]``; empty: no such blocks."""
@@ -64,19 +64,19 @@ class MultiTokenFamily(SigmoidFamily):
     def blocks(self) -> Sequence[Block]:
         """Return all blocks in order; multi-token blocks are copies of the last one."""
         main = super().blocks()
-        more = (main[-1].model_copy(update={"multi_token": one}) for one in self.multi_token)
-        return [*main, *more]
+        further = (main[-1].model_copy(update={"multi_token": m}) for m in self.multi_token)
+        return [*main, *further]
 
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:
-        """Return the record, with the losses of multi-token prediction."""
+        """Infer the record, with the losses of multi-token prediction."""
         return super().guess(decoder).model_copy(update={"multi_token": decoder.multi_token})
 
     @classmethod
     def copies(cls, decoder: Decoder) -> Mapping[str, tuple[str, ...]]:
         """Return the copies of embedding and head that multi-token blocks have on disk."""
-        at = [f"model.layers.{number}" for number in range(decoder.layers, len(decoder.blocks))]
+        layers = [f"model.layers.{n}" for n in range(decoder.layers, len(decoder.blocks))]
         return {
-            "embed.weight": tuple(f"{one}.embed_tokens.weight" for one in at),
-            "head.weight": tuple(f"{one}.shared_head.head.weight" for one in at),
+            "embed.weight": tuple(f"{layer}.embed_tokens.weight" for layer in layers),
+            "head.weight": tuple(f"{layer}.shared_head.head.weight" for layer in layers),
         }

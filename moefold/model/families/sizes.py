@@ -1,6 +1,6 @@
-"""Sizes of families, which users write under ``shape``, as mix-in records.
+"""Mix-in records of a family's sizes, which users write under ``shape``.
 
-Each has its rules, its contribution to layers, and the inverse that reads it off a decoder.
+Each has rules, its contribution to the layers, and ``of``, which infers the sizes from a decoder.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -36,40 +36,40 @@ class FamilySizes(Record):
         return ()
 
     @property
-    def width_of_shared(self) -> int | None:
+    def resolved_shared_width(self) -> int | None:
         """Width of the shared expert; None if there is none."""
         return None
 
     @property
-    def width_of_dense(self) -> int:
+    def resolved_dense_width(self) -> int:
         """Width of a dense feed-forward."""
-        return self.top_k * self.expert_width + (self.width_of_shared or 0)
+        return self.top_k * self.expert_width + (self.resolved_shared_width or 0)
 
-    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return the attention record of a layer; ``own`` are fields that the family adds."""
+    def attention(self, layer: int, rope: Rope | None, extra: Mapping[str, Any]) -> Record:
+        """Return the attention record of a layer; ``extra`` are fields that the family adds."""
         raise NotImplementedError(f"{type(self).__name__} must define attention()")
 
-    def _rule_of_numbers(
-        self, key: str, said: str, some: bool = True, every: bool = False
+    def _check_layer_numbers(
+        self, key: str, condition: str, allow_any: bool = True, allow_all: bool = False
     ) -> Iterator[Violation]:
         """Yield a violation if the layer numbers in field ``key`` do not increase or exist.
 
-        They must not name all layers, and none unless ``some``. With ``every`` they may name all
-        layers, and at least one.
+        They must not name all layers, nor any unless ``allow_any``. With ``allow_all`` they must
+        name at least one, and may name all.
         """
-        given, last = getattr(self, key), self.layers - 1
-        legal = sorted({n for n in given if 0 <= n <= last and some})
-        legal = (legal or [0]) if every else legal[:last]
-        if list(given) != legal:
-            rule = f"must be increasing layer numbers from 0 to {last}, {said}"
-            yield Violation((key,), given, rule, tuple(legal))
+        value, last = getattr(self, key), self.layers - 1
+        legal = sorted({n for n in value if 0 <= n <= last and allow_any})
+        legal = (legal or [0]) if allow_all else legal[:last]
+        if list(value) != legal:
+            rule = f"must be increasing layer numbers from 0 to {last}, {condition}"
+            yield Violation((key,), value, rule, tuple(legal))
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the fields of the record, read off a decoder's blocks.
+        """Infer the record's fields from a decoder's blocks.
 
         Raises:
-            AttributeError: if its blocks are of another kind.
+            AttributeError: if the blocks are of another kind.
             StopIteration: if no block has experts.
         """
         moe = first_moe(decoder)
@@ -77,17 +77,17 @@ class FamilySizes(Record):
             "vocab": decoder.vocab,
             "hidden": decoder.hidden,
             "layers": decoder.layers,
-            "heads": first_heads(decoder).heads,
+            "heads": first_attention(decoder).heads,
             "experts": moe.router.experts,
             "top_k": moe.router.top_k,
             "expert_width": moe.width,
         }
 
 
-def first_heads(decoder: Decoder) -> Any:
-    """Return the first attention record with heads; the first of any kind if none has them."""
+def first_attention(decoder: Decoder) -> Any:
+    """Return the first attention record with heads; if none has them, the first of any kind."""
     mixers = [block.attention for block in decoder.blocks]
-    return next((one for one in mixers if getattr(one, "heads", None)), mixers[0])
+    return next((mixer for mixer in mixers if getattr(mixer, "heads", None)), mixers[0])
 
 
 def first_moe(decoder: Decoder) -> Moe:
@@ -99,29 +99,29 @@ def first_moe(decoder: Decoder) -> Moe:
     return next(b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe))
 
 
-def dense_of(decoder: Decoder) -> dict[int, Dense]:
-    """Return the dense feed-forwards of a decoder by their layers' numbers."""
+def dense_ffns(decoder: Decoder) -> dict[int, Dense]:
+    """Return the dense feed-forwards of a decoder by layer number."""
     return {n: b.ffn for n, b in enumerate(decoder.blocks) if isinstance(b.ffn, Dense)}
 
 
 class GqaSizes(FamilySizes):
-    """Sizes of a family with grouped-query attention, whose heads are together ``hidden`` wide."""
+    """Sizes of a family with grouped-query attention and heads of ``hidden / heads`` dims."""
 
     kv_heads: Size
 
     @property
-    def dims_per_head(self) -> int:
+    def resolved_head_dim(self) -> int:
         """Dims of one head."""
         return self.hidden // self.heads
 
-    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return grouped-query attention, equal in all layers."""
-        return Gqa(**self.head_sizes, rope=rope, **own)
+    def attention(self, layer: int, rope: Rope | None, extra: Mapping[str, Any]) -> Record:
+        """Return grouped-query attention, the same in all layers."""
+        return Gqa(**self.head_sizes, rope=rope, **extra)
 
     @property
     def head_sizes(self) -> dict[str, int]:
-        """Numbers of heads and their dims, as fields of attention records."""
-        return {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dims_per_head}
+        """Numbers of heads and dims per head, as fields of attention records."""
+        return {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.resolved_head_dim}
 
     def rules(self) -> Iterator[Violation]:
         """Require that heads divide the hidden size, and key-value heads the heads."""
@@ -135,28 +135,28 @@ class GqaSizes(FamilySizes):
             )
 
     def _head_rules(self) -> Iterator[Violation]:
-        if self.dims_per_head * self.heads != self.hidden or self.dims_per_head % 2:
+        if self.resolved_head_dim * self.heads != self.hidden or self.resolved_head_dim % 2:
             nearest = max(1, round(self.hidden / (2 * self.heads))) * 2 * self.heads
             rule = f"must be an even multiple of heads ({self.heads})"
             yield Violation(("hidden",), self.hidden, rule, nearest)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with ``head_dim`` if it is not hidden / heads."""
-        attention = first_heads(decoder)
-        natural = attention.head_dim * attention.heads == decoder.hidden
-        sizes = {} if natural else {"head_dim": attention.head_dim}
+        """Infer the sizes of a decoder, with ``head_dim`` if it is not hidden / heads."""
+        attention = first_attention(decoder)
+        is_default = attention.head_dim * attention.heads == decoder.hidden
+        sizes = {} if is_default else {"head_dim": attention.head_dim}
         return super().of(decoder) | sizes | {"kv_heads": attention.kv_heads}
 
 
 class FreeGqaSizes(GqaSizes):
-    """Sizes of a family with heads of any width."""
+    """Sizes of a family with any number of dims per head."""
 
     head_dim: Annotated[int, Field(ge=2)] | None = None
     """Dims per head; None is hidden / heads."""
 
     @property
-    def dims_per_head(self) -> int:
+    def resolved_head_dim(self) -> int:
         """Dims of one head."""
         return self.head_dim or self.hidden // self.heads
 
@@ -174,31 +174,31 @@ class WindowSizes(FreeGqaSizes):
     window: Size | None = None
     """Number of tokens that a token attends to, including itself; None: full attention only."""
     full_layers: tuple[int, ...] = ()
-    """Numbers of the layers, from 0, with full attention in spite of a window."""
+    """Numbers of the layers, from 0, with full attention although there is a window."""
 
-    full_turn: ClassVar[bool] = True
+    full_rope: ClassVar[bool] = True
     """Whether full layers have rotary positions if others have a window."""
 
-    def turns(self, layer: int) -> bool:
+    def has_rope(self, layer: int) -> bool:
         """Return whether a full layer has rotary positions if others have a window."""
-        return self.full_turn
+        return self.full_rope
 
-    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, extra: Mapping[str, Any]) -> Record:
         """Return windowed or full attention."""
         if self.window is None or layer in self.full_layers:
-            placed = rope if self.window is None or self.turns(layer) else None
-            return Gqa(**self.head_sizes, rope=placed, **own)
-        return Windowed(**self.head_sizes, rope=rope, window=self.window, sinks=False, **own)
+            rope = rope if self.window is None or self.has_rope(layer) else None
+            return Gqa(**self.head_sizes, rope=rope, **extra)
+        return Windowed(**self.head_sizes, rope=rope, window=self.window, sinks=False, **extra)
 
     def rules(self) -> Iterator[Violation]:
         """Check the numbers of full layers."""
         yield from super().rules()
-        said = "not all of them, and none without window"
-        yield from self._rule_of_numbers("full_layers", said, some=self.window is not None)
+        rule = "not all of them, and none without window"
+        yield from self._check_layer_numbers("full_layers", rule, allow_any=self.window is not None)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with window and full layers."""
+        """Infer the sizes of a decoder, with window and full layers."""
         windows = [getattr(block.attention, "window", None) for block in decoder.blocks]
         window = next((w for w in windows if w), None)
         full = tuple(n for n, w in enumerate(windows) if w is None) if window else ()
@@ -208,17 +208,17 @@ class WindowSizes(FreeGqaSizes):
 class SinkSizes(WindowSizes):
     """Sizes of a family with attention sinks in all layers, and windows in some."""
 
-    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, extra: Mapping[str, Any]) -> Record:
         """Return windowed or full attention with sinks."""
         window = None if layer in self.full_layers else self.window
-        return Windowed(**self.head_sizes, rope=rope, window=window, **own)
+        return Windowed(**self.head_sizes, rope=rope, window=window, **extra)
 
 
 class LatentDims(Record):
     """Sizes of latent attention."""
 
     q_rank: Size | None = None
-    """Rank of the query latent; None projects queries directly."""
+    """Rank of the query latent; None: queries are projected directly."""
     kv_rank: Size = 512
     nope_dim: Size = 128
     """Dims per head without position."""
@@ -229,41 +229,42 @@ class LatentDims(Record):
     def rules(self) -> Iterator[Violation]:
         """Require an even ``rope_dim``."""
         yield from super().rules()
-        yield from Mla(heads=1, **{name: getattr(self, name) for name in LATENTS}).rules()
+        yield from Mla(heads=1, **{name: getattr(self, name) for name in LATENT_DIMS}).rules()
 
 
-LATENTS = tuple(LatentDims.model_fields)
+LATENT_DIMS = tuple(LatentDims.model_fields)
 
 
 class LatentSizes(LatentDims, FamilySizes):
     """Sizes of a family with latent attention."""
 
-    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
-        """Return latent attention, equal in all layers."""
-        return Mla(heads=self.heads, rope=rope, **{n: getattr(self, n) for n in LATENTS}, **own)
+    def attention(self, layer: int, rope: Rope | None, extra: Mapping[str, Any]) -> Record:
+        """Return latent attention, the same in all layers."""
+        dims = {name: getattr(self, name) for name in LATENT_DIMS}
+        return Mla(heads=self.heads, rope=rope, **dims, **extra)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with those of latent attention."""
-        latent = {n: getattr(first_heads(decoder), n) for n in LATENTS}
+        """Infer the sizes of a decoder, with those of latent attention."""
+        latent = {n: getattr(first_attention(decoder), n) for n in LATENT_DIMS}
         return super().of(decoder) | latent
 
 
 class DenseWidth(FamilySizes):
-    """Sizes of a family in which some layers may be dense."""
+    """Base of sizes of families in which some layers may be dense."""
 
     dense_width: Size | None = None
-    """Width of dense layers; None is the total width of a token's experts."""
+    """Width of dense layers; None is the total width of the experts of a token."""
 
     @property
-    def width_of_dense(self) -> int:
-        """``dense_width``, or its default."""
-        return self.dense_width or super().width_of_dense
+    def resolved_dense_width(self) -> int:
+        """``dense_width`` or its default."""
+        return self.dense_width or super().resolved_dense_width
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with the dense layers' width."""
-        width = next((ffn.width for ffn in dense_of(decoder).values()), None)
+        """Infer the sizes of a decoder, with the dense layers' width."""
+        width = next((ffn.width for ffn in dense_ffns(decoder).values()), None)
         return super().of(decoder) | {"dense_width": width}
 
 
@@ -271,7 +272,7 @@ class DenseFirst(DenseWidth):
     """Sizes of a family in which the first layers may be dense."""
 
     dense_layers: Annotated[int, Field(ge=0)] = 0
-    """Number of layers, from the first on, with a dense feed-forward."""
+    """Number of leading layers with a dense feed-forward."""
 
     @property
     def dense(self) -> Collection[int]:
@@ -287,8 +288,8 @@ class DenseFirst(DenseWidth):
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with the number of dense layers."""
-        return super().of(decoder) | {"dense_layers": len(dense_of(decoder))}
+        """Infer the sizes of a decoder, with the number of dense layers."""
+        return super().of(decoder) | {"dense_layers": len(dense_ffns(decoder))}
 
 
 class DenseListed(DenseWidth):
@@ -303,14 +304,14 @@ class DenseListed(DenseWidth):
         return frozenset(self.dense_layers)
 
     def rules(self) -> Iterator[Violation]:
-        """Check the numbers of dense layers, which must leave a layer with experts."""
+        """Check the numbers of dense layers; at least one layer must have experts."""
         yield from super().rules()
-        yield from self._rule_of_numbers("dense_layers", "not all of them")
+        yield from self._check_layer_numbers("dense_layers", "not all of them")
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with the numbers of dense layers."""
-        return super().of(decoder) | {"dense_layers": tuple(dense_of(decoder))}
+        """Infer the sizes of a decoder, with the numbers of dense layers."""
+        return super().of(decoder) | {"dense_layers": tuple(dense_ffns(decoder))}
 
 
 class SharedWidth(FamilySizes):
@@ -319,13 +320,13 @@ class SharedWidth(FamilySizes):
     shared_width: Size | None = None
 
     @property
-    def width_of_shared(self) -> int | None:
-        """``shared_width``, or its default."""
+    def resolved_shared_width(self) -> int | None:
+        """``shared_width`` or its default."""
         return self.shared_width
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with the shared expert's width."""
+        """Infer the sizes of a decoder, with the shared expert's width."""
         width = getattr(first_moe(decoder).shared, "width", None)
         return super().of(decoder) | {"shared_width": width}
 
@@ -337,15 +338,16 @@ class SharedSizes(SharedWidth):
     """Width of the shared expert; None is that of one routed expert."""
 
     @property
-    def width_of_shared(self) -> int:
-        """``shared_width``, or its default."""
+    def resolved_shared_width(self) -> int:
+        """``shared_width`` or its default."""
         return self.shared_width or self.expert_width
 
     def rules(self) -> Iterator[Violation]:
         """Require that ``expert_width`` divides the shared expert's width."""
         yield from super().rules()
-        if self.width_of_shared % self.expert_width:
-            nearest = max(1, round(self.width_of_shared / self.expert_width)) * self.expert_width
+        width = self.resolved_shared_width
+        if width % self.expert_width:
+            nearest = max(1, round(width / self.expert_width)) * self.expert_width
             rule = f"must be a multiple of expert_width ({self.expert_width})"
             yield Violation(("shared_width",), self.shared_width, rule, nearest)
 
@@ -361,26 +363,26 @@ class AnySharedSizes(SharedWidth):
     """Sizes of a family that may have a shared expert, of any width."""
 
     shared_width: Size | None = None
-    """Width of the shared expert; None is no shared expert."""
+    """Width of the shared expert; None: no shared expert."""
 
 
-class DenseTurnSizes(WindowSizes, AnySharedSizes, DenseListed):
-    """Sizes of a family whose full layers have no positions, unless they are dense."""
+class DenseRopeSizes(WindowSizes, AnySharedSizes, DenseListed):
+    """Sizes of a family whose full layers have no rotary positions, unless they are dense."""
 
     # Required here, with a default in the base, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     dense_turn: bool = True
-    """Whether dense layers have positions even if they are full layers."""
+    """Whether dense layers have rotary positions even if they are full layers."""
 
-    full_turn = False
+    full_rope = False
 
-    def turns(self, layer: int) -> bool:
-        """Return whether a full layer has rotary positions: dense ones, with ``dense_turn``."""
+    def has_rope(self, layer: int) -> bool:
+        """Return whether a full layer has rotary positions: if dense, with ``dense_turn``."""
         return self.dense_turn and layer in self.dense
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes of a decoder, with ``dense_turn``."""
-        attention: Any = [decoder.blocks[n].attention for n in dense_of(decoder)]
-        turn = all(one.rope is not None for one in attention)
-        return super().of(decoder) | {"dense_turn": turn}
+        """Infer the sizes of a decoder, with ``dense_turn``."""
+        dense: Any = [decoder.blocks[n].attention for n in dense_ffns(decoder)]
+        has_rope = all(attention.rope is not None for attention in dense)
+        return super().of(decoder) | {"dense_turn": has_rope}

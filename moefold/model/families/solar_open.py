@@ -30,11 +30,11 @@ class SolarOpen(SigmoidFamily):
     hf_sizes = names.gqa_sizes("n_routed_experts", "moe_intermediate_size")
     fields = (
         *hf.ROUTER_FIELDS,
-        *hf.heads(128, _THETA),
+        *hf.head_fields(128, _THETA),
         hf.BiasBalance(),
-        hf.SharedNumber(),
+        hf.SharedExpertCount(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
-        *hf.only(first_k_dense_replace=0, use_qk_norm=False),
-        hf.Unread(("intermediate_size",)),  # of dense layers, of which there are none
+        *hf.fixed(first_k_dense_replace=0, use_qk_norm=False),
+        hf.Ignored(("intermediate_size",)),  # of dense layers, of which there are none
     )
     tensors = (*names.deepseek_names(), *names.gqa_names())

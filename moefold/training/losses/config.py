@@ -12,7 +12,7 @@ from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.data.config import Chat, FileSource, Preferences
 from moefold.layers.config import Size
-from moefold.model.families.base import Reading
+from moefold.model.families.base import ParsedConfig
 from moefold.model.families.folder import read_config
 from moefold.spec.decoder import needs
 
@@ -75,7 +75,7 @@ class Distill(LossRecord):
 
     owner = "moefold.training.losses.distill:distillation"
 
-    def reading(self) -> Reading:
+    def reading(self) -> ParsedConfig:
         """Return the teacher's description, without multi-token prediction.
 
         Raises:
