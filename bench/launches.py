@@ -35,7 +35,7 @@ PARTS = (
     ("norm", ("kernels/norm/", "layers/norm.py")),
     ("rope", ("kernels/rope/", "layers/rope.py")),
     ("head and loss", ("kernels/cross_entropy/", "layers/loss.py")),
-    ("swiglu", ("kernels/swiglu/pieces.py",)),
+    ("swiglu", ("kernels/swiglu/activation.py",)),
     ("expert products", ("kernels/grouped/", "moe/experts.py")),
     ("permute", ("kernels/permute/",)),
     ("router", ("moe/router.py", "moe/topk.py", "moe/scoring.py")),
@@ -241,7 +241,7 @@ def attention_as_one(launches: Launches) -> Iterator[None]:
     def one(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return Attention.apply(q, k, v)
 
-    taken = mock.patch.object(sdpa, "_cudnn_takes", lambda *given: True)
+    taken = mock.patch.object(sdpa, "_cudnn_supports", lambda *args: True)
     with taken, mock.patch.object(F, "scaled_dot_product_attention", one):
         yield
 

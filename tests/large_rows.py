@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.grouped.choose import GroupedKernel
-from moefold.kernels.permute.gather import collect
+from moefold.kernels.permute.gather import unpermute_rows
 from moefold.moe.dispatch.base import Dispatched, Dispatcher
 from moefold.moe.dispatch.config import LocalExperts
 
@@ -87,7 +87,7 @@ def check_combine(size: Size, y_RD: Tensor, sent: Dispatched) -> None:
     token_R, row_TK = sent.handle
     live = int(sent.offs_E[-1])
     y_RD = y_RD.requires_grad_()
-    out_TD = collect(y_RD, token_R, row_TK, False)
+    out_TD = unpermute_rows(y_RD, token_R, row_TK, False)
     want_TD = torch.zeros(size.tokens, size.hidden, device=size.device)
     for rows in pieces(size, live):
         want_TD.index_add_(0, token_R[rows], y_RD.detach()[rows].float())

@@ -18,7 +18,7 @@ from moefold.comm.collectives import all_gather_into, exchange, reduce_
 from moefold.comm.launch import all_answers
 from moefold.comm.world import World
 from moefold.kernels.attention.sdpa import attention
-from moefold.kernels.grouped.choose import choose
+from moefold.kernels.grouped.choose import choose_kernel
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.planner.hardware import Machine
@@ -135,7 +135,7 @@ def _grouped(bench: Bench) -> None:
             calls: dict[str, Callable[[], Any]] = {}
             for asked in ("grouped", "triton", "loop"):
                 try:
-                    kernel = choose(asked, x.dtype, *w.shape[1:], device=x.device)
+                    kernel = choose_kernel(asked, x.dtype, *w.shape[1:], device=x.device)
                 except ValueError:
                     continue
                 calls |= {

@@ -26,16 +26,16 @@ from torch.utils._pytree import tree_leaves
 from moefold.kernels.attention import block_fused, block_plain
 from moefold.kernels.attention.sdpa import attention
 from moefold.kernels.cross_entropy.chunked import loss_and_gradients
-from moefold.kernels.fused import forced, why_not
-from moefold.kernels.gradients import RETURNED
-from moefold.kernels.grouped.choose import choose
+from moefold.kernels.fused import force_triton, why_no_triton
+from moefold.kernels.gradients import AUTOGRAD_SINK
+from moefold.kernels.grouped.choose import choose_kernel
 from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.lookup import fused as lookup
-from moefold.kernels.norm.rms import norm_and_turn, rms_norm, sum_and_norm
+from moefold.kernels.norm.rms import add_and_norm, norm_and_rotate, rms_norm
 from moefold.kernels.operand import Operand
-from moefold.kernels.permute.gather import collect, spread
+from moefold.kernels.permute.gather import permute_rows, unpermute_rows
 from moefold.kernels.rope.rotate import rotate
-from moefold.kernels.swiglu import pieces
+from moefold.kernels.swiglu import activation
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
 from moefold.moe.dispatch.routing_plan import sort_copies
 from moefold.moe.topk import count, select
@@ -174,7 +174,7 @@ def _backward(
     form: Form, results: list[Tensor], leaves: list[Tensor], grads: list[Tensor]
 ) -> Sequence[Tensor]:
     """Run a form's backward the way of its forward: on CUDA other threads would not know it."""
-    way = forced(form.own) if isinstance(form, Way) else nullcontext()
+    way = force_triton(form.own) if isinstance(form, Way) else nullcontext()
     with way, torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(results, leaves, grads, retain_graph=True)
 
@@ -201,13 +201,13 @@ class Way:
 
     def __call__(self, *given: Any) -> Any:
         """Run it."""
-        with forced(self.own):
+        with force_triton(self.own):
             return self.form(*given)
 
 
 def ways(bench: Bench, form: Form) -> tuple[dict[str, Form], dict[str, str]]:
     """Return a function both ways, and why one is not there."""
-    missing = why_not(bench.device.type)
+    missing = why_no_triton(bench.device.type)
     if missing and "TRITON_INTERPRET" not in os.environ:
         return {"plain": Way(form, False)}, {"own": missing}
     return {"plain": Way(form, False), "own": Way(form, True)}, {}
@@ -266,7 +266,7 @@ def norms(bench: Bench, s: Sizes) -> Iterator[Operation]:
     yield Operation("norm", {"x": x, "w": w}, forms, again=("x", "w"), left_out=left_out)
 
     def summed(x: Tensor, more: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return sum_and_norm(x, more, Operand(w, w.detach()), EPSILON)
+        return add_and_norm(x, more, Operand(w, w.detach()), EPSILON)
 
     def apart(x: Tensor, more: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         total = x + more
@@ -283,7 +283,7 @@ def norms(bench: Bench, s: Sizes) -> Iterator[Operation]:
 
     def turned(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         weight = Operand(w, w.detach())
-        return norm_and_turn(x, weight, EPSILON, cos, sin, "half", None, RETURNED)
+        return norm_and_rotate(x, weight, EPSILON, cos, sin, "half", None, AUTOGRAD_SINK)
 
     own, left_out = ways(bench, turned)
     forms = ways(bench, lambda x, w, cos, sin: rotate(norm(x, w), cos, sin, "half"))[0]
@@ -309,7 +309,7 @@ def activations(bench: Bench, s: Sizes) -> Iterator[Operation]:
         gate, up = h.float().chunk(2, 1)
         return (F.silu(gate) * up * p[:, None]).to(h.dtype)
 
-    forms, left_out = ways(bench, pieces.forward)
+    forms, left_out = ways(bench, activation.forward)
     forms |= compiled(bench, formula)
     yield Operation("swiglu", {"h": h, "p": p}, forms, left_out=left_out)
 
@@ -321,7 +321,7 @@ def activations(bench: Bench, s: Sizes) -> Iterator[Operation]:
         dh = torch.cat([dgate, dq * gate * sigmoid], 1).to(h.dtype)
         return dh, (a * wide).sum(1), (a * p[:, None]).to(h.dtype)
 
-    forms, left_out = ways(bench, pieces.backward)
+    forms, left_out = ways(bench, activation.backward)
     forms |= compiled(bench, gradient)
     yield Operation("swiglu's gradient", {"h": h, "p": p, "da": da}, forms, left_out=left_out)
     halves = {"gate": leaf(s.R, s.F, bench=bench), "up": leaf(s.R, s.F, bench=bench)}
@@ -345,7 +345,7 @@ def routing(bench: Bench, s: Sizes) -> Iterator[Operation]:
     index = {"token": order.token_R, "row": order.row_TK}
 
     def copies(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        return spread(x, token, row, True)
+        return permute_rows(x, token, row, True)
 
     forms, left_out = ways(bench, copies)
     forms |= compiled(bench, lambda x, token, row: x[token])
@@ -353,7 +353,7 @@ def routing(bench: Bench, s: Sizes) -> Iterator[Operation]:
     yield Operation("rows to copies", given, forms, again=("row",), left_out=left_out)
 
     def sums(y: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        return collect(y, token, row, True)
+        return unpermute_rows(y, token, row, True)
 
     forms, left_out = ways(bench, sums)
     forms |= compiled(bench, lambda y, token, row: y[row].float().sum(1).to(y.dtype))
@@ -372,12 +372,12 @@ def experts(bench: Bench, s: Sizes) -> Iterator[Operation]:
     }  # fmt: skip
 
     def layer(asked: str, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor) -> Tensor:
-        kernel = choose(asked, x.dtype, s.D, s.F, device=x.device)
+        kernel = choose_kernel(asked, x.dtype, s.D, s.F, device=x.device)
         products = grouped_products(kernel, order.offs_B)
         into, out = (Operand(w, w.detach()) for w in (w_in, w_out))
         x_RD, p_R = order.rows(x, True), order.entries(weights, True)
-        y_RD = gated_ffn(x_RD, into, out, products, RETURNED, p_R)
-        return collect(y_RD, order.token_R, order.row_TK, True)
+        y_RD = gated_ffn(x_RD, into, out, products, AUTOGRAD_SINK, p_R)
+        return unpermute_rows(y_RD, order.token_R, order.row_TK, True)
 
     forms, left_out = dict[str, Form](), dict[str, str]()
     for asked in ("loop", "grouped", "triton"):

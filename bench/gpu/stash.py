@@ -19,7 +19,7 @@ from gpu.steps import ROWS, Trial, cut, small, stepping
 from gpu.steps import drawn as parts_of
 from lone_rank import apart
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.pages.ring import PageRing
 from moefold.parallel.config import Layout
 
@@ -71,12 +71,12 @@ def copying(bench: Bench, rows: int, room: int, width: int) -> Mapping[str, Any]
 
     def there_and_back(own: bool) -> None:
         nonlocal page_M
-        with nullcontext() if own else forced(False):
+        with nullcontext() if own else force_triton(False):
             ring.take(page_M, count, room)
             page_M = ring.put(x_RD, count)
 
     host = PageRing(-(-rows // PAGE), PAGE, width, x_RD.dtype, bench.device, on_host=True)
-    host_M = host.claim(count, room)
+    host_M = host.allocate(count, room)
     pinned_RD = torch.empty_like(here_RD, device="cpu", pin_memory=bench.device.type == "cuda")
 
     def to_host_and_back() -> None:

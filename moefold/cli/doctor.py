@@ -213,7 +213,7 @@ def _grouped_mm() -> Finding:
     why = f"equals the loop on {device}" if same else f"WRONG RESULT on {device}: use experts: loop"
     if same and device == "cpu":
         why += "; used for experts in bf16 here"
-    if same and grouped.leaves_dirt(torch.device(device)):
+    if same and grouped.leaves_empty_groups_unwritten(torch.device(device)):
         why += "; leaves gradients of experts without rows unwritten, so they are cleared"
     return Finding("grouped_mm", True, torch.__version__, same, why)
 
@@ -221,9 +221,9 @@ def _grouped_mm() -> Finding:
 def _triton() -> Finding:
     import torch
 
-    from moefold.kernels.fused import why_not
+    from moefold.kernels.fused import why_no_triton
 
-    why = why_not("cuda" if torch.cuda.is_available() else "cpu")
+    why = why_no_triton("cuda" if torch.cuda.is_available() else "cpu")
     used = "fused kernels between matrix products"
     return Finding("triton", is_there("triton"), _version("triton"), not why, why or used)
 

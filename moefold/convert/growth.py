@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.convert.plan import targets
-from moefold.kernels.swiglu import pieces
+from moefold.kernels.swiglu import activation
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, ParsedConfig, raise_violations
 from moefold.model.families.sizes import first_moe
@@ -129,7 +129,7 @@ def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: in
 
     def ffn(w_in: Tensor, w_out: Tensor) -> Tensor:
         h_T2F = F.linear(x_TD, w_in.flatten(0, 1).double())
-        return F.linear(pieces.forward(h_T2F, None), w_out.double())
+        return F.linear(activation.forward(h_T2F, None), w_out.double())
 
     want_TD = ffn(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
     w_in, w_out = (read(f"layers.0{name}")[::copies] for name in (W_IN, W_OUT))

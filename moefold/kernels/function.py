@@ -1,4 +1,4 @@
-"""Base class of autograd functions that bypasses autograd where gradients are disabled."""
+"""Base class of autograd functions that skips autograd when gradients are disabled."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
-class _NothingKept:
-    """Replaces autograd's context in a forward without a backward; saves nothing."""
+class _NoSaveContext:
+    """Stands in for autograd's context in a forward without backward; saves nothing."""
 
     needs_input_grad = (False,) * 32
 
@@ -16,20 +16,20 @@ class _NothingKept:
 
 
 class Function(torch.autograd.Function):
-    """``torch.autograd.Function`` whose forward is called directly where gradients are disabled.
+    """``torch.autograd.Function`` whose forward is called directly when gradients are disabled.
 
-    Generation with one row per token is many small operations, for which the overhead of autograd
-    is as large as the work. ``backward`` of subclasses is not differentiable.
+    Generation runs many small operations on single rows, for which autograd's overhead is as large
+    as the work. ``backward`` of subclasses is not differentiable.
     """
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        # Torch types backward as taking any arguments; that of a subclass takes certain ones.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Torch declares that backward takes any arguments; a subclass takes specific ones.
         cls.backward = staticmethod(once_differentiable(cls.backward))  # type: ignore[assignment]
 
     @classmethod
-    def apply(cls, *given: Any) -> Any:
-        """Run the forward; save tensors for backward only where gradients are enabled."""
+    def apply(cls, *args: Any) -> Any:
+        """Run the forward; save tensors for backward only if gradients are enabled."""
         if torch.is_grad_enabled():
-            return super().apply(*given)
-        return cls.forward(_NothingKept(), *given)
+            return super().apply(*args)
+        return cls.forward(_NoSaveContext(), *args)

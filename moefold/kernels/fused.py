@@ -1,8 +1,8 @@
-"""Basis of this package's Triton kernels: the only import of Triton, path selection, torch ops.
+"""Shared base of the Triton kernels: the only import of Triton, path selection, torch operators.
 
-Triton is installed with builds of torch that support a GPU. Without it kernels are plain functions
-that nothing calls, so that files with kernels can be imported everywhere. Parameters of a kernel
-are ordered: pointers, then numbers, then compile-time constants.
+Triton comes with builds of torch that support a GPU. Without it kernels are plain functions that
+nothing calls, so that files with kernels can be imported everywhere. A kernel's parameters are
+ordered: pointers, then numbers, then compile-time constants.
 """
 
 import sys
@@ -16,16 +16,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Without a GPU only tests run kernels. They import Triton first; others are spared that import.
+# Without a GPU only tests run kernels, and import Triton first; others need not import it.
 try:
     if not (torch.version.cuda or torch.version.hip or "triton" in sys.modules):
         raise ImportError("this build of torch supports no GPU")
     import triton
     import triton.language as tl
 
-    MISSING, jit = "", cast(Any, triton.jit)
+    IMPORT_ERROR, jit = "", cast(Any, triton.jit)
 except ImportError as error:
-    MISSING, jit = str(error), cast(Any, lambda kernel: kernel)
+    IMPORT_ERROR, jit = str(error), cast(Any, lambda kernel: kernel)
     tl: Any = SimpleNamespace(constexpr=lambda value: value)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -33,11 +33,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 ROW_BLOCK = 2048
 """Elements of a block in kernels that copy rows: with 2 bytes each, two 16-byte loads in each of
 128 threads."""
-_FORCED: ContextVar[bool | None] = ContextVar("forced", default=None)
+_FORCED: ContextVar[bool | None] = ContextVar("force_triton", default=None)
 
 
-def why_not(device: str) -> str:
-    """Return why rows on this device type do not use Triton kernels; empty where they do.
+def why_no_triton(device: str) -> str:
+    """Return why this device type cannot run Triton kernels; empty if it can.
 
     ``meta`` is treated as a GPU, so that a pass traced there counts the operations of a GPU.
     """
@@ -45,27 +45,27 @@ def why_not(device: str) -> str:
         return ""
     if device != "cuda":
         return f"Triton kernels run on GPUs, not on {device}"
-    return f"Triton is missing: {MISSING}" if MISSING else ""
+    return f"Triton is missing: {IMPORT_ERROR}" if IMPORT_ERROR else ""
 
 
-def fused(x: Tensor) -> bool:
+def uses_triton(x: Tensor) -> bool:
     """Return whether an operation on ``x`` uses Triton kernels.
 
     Forward passes decide this; a backward pass uses the path of its forward.
     """
-    return x.dtype in DTYPES and through(x.device.type)
+    return x.dtype in DTYPES and device_uses_triton(x.device.type)
 
 
-def through(device: str) -> bool:
+def device_uses_triton(device: str) -> bool:
     """Return whether rows on this device type use Triton kernels."""
     forced = _FORCED.get()
-    return not why_not(device) if forced is None else forced
+    return not why_no_triton(device) if forced is None else forced
 
 
 @contextmanager
-def forced(through: bool) -> Iterator[None]:
-    """Within this context all rows use Triton kernels, or none do, on every device."""
-    token = _FORCED.set(through)
+def force_triton(enabled: bool) -> Iterator[None]:
+    """Make every operation, on every device, use Triton kernels (or none) within this context."""
+    token = _FORCED.set(enabled)
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def forced(through: bool) -> Iterator[None]:
 
 
 @cache
-def generation() -> int:
+def compute_capability_major() -> int:
     """Return the major compute capability of an NVIDIA GPU, such as 9 for Hopper; 0 without one."""
     if not torch.version.cuda or not torch.cuda.is_available():
         return 0
@@ -81,7 +81,7 @@ def generation() -> int:
 
 
 class Op:
-    """A custom operator made of Triton kernels, registered as ``torch.ops.moefold.NAME``.
+    """A custom operator implemented by Triton kernels, registered as ``torch.ops.moefold.NAME``.
 
     Tracing on ``meta``, ``torch.compile`` and FLOP counters see one operation.
 
@@ -90,45 +90,45 @@ class Op:
             from this function. No result may be None or one of the arguments.
         fake: takes the arguments of ``launch`` and returns empty results of the right shapes; by
             default None.
-        changes: names of the arguments that are written in place.
+        mutates_args: names of the arguments that are written in place.
     """
 
     def __init__(
         self,
         launch: Callable[..., Any],
-        fake: Callable[..., Any] = lambda *given: None,
-        changes: tuple[str, ...] = (),
+        fake: Callable[..., Any] = lambda *args: None,
+        mutates_args: tuple[str, ...] = (),
     ) -> None:
         name = f"moefold::{launch.__name__}"
-        torch.library.define(name, torch.library.infer_schema(launch, mutates_args=changes))
+        torch.library.define(name, torch.library.infer_schema(launch, mutates_args=mutates_args))
         # On a CPU only the tests' interpreter runs kernels.
         torch.library.impl(name, ("cpu", "cuda"), launch)
         torch.library.register_fake(name, fake)
         self.launch = launch
-        self.known = getattr(torch.ops.moefold, launch.__name__).default
+        self.overload = getattr(torch.ops.moefold, launch.__name__).default
 
     def __call__(self, *args: Any) -> Any:
         """Run the operation, through torch's dispatcher."""
-        return self.known(*args)
+        return self.overload(*args)
 
 
-def in_rows(x: Tensor) -> Tensor:
+def contiguous_in_rows(x: Tensor) -> Tensor:
     """Return ``x`` with contiguous elements in its last dim; rows may have any stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def blocks(length: int, block: int) -> int:
-    """Return the number of blocks that cover a length."""
+def cdiv(length: int, block: int) -> int:
+    """Return ``length / block``, rounded up."""
     return -(-length // block)
 
 
-def row_blocks(rows: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the grid, and rows and columns of a block, which spans the width where it is small."""
-    columns = min(power_of_2(width), ROW_BLOCK)
+def row_grid(rows: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the grid, and a block's rows and columns; a block spans the whole width if small."""
+    columns = min(next_power_of_2(width), ROW_BLOCK)
     block = ROW_BLOCK // columns, columns
-    return (blocks(rows, block[0]), blocks(width, columns)), block
+    return (cdiv(rows, block[0]), cdiv(width, columns)), block
 
 
-def power_of_2(least: int) -> int:
+def next_power_of_2(least: int) -> int:
     """Return the smallest power of two that is at least ``least``, as blocks in kernels need."""
     return 1 << max(least - 1, 0).bit_length()

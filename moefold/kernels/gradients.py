@@ -26,7 +26,7 @@ class GradientSink(Protocol):
         ...
 
 
-class Returned:
+class AutogradSink:
     """Returns gradients to autograd, which accumulates them."""
 
     def deliver(self, weight: Tensor, product: Product) -> Tensor:
@@ -34,7 +34,7 @@ class Returned:
         return product(None).to(weight.dtype)
 
 
-class Accumulated:
+class AccumulatingSink:
     """Adds to ``weight.grad`` in place, in the weight's dtype (fp32 for master weights)."""
 
     def deliver(self, weight: Tensor, product: Product) -> None:
@@ -42,7 +42,7 @@ class Accumulated:
         accumulate(weight, product)
 
 
-class Deferred:
+class DeferredSink:
     """Queues the products of a micro-batch until :meth:`drain` runs them.
 
     Gradients of vectors, which are sums over rows, are computed immediately and queued as results:
@@ -50,29 +50,29 @@ class Deferred:
     """
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Tensor, Product]] = []
+        self.pending: list[tuple[Tensor, Product]] = []
         """Weights and their products; a product keeps the tensors that it reads in memory."""
 
     def deliver(self, weight: Tensor, product: Product) -> None:
         """Queue the product."""
         if weight.ndim <= 1:
             with torch.no_grad():
-                product = made(product(None))
-        self.waiting.append((weight, product))
+                product = precomputed(product(None))
+        self.pending.append((weight, product))
 
     def drain(self) -> int:
-        """Run all queued products in order and return their number."""
-        count = len(self.waiting)
-        for weight, product in self.waiting:
+        """Run all queued products in order; return their number."""
+        count = len(self.pending)
+        for weight, product in self.pending:
             accumulate(weight, product)
-        self.waiting.clear()
+        self.pending.clear()
         return count
 
 
-class AtOnce:
-    """Runs products immediately, so that no rows stay in memory, and queues each weight's sum."""
+class EagerSink:
+    """Runs products at once, so that no rows stay in memory, and queues each weight's sum."""
 
-    def __init__(self, queue: Deferred) -> None:
+    def __init__(self, queue: DeferredSink) -> None:
         self._queue, self._sums = queue, dict[Tensor, Tensor]()
 
     def deliver(self, weight: Tensor, product: Product) -> None:
@@ -82,11 +82,11 @@ class AtOnce:
                 product(self._sums[weight])
                 return
             self._sums[weight] = product(None).to(weight.dtype)
-        self._queue.deliver(weight, made(self._sums[weight]))
+        self._queue.deliver(weight, precomputed(self._sums[weight]))
 
 
-def made(gradient: Tensor) -> Product:
-    """Return a product whose result is a gradient that is computed already."""
+def precomputed(gradient: Tensor) -> Product:
+    """Return a product whose result is the given, already computed gradient."""
     return lambda into: gradient if into is None else into.add_(gradient)
 
 
@@ -99,7 +99,7 @@ def accumulate(weight: Tensor, product: Product) -> None:
             product(weight.grad)
 
 
-RETURNED = Returned()
+AUTOGRAD_SINK = AutogradSink()
 
 
 def read_parameter(weight: Operand, sink: GradientSink) -> Tensor:
@@ -107,10 +107,10 @@ def read_parameter(weight: Operand, sink: GradientSink) -> Tensor:
 
     For small parameters that no product of the kernels reads, such as a logit per head.
     """
-    return _Read.apply(weight.master, weight.value, sink)  # type: ignore[return-value]
+    return _ReadParameter.apply(weight.master, weight.value, sink)  # type: ignore[return-value]
 
 
-class _Read(Function):
+class _ReadParameter(Function):
     @staticmethod
     def forward(ctx: Any, master: Tensor, value: Tensor, sink: GradientSink) -> Tensor:
         ctx.master, ctx.sink = master, sink
@@ -118,4 +118,4 @@ class _Read(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        return ctx.sink.deliver(ctx.master, made(grad)), None, None
+        return ctx.sink.deliver(ctx.master, precomputed(grad)), None, None

@@ -21,24 +21,24 @@ class Operand:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """``master`` and ``value``, followed by those of A and B of an adapter."""
-        low = self.low_rank
-        inner = () if low is None else (*low.a.tensors, *low.b.tensors)
-        return (self.master, self.value, *inner)
+        """``master`` and ``value``, followed by those of an adapter's A and B."""
+        adapter = self.low_rank
+        adapters = () if adapter is None else (*adapter.a.tensors, *adapter.b.tensors)
+        return (self.master, self.value, *adapters)
 
 
 @dataclass(frozen=True)
 class AdapterOperand:
-    """A low-rank adapter of a weight: a product adds ``scale * B (A x)``."""
+    """A low-rank adapter of a weight: adds ``scale * B (A x)`` to each product."""
 
     a: Operand
     """[..., rank, in]"""
     b: Operand
     """[..., out, rank]"""
     scale: float
-    drop: Callable[[Tensor], Tensor] | None = None
+    dropout: Callable[[Tensor], Tensor] | None = None
     """Dropout of ``x`` in training: a linear function that is its own transpose."""
 
-    def dropped(self, x: Tensor) -> Tensor:
-        """Apply ``drop`` to the rows that A reads, or to their gradient."""
-        return x if self.drop is None else self.drop(x)
+    def apply_dropout(self, x: Tensor) -> Tensor:
+        """Apply dropout, if any, to the rows that A reads, or to their gradient."""
+        return x if self.dropout is None else self.dropout(x)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moefold.kernels.gradients import read_parameter
 from moefold.kernels.rope.rotate import expand, rotate
-from moefold.kernels.rows import wide_dtype
+from moefold.kernels.rows import upcast_dtype
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.context.attend import attend, largest
@@ -119,7 +119,7 @@ class ChunkedAttention(GroupedQueryAttention):
         chunk, temperature = self.record.chunk, self.record.temperature
         if temperature is not None:
             steps_T = (flow.rows.positions_T + 1) // temperature.every
-            wide = wide_dtype(q_THd)
+            wide = upcast_dtype(q_THd)
             factor_T = 1 + temperature.scale * torch.log1p(steps_T.to(wide))
             q_THd = q_THd * factor_T.to(q_THd.dtype)[:, None, None]
             flow.keeper.owns("attention", q_THd)

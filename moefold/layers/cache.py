@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefold.data.batch import MicroBatch, pack, pack_last_tokens
-from moefold.kernels.rows import wide_dtype
+from moefold.kernels.rows import upcast_dtype
 from moefold.model.config import Decoder
 
 
@@ -113,7 +113,7 @@ def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: T
         logits_PGRL.masked_fill_(~seen, -torch.inf)
     sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(*logits_PGRL.shape[1:3], 1)
     with_sinks = torch.cat([logits_PGRL, sinks_GR1.expand(len(v_PGLv), -1, -1, -1)], -1)
-    wide = wide_dtype(logits_PGRL)
+    wide = upcast_dtype(logits_PGRL)
     weights_PGRL = with_sinks.softmax(-1, dtype=wide)[..., :-1].to(v_PGLv.dtype)
     return weights_PGRL @ v_PGLv
 

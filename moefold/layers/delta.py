@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.collectives import all_gather
 from moefold.kernels.convolution.short import short_convolution
-from moefold.kernels.delta.chunked import chunked, step
+from moefold.kernels.delta.chunked import chunked_scan, recurrent_step
 from moefold.kernels.gradients import read_parameter
-from moefold.kernels.rows import wide
+from moefold.kernels.rows import upcast
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.convolution import rows_before
 from moefold.layers.flow import Flow, in_order
@@ -99,8 +99,8 @@ class DeltaMixer(nn.Module):
         if ranks.size == 1 and flow.cache is not None:
             return self._written(parts, positions_T, flow.cache)
         if ranks.size == 1:
-            return chunked(*parts, positions_T)[0]
-        out_THx, state_PHkx = chunked(*parts, positions_T, runs=2)
+            return chunked_scan(*parts, positions_T)[0]
+        out_THx, state_PHkx = chunked_scan(*parts, positions_T, runs=2)
         every = in_order(all_gather(state_PHkx, ranks), ranks.size).flatten(0, 1)
         states = [torch.zeros_like(every[0, ..., : dims[0]])]
         for state_Hkx in every[:-1]:
@@ -115,9 +115,11 @@ class DeltaMixer(nn.Module):
         texts, key = cache.spans(), (self, "states")
         state_PHkv, padding = cache.states.get(key), len(positions_T) - texts[-1].stop
         if state_PHkv is not None:
-            out_THv, cache.states[key] = step(state_PHkv, *_rows(parts, slice(len(texts))))
+            out_THv, cache.states[key] = recurrent_step(
+                state_PHkv, *_rows(parts, slice(len(texts)))
+            )
         else:
-            each = [chunked(*_rows(parts, at), positions_T[at]) for at in texts]
+            each = [chunked_scan(*_rows(parts, at), positions_T[at]) for at in texts]
             out_THv = torch.cat([out for out, _ in each])
             cache.states[key] = torch.cat([state for _, state in each])
         return F.pad(out_THv, (0, 0, 0, 0, 0, padding))
@@ -129,18 +131,18 @@ class DeltaMixer(nn.Module):
             rows.append(given[6])
         if valid_T is not None:
             rows = [x.where(valid_T[:, None], 0) for x in rows]
-        q, k, v, step = (wide(x) for x in rows[:4])
+        q, k, v, step = (upcast(x) for x in rows[:4])
         heads = [x.unflatten(1, (-1, record.key_dim)) for x in (q, k)]
         q_TGk, k_TGk = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in heads)
         v_THv = v.unflatten(1, (-1, record.value_dim))
-        step_THk = (step + wide(dt_bias)).unflatten(1, (v_THv.shape[1], -1))
-        rate_H1 = wide(a_log_H).exp()[:, None]
+        step_THk = (step + upcast(dt_bias)).unflatten(1, (v_THv.shape[1], -1))
+        rate_H1 = upcast(a_log_H).exp()[:, None]
         if record.decay_floor is None:
             decay_THk = -rate_H1 * F.softplus(step_THk)
         else:
             decay_THk = record.decay_floor * (rate_H1 * step_THk).sigmoid()
         if record.delta:
-            beta_TH = wide(rows[4]).sigmoid()
+            beta_TH = upcast(rows[4]).sigmoid()
         return q_TGk * record.key_dim**-0.5, k_TGk, v_THv, decay_THk, beta_TH
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather, gather, max_, reduce_scatter, sum_
 from moefold.comm.group import Group
 from moefold.data.batch import IGNORE_INDEX
-from moefold.kernels.cross_entropy.chunked import accumulate_head
+from moefold.kernels.cross_entropy.chunked import accumulate_head_gradient
 from moefold.kernels.operand import Operand
-from moefold.kernels.rows import wide_dtype
+from moefold.kernels.rows import upcast_dtype
 from moefold.layers.flow import Flow
 from moefold.layers.linear import places_here
 from moefold.layers.loss import widening
@@ -60,7 +60,7 @@ def divergence_and_gradients(
 
     def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
         x_PD = all_gather(x_TD, ranks)
-        total = x_PD.new_zeros((), dtype=wide_dtype(x_PD))
+        total = x_PD.new_zeros((), dtype=upcast_dtype(x_PD))
         dx_PD = torch.zeros_like(x_PD)
         for start in range(0, x_PD.shape[0], chunk):
             rows = slice(start, start + chunk)
@@ -73,7 +73,7 @@ def divergence_and_gradients(
             weight_C1 = counted_C1.to(losses_C.dtype).mul_(scale).mul_(temperature)
             dlogits_Cv = dlogits_Cv.mul_(weight_C1).to(head.value.dtype)
             dx_PD[rows] = dlogits_Cv @ head.value
-            accumulate_head(head, dlogits_Cv, x_CD)
+            accumulate_head_gradient(head, dlogits_Cv, x_CD)
             del dlogits_Cv  # so that it is freed before the next chunk's is allocated
         # Each rank has a partial sum, over its part of the vocabulary.
         return total * temperature**2, reduce_scatter(dx_PD, ranks)
@@ -128,7 +128,7 @@ def top_probabilities(
     """
     ranks = flow.world.group("tp")
     x_PD = all_gather(x_TD, ranks)
-    wide = wide_dtype(x_PD)
+    wide = upcast_dtype(x_PD)
     told_PW = x_PD.new_zeros(x_PD.shape[0], 2 * k + 1, dtype=wide)
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
@@ -151,6 +151,6 @@ def top_probabilities(
 def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:
     """Return log-probabilities [C, v] of this rank's part of the vocabulary."""
     logits_Cv = x_CD @ head.value.t()
-    logits_Cv = logits_Cv.to(wide_dtype(logits_Cv)).div_(t)
+    logits_Cv = logits_Cv.to(upcast_dtype(logits_Cv)).div_(t)
     logits_Cv.sub_(max_(logits_Cv.amax(1, keepdim=True), ranks))
     return logits_Cv.sub_(sum_(logits_Cv.exp().sum(1, keepdim=True), ranks).log_())

@@ -21,7 +21,7 @@ from moefold.comm.group import ALONE
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, contiguous_rows, zigzag_rows
-from moefold.kernels.gradients import RETURNED, GradientSink
+from moefold.kernels.gradients import AUTOGRAD_SINK, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.kernels.quantise.blocks import Role
 from moefold.kernels.scaled.products import NarrowOperand
@@ -62,7 +62,7 @@ class Flow:
 
     rows: MicroBatch
     recipe: PrecisionPolicy
-    sink: GradientSink = RETURNED
+    sink: GradientSink = AUTOGRAD_SINK
     keeper: Keeper = field(default_factory=Keeper)
     decisions: Decisions = field(default_factory=Decisions)
     training: bool = True

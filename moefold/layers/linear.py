@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moefold.comm.group import Group
 from moefold.kernels.function import Function
-from moefold.kernels.fused import fused
+from moefold.kernels.fused import uses_triton
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.dropout import Dropout
 from moefold.kernels.linear.product import add_bias, linear
@@ -188,7 +188,7 @@ class _Lookup(Function):
             ids, rows = ids_T[:n_valid], dx_TD[:n_valid].to(table.dtype)
             if into_VD is None:
                 into_VD = torch.zeros_like(table)
-            if fused(rows) and into_VD.is_contiguous():
+            if uses_triton(rows) and into_VD.is_contiguous():
                 kernels.gradient(rows, *ids.sort(stable=True), into_VD)
                 return into_VD
             if rows.is_cuda:  # index_add_ is not deterministic there; this operation sorts

@@ -21,7 +21,7 @@ from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.operand import Operand
-from moefold.kernels.rows import wide_dtype
+from moefold.kernels.rows import upcast_dtype
 from moefold.layers.flow import Flow
 
 
@@ -69,23 +69,26 @@ def widening(
     total, dwide_TD = product(*widened(x_TD, head))
     dx_TD, dinner_TR = dwide_TD.split([x_TD.shape[1], low.a.value.shape[0]], 1)
     dinner_TR = dinner_TR * low.scale
-    rows_TD = low.dropped(x_TD)
+    rows_TD = low.apply_dropout(x_TD)
     accumulate(low.a.master, partial(weight_gradient, dinner_TR[:n_valid], rows_TD[:n_valid]))
-    return total, dx_TD + low.dropped(dinner_TR @ low.a.value)
+    return total, dx_TD + low.apply_dropout(dinner_TR @ low.a.value)
 
 
 def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
     """Return rows and head, each concatenated with the adapter's, so that one product has both."""
     low = head.low_rank
     assert low is not None
-    inner_TR = (low.dropped(x_TD) @ low.a.value.t()).mul_(low.scale)
+    inner_TR = (low.apply_dropout(x_TD) @ low.a.value.t()).mul_(low.scale)
     value = torch.cat([head.value, low.b.value], 1)
     return torch.cat([x_TD, inner_TR], 1), replace(head, value=value)
 
 
 def _share(head: Operand, ranks: Group) -> dict[str, Any]:
     """Return arguments of ``chunked``: the rank's first token id, and how to combine statistics."""
-    return {"first": ranks.index * len(head.value), "combine": partial(_combined, ranks=ranks)}
+    return {
+        "vocab_start": ranks.index * len(head.value),
+        "combine": partial(_combined, ranks=ranks),
+    }
 
 
 def _combined(stats_2C: Tensor, ranks: Group) -> Tensor:
@@ -111,7 +114,7 @@ def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tens
         x_TD, head = widened(x_TD, head)
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
     x_PD, share = all_gather(x_TD, ranks), _share(head, ranks)
-    losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=wide_dtype(x_PD))
+    losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=upcast_dtype(x_PD))
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
         stats_2C = chunked.statistics(x_PD[rows] @ head.value.t(), labels[rows], **share)

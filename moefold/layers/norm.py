@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from moefold.comm.collectives import sum_over
 from moefold.kernels.function import Function
-from moefold.kernels.fused import fused
+from moefold.kernels.fused import uses_triton
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.norm.rms import norm_and_turn, rms_norm, sum_and_norm
+from moefold.kernels.norm.rms import add_and_norm, norm_and_rotate, rms_norm
 from moefold.kernels.operand import Operand
 from moefold.kernels.rope.rotate import rotate
-from moefold.kernels.rows import wide_dtype
+from moefold.kernels.rows import upcast_dtype
 from moefold.layers.flow import Flow
 from moefold.layers.rope import Angles
 
@@ -46,23 +46,23 @@ class RmsNorm(nn.Module):
     def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return ``x + more``, the residual rows, and their norm."""
         # Recompute of the norm starts from the sum, which is then saved as its input.
-        if "norms" in flow.keeper.kinds or not (self.adds and fused(x)):
+        if "norms" in flow.keeper.kinds or not (self.adds and uses_triton(x)):
             total = x + more
             return total, self(total, flow)
         weight = self.scale(flow)
         how = {"n_valid": flow.n_valid, "sink": flow.sink}
-        total, normed = sum_and_norm(x, more, weight, self.epsilon, **how)
+        total, normed = add_and_norm(x, more, weight, self.epsilon, **how)
         flow.keeper.owns("norms", normed)
         return total, normed
 
     def turned(self, x_THd: Tensor, angles: Angles, layout: str, flow: Flow) -> Tensor:
         """Return normed heads, rotated by their rows' angles."""
-        if not fused(x_THd):
+        if not uses_triton(x_THd):
             return rotate(self(x_THd, flow), *angles, layout)
         # Normed heads that are not rotated are never saved, so that recompute drops nothing.
         weight, how = self.scale(flow), {"n_valid": flow.n_valid, "sink": flow.sink}
         with flow.keeper.scope("norms", x_THd):
-            return norm_and_turn(x_THd, weight, self.epsilon, *angles, layout, **how)
+            return norm_and_rotate(x_THd, weight, self.epsilon, *angles, layout, **how)
 
 
 class LayerNorm(RmsNorm):
@@ -73,7 +73,7 @@ class LayerNorm(RmsNorm):
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows."""
         # A 16-bit mean has a relative error that may be large against the differences.
-        mean = x.mean(-1, keepdim=True, dtype=wide_dtype(x))
+        mean = x.mean(-1, keepdim=True, dtype=upcast_dtype(x))
         return super().forward((x - mean).to(x.dtype), flow)
 
 
@@ -104,7 +104,7 @@ class RmsNormAcross(RmsNorm):
             return super().forward(x, flow)
 
         def normed(x: Tensor) -> Tensor:
-            wide = x.to(wide_dtype(x))
+            wide = x.to(upcast_dtype(x))
             square_T1 = sum_over(wide.square().sum(-1, keepdim=True), ranks)
             scale_T1 = (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
             weight = self.scale(flow)
@@ -132,7 +132,7 @@ class _Unit(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
-        wide = x.to(wide_dtype(x))
+        wide = x.to(upcast_dtype(x))
         scale = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
         ctx.save_for_backward(x, scale)
         return (wide * scale).to(x.dtype)

@@ -138,7 +138,7 @@ class PagedRows:
         self._here, self._goes = True, leaving is not None
         if leaving is not None:
             self._host = stash.host[form]
-            self._host_M = self._host.claim(ends_E[-1], self._room)
+            self._host_M = self._host.allocate(ends_E[-1], self._room)
             self._copy(self._ring, self._page_M, self._host, self._host_M)
         self._step = stash.step
 
@@ -152,14 +152,14 @@ class PagedRows:
         """Free the device pages after the copy to the host, unless the rows are fetched again."""
         if self._goes:
             self.arrived()
-            self._ring.give(self._page_M)
+            self._ring.free(self._page_M)
             self._here = self._goes = False
 
     def fetch(self) -> None:
         """Begin to copy spilled rows back to the device."""
         self._goes = False
         if not self._here:
-            self._page_M = self._ring.claim(self._ends_E[-1], self._room)
+            self._page_M = self._ring.allocate(self._ends_E[-1], self._room)
             self._copy(self._host, self._host_M, self._ring, self._page_M)
             self._here = True
 
@@ -189,7 +189,7 @@ class PagedRows:
 
     def _free(self) -> None:
         if self._here:
-            self._ring.give(self._page_M)
+            self._ring.free(self._page_M)
         if self._leaving is not None:
-            self._host.give(self._host_M)
+            self._host.free(self._host_M)
             del self._host_M

@@ -28,7 +28,7 @@ from moefold.comm.collectives import gather, sum_
 from moefold.comm.group import Group
 from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
-from moefold.kernels.fused import fused
+from moefold.kernels.fused import uses_triton
 from moefold.kernels.routing import balance as kernels
 from moefold.layers.flow import Flow
 from moefold.layers.precision import ExactBuffers
@@ -74,8 +74,8 @@ class Observed:
     def shares_PE(self) -> Tensor | None:
         """fp32 partial sums of valid rows' distributions; None where no own kernel runs."""
         valid_TE = self.valid(self.probability_TE).detach()
-        own = fused(valid_TE) and valid_TE.dtype == torch.float32
-        return kernels.row_sums(valid_TE) if own else None
+        own = uses_triton(valid_TE) and valid_TE.dtype == torch.float32
+        return kernels.partial_row_sums(valid_TE) if own else None
 
     def mean(self, values_T: Tensor) -> Tensor:
         """Return the 0-d part of these rows in the mean over the micro-batch's valid tokens."""
@@ -158,8 +158,8 @@ class ZLoss(Term):
     def __call__(self, observed: Observed) -> Tensor:
         """Return the part of these rows in the value, in the logits' dtype."""
         logits_TE = observed.logits_TE
-        if fused(logits_TE) and logits_TE.dtype == torch.float32:
-            return kernels.square_log_sum_exp(observed.valid(logits_TE), observed.population)
+        if uses_triton(logits_TE) and logits_TE.dtype == torch.float32:
+            return kernels.z_loss(observed.valid(logits_TE), observed.population)
         return observed.mean(logits_TE.logsumexp(1).square())
 
 
@@ -261,7 +261,7 @@ class Counters(ExactBuffers):
         if shares_PE is not None:
             counters = (self.load_E, self.sent_E, self.tokens, self.plain_E, self.probability_E)
             counted = (shares_PE, load_E, routed.counts_E, by_rank_DE)
-            so_far_E = kernels.tally(*counted, *counters, rows.n_valid, rank)
+            so_far_E = kernels.update_counters(*counted, *counters, rows.n_valid, rank)
             return None if by_rank_DE is None else so_far_E
         self.load_E.add_(load_E)
         self.sent_E.add_(routed.counts_E)

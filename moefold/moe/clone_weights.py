@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from moefold.comm.collectives import exchange
 from moefold.comm.group import Group
-from moefold.kernels.gradients import GradientSink, made
+from moefold.kernels.gradients import GradientSink, precomputed
 from moefold.kernels.operand import Operand
 
 
@@ -118,7 +118,7 @@ class CloneGradients(Function):
             [one[here:] for one in given], expert_Ps, here * ctx.ranks.size, ctx.ranks, ctx.label
         )
         for at, one, back in zip(live, given, sums, strict=True):
-            found[at] = ctx.sink.deliver(masters[at], made(one[:here] + back))
+            found[at] = ctx.sink.deliver(masters[at], precomputed(one[:here] + back))
         return None, None, None, *found
 
 

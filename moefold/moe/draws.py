@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from moefold.kernels.linear.product import Drawn
+from moefold.kernels.linear.product import RowTransform
 from moefold.kernels.quantise.philox import MASK, chance
 from moefold.layers.flow import Flow
 
@@ -16,7 +16,7 @@ def drawn(flow: Flow, columns: int, layer: int, purpose: int, like: Tensor) -> T
     return chance(flow.number_T, range(columns), key, flow.recipe.step).to(like.dtype)
 
 
-def jitter(amount: float, layer: int, flow: Flow) -> Drawn:
+def jitter(amount: float, layer: int, flow: Flow) -> RowTransform:
     """Return a function that multiplies rows by random factors in 1 - amount to 1 + amount."""
 
     def times(x_TD: Tensor) -> Tensor:

@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from moefold.kernels.gradients import RETURNED
-from moefold.kernels.grouped.choose import GroupedKernel, choose
+from moefold.kernels.gradients import AUTOGRAD_SINK
+from moefold.kernels.grouped.choose import GroupedKernel, choose_kernel
 from moefold.kernels.operand import Operand
 from moefold.kernels.quantise.rows import RowCodes
 from moefold.kernels.rows import expert_of_rows
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
-from moefold.kernels.swiglu.form import ExpertForm
+from moefold.kernels.swiglu.variant import ExpertVariant
 from moefold.layers.config import Activation
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
@@ -46,7 +46,7 @@ class Experts(Adaptable):
     def kernel(self, dtype: torch.dtype, device: torch.device) -> GroupedKernel:
         """Return the kernel that runs for rows of ``dtype`` on ``device``, and why."""
         dims = self.w_in.shape[-1], self.w_out.shape[-1]
-        return choose(self._kernel, dtype, *dims, device=device)
+        return choose_kernel(self._kernel, dtype, *dims, device=device)
 
     @property
     def by_micro_batch(self) -> bool:
@@ -101,7 +101,7 @@ class Experts(Adaptable):
         biases = [flow.operand(b, b.dtype) for b in (self.in_bias, self.out_bias) if b is not None]
         if clones is not None:
             w_in, w_out, *biases = self._with_clones(clones, biases, flow)
-            sink = RETURNED
+            sink = AUTOGRAD_SINK
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
         again = flow.keeper.wants("experts")
         # The library's product may not support the adapter's rank as a width.
@@ -109,13 +109,13 @@ class Experts(Adaptable):
         dims = [
             size for low in (w_in.low_rank, w_out.low_rank) if low for size in low.a.value.shape[1:]
         ]
-        slim = choose(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
+        slim = choose_kernel(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
         low = None if slim is None else grouped_products(slim, offs_E)
         form = self._form(offs_E, biases, flow)
         with flow.keeper.scope("experts", ends=offs_E):
             return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, again, low, form)
 
-    def _form(self, offs_E: Tensor, biases: Sequence[Operand], flow: Flow) -> ExpertForm | None:
+    def _form(self, offs_E: Tensor, biases: Sequence[Operand], flow: Flow) -> ExpertVariant | None:
         """Return biases, activation and weighting around the products; None is plain SwiGLU."""
         if not self._formed:
             return None
@@ -124,7 +124,7 @@ class Experts(Adaptable):
         # Outputs are summed over etp: each of its ranks adds a share of the output bias.
         share = 1 / flow.world.group("etp").size
         how = form.alpha, form.limit, form.offset
-        return ExpertForm(offs_E, *how, b_in, b_out, share, self._on_input)
+        return ExpertVariant(offs_E, *how, b_in, b_out, share, self._on_input)
 
     def _with_clones(
         self, expert_Ps: Tensor, biases: Sequence[Operand], flow: Flow

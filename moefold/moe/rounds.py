@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.world import World
-from moefold.kernels.gradients import AtOnce, Deferred
+from moefold.kernels.gradients import DeferredSink, EagerSink
 from moefold.layers.flow import Flow
 from moefold.moe.dispatch.alltoall import AllToAllDispatch
 from moefold.moe.dispatch.base import Dispatched
@@ -48,7 +48,7 @@ class Rounds:
         if rounds == 1 and not flow.keeper.bounded:
             return self._round(tokens, experts, flow)
         # Deferred weight gradients would hold the rows of all rounds.
-        sink = AtOnce(flow.sink) if isinstance(flow.sink, Deferred) else flow.sink
+        sink = EagerSink(flow.sink) if isinstance(flow.sink, DeferredSink) else flow.sink
         flow = replace(flow, sink=sink)
 
         def one(x_TD: Tensor, weights_TK: Tensor, number: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.kernels.fused import fused
+from moefold.kernels.fused import uses_triton
 from moefold.kernels.routing import balance
 from moefold.kernels.routing import fused as kernels
 from moefold.moe.config import Router
@@ -49,7 +49,7 @@ def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: Router) -> Tenso
     """Return each row's distribution over all experts: softmax, or scores divided by their sum."""
     if record.score == "softmax":
         return scores_TE if record.order == "score_first" else logits_TE.softmax(1)
-    if fused(scores_TE) and scores_TE.dtype == torch.float32:
+    if uses_triton(scores_TE) and scores_TE.dtype == torch.float32:
         return balance.normalised(scores_TE)
     total_T1 = scores_TE.sum(1, keepdim=True)
     return scores_TE / total_T1.clamp(min=torch.finfo(scores_TE.dtype).tiny)
@@ -61,10 +61,10 @@ def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
     With ``topk_first`` the softmax over the chosen ones sums to 1 already, so that ``renormalise``
     and ``epsilon`` have no effect. The sentinel E gets an arbitrary finite weight.
     """
-    if fused(scores_TE) and scores_TE.dtype == torch.float32 and not record.floor:
-        shares = kernels.SHARES if record.renormalise else kernels.AS_THEY_ARE
+    if uses_triton(scores_TE) and scores_TE.dtype == torch.float32 and not record.floor:
+        shares = kernels.NORMALISED if record.renormalise else kernels.UNCHANGED
         rule = kernels.SOFTMAX if record.order == "topk_first" else shares
-        return kernels.weigh(scores_TE, experts_TK, rule, record.epsilon, record.scale)
+        return kernels.routing_weights(scores_TE, experts_TK, rule, record.epsilon, record.scale)
     weights_TK = scores_TE.gather(1, experts_TK.clamp(max=scores_TE.shape[1] - 1))
     if record.order == "topk_first":
         weights_TK = weights_TK.softmax(1)

@@ -7,7 +7,7 @@ T token rows, E experts, K experts per token, G groups of e = E / G experts each
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import fused
+from moefold.kernels.fused import uses_triton
 from moefold.kernels.routing import fused as kernels
 from moefold.moe.config import Groups, Router
 
@@ -29,7 +29,7 @@ def select(
     With ``groups`` only experts of the best groups qualify. Ties of experts and groups go to the
     lowest id; NaN is the largest value. Rows that are not valid hold E.
     """
-    if fused(scores_TE) and scores_TE.dtype == torch.float32:
+    if uses_triton(scores_TE) and scores_TE.dtype == torch.float32:
         limits = (1, 1, 1) if groups is None else (groups.count, groups.keep, groups.summed)
         return kernels.select(scores_TE, bias_E, valid_T, top_k, *limits)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -100,7 +100,7 @@ def count(experts_TK: Tensor, experts: int) -> Tensor:
 
     Integer sums are exact in any order, so that atomics on a device are deterministic.
     """
-    if fused(experts_TK) and experts <= kernels.MOST_BUCKETS:
+    if uses_triton(experts_TK) and experts <= kernels.MAX_BUCKETS:
         return kernels.count(experts_TK, experts)
     expert_C = experts_TK.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=expert_C.device)

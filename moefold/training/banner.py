@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from moefold.kernels.fused import why_not
+from moefold.kernels.fused import why_no_triton
 from moefold.kernels.quantise.config import Quantise
 from moefold.kernels.scaled.choose import PRODUCTS, paths
 from moefold.layers.precision import recipe_of
@@ -204,12 +204,12 @@ def _paths(job: Trainer) -> Iterator[Row]:
     kernels = {}
     for i, mixture in job.model.moe_layers():
         kernel = mixture.experts.kernel(dtype, job.device)
-        kernels.setdefault((kernel.name, kernel.why), []).append(i)
+        kernels.setdefault((kernel.name, kernel.reason), []).append(i)
     for (name, why), layers in kernels.items():
         where = "" if len(kernels) == 1 else f" in layers {layers}"
         yield "experts", f"{name}{where}: {why}"
     if job.device.type == "cuda":
-        yield "kernels", why_not("cuda") or "moefold's Triton kernels, except in fp64"
+        yield "kernels", why_no_triton("cuda") or "moefold's Triton kernels, except in fp64"
     yield "attention", "scaled_dot_product_attention within each document"
     for number, (kind, said) in enumerate(job.optimizer.describe().items()):
         yield "" if number else "optimizer", f"{kind}: {said}"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moefold.data.batch import MicroBatch
-from moefold.kernels.gradients import Deferred
+from moefold.kernels.gradients import DeferredSink
 from moefold.kernels.swiglu.ffn import Products
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import ShardedState
@@ -141,7 +141,7 @@ class Weighing(Executor):
         shared += [] if stash is None else [*stash.tensors, *host]
         known["shared"] |= {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
         apart = set().union(messages, *known.values())
-        queued = [t for one in held if isinstance(one.sink, Deferred) for t in _read(one.sink)]
+        queued = [t for one in held if isinstance(one.sink, DeferredSink) for t in _read(one.sink)]
         operands = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in queued}
         found = state_bytes(self._data)
         found["operands"] = sum(size for key, size in operands.items() if key not in apart)
@@ -158,8 +158,8 @@ def _read(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that queued products will read, from closures and partials."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Deferred):
-        yield from _read([product for _, product in value.waiting])
+    elif isinstance(value, DeferredSink):
+        yield from _read([product for _, product in value.pending])
     elif isinstance(value, partial):
         yield from _read([value.func, *value.args, *value.keywords.values()])
     elif isinstance(value, FunctionType):

@@ -7,7 +7,7 @@ from torch import nn
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
-from moefold.kernels.gradients import Deferred
+from moefold.kernels.gradients import DeferredSink
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
 from moefold.layers.unshard import UnshardHooks
@@ -81,7 +81,7 @@ def bytes_held(
 ) -> int:
     """Return the bytes that a block holds after its backward for the products of its weights."""
     layer, flow, x_TD = set_up(block, policy, precision, quantise)
-    sink = Deferred()
+    sink = DeferredSink()
     flow = flow.begun(sink, UnshardHooks(), ends=False)
     made = Made()
     with made, flow.keeper.keeping():

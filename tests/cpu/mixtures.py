@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefold.data.batch import MicroBatch
-from moefold.kernels.gradients import Accumulated
+from moefold.kernels.gradients import AccumulatingSink
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.config import Capacity, Moe, Shared
@@ -24,7 +24,7 @@ MIXTURES: dict[str, Moe] = {
 
 def run_mixture(mixture: MoeFfn, recipe: PrecisionPolicy, rows: MicroBatch, x_TD: Tensor) -> Tensor:
     """Run the four segments forward and backward; returns the gradient of the rows."""
-    flow = Flow(rows, recipe, Accumulated())
+    flow = Flow(rows, recipe, AccumulatingSink())
     mixture.balance.start_step()
     x_TD = x_TD.detach().requires_grad_()
     state: Any = MoeInput(x_TD, x_TD)

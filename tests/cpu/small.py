@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, assemble
-from moefold.kernels.gradients import RETURNED, GradientSink
+from moefold.kernels.gradients import AUTOGRAD_SINK, GradientSink
 from moefold.layers.config import Rope, Yarn
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
@@ -85,7 +85,7 @@ def gradients_of(
     model: DecoderModel,
     rows: MicroBatch,
     recompute: Record | None = None,
-    sink: GradientSink = RETURNED,
+    sink: GradientSink = AUTOGRAD_SINK,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and every gradient of one micro-batch, by autograd from end to end."""
     model.zero_grad()

@@ -13,16 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.kernels.attention import sdpa
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum, loss_and_gradients
-from moefold.kernels.fused import forced
-from moefold.kernels.gradients import RETURNED, Accumulated, Deferred
+from moefold.kernels.fused import force_triton
+from moefold.kernels.gradients import AUTOGRAD_SINK, AccumulatingSink, DeferredSink
 from moefold.kernels.grouped import fused, grouped, loop
-from moefold.kernels.grouped.choose import choose
+from moefold.kernels.grouped.choose import choose_kernel
 from moefold.kernels.linear.product import linear, weight_gradient
 from moefold.kernels.norm.rms import rms_norm
 from moefold.kernels.operand import Operand
-from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.kernels.permute.gather import permute_rows, permute_values, unpermute_rows
 from moefold.kernels.rope.rotate import rotate
-from moefold.kernels.swiglu import pieces
+from moefold.kernels.swiglu import activation
 from moefold.kernels.swiglu.ffn import dense_products, gated_ffn, grouped_products
 from tests import references
 from tests.cpu.small import relative
@@ -52,15 +52,15 @@ def test_linear_widens_narrow_rows_and_keeps_them_narrow() -> None:
     assert w.grad is not None and w.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("sink", [Accumulated(), Deferred()])
-def test_sinks_add_the_same_gradients_in_place(sink: Accumulated | Deferred) -> None:
+@pytest.mark.parametrize("sink", [AccumulatingSink(), DeferredSink()])
+def test_sinks_add_the_same_gradients_in_place(sink: AccumulatingSink | DeferredSink) -> None:
     x, w = drawn(6, 4), drawn(3, 4)
     linear(x, operand(w)).square().sum().backward()
     assert w.grad is not None
     once, w.grad = w.grad.clone(), None
     for times in (1, 2):
         linear(x, operand(w), sink=sink).square().sum().backward()
-        if isinstance(sink, Deferred):
+        if isinstance(sink, DeferredSink):
             assert sink.drain() == 1
         assert torch.allclose(w.grad, once * times, rtol=1e-14)
         if times == 1:
@@ -69,7 +69,7 @@ def test_sinks_add_the_same_gradients_in_place(sink: Accumulated | Deferred) -> 
 
 
 def test_deferred_products_run_once_and_only_when_drained() -> None:
-    sink, x, w = Deferred(), drawn(6, 4), drawn(3, 4)
+    sink, x, w = DeferredSink(), drawn(6, 4), drawn(3, 4)
     linear(x, operand(w), sink=sink).sum().backward()
     assert w.grad is None
     assert (sink.drain(), sink.drain()) == (1, 0)
@@ -158,11 +158,11 @@ def test_the_loop_is_right() -> None:
 
 def test_a_grouped_kernel_that_cannot_run_says_what_to_change() -> None:
     with pytest.raises(ValueError, match=r"layout\.experts.*multiples of 4"):
-        choose("grouped", torch.float32, 30)
-    assert choose("auto", torch.float64, 32).name == "loop"
-    assert choose("auto", torch.float32, 32).name == "grouped_mm"
-    assert "compiles" in choose("auto", torch.bfloat16, 32).why
-    assert choose("loop", torch.bfloat16, 32).name == "loop"
+        choose_kernel("grouped", torch.float32, 30)
+    assert choose_kernel("auto", torch.float64, 32).name == "loop"
+    assert choose_kernel("auto", torch.float32, 32).name == "grouped_mm"
+    assert "compiles" in choose_kernel("auto", torch.bfloat16, 32).reason
+    assert choose_kernel("loop", torch.bfloat16, 32).name == "loop"
 
 
 DEVICES = {
@@ -181,35 +181,35 @@ def test_auto_takes_what_does_not_wait_for_each_group(
     """bf16, fp32, and bf16 of a width that the library refuses."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda, asked = torch.device("cuda"), ((torch.bfloat16, 32), (torch.float32, 32))
-    with forced(True):
-        found = [choose("auto", *one, device=cuda) for one in (*asked, (torch.bfloat16, 30))]
+    with force_triton(True):
+        found = [choose_kernel("auto", *one, device=cuda) for one in (*asked, (torch.bfloat16, 30))]
         assert tuple(kernel.name for kernel in found) == DEVICES[capability]
-        assert choose("auto", torch.float64, 32, device=cuda).name == "loop"
+        assert choose_kernel("auto", torch.float64, 32, device=cuda).name == "loop"
         for dtype, summed in ((torch.bfloat16, fused), (torch.float32, grouped)):
-            library = choose("grouped", dtype, 32, device=cuda)
+            library = choose_kernel("grouped", dtype, 32, device=cuda)
             assert library.name == "grouped_mm" and library.product is grouped.product
             assert library.weight_gradient is summed.weight_gradient
         monkeypatch.setattr(torch.version, "hip", "6.4")
-        assert "ROCm" in choose("auto", torch.bfloat16, 32, device=cuda).why
+        assert "ROCm" in choose_kernel("auto", torch.bfloat16, 32, device=cuda).reason
         with pytest.raises(ValueError, match=r"do not support torch\.float64.*experts: auto"):
-            choose("triton", torch.float64, 32, device=cuda)
-    with forced(False):
-        assert choose("auto", torch.bfloat16, 30, device=cuda).name == "loop"
+            choose_kernel("triton", torch.float64, 32, device=cuda)
+    with force_triton(False):
+        assert choose_kernel("auto", torch.bfloat16, 30, device=cuda).name == "loop"
     with pytest.raises(ValueError, match=r"experts: triton cannot be used: .*GPUs, not on cpu"):
-        choose("triton", torch.bfloat16, 32)
+        choose_kernel("triton", torch.bfloat16, 32)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_swiglu_in_pieces_equals_the_reference(
     weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moefold.kernels.rows.PIECE", 20)
+    monkeypatch.setattr("moefold.kernels.rows.CPU_CHUNK", 20)
     h, da = drawn(11, 12), drawn(11, 6, grad=False)
     p = drawn(11).detach().abs().requires_grad_() if weighted else None
     a = references.swiglu(h, p)
     a.backward(da)
-    dh, dp, again = pieces.backward(h.detach(), None if p is None else p.detach(), da)
-    assert relative(pieces.forward(h.detach(), None if p is None else p.detach()), a) < 1e-15
+    dh, dp, again = activation.backward(h.detach(), None if p is None else p.detach(), da)
+    assert relative(activation.forward(h.detach(), None if p is None else p.detach()), a) < 1e-15
     assert relative(again, a) < 1e-15 and h.grad is not None and relative(dh, h.grad) < 1e-14
     if p is not None and dp is not None:
         assert p.grad is not None and relative(dp, p.grad) < 1e-14
@@ -221,7 +221,7 @@ def test_the_gated_ffn_has_the_right_gradients() -> None:
     def dense(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         products = dense_products(None)
         return gated_ffn(
-            x, Operand(w_in, w_in.detach()), Operand(w_out, w_out.detach()), products, RETURNED
+            x, Operand(w_in, w_in.detach()), Operand(w_out, w_out.detach()), products, AUTOGRAD_SINK
         )
 
     assert gradcheck(dense, (x, w_in, w_out))
@@ -229,9 +229,14 @@ def test_the_gated_ffn_has_the_right_gradients() -> None:
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
 
     def experts(x: Tensor, w_in: Tensor, w_out: Tensor, p: Tensor) -> Tensor:
-        products = grouped_products(choose("loop", x.dtype), offs)
+        products = grouped_products(choose_kernel("loop", x.dtype), offs)
         return gated_ffn(
-            x, Operand(w_in, w_in.detach()), Operand(w_out, w_out.detach()), products, RETURNED, p
+            x,
+            Operand(w_in, w_in.detach()),
+            Operand(w_out, w_out.detach()),
+            products,
+            AUTOGRAD_SINK,
+            p,
         )
 
     assert gradcheck(experts, (x, many_in, many_out, p))
@@ -248,8 +253,8 @@ def test_the_gated_ffn_keeps_only_input_and_preactivation() -> None:
             x,
             operand(w_in),
             operand(w_out),
-            grouped_products(choose("loop", x.dtype), offs),
-            RETURNED,
+            grouped_products(choose_kernel("loop", x.dtype), offs),
+            AUTOGRAD_SINK,
             p,
         )
     rows = sorted(shape for shape in kept if shape[0] == 64)
@@ -258,7 +263,7 @@ def test_the_gated_ffn_keeps_only_input_and_preactivation() -> None:
 
 @pytest.mark.parametrize("piece", [8, 40, 1 << 18])
 def test_rms_norm_equals_the_reference(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moefold.kernels.rows.PIECE", piece)
+    monkeypatch.setattr("moefold.kernels.rows.CPU_CHUNK", piece)
     x, w = drawn(7, 3, 8), drawn(8)
     assert relative(rms_norm(x, operand(w), 1e-6), references.norm(x, w, 1e-6)) < 1e-14
     assert gradcheck(lambda x, w: rms_norm(x, operand(w), 1e-3), (x, w))
@@ -341,11 +346,15 @@ def test_spread_and_collect_are_each_others_gradients() -> None:
     experts_TK = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]])
     copy_R, token_R, row_TK = permutation(experts_TK)
     for done in (True, False):
-        assert gradcheck(lambda x, done=done: spread(x, token_R, row_TK, done), (drawn(4, 3),))
-        assert gradcheck(lambda y, done=done: collect(y, token_R, row_TK, done), (drawn(8, 3),))
-    assert gradcheck(lambda w: pick(w, copy_R, row_TK), (drawn(4, 2),))
+        assert gradcheck(
+            lambda x, done=done: permute_rows(x, token_R, row_TK, done), (drawn(4, 3),)
+        )
+        assert gradcheck(
+            lambda y, done=done: unpermute_rows(y, token_R, row_TK, done), (drawn(8, 3),)
+        )
+    assert gradcheck(lambda w: permute_values(w, copy_R, row_TK), (drawn(4, 2),))
     x = drawn(4, 3, grad=False)
-    assert torch.equal(collect(spread(x, token_R, row_TK), token_R, row_TK), 2 * x)
+    assert torch.equal(unpermute_rows(permute_rows(x, token_R, row_TK), token_R, row_TK), 2 * x)
 
 
 def test_missing_copies_count_as_zero_whatever_stands_in_their_rows() -> None:
@@ -353,9 +362,9 @@ def test_missing_copies_count_as_zero_whatever_stands_in_their_rows() -> None:
     y = torch.full((4, 2), float("nan"), dtype=torch.float64)
     y[:2] = 1.0
     y.requires_grad_()
-    out = collect(y, token_R, row_TK)
+    out = unpermute_rows(y, token_R, row_TK)
     assert torch.equal(out, torch.tensor([[1.0, 1], [1, 1], [0, 0]], dtype=torch.float64))
-    assert torch.equal(spread(out, token_R, row_TK)[:2], out[:2])
+    assert torch.equal(permute_rows(out, token_R, row_TK)[:2], out[:2])
 
 
 def test_b14_a_missing_copy_gets_no_weight_gradient_from_memory() -> None:
@@ -363,7 +372,7 @@ def test_b14_a_missing_copy_gets_no_weight_gradient_from_memory() -> None:
     copy_R, row_TK = torch.tensor([0, 2, 1, 3]), torch.tensor([[0, 4], [1, 4]])
     weights = drawn(2, 2)
     dp_R = torch.tensor([3.0, 5.0, float("nan"), float("nan")], dtype=torch.float64)
-    (dweights,) = torch.autograd.grad(pick(weights, copy_R, row_TK), weights, dp_R)
+    (dweights,) = torch.autograd.grad(permute_values(weights, copy_R, row_TK), weights, dp_R)
     assert torch.equal(dweights, torch.tensor([[3.0, 0], [5, 0]], dtype=torch.float64))
 
 
@@ -385,7 +394,7 @@ def test_the_chunked_loss_equals_the_whole_one(chunk: int) -> None:
 
 
 def test_a_label_whose_share_is_no_number_has_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moefold.kernels.rows.PIECE", 100)
+    monkeypatch.setattr("moefold.kernels.rows.CPU_CHUNK", 100)
     x, w, labels = (torch.randn(12, 6) * 100, torch.randn(50, 6), torch.arange(12))
     want = torch.nn.functional.cross_entropy(x @ w.t(), labels, reduction="sum")
     assert (x @ w.t()).softmax(1).gather(1, labels[:, None]).min() == 0

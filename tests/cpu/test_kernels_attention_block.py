@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.attention import block_fused, block_plain, sdpa
-from moefold.kernels.attention.block import Band, Tile, attention, causal_tiles, choose
+from moefold.kernels.attention.block import Band, Tile, attention, causal_tiles, choose_kernel
 from tests import references
 from tests.cpu.small import relative
 
@@ -57,7 +57,7 @@ def test_the_fused_kernels_equal_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not widened:
-        monkeypatch.setattr(block_fused, "WIDE_UP_TO", 0)
+        monkeypatch.setattr(block_fused, "FP32_LIMIT", 0)
     q, k, v = (x.detach()[None].transpose(1, 2) for x in inputs(rows, keys, dims, dtype))
     wide = q.double(), k.double(), v.double()
     out, lse = block_plain.forward(*wide, SCALE, causal)
@@ -151,8 +151,8 @@ def test_b15_rows_of_no_tile_leak_nothing() -> None:
 def test_kernels_are_chosen_by_what_fits() -> None:
     q = torch.zeros(1, 2, 3, 4)
     triangle, square = Tile(slice(3), slice(3), 1), Tile(slice(3), slice(3))
-    assert choose(triangle, q, q) == (block_fused, (True,))
-    assert choose(square, q, q) == (block_fused, (False,))
-    assert choose(square, q.to("meta"), q.to("meta")) == (block_plain, (False,))
+    assert choose_kernel(triangle, q, q) == (block_fused, (True,))
+    assert choose_kernel(square, q, q) == (block_fused, (False,))
+    assert choose_kernel(square, q.to("meta"), q.to("meta")) == (block_plain, (False,))
     band = Band(0, 2)
-    assert choose(triangle._replace(band=band), q, q) == (block_plain, (False, band))
+    assert choose_kernel(triangle._replace(band=band), q, q) == (block_plain, (False, band))

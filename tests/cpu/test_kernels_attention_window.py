@@ -67,7 +67,7 @@ def test_tiles_of_context_ranks_equal_the_mask(
             for tile in sight.tiles(asking, owner):
                 first = asking * 2 * piece
                 queries = slice(first + tile.queries.start, first + tile.queries.stop)
-                tiles.append(tile.moved(owner * 2 * piece)._replace(queries=queries))
+                tiles.append(tile.shift_keys(owner * 2 * piece)._replace(queries=queries))
     out = attention(q[order], k[order], v[order], tiles, SCALE, sinks_H=sinks_H)
     found = torch.empty_like(out).index_copy(0, order, out)
     expected = references.attention(q, k, v, tuple(lengths), SCALE, window, sinks_H)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.gradients import Deferred
+from moefold.kernels.gradients import DeferredSink
 from moefold.kernels.quantise.blocks import SCALES
 from moefold.kernels.scaled import choose as chooser
 from moefold.kernels.scaled.choose import BACKENDS, PRODUCTS, choose
@@ -52,7 +52,7 @@ def three(recipe: Recipe, dtype: torch.dtype, grouped: bool) -> list[Tensor]:
         rows = RowRuns.of_groups(torch.tensor([50, 50, 170], dtype=torch.int32), 0, 0, sent)
     x, master = x.to(dtype).requires_grad_(), w.requires_grad_()
     made = NarrowWeight.of(w.detach(), recipe)
-    sink = Deferred()
+    sink = DeferredSink()
     y = scaled_product(x, NarrowOperand(master, lambda: made, Draw((1, 2), 3)), rows, sink)
     y.backward(dy.to(dtype))
     sink.drain()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.kernels.grouped.choose import choose
+from moefold.kernels.grouped.choose import choose_kernel
 from tests import large_rows
 from tests.large_rows import Size
 
@@ -12,7 +12,7 @@ SMALL = Size(tokens=300, copies=2, hidden=32, width=16, experts=5, device="cpu",
 
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
 def test_permute_products_and_combine_piece_by_piece(kernel: str) -> None:
-    large_rows.check(SMALL, choose(kernel, torch.bfloat16, SMALL.hidden, SMALL.width))
+    large_rows.check(SMALL, choose_kernel(kernel, torch.bfloat16, SMALL.hidden, SMALL.width))
 
 
 def test_a_row_in_a_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,4 +26,4 @@ def test_a_row_in_a_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(large_rows.Dispatcher, "dispatch", wrong)
     with pytest.raises(AssertionError):
-        large_rows.check(SMALL, choose("loop", torch.bfloat16))
+        large_rows.check(SMALL, choose_kernel("loop", torch.bfloat16))

@@ -9,11 +9,11 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 import moefold
-from moefold.kernels.gradients import RETURNED, Deferred
+from moefold.kernels.gradients import AUTOGRAD_SINK, DeferredSink
 from moefold.kernels.quantise.blocks import encode, format_of
 from moefold.kernels.quantise.hadamard import matrix
 from moefold.kernels.quantise.philox import chance
-from moefold.kernels.rows import PIECE
+from moefold.kernels.rows import CPU_CHUNK
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.products import (
     Draw,
@@ -107,7 +107,7 @@ def test_b51_the_three_products_equal_loops(
     direction of a weight's blocks; no transform of one operand; padding in the largest of a matrix;
     draws and largest numbers of pieces of a run.
     """
-    monkeypatch.setattr("moefold.kernels.rows.PIECE", 1 if outputs == 36 else PIECE)
+    monkeypatch.setattr("moefold.kernels.rows.CPU_CHUNK", 1 if outputs == 36 else CPU_CHUNK)
     inputs = 20
     for ends in (21, [3, 3, 20, 21]):
         groups = 1 if isinstance(ends, int) else len(ends)
@@ -119,7 +119,7 @@ def test_b51_the_three_products_equal_loops(
         where = RowRuns.dense(21, torch.arange(24) + FIRST)
         if not isinstance(ends, int):
             where = RowRuns.of_groups(torch.tensor(ends, dtype=torch.int32), FIRST)
-        sink = Deferred()
+        sink = DeferredSink()
         y = scaled_product(rows, NarrowOperand(master, lambda made=made: made, DRAW), where, sink)
         y.backward(dy)
         assert sink.drain() == 1 and rows.grad is not None and master.grad is not None
@@ -156,7 +156,7 @@ def test_b51_backward_reads_codes_of_pre_activations(
 
     Plants: blocks of whole rows; forward reads codes; what is made again is wide.
     """
-    monkeypatch.setattr("moefold.kernels.rows.PIECE", 160)
+    monkeypatch.setattr("moefold.kernels.rows.CPU_CHUNK", 160)
     width, form = 20, recipe.hidden_form
     assert form is not None
     ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32)
@@ -177,7 +177,7 @@ def test_b51_backward_reads_codes_of_pre_activations(
 
         def ffn(x_ND: Tensor, p_N: Tensor) -> Tensor:
             first, last = operands(*given[2:])
-            return narrow_ffn(x_ND, first, last, where, RETURNED, p_N, form)
+            return narrow_ffn(x_ND, first, last, where, AUTOGRAD_SINK, p_N, form)
 
         y_ND = checkpoint(ffn, *given[:2], use_reentrant=False) if again else ffn(*given[:2])
         y_ND.backward(dy_ND)
@@ -185,10 +185,10 @@ def test_b51_backward_reads_codes_of_pre_activations(
 
     x, w_first, w_last = leaves(x_ND, w_in, w_out)
     first, last = operands(w_first, w_last)
-    h_N2F = scaled_product(x, first, where, RETURNED)
+    h_N2F = scaled_product(x, first, where, AUTOGRAD_SINK)
     gate, up = h_N2F.detach().chunk(2, 1)
     (a,) = leaves(silu(gate) * up * p_N[:, None])
-    y = scaled_product(a, last, where, RETURNED)
+    y = scaled_product(a, last, where, AUTOGRAD_SINK)
     y.backward(dy_ND)
     assert a.grad is not None
     rule = {"scales": recipe.scales} if recipe.kind == "fp8_block" else {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.kernels.grouped import grouped, loop
-from moefold.kernels.grouped.choose import choose
+from moefold.kernels.grouped.choose import choose_kernel
 from moefold.moe.dispatch.base import permute
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 
@@ -36,7 +36,7 @@ def test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[i
     offs_E = torch.tensor(counts).cumsum(0).to(torch.int32)
     x_RD, w_EFD = torch.randn(100, 16), torch.randn(EXPERTS, 8, 16)
     dy_RF = torch.randn(100, 8)
-    kernel = choose("grouped", x_RD.dtype, 16, 8)
+    kernel = choose_kernel("grouped", x_RD.dtype, 16, 8)
     ours = (
         kernel.product(x_RD, w_EFD, offs_E)[:90],
         kernel.weight_gradient(dy_RF, x_RD, offs_E, None),
@@ -50,7 +50,7 @@ def test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[i
 def test_b33_products_in_steps_of_rows_reach_no_other_row(counts: tuple[int, ...]) -> None:
     """16-bit rows on a CPU; those of an expert and those past the last offset are NaN."""
     offs_E, rows = torch.tensor(counts).cumsum(0).to(torch.int32), sum(counts)
-    kernel = choose("auto", torch.bfloat16, 16, 8)
+    kernel = choose_kernel("auto", torch.bfloat16, 16, 8)
     assert kernel.name == "loop"
     x_RD, w_EFD = torch.randn(rows + 9, 16).bfloat16(), torch.randn(EXPERTS, 8, 16).bfloat16()
     dy_RF = torch.randn(rows + 9, 8).bfloat16()
@@ -78,16 +78,18 @@ def test_a_device_that_leaves_empty_groups_as_they_were_is_found_and_cleared(
     offs_E = torch.tensor((40, 40, 90, 90), dtype=torch.int32)
     want = grouped.weight_gradient(dy_RF, x_RD, offs_E, torch.ones(4, 8, 16))
     sound, cpu = F.grouped_mm, torch.device("cpu")
-    assert not grouped.leaves_dirt.__wrapped__(cpu)
+    assert not grouped.leaves_empty_groups_unwritten.__wrapped__(cpu)
 
     def unwritten(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
         empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0
         return sound(a, b, offs=offs).masked_fill(empty_E[:, None, None], torch.nan)
 
     monkeypatch.setattr(F, "grouped_mm", unwritten)
-    monkeypatch.setattr(grouped, "UNPROVEN", ("cpu",))
-    monkeypatch.setattr(grouped, "leaves_dirt", grouped.leaves_dirt.__wrapped__)
-    assert grouped.leaves_dirt(cpu)
+    monkeypatch.setattr(grouped, "UNVERIFIED_DEVICES", ("cpu",))
+    monkeypatch.setattr(
+        grouped, "leaves_empty_groups_unwritten", grouped.leaves_empty_groups_unwritten.__wrapped__
+    )
+    assert grouped.leaves_empty_groups_unwritten(cpu)
     found = grouped.weight_gradient(dy_RF, x_RD, offs_E, torch.ones(4, 8, 16))
     assert torch.equal(found, want) and (found[1] == 1).all()
 
@@ -98,8 +100,8 @@ def test_b33_widths_that_do_not_fit_are_refused_in_words(dtype: torch.dtype) -> 
     for width in range(1, 65):
         if width % step:
             with pytest.raises(ValueError, match=f"Use multiples of {step}"):
-                choose("grouped", dtype, 64, width)
-            assert choose("auto", dtype, 64, width).name == "loop"
+                choose_kernel("grouped", dtype, 64, width)
+            assert choose_kernel("auto", dtype, 64, width).name == "loop"
         else:
             assert grouped.fits(dtype, 64, width)
-            assert choose("grouped", dtype, 64, width).name == "grouped_mm"
+            assert choose_kernel("grouped", dtype, 64, width).name == "grouped_mm"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefold.data.batch import pack
 from moefold.kernels.convolution.short import short_convolution
-from moefold.kernels.delta.chunked import chunked, step
+from moefold.kernels.delta.chunked import chunked_scan, recurrent_step
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.placement import WHOLE, Shard
@@ -39,7 +39,7 @@ def recurrent(
         at = slice(t, t + 1)
         beta_1H = None if beta_TH is None else beta_TH[at]
         before = (state_Hkv * (positions_T[t] > 0))[None]
-        row, after = step(before, q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], beta_1H)
+        row, after = recurrent_step(before, q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], beta_1H)
         state_Hkv = after[0]
         out.append(row[0])
     return torch.stack(out)
@@ -71,7 +71,7 @@ def compare(rows: int, chunk: int, by_channel: bool, delta: bool) -> None:
     *given, positions_T = drawn(rows, by_channel, delta, rows)
     read = [x.requires_grad_() for x in given if x is not None]
     wanted = recurrent(*given, positions_T)  # type: ignore[arg-type]
-    found, _ = chunked(*given, positions_T, chunk=chunk)  # type: ignore[arg-type]
+    found, _ = chunked_scan(*given, positions_T, chunk=chunk)  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted, **EXACT)
     weight = torch.randn_like(wanted)
     mine, theirs = (torch.autograd.grad((x * weight).sum(), read) for x in (found, wanted))
@@ -99,7 +99,7 @@ def test_chunks_of_any_length_compute_what_the_recurrence_does(
 def test_runs_that_lie_apart_are_joined_by_their_states(by_channel: bool, delta: bool) -> None:
     *given, positions_T = drawn(60, by_channel, delta, 3)
     wanted = recurrent(*given, positions_T)  # type: ignore[arg-type]
-    out, states = chunked(*given, positions_T, chunk=16, runs=4)  # type: ignore[arg-type]
+    out, states = chunked_scan(*given, positions_T, chunk=16, runs=4)  # type: ignore[arg-type]
     state, found = torch.zeros_like(states[0, ..., :5]), list[Tensor]()
     for rows, after in zip(out.unflatten(0, (4, -1)), states, strict=True):
         found.append(rows[..., :5] + torch.einsum("thk,hkv->thv", rows[..., 5:], state))
@@ -112,7 +112,7 @@ def test_decays_of_bounded_numbers_stay_finite_in_fp32() -> None:
     decay = torch.full((128, 1, 4), -80.0)
     decay[::2] = -1e-4
     for g in (decay, decay[..., :1]):
-        out, state = chunked(q, k, v, g, torch.ones(128, 1), torch.arange(128))
+        out, state = chunked_scan(q, k, v, g, torch.ones(128, 1), torch.arange(128))
         assert out.isfinite().all() and state.isfinite().all()
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
-from moefold.kernels.gradients import Accumulated, Deferred
+from moefold.kernels.gradients import AccumulatingSink, DeferredSink
 from moefold.layers.config import Full, Kind, Rope, Selective, Yarn
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
@@ -78,7 +78,7 @@ def test_training_gives_the_gradients_of_autograd(shape: str) -> None:
 def test_deferred_weight_gradients_are_the_same(shape: str) -> None:
     model, rows = model_of(SHAPES[shape]), from_ids(ids_of(2, 12))
     _, want = gradients_of(model, rows)
-    sink = Deferred()
+    sink = DeferredSink()
     _, early = gradients_of(model, rows, sink=sink)
     assert set(early) == {"embed.weight" if SHAPES[shape].tied else "head.weight"}
     assert sink.drain() > 0
@@ -88,8 +88,8 @@ def test_deferred_weight_gradients_are_the_same(shape: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sink", [Accumulated()])
-def test_recompute_changes_no_value(policy: Record, shape: str, sink: Accumulated) -> None:
+@pytest.mark.parametrize("sink", [AccumulatingSink()])
+def test_recompute_changes_no_value(policy: Record, shape: str, sink: AccumulatingSink) -> None:
     model, rows = model_of(SHAPES[shape]), padded_rows((9, 4), 3)
     want = gradients(model, [rows], None, 16)
     kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

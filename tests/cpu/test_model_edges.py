@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moefold.config.base import Record
 from moefold.data.batch import from_ids, pack
 from moefold.kernels.cross_entropy import chunked
-from moefold.kernels.permute.gather import collect, pick, spread
-from moefold.kernels.rows import row_pieces
+from moefold.kernels.permute.gather import permute_rows, permute_values, unpermute_rows
+from moefold.kernels.rows import row_chunks
 from moefold.kernels.swiglu.ffn import Products
 from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.keeper import Keeper
@@ -78,16 +78,16 @@ def test_an_expert_rank_without_rows_gives_zeros() -> None:
     """Two tokens whose copies all went elsewhere, and rows that hold none of no tokens."""
     x_TD = torch.randn(2, 4, requires_grad=True)
     none_R, none_TK = torch.zeros(0, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
-    y_RD = spread(x_TD, none_R, none_TK)
-    out_TD = collect(y_RD, none_R, none_TK)
+    y_RD = permute_rows(x_TD, none_R, none_TK)
+    out_TD = unpermute_rows(y_RD, none_R, none_TK)
     assert y_RD.shape == (0, 4) and torch.equal(out_TD, torch.zeros(2, 4))
     out_TD.sum().backward()
     assert x_TD.grad is not None and not x_TD.grad.any()
     weights_TK = torch.randn(2, 2, requires_grad=True)
-    pick(weights_TK, none_R, none_TK).sum().backward()
+    permute_values(weights_TK, none_R, none_TK).sum().backward()
     assert weights_TK.grad is not None and not weights_TK.grad.any()
     static_R = torch.zeros(3, dtype=torch.int64)
-    assert spread(x_TD[:0], static_R, none_TK[:0]).shape == (3, 4)
+    assert permute_rows(x_TD[:0], static_R, none_TK[:0]).shape == (3, 4)
 
 
 def test_rows_without_a_single_label_give_zeros() -> None:
@@ -281,12 +281,12 @@ def test_pieces_cover_the_rows_and_are_few_on_a_device(
     device: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x_ND = torch.empty(1 << 14, 1 << 12, device=device)
-    found = row_pieces(x_ND)
+    found = row_chunks(x_ND)
     pieces //= torch.get_num_threads() if device == "cpu" else 1
     assert len(found) == pieces and sum(len(range(*s.indices(1 << 14))) for s in found) == 1 << 14
-    assert row_pieces(x_ND[:0]) == []
-    monkeypatch.setattr("moefold.kernels.rows.PIECE", 1)
-    assert len(row_pieces(x_ND[:3])) == (3 if device == "cpu" else 1)
+    assert row_chunks(x_ND[:0]) == []
+    monkeypatch.setattr("moefold.kernels.rows.CPU_CHUNK", 1)
+    assert len(row_chunks(x_ND[:3])) == (3 if device == "cpu" else 1)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 8])
@@ -294,8 +294,10 @@ def test_copies_are_summed_wide_and_rounded_once(copies: int) -> None:
     y_RD = torch.randn(5 * copies, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     row_TK = torch.arange(5 * copies).flip(0).view(5, copies)
     want_TD = y_RD[row_TK].double().sum(1).bfloat16()
-    assert torch.equal(collect(y_RD, row_TK.flatten() // copies, row_TK), want_TD)
-    assert torch.equal(collect(y_RD, row_TK.flatten() // copies, row_TK, complete=True), want_TD)
+    assert torch.equal(unpermute_rows(y_RD, row_TK.flatten() // copies, row_TK), want_TD)
+    assert torch.equal(
+        unpermute_rows(y_RD, row_TK.flatten() // copies, row_TK, complete=True), want_TD
+    )
 
 
 def test_an_operand_of_another_type_is_a_copy_of_the_weight_as_it_is() -> None:

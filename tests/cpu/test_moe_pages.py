@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.pages.ring import PageRing
 from moefold.layers.config import OffloadToPages
 from moefold.layers.offload import Departed
@@ -68,7 +68,7 @@ def lives(seed: int, refused: bool) -> Iterator[tuple[int, int]]:
             free -= need if fits else 0
             lost += 0 if fits else need
         assert int(ring.refused) == lost
-        yield int(ring.pages - ring.taken + ring.given), free
+        yield int(ring.pages - ring.allocated + ring.freed), free
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -104,21 +104,21 @@ def test_rows_that_nobody_takes_give_their_pages_back() -> None:
     kept = held.put(x_RD, ends_E)
     assert kept is not None and held.put(torch.randn(16, 3), ends_E) is None
     (ring,) = held.rings.values()
-    assert int(ring.taken - ring.given) == 3
+    assert int(ring.allocated - ring.freed) == 3
     del kept
-    assert int(ring.taken - ring.given) == 0
+    assert int(ring.allocated - ring.freed) == 0
     kept = held.put(x_RD, ends_E)
     held.begin_step(0, lambda: Pages({}, {}))
-    assert (int(ring.taken), int(ring.given), int(held.lacking())) == (0, 0, 0)
+    assert (int(ring.allocated), int(ring.freed), int(held.lacking())) == (0, 0, 0)
     del kept
-    assert int(ring.given) == 0
+    assert int(ring.freed) == 0
     again = held.put(x_RD, ends_E)
     assert again is not None
     first, second = again.take(), again.take()
     assert first is second and torch.equal(first[:9], x_RD[:9])
-    assert int(ring.given) == 3
+    assert int(ring.freed) == 3
     del again
-    assert int(ring.given) == 3
+    assert int(ring.freed) == 3
 
 
 class Late(Copies):
@@ -170,7 +170,7 @@ def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
     rows = kept = None
     alive.clear()
     for ring in (*held.rings.values(), *held.host.values()):
-        assert int(ring.taken) == int(ring.given) > 0
+        assert int(ring.allocated) == int(ring.freed) > 0
 
 
 def test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows() -> None:
@@ -187,12 +187,12 @@ def test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_row
 
 def test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None:
     """Where tensors have a GPU and no values: what says where rows lie goes to where they are."""
-    with FakeTensorMode(), forced(False):
+    with FakeTensorMode(), force_triton(False):
         given = 4, 4, WIDTH, torch.float64, torch.device("cuda")
         here, host = PageRing(*given), PageRing(*given, on_host=True)
         x_RD = torch.zeros(8, WIDTH, dtype=torch.float64, device="cuda")
         count = torch.zeros((), dtype=torch.int64, device="cuda")
-        page_M, away_M = here.put(x_RD, count), host.claim(count, 8)
+        page_M, away_M = here.put(x_RD, count), host.allocate(count, 8)
         here.copy(page_M, count, host, away_M)
         host.copy(away_M, count, here, page_M)
         assert (here.rows_SD.device.type, host.rows_SD.device.type) == ("cuda", "cpu")
@@ -218,6 +218,6 @@ def test_pages_hold_what_came_and_room_what_could_have() -> None:
         ring = PageRing(total, 2, 0, torch.float32, CPU)
         for count in rows_N:
             ring.put(torch.zeros(room, 0), count)
-        held = int(ring.taken) * 2
+        held = int(ring.allocated) * 2
         assert 0 <= held - total <= len(rows_N) and held / total < 1.0008
         assert room * len(rows_N) / held > fullest and 8 * 1024 * len(rows_N) / held > 7.99

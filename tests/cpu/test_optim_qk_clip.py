@@ -35,7 +35,7 @@ LATENT = Mla(heads=2, q_rank=6, kv_rank=6, nope_dim=4, rope_dim=2, v_dim=4)
 
 @pytest.mark.parametrize("window", (None, 3))
 def test_the_largest_logit_is_over_what_rows_see(window: int | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr("moefold.kernels.attention.block.SCORES", 40)  # a few queries at a time
+    monkeypatch.setattr("moefold.kernels.attention.block.MAX_SCORES", 40)  # a few queries at a time
     rows = rows_of(LENGTHS, pads=3)
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(rows.rows, heads, 4, generator=generator) for heads in (4, 2))

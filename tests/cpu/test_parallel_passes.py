@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
-from moefold.kernels.gradients import Deferred
+from moefold.kernels.gradients import DeferredSink
 from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
@@ -35,9 +35,9 @@ def loss(x_TD: Tensor, flow: Flow, later: int) -> tuple[Tensor, Tensor]:
 
 def ways(
     recompute: Record | None = None, apart: bool = True, rows: MicroBatch = ROWS
-) -> tuple[ChunkPass, Deferred]:
+) -> tuple[ChunkPass, DeferredSink]:
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
-    model, sink = small.model_of(small.decoder()), Deferred()
+    model, sink = small.model_of(small.decoder()), DeferredSink()
     flow = Flow(rows, model.recipe, sink, Keeper(recompute))
     chunk = Chunk(("0", "1"), embeds=True, scores=True)
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
@@ -85,7 +85,7 @@ def test_a_block_that_runs_again_has_its_last_exchange_once() -> None:
     assert kinds(way.backward(sink.drain)) == "c" + again + "cccccc" + "c" + "w"
 
 
-def gradients(way: ChunkPass, sink: Deferred) -> dict[str, Tensor]:
+def gradients(way: ChunkPass, sink: DeferredSink) -> dict[str, Tensor]:
     state = run(way.forward())
     run(way.backward(sink.drain), *state)
     return named(way)
@@ -153,7 +153,7 @@ class Holds(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, sink: Deferred, graph: Any, late: Any
+        ctx: Any, x: Tensor, weight: Tensor, sink: DeferredSink, graph: Any, late: Any
     ) -> Tensor:
         ctx.weight, ctx.sink, ctx.graph, ctx.late = weight, sink, graph, late
         return 2 * x
@@ -170,7 +170,7 @@ class Holds(torch.autograd.Function):
         return 2 * grad, None, None, None, None
 
 
-def held(part_of: list[Subgraph], sink: Deferred, weight: Tensor) -> tuple[Any, Any]:
+def held(part_of: list[Subgraph], sink: DeferredSink, weight: Tensor) -> tuple[Any, Any]:
     """Make a part and run it; returns what its graph and its product hold, weakly."""
     graph, late = Payload(), Payload()
     part = Subgraph(lambda x: (Holds.apply(x, weight, sink, graph, late),))  # type: ignore[arg-type, return-value]
@@ -181,7 +181,7 @@ def held(part_of: list[Subgraph], sink: Deferred, weight: Tensor) -> tuple[Any, 
 
 
 def test_inputs_gradient_frees_the_graph_and_the_queue_keeps_what_weights_need() -> None:
-    sink, weight, parts = Deferred(), torch.zeros(1, 1, requires_grad=True), list[Subgraph]()
+    sink, weight, parts = DeferredSink(), torch.zeros(1, 1, requires_grad=True), list[Subgraph]()
     graph, late = held(parts, sink, weight)
     assert graph() is not None
     (gradient,) = parts[0].backward(torch.ones(3))

@@ -15,7 +15,7 @@ from moefold.cli.main import main
 from moefold.config.errors import RunError
 from moefold.config.load import load
 from moefold.data.batch import from_ids
-from moefold.kernels.gradients import RETURNED
+from moefold.kernels.gradients import AUTOGRAD_SINK
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Decisions
 from moefold.layers.unshard import RESIDENT
@@ -105,7 +105,7 @@ def test_b99_a_pass_may_be_given_its_decisions() -> None:
     rows, told = from_ids(torch.arange(24).view(2, 12)), dict[str, Any]()
     tell = told.__setitem__
     sampler(Flow(rows, sampler.recipe, training=False, decisions=Decisions(tell=tell)))
-    flow = Flow(rows, model.recipe, decisions=Decisions(told)).begun(RETURNED, RESIDENT, True)
+    flow = Flow(rows, model.recipe, decisions=Decisions(told)).begun(AUTOGRAD_SINK, RESIDENT, True)
     x_TD, _ = model(flow)
     ((key, given),) = told.items()
     assert torch.equal(flow.decisions[key].experts_TK, given.experts_TK)

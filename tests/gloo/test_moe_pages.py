@@ -98,11 +98,11 @@ def step_of(
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(given) if j % dp == here]
     most: dict[int, tuple[int, int]] = {}
-    real = PageRing.claim
+    real = PageRing.allocate
 
-    def claim(ring: PageRing, count: Tensor, room: int) -> Tensor:
+    def allocate(ring: PageRing, count: Tensor, room: int) -> Tensor:
         page_M = real(ring, count, room)
-        used = int(ring.taken - ring.given)
+        used = int(ring.allocated - ring.freed)
         most[id(ring)] = max(used, most.get(id(ring), (0,))[0]), ring.pages
         return page_M
 
@@ -111,7 +111,7 @@ def step_of(
         return Pages(*each)
 
     with (
-        mock.patch.object(PageRing, "claim", claim),
+        mock.patch.object(PageRing, "allocate", allocate),
         mock.patch.object(executor, "pages_of", fewer),
     ):
         for _ in range(2):  # pages of the first step are those of the second
@@ -120,7 +120,7 @@ def step_of(
     if placed.offload is not None and placed.offload.stash is not None:
         stash = placed.offload.stash
         rings = [*stash.rings.values(), *stash.host.values()]
-        assert all(int(ring.taken) == int(ring.given) for ring in rings), "pages are lost"
+        assert all(int(ring.allocated) == int(ring.freed) for ring in rings), "pages are lost"
     return Step(found, figures.needed_load, list(most.values()))
 
 

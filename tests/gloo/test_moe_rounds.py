@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.kernels.gradients import AtOnce, Deferred
+from moefold.kernels.gradients import DeferredSink, EagerSink
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.mesh.config import Sizes
@@ -130,8 +130,8 @@ def test_b65_no_rank_has_more_rows_than_its_room_whatever_is_routed(sizes: str) 
 
 def test_b65_products_of_rounds_leave_no_rows_waiting() -> None:
     """Where weights' products wait, one sum of each waits instead, whatever the rounds."""
-    queue, weight = Deferred(), torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
-    sink, kept = AtOnce(queue), []
+    queue, weight = DeferredSink(), torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+    sink, kept = EagerSink(queue), []
     for value in (1.0, 2.0, 4.0):
         rows_RD = torch.full((5, 2), value, dtype=torch.float64)
         kept.append(ref(rows_RD))
@@ -142,7 +142,7 @@ def test_b65_products_of_rounds_leave_no_rows_waiting() -> None:
 
         sink.deliver(weight, product)
         del rows_RD, product
-    assert len(queue.waiting) == 1 and weight.grad is None
+    assert len(queue.pending) == 1 and weight.grad is None
     assert not any(one() is not None for one in kept)
     assert queue.drain() == 1 and weight.grad is not None
     assert weight.grad.unique().tolist() == [35.0]

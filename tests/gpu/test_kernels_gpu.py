@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.data.batch import from_ids
-from moefold.kernels.grouped.choose import choose
+from moefold.kernels.grouped.choose import choose_kernel
 from moefold.layers.config import Full
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Decoder
@@ -43,7 +43,7 @@ def test_b31_more_elements_than_31_bits_count() -> None:
     assert LARGE.tokens * LARGE.copies * LARGE.hidden > 2**31
     if torch.cuda.mem_get_info()[0] < ROOM:
         pytest.skip("needs 48 GB of free device memory")
-    check(LARGE, choose("grouped", torch.bfloat16, LARGE.hidden, LARGE.width))
+    check(LARGE, choose_kernel("grouped", torch.bfloat16, LARGE.hidden, LARGE.width))
     torch.cuda.empty_cache()
 
 

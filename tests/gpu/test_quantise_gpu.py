@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.gradients import Deferred
+from moefold.kernels.gradients import DeferredSink
 from moefold.kernels.quantise.blocks import Quantised, encode, format_of
 from moefold.kernels.quantise.hadamard import transform
 from moefold.kernels.quantise.philox import chance
@@ -80,7 +80,7 @@ def test_products_in_fp64_have_the_bits_of_the_host(kind: str) -> None:
         rows, master = (one.to(device, copy=True).requires_grad_() for one in (x, w))
         made = NarrowWeight.of(master.detach(), Recipe(kind))
         weight = NarrowOperand(master, lambda made=made: made, Draw((1, 2), 3))
-        sink = Deferred()
+        sink = DeferredSink()
         y = scaled_product(rows, weight, RowRuns.of_groups(ends, 100), sink)
         y.backward(dy.to(device))
         sink.drain()

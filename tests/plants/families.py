@@ -70,7 +70,7 @@ PLANTS = (
         "b15",
         "rows past the last offset enter the last expert's bias",
         "tests/cpu/test_moe_form.py::test_b15_rows_of_no_expert_read_no_bias_and_leak_nothing",
-        "kernels/swiglu/form.py",
+        "kernels/swiglu/variant.py",
         "rows.to(bias.master.dtype).masked_fill(~live_R[:, None], 0)",
         "rows.to(bias.master.dtype)",
     ),
@@ -78,7 +78,7 @@ PLANTS = (
         "b23",
         "an expert's input is bounded from above alone",
         B23,
-        "kernels/swiglu/form.py",
+        "kernels/swiglu/variant.py",
         "up.clamp(-self.limit, self.limit)",
         "up.clamp(max=self.limit)",
     ),
@@ -152,7 +152,7 @@ PLANTS = (
         "tests/cpu/test_layers_convolution.py::"
         "test_b23_documents_are_convolved_by_themselves_and_padding_leaks_nothing",
         "kernels/convolution/short.py",
-        "flatten(0, 1).where((positions_T >= back)[:, None], 0)",
+        "flatten(0, 1).where((positions_T >= distance)[:, None], 0)",
         "flatten(0, 1)",
     ),
     Plant(
@@ -160,8 +160,8 @@ PLANTS = (
         "taps are turned round",
         B23,
         "kernels/convolution/short.py",
-        "part = seen * value_C1K[:, 0, taps - 1 - back].to(seen.dtype)",
-        "part = seen * value_C1K[:, 0, back].to(seen.dtype)",
+        "part = read * value_C1K[:, 0, taps - 1 - distance].to(read.dtype)",
+        "part = read * value_C1K[:, 0, distance].to(read.dtype)",
     ),
     Plant(
         "b23",

@@ -183,15 +183,15 @@ PLANTS = (
         "a page is free before its rows were read",
         LIVES,
         "kernels/pages/ring.py",
-        "self.taken += torch.where(fits, wanted, 0)",
-        "self.taken += torch.where(fits, (wanted - 1).clamp(min=0), 0)",
+        "self.allocated += torch.where(fits, wanted, 0)",
+        "self.allocated += torch.where(fits, (wanted - 1).clamp(min=0), 0)",
     ),
     Plant(
         "b96",
         "the ring of free pages wraps over a live one",
         LIVES,
         "kernels/pages/ring.py",
-        "fits = wanted <= self.pages - (self.taken - self.given)",
+        "fits = wanted <= self.pages - (self.allocated - self.freed)",
         "fits = wanted <= self.pages",
     ),
     Plant(
@@ -199,8 +199,8 @@ PLANTS = (
         "pages that were read stand in the ring in another order than they are given back",
         LIVES,
         "kernels/pages/ring.py",
-        "place_M = torch.where(held_M, (self.given + at_M) % self.pages, self.pages)",
-        "place_M = torch.where(held_M, (self.taken + at_M) % self.pages, self.pages)",
+        "place_M = torch.where(held_M, (self.freed + at_M) % self.pages, self.pages)",
+        "place_M = torch.where(held_M, (self.allocated + at_M) % self.pages, self.pages)",
     ),
     Plant(
         "b96",
@@ -215,8 +215,8 @@ PLANTS = (
         "a page is free before its rows are on the host",
         SPILLED,
         "layers/stash.py",
-        "            self.arrived()\n            self._ring.give(self._page_M)\n",
-        "            self._ring.give(self._page_M)\n",
+        "            self.arrived()\n            self._ring.free(self._page_M)\n",
+        "            self._ring.free(self._page_M)\n",
     ),
     Plant(
         "b96",
@@ -231,7 +231,7 @@ PLANTS = (
         "rows come back from the host to pages that others have",
         SPILLED,
         "layers/stash.py",
-        "            self._page_M = self._ring.claim(self._ends_E[-1], self._room)\n",
+        "            self._page_M = self._ring.allocate(self._ends_E[-1], self._room)\n",
         "",
     ),
     Plant(
@@ -239,7 +239,7 @@ PLANTS = (
         "pages of the host are not given back",
         SPILLED,
         "layers/stash.py",
-        "            self._host.give(self._host_M)\n",
+        "            self._host.free(self._host_M)\n",
         "",
     ),
     Plant(
@@ -257,8 +257,8 @@ PLANTS = (
         "tests/cpu/test_moe_pages.py::"
         "test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back",
         "kernels/pages/ring.py",
-        "other._places(into_M, count, room).to(there)",
-        "other._places(into_M, count, room)",
+        "other._row_slots(into_M, count, room).to(there)",
+        "other._row_slots(into_M, count, room)",
     ),
     Plant(
         "b96",

@@ -49,7 +49,7 @@ PLANTS = (
         "products put off run again with the next",
         B30,
         "kernels/gradients.py",
-        "        self.waiting.clear()\n",
+        "        self.pending.clear()\n",
         "",
     ),
     Plant(

@@ -93,8 +93,8 @@ PLANTS = (
         "rows without a label are masked by multiplication in the loss",
         B15_MODEL,
         "kernels/cross_entropy/chunked.py",
-        "    x_TD = torch.where(counted_T[:, None], x_TD, 0)\n",
-        "    x_TD = x_TD * counted_T[:, None]\n",
+        "    x_TD = torch.where(labelled_T[:, None], x_TD, 0)\n",
+        "    x_TD = x_TD * labelled_T[:, None]\n",
     ),
     Plant(
         "b15",

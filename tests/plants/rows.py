@@ -69,7 +69,7 @@ PLANTS = (
         "rows past the last offset are summed",
         B14,
         "kernels/permute/gather.py",
-        "        picked = torch.where((row_TK < last).reshape(-1, 1), picked, 0)\n",
+        "        picked = torch.where((row_TK < end).reshape(-1, 1), picked, 0)\n",
         "",
     ),
     Plant(
@@ -85,8 +85,8 @@ PLANTS = (
         "missing copies are multiplied by zero",
         B14,
         "kernels/permute/gather.py",
-        "picked = torch.where((row_TK < last).reshape(-1, 1), picked, 0)",
-        "picked = picked * (row_TK < last).reshape(-1, 1)",
+        "picked = torch.where((row_TK < end).reshape(-1, 1), picked, 0)",
+        "picked = picked * (row_TK < end).reshape(-1, 1)",
     ),
     Plant(
         "b14",
@@ -101,8 +101,8 @@ PLANTS = (
         "rows are gathered by 32-bit numbers",
         B31_STATIC,
         "kernels/permute/gather.py",
-        "    return _rows(x_TD, token_R)\n",
-        "    return _rows(x_TD, token_R.int())\n",
+        "    return _index_rows(x_TD, token_R)\n",
+        "    return _index_rows(x_TD, token_R.int())\n",
     ),
     Plant(
         "b31",

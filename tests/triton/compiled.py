@@ -95,12 +95,14 @@ def compiling(target: str) -> Iterator[dict[str, Any]]:
         found[name if name not in found else f"{name} {len(found)}"] = made
         return made
 
-    JITFunction.run, known = compile_only, kernels.generation
-    kernels.generation = lambda: 0 if target.startswith("gfx") else int(target[3:]) // 10
+    JITFunction.run, known = compile_only, kernels.compute_capability_major
+    kernels.compute_capability_major = lambda: (
+        0 if target.startswith("gfx") else int(target[3:]) // 10
+    )
     try:
         yield found
     finally:
-        JITFunction.run, kernels.generation = launch, known
+        JITFunction.run, kernels.compute_capability_major = launch, known
 
 
 def figures(made: Any, target: str) -> Figures:

@@ -31,7 +31,7 @@ def _told(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
         _launch(self, *args, **kwargs)
 
 
-assert knobs.runtime.interpret and not fused.MISSING
+assert knobs.runtime.interpret and not fused.IMPORT_ERROR
 GridExecutor.__call__ = _told
 exact.install()
-fused._FORCED = ContextVar("forced", default=True)
+fused._FORCED = ContextVar("force_triton", default=True)

@@ -26,7 +26,7 @@ def test_b41_a_balance_value_and_its_gradient_are_those_of_fp64(size: tuple[int,
     tokens = max(int(counts_E.sum()) // 2, 1)
     want = (counts_E.double() / tokens * wide.sum(0)).sum() / (rows + 3) * experts / 2
     (3 * want).backward()
-    shares_PE = watched(lambda: balance.row_sums(probability_TE))
+    shares_PE = watched(lambda: balance.partial_row_sums(probability_TE))
     assert_rounded(shares_PE.sum(0), wide.detach().sum(0))
 
     def ours() -> tuple[Tensor, Tensor]:
@@ -44,11 +44,11 @@ def test_b41_a_balance_value_and_its_gradient_are_those_of_fp64(size: tuple[int,
 
 def test_rows_that_are_not_there_and_no_choices_give_zero() -> None:
     none_TE, counts_E = torch.empty(0, 8), torch.zeros(8, dtype=torch.int64)
-    shares_PE = watched(lambda: balance.row_sums(none_TE))
+    shares_PE = watched(lambda: balance.partial_row_sums(none_TE))
     assert shares_PE.tolist() == [[0] * 8]
     values = watched(lambda: balance.load_balance(none_TE, shares_PE, counts_E, 2, 1), waste=None)
     assert float(values) == 0
-    assert float(watched(lambda: balance.square_log_sum_exp(none_TE, 1), waste=None)) == 0
+    assert float(watched(lambda: balance.z_loss(none_TE, 1), waste=None)) == 0
     assert watched(lambda: balance.normalised(none_TE), waste=None).shape == (0, 8)
 
 
@@ -63,7 +63,7 @@ def test_b44_counters_are_those_of_whole_numbers(experts: int, ranks: int | None
         load, sent, plain = (counter.clone() for counter in before)
         tokens, probability = torch.tensor(7), torch.ones(experts)
         given = (shares_PE, load_E, sent_E, by_rank_DE)
-        so_far_E = balance.tally(*given, load, sent, tokens, plain, probability, 11, rank)
+        so_far_E = balance.update_counters(*given, load, sent, tokens, plain, probability, 11, rank)
         return load, sent, tokens, plain, probability, so_far_E
 
     load, sent, tokens, plain, probability, so_far_E = watched(ours, whole=False, waste=1.1)
@@ -86,7 +86,7 @@ def test_b41_squares_of_log_sums_are_those_of_fp64(size: tuple[int, int]) -> Non
 
     def ours() -> tuple[Tensor, Tensor]:
         given_TE = logits_TE.clone().requires_grad_()
-        value = balance.square_log_sum_exp(given_TE, 17)
+        value = balance.z_loss(given_TE, 17)
         (0.5 * value).backward()
         assert given_TE.grad is not None
         return value.detach(), given_TE.grad
@@ -124,16 +124,16 @@ def test_b41_scores_over_their_sum_are_those_of_fp64(size: tuple[int, int], expa
 
 def test_torch_knows_the_operations() -> None:
     rows_TE, counts_E = drawn(5, 8), choices(8)
-    shares_PE = balance.row_sums.launch(rows_TE)
+    shares_PE = balance.partial_row_sums.launch(rows_TE)
     check = torch.library.opcheck
-    check(balance.row_sums.known, (rows_TE,))
-    check(balance._load_value.known, (shares_PE, counts_E, 2, 5))
+    check(balance.partial_row_sums.overload, (rows_TE,))
+    check(balance._load_value.overload, (shares_PE, counts_E, 2, 5))
     counters = [counts_E.clone() for _ in range(3)]
     for by_rank_DE in (None, counts_E[None]):
         given = (shares_PE, counts_E, counts_E, by_rank_DE, *counters[:2], torch.tensor(3))
-        check(balance.tally.known, (*given, counters[2], torch.ones(8), 5, 0))
-    check(balance._square_value.known, (rows_TE, 5))
+        check(balance.update_counters.overload, (*given, counters[2], torch.ones(8), 5, 0))
+    check(balance._z_loss_value.overload, (rows_TE, 5))
     given = (torch.tensor(1.0), rows_TE, rows_TE[:, 0].contiguous(), 5)
-    check(balance._square_backward.known, given)
-    check(balance._normalised.known, (rows_TE,))
-    check(balance._normalised_backward.known, (rows_TE, rows_TE))
+    check(balance._z_loss_gradient.overload, given)
+    check(balance._normalised.overload, (rows_TE,))
+    check(balance._normalised_backward.overload, (rows_TE, rows_TE))

@@ -11,14 +11,14 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from moefold.kernels.cross_entropy import fused as cross_entropy
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.lookup import fused as lookup
 from moefold.kernels.norm import fused as norm
-from moefold.kernels.norm import turned
+from moefold.kernels.norm import rotated
 from moefold.kernels.pages import fused as pages
 from moefold.kernels.permute import fused as permute
 from moefold.kernels.rope import fused as rope
-from moefold.kernels.routing import arrivals, balance
+from moefold.kernels.routing import balance, exchange
 from moefold.kernels.routing import fused as routing
 from moefold.kernels.swiglu import fused as swiglu
 from tests.triton.watch import Shadow, Watch
@@ -46,10 +46,10 @@ def norms() -> Iterator[Any]:
     turn = drawn(T, 64), drawn(T, 64)
     yield norm.forward(x_ND, w_D, 1e-6, x_ND.clone())
     yield norm.backward(x_ND, x_ND.clone(), w_D, drawn(T, dtype=F32), T, x_ND.clone())
-    yield norm.add_up(drawn(64, 512, dtype=F32), w_D)
-    yield turned.forward(heads, w_d, *turn, 1e-6, False)
-    yield turned.backward(heads, heads.clone(), w_d, *turn, drawn(T, 8, dtype=F32), T, False)
-    yield rope.turn(heads, *turn, False, False)
+    yield norm.sum_partials(drawn(64, 512, dtype=F32), w_D)
+    yield rotated.forward(heads, w_d, *turn, 1e-6, False)
+    yield rotated.backward(heads, heads.clone(), w_d, *turn, drawn(T, 8, dtype=F32), T, False)
+    yield rope.rotate(heads, *turn, False, False)
     yield rope.expand(drawn(T, 4, 128), drawn(T, 128), *turn, 64, True)
     yield rope.expand_backward(drawn(T, 4, 192), drawn(T, 4, 64), *turn, 64, True)
 
@@ -73,16 +73,16 @@ def routers() -> Iterator[Any]:
     scores_TE, ids_TK, e_E = drawn(256, 64, dtype=F32), ids(64, 256, 8), drawn(64, dtype=F32)
     yield routing.select(scores_TE, e_E, None, 8, 1, 1, 1)
     yield routing.order(ids(16, 128, 4), 16)
-    weights_TK = routing._weighed(scores_TE, ids_TK, 1, 0.0, 1.0)
-    yield routing._weighed_backward(weights_TK, scores_TE, ids_TK, 1, 0.0, 1.0)
-    yield arrivals.counted(ids(9, 8, 1, 64).cumsum(2).int(), torch.arange(64).int(), 8, 1)
-    yield arrivals.arrange(torch.full((8, 8), 4).int(), 256)
-    shares_PE, counts = balance.row_sums(scores_TE), [ids(9, 64) for _ in range(5)]
+    weights_TK = routing._chosen_weights(scores_TE, ids_TK, 1, 0.0, 1.0)
+    yield routing._chosen_weights_backward(weights_TK, scores_TE, ids_TK, 1, 0.0, 1.0)
+    yield exchange.exchange_counts(ids(9, 8, 1, 64).cumsum(2).int(), torch.arange(64).int(), 8, 1)
+    yield exchange.sort_received(torch.full((8, 8), 4).int(), 256)
+    shares_PE, counts = balance.partial_row_sums(scores_TE), [ids(9, 64) for _ in range(5)]
     given = *counts[:2], ids(9, 2, 64), *counts[2:4], torch.tensor(3), counts[4], e_E
-    yield balance.tally(shares_PE, *given, 9, 1)
+    yield balance.update_counters(shares_PE, *given, 9, 1)
     yield balance._load_value(shares_PE, counts[0], 8, 256)
-    _, lse_T = balance._square_value(scores_TE, 256)
-    yield balance._square_backward(torch.tensor(1.0), scores_TE, lse_T, 256)
+    _, lse_T = balance._z_loss_value(scores_TE, 256)
+    yield balance._z_loss_gradient(torch.tensor(1.0), scores_TE, lse_T, 256)
     yield balance._normalised_backward(balance._normalised(scores_TE), scores_TE)
 
 
@@ -123,7 +123,7 @@ def test_b41_every_memory_bound_kernel_moves_its_operands_once(
 
     monkeypatch.setattr(GridExecutor, "__call__", run)
     torch.manual_seed(0)
-    with forced(True), watch:
+    with force_triton(True), watch:
         for each in (norms, rows, routers):
             list(each())
     assert set(watch.found) == every_kernel() - PRODUCTS

@@ -23,17 +23,17 @@ def counting(experts: int, ranks: int | None) -> None:
     counts_E = numbers(experts)
     by_rank_DE = None if ranks is None else numbers(ranks, experts)
     given = (wide(P, experts), counts_E, counts_E, by_rank_DE, counts_E, counts_E, numbers())
-    balance.tally.launch(*given, counts_E, wide(experts), T, 3)
+    balance.update_counters.launch(*given, counts_E, wide(experts), T, 3)
 
 
 LAUNCHES = {
-    "sums": lambda: balance.row_sums.launch(wide(T, 128)),
-    "sums of 256": lambda: balance.row_sums.launch(wide(T, 256)),
+    "sums": lambda: balance.partial_row_sums.launch(wide(T, 128)),
+    "sums of 256": lambda: balance.partial_row_sums.launch(wide(T, 256)),
     "counters": lambda: counting(256, None),
     "counters of data ranks": lambda: counting(128, 8),
     "value": lambda: balance._load_value.launch(wide(P, 256), numbers(256), 8, T),
-    "squares": lambda: balance._square_value.launch(wide(T, 128), T),
-    "their gradient": lambda: balance._square_backward.launch(wide(), wide(T, 128), wide(T), T),
+    "squares": lambda: balance._z_loss_value.launch(wide(T, 128), T),
+    "their gradient": lambda: balance._z_loss_gradient.launch(wide(), wide(T, 128), wide(T), T),
     "over their sum": lambda: balance._normalised.launch(wide(T, 256)),
     "its gradient": lambda: balance._normalised_backward.launch(
         wide(1, 256).expand(T, 256), wide(T, 256)

@@ -2,7 +2,7 @@
 
 import torch
 
-from moefold.kernels.norm import fused, turned
+from moefold.kernels.norm import fused, rotated
 from tests.triton.compiled import budget_test, meta
 
 T, H, D, d = 32_768, 32, 2048, 128
@@ -17,11 +17,11 @@ LAUNCHES = {
     "backward of a sum": lambda: fused.backward.launch(
         ROWS, ROWS, meta(D, dtype=F32), meta(T, dtype=F32), T, ROWS
     ),
-    "shares": lambda: fused.add_up.launch(meta(512, D, dtype=F32), meta(D, dtype=F32)),
-    "heads forward": lambda: turned.forward.launch(
+    "shares": lambda: fused.sum_partials.launch(meta(512, D, dtype=F32), meta(D, dtype=F32)),
+    "heads forward": lambda: rotated.forward.launch(
         HEADS, meta(d, dtype=F32), ANGLES, ANGLES, 1e-6, False
     ),
-    "heads backward": lambda: turned.backward.launch(
+    "heads backward": lambda: rotated.backward.launch(
         HEADS, HEADS, meta(d, dtype=F32), ANGLES, ANGLES, meta(T, H, dtype=F32), T, False
     ),
 }

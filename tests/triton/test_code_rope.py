@@ -6,8 +6,8 @@ from tests.triton.compiled import USUAL, budget_test, compiling, meta
 T = 8192
 TURN = meta(T, 32), meta(T, 32)
 LAUNCHES = {
-    "heads": lambda: fused.turn.launch(meta(T, 16, 128), meta(T, 64), meta(T, 64), False, False),
-    "last dims": lambda: fused.turn.launch(meta(T, 128, 192), *TURN, True, True),
+    "heads": lambda: fused.rotate.launch(meta(T, 16, 128), meta(T, 64), meta(T, 64), False, False),
+    "last dims": lambda: fused.rotate.launch(meta(T, 128, 192), *TURN, True, True),
     "latents": lambda: fused.expand.launch(
         meta(T, 128, 256), meta(T, 576)[:, 512:], *TURN, 128, True
     ),

@@ -21,8 +21,8 @@ LAUNCHES = {
     ),
     "order": lambda: fused.order.launch(IDS, 128),
     "order of 256": lambda: fused.order.launch(IDS, 256),
-    "weights": lambda: fused._weighed.launch(scores(128), IDS, 1, 0.0, 1.0),
-    "their gradient": lambda: fused._weighed_backward.launch(
+    "weights": lambda: fused._chosen_weights.launch(scores(128), IDS, 1, 0.0, 1.0),
+    "their gradient": lambda: fused._chosen_weights_backward.launch(
         scores(K), scores(128), IDS, 1, 0.0, 1.0
     ),
 }

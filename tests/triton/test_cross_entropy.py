@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moefold.comm.group import ALONE
 from moefold.kernels.cross_entropy import chunked, fused
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.operand import Operand
 from moefold.layers import loss
 from tests.triton.values import DTYPES, assert_rounded, watched
@@ -70,7 +70,7 @@ def test_the_chunked_loss_goes_through_kernels_where_rows_do(chunk: int) -> None
     for way in (False, True):
         master = w_VD.clone().requires_grad_()
         for _ in range(2):
-            with forced(way):
+            with force_triton(way):
                 total, dx_TD = chunked.loss_and_gradients(
                     x_TD, Operand(master, w_VD), labels_T, scale=torch.tensor(0.1), chunk=chunk
                 )
@@ -81,9 +81,9 @@ def test_the_chunked_loss_goes_through_kernels_where_rows_do(chunk: int) -> None
 
 def test_torch_knows_the_operations() -> None:
     logits_CV, labels_C = drawn(5, 40, torch.bfloat16)
-    torch.library.opcheck(fused.statistics.known, (logits_CV, labels_C, 3))
+    torch.library.opcheck(fused.statistics.overload, (logits_CV, labels_C, 3))
     weight_C, normaliser_C = torch.rand(5), logits_CV.float().logsumexp(1)
-    torch.library.opcheck(fused.gradient.known, (logits_CV, labels_C, normaliser_C, weight_C, 3))
+    torch.library.opcheck(fused.gradient.overload, (logits_CV, labels_C, normaliser_C, weight_C, 3))
 
 
 def test_b41_shares_of_the_vocabulary_add_up_to_the_whole(
@@ -98,14 +98,14 @@ def test_b41_shares_of_the_vocabulary_add_up_to_the_whole(
     monkeypatch.setattr(loss, "gather", lambda stats_2C, ranks: torch.stack(everyone))
     how = {"scale": 0.1, "chunk": 20}
     masters = [w.clone().requires_grad_() for w in (w_VD, w_VD[:cut], w_VD[cut:])]
-    with forced(True):
+    with force_triton(True):
         total, dx_TD = chunked.loss_and_gradients(x_TD, Operand(masters[0], w_VD), labels_T, **how)
         parts = [
             chunked.loss_and_gradients(
                 x_TD,
                 Operand(master, w),
                 labels_T,
-                first=first,
+                vocab_start=first,
                 combine=partial(loss._combined, ranks=ALONE),
                 **how,
             )

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.grouped import fused, loop
-from moefold.kernels.grouped.choose import choose
+from moefold.kernels.grouped.choose import choose_kernel
 from moefold.kernels.grouped.fused import ProductTile
 from tests.triton.values import assert_rounded, watched
 from tests.triton.watch import MemoryFault, Watch
@@ -31,8 +31,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles that the interpreter gets through, several of each dim."""
     tiles = {2: ProductTile(16, 32, 32, 4, 2), 4: ProductTile(32, 16, 16, 4, 2)}
     monkeypatch.setattr(fused, "TILES", tiles)
-    monkeypatch.setattr(fused, "TOGETHER", 2)
-    with forced(True):
+    monkeypatch.setattr(fused, "WAVE_ROW_TILES", 2)
+    with force_triton(True):
         yield
 
 
@@ -83,7 +83,10 @@ def test_b44_a_sum_over_many_rows_keeps_what_bf16_would_lose() -> None:
     """513 rows of ones: a sum rounded to bf16 underway stands still at 256, rounded last at 512."""
     ones_RX = torch.ones(513, 16, dtype=torch.bfloat16)
     offs_E = torch.tensor([513], dtype=torch.int32)
-    for kernel in (choose("triton", torch.bfloat16, 16), choose("grouped", torch.bfloat16, 16)):
+    for kernel in (
+        choose_kernel("triton", torch.bfloat16, 16),
+        choose_kernel("grouped", torch.bfloat16, 16),
+    ):
         into_EOI = torch.ones(1, 16, 16)
         got = kernel.weight_gradient(ones_RX, ones_RX, offs_E, into_EOI)
         assert got is into_EOI and bool((into_EOI == 514).all()), kernel.name
@@ -115,6 +118,6 @@ def test_b31_a_groups_place_is_counted_in_64_bits() -> None:
 
 def test_torch_knows_the_operations() -> None:
     x_RI, w_EOI, dy_RO, offs_E, into_EOI = drawn("one has all", torch.float32)
-    torch.library.opcheck(fused.product.known, (x_RI, w_EOI, offs_E))
-    torch.library.opcheck(fused.gradient.known, (dy_RO, x_RI, offs_E))
-    torch.library.opcheck(fused.gradient_.known, (into_EOI, dy_RO, x_RI, offs_E))
+    torch.library.opcheck(fused.product.overload, (x_RI, w_EOI, offs_E))
+    torch.library.opcheck(fused.gradient.overload, (dy_RO, x_RI, offs_E))
+    torch.library.opcheck(fused.gradient_.overload, (into_EOI, dy_RO, x_RI, offs_E))

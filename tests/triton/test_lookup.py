@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import forced
-from moefold.kernels.gradients import Accumulated
+from moefold.kernels.fused import force_triton
+from moefold.kernels.gradients import AccumulatingSink
 from moefold.kernels.lookup import fused
 from moefold.kernels.operand import Operand
 from moefold.layers.linear import _Lookup
@@ -44,10 +44,10 @@ def test_the_embedding_goes_through_the_kernel_where_rows_do() -> None:
     found = []
     for way in (False, True):
         table = table_VD.clone().requires_grad_()
-        with forced(way):
+        with force_triton(way):
             for _ in range(2):
                 held = Operand(table, table.detach())
-                out_TD = _Lookup.apply(table, held, ids_T, 10, Accumulated())
+                out_TD = _Lookup.apply(table, held, ids_T, 10, AccumulatingSink())
                 out_TD.backward(rows_TD)
         found.append(table.grad)
     torch.testing.assert_close(*found)
@@ -55,4 +55,4 @@ def test_the_embedding_goes_through_the_kernel_where_rows_do() -> None:
 
 def test_torch_knows_the_operation() -> None:
     rows_TD, ids_T, grad_VD = drawn(9, 40, 3, torch.bfloat16)
-    torch.library.opcheck(fused.gradient.known, (rows_TD, *ids_T.sort(stable=True), grad_VD))
+    torch.library.opcheck(fused.gradient.overload, (rows_TD, *ids_T.sort(stable=True), grad_VD))

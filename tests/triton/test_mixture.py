@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.grouped import fused
 from moefold.kernels.grouped.fused import ProductTile
 from moefold.layers.precision import PrecisionPolicy
@@ -41,9 +41,9 @@ def test_b44_a_mixture_is_the_same_through_kernels_and_without(
     kind: str, pads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "TILES", {4: ProductTile(16, 32, 16, 4, 2)})
-    with forced(False):
+    with force_triton(False):
         want = run(kind, pads, "loop")
-    with forced(True), Watch(seed=pads) as watch:
+    with force_triton(True), Watch(seed=pads) as watch:
         got = run(kind, pads, "triton")
     assert watch.launches > 10
     assert got.keys() == want.keys()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.norm import fused, turned
+from moefold.kernels.norm import fused, rotated
 from moefold.kernels.rope.rotate import rotate
 from tests import references
 from tests.triton.values import DTYPES, assert_rounded, watched
@@ -79,7 +79,7 @@ def test_b41_a_normed_and_turned_head_is_that_of_fp64(
     cos_Tp, sin_Tp = angles.cos().to(dtype), angles.sin().to(dtype)
     given = (weight_d, cos_Tp, sin_Tp)
     pairs = layout == "interleaved"
-    y_THd, rstd_TH = watched(lambda: turned.forward(x_THd, *given, EPSILON, pairs), waste=None)
+    y_THd, rstd_TH = watched(lambda: rotated.forward(x_THd, *given, EPSILON, pairs), waste=None)
     wide, wide_w = x_THd.double().requires_grad_(), weight_d.double().requires_grad_()
 
     def reference(rows: slice) -> Tensor:
@@ -92,7 +92,7 @@ def test_b41_a_normed_and_turned_head_is_that_of_fp64(
     valid = tokens - tokens // 3
     (dw,) = torch.autograd.grad(reference(slice(valid)), wide_w, dy_THd[:valid].double())
     dx_THd, shares = watched(
-        lambda: turned.backward(dy_THd, x_THd, *given, rstd_TH, valid, pairs), waste=None
+        lambda: rotated.backward(dy_THd, x_THd, *given, rstd_TH, valid, pairs), waste=None
     )
     assert wide.grad is not None
     assert_rounded(dx_THd, wide.grad)
@@ -105,7 +105,7 @@ def test_shares_are_added_to_what_is_there(shape: tuple[int, int]) -> None:
 
     def call() -> Tensor:
         into_D = there_D.clone()
-        fused.add_up(share_PD, into_D)
+        fused.sum_partials(share_PD, into_D)
         return into_D
 
     assert_rounded(watched(call), there_D.double() + share_PD.double().sum(0))
@@ -115,11 +115,11 @@ def test_shares_are_added_to_what_is_there(shape: tuple[int, int]) -> None:
 def test_torch_knows_the_operations(summed: bool) -> None:
     x_ND, dy_ND, weight_D = drawn(5, 8), drawn(5, 8), drawn(8)
     more_ND = dy_ND if summed else None
-    torch.library.opcheck(fused.forward.known, (x_ND, weight_D, EPSILON, more_ND))
+    torch.library.opcheck(fused.forward.overload, (x_ND, weight_D, EPSILON, more_ND))
     given = (dy_ND, x_ND, weight_D, x_ND[:, 0].contiguous(), 4, more_ND)
-    torch.library.opcheck(fused.backward.known, given)
-    torch.library.opcheck(fused.add_up.known, (x_ND, weight_D))
+    torch.library.opcheck(fused.backward.overload, given)
+    torch.library.opcheck(fused.sum_partials.overload, (x_ND, weight_D))
     x_THd, rstd_TH, angles = x_ND.view(5, 2, 4), x_ND[:, :2].contiguous(), drawn(5, 2)
     given = (weight_D[:4], angles, angles)
-    torch.library.opcheck(turned.forward.known, (x_THd, *given, EPSILON, summed))
-    torch.library.opcheck(turned.backward.known, (x_THd, x_THd, *given, rstd_TH, 4, summed))
+    torch.library.opcheck(rotated.forward.overload, (x_THd, *given, EPSILON, summed))
+    torch.library.opcheck(rotated.backward.overload, (x_THd, x_THd, *given, rstd_TH, 4, summed))

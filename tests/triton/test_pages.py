@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.pages import fused
 from moefold.kernels.pages.ring import PageRing
 from tests.triton.values import DTYPES, bits, watched
@@ -31,7 +31,7 @@ def test_b96_pages_are_those_of_the_plain_way(
     x_RD = torch.randn(room, width, generator=g).to(dtype)
     x_RD[count:] = torch.nan
     ring = PageRing(20, page, width, dtype, x_RD.device)
-    with forced(False):
+    with force_triton(False):
         ring.put(x_RD[:page], torch.tensor(page))
         page_M = ring.put(x_RD, torch.tensor(count, dtype=torch.int32))
     got_SD = watched(lambda: put(ring, x_RD, page_M, count), whole=False, waste=None)
@@ -53,8 +53,8 @@ def test_b96_pages_are_copied_to_pages_of_another_ring(dtype: torch.dtype) -> No
     room, count, width, page = SHAPES[0]
     rings = [PageRing(n, page, width, dtype, torch.device("cpu"), on_host=n == 7) for n in (20, 7)]
     x_RD, counted = torch.randn(room, width).to(dtype), torch.tensor([count])
-    with forced(False):
-        page_M, into_M = rings[0].put(x_RD, counted[0]), rings[1].claim(counted[0], room)
+    with force_triton(False):
+        page_M, into_M = rings[0].put(x_RD, counted[0]), rings[1].allocate(counted[0], room)
 
     def copied(into_M: torch.Tensor) -> torch.Tensor:
         rings[1].rows_SD.fill_(torch.nan)
@@ -73,18 +73,18 @@ def test_b96_only_rows_that_count_are_moved() -> None:
     """A fifth of the room: as many bytes as they have, beside numbers of pages."""
     room, count, width, page = 64, 13, 128, 8
     ring = PageRing(10, page, width, torch.float32, torch.device("cpu"))
-    with forced(True), Watch(1) as watch:
+    with force_triton(True), Watch(1) as watch:
         page_M = ring.put(torch.ones(room, width), torch.tensor(count))
     moved = count * width * 4
     assert watch.stores == moved and moved <= watch.loads <= moved + 1024
-    with forced(True), Watch(1) as watch:
+    with force_triton(True), Watch(1) as watch:
         ring.take(page_M, torch.tensor(count), room)
     assert watch.stores == moved and moved <= watch.loads <= moved + 1024
 
 
 def test_what_has_no_room_leaves_pages_alone() -> None:
     ring = PageRing(2, 4, 8, torch.float32, torch.device("cpu"))
-    with forced(True), Watch(1):
+    with force_triton(True), Watch(1):
         first_M = ring.put(torch.ones(8, 8), torch.tensor(8))
         ring.put(torch.zeros(8, 8), torch.tensor(5))
         back_RD = ring.take(first_M, torch.tensor(8), 8)
@@ -95,7 +95,7 @@ def test_torch_knows_the_operations() -> None:
     checks = ("test_schema", "test_faketensor")
     page_M, count = torch.tensor([1, 0]), torch.tensor([5])
     given = torch.ones(8, 4), page_M, count, torch.zeros(12, 4), 4
-    torch.library.opcheck(fused.put.known, given, test_utils=checks)
+    torch.library.opcheck(fused.put.overload, given, test_utils=checks)
     other = given[3], page_M, page_M, count, torch.ones(12, 4), 4
-    torch.library.opcheck(fused.copy.known, other, test_utils=checks)
-    torch.library.opcheck(fused.take.known, (given[3], page_M, count, 8, 4), test_utils=checks)
+    torch.library.opcheck(fused.copy.overload, other, test_utils=checks)
+    torch.library.opcheck(fused.take.overload, (given[3], page_M, count, 8, 4), test_utils=checks)

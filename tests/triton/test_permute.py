@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.permute import fused
-from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.kernels.permute.gather import permute_rows, permute_values, unpermute_rows
 from moefold.moe.dispatch.routing_plan import Permutation, sort_copies
 from tests.triton.values import DEVICE, DTYPES, bits, watched
 from tests.triton.watch import MemoryFault, Watch
@@ -20,7 +20,7 @@ def sorted_copies(tokens: int, top_k: int, drop: bool = True) -> Permutation:
     experts_TK = torch.rand(tokens, 8, generator=g).argsort(1)[:, :top_k]
     if drop and tokens > 4:
         experts_TK[1], experts_TK[3, 0] = 8, 8
-    with forced(False):
+    with force_triton(False):
         return sort_copies(experts_TK, 8)
 
 
@@ -57,7 +57,7 @@ def test_b14_rows_that_nobody_owns_are_not_read_and_not_written() -> None:
     order = sorted_copies(9, 2)
     x_TD = drawn(9, 5, torch.bfloat16)
     x_TD[1] = torch.nan
-    with forced(True):
+    with force_triton(True):
         gone_R = order.token_R == 9
         x_RD = torch.full((18, 5), 7, dtype=torch.bfloat16)
         x_RD = taken(x_TD, order.token_R, x_RD)
@@ -82,14 +82,14 @@ def test_gradients_are_those_of_the_plain_way(complete: bool) -> None:
     def gradients() -> tuple[Tensor, ...]:
         x, w, y = (v.clone().requires_grad_() for v in (x_TD, w_TK, dy_RD))
         index = (order.token_R, order.row_TK, complete)
-        rows, entries = spread(x, *index), pick(w, order.copy_R, *index[1:])
+        rows, entries = permute_rows(x, *index), permute_values(w, order.copy_R, *index[1:])
         torch.autograd.backward([rows, entries], [dy_RD, dp_R])
-        out_TD = collect(y, *index)
+        out_TD = unpermute_rows(y, *index)
         out_TD.backward(x_TD)
         assert x.grad is not None and w.grad is not None and y.grad is not None
         return x.grad, w.grad, y.grad[order.token_R < 13], out_TD.detach()
 
-    with forced(False):
+    with force_triton(False):
         plain = gradients()
     for got, want in zip(watched(gradients, whole=False, waste=None), plain, strict=True):
         assert torch.equal(got, want)
@@ -99,14 +99,14 @@ def test_b31_places_of_elements_are_counted_in_64_bits() -> None:
     """A row of 2**20 columns far behind the tensor: the checker says where it was looked for."""
     x_TD, token_N = torch.zeros(4, 8), torch.tensor([3000])
     out_ND, wide = torch.zeros(1, 2048), 2**20
-    with forced(True), Watch(), pytest.raises(MemoryFault, match=r"element 3\d{9}$"):
+    with force_triton(True), Watch(), pytest.raises(MemoryFault, match=r"element 3\d{9}$"):
         fused._take[(1, 1)](x_TD, token_N, out_ND, 1, 4000, wide, 1, 2048)
-    with forced(True), Watch(), pytest.raises(MemoryFault, match=r"element 3\d{9}$"):
+    with force_triton(True), Watch(), pytest.raises(MemoryFault, match=r"element 3\d{9}$"):
         fused._add[(1, 1)](x_TD, token_N[:, None], out_ND, 1, 4000, wide, 1, 1, 2048)
 
 
 def test_torch_knows_the_operations() -> None:
     order, x_TD = sorted_copies(9, 2), drawn(9, 8, torch.bfloat16)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(fused.take.known, (x_TD, torch.arange(9)), test_utils=checks)
-    torch.library.opcheck(fused.add.known, (drawn(18, 8, torch.float32), order.row_TK))
+    torch.library.opcheck(fused.take.overload, (x_TD, torch.arange(9)), test_utils=checks)
+    torch.library.opcheck(fused.add.overload, (drawn(18, 8, torch.float32), order.row_TK))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.rope import fused
 from moefold.kernels.rope.rotate import expand, rotate
 from tests.triton.values import DTYPES, assert_rounded, watched
@@ -40,7 +40,7 @@ def test_b41_turned_heads_are_those_of_fp64(
 
     def ours(back: bool) -> Tensor:
         given = dy_THd if back else x_THd
-        return fused.turn(given, *turn, layout == "interleaved", back)
+        return fused.rotate(given, *turn, layout == "interleaved", back)
 
     assert_rounded(watched(lambda: ours(False), waste=None), want.detach())
     assert wide.grad is not None
@@ -79,7 +79,7 @@ def test_gradients_come_through_the_kernels() -> None:
     def found(through: bool) -> list[Tensor]:
         x_THd, kv_THx, rope_Tr = (drawn(6, 3, 7), drawn(6, 3, 5), drawn(6, 4))
         leaves = [x.requires_grad_() for x in (x_THd, kv_THx, rope_Tr)]
-        with forced(through):
+        with force_triton(through):
             k_THd, v_THv = expand(kv_THx, rope_Tr, *turn, 3, "half")
             whole = rotate(x_THd, *turn, "interleaved")
         (whole.square().sum() + k_THd.pow(3).sum() + v_THv.square().sum()).backward()
@@ -91,7 +91,7 @@ def test_gradients_come_through_the_kernels() -> None:
 
 def test_torch_knows_the_operations() -> None:
     x_THd, turn = drawn(5, 2, 7), angles(5, 2, torch.float32)
-    torch.library.opcheck(fused.turn.known, (x_THd, *turn, True, False))
-    torch.library.opcheck(fused.expand.known, (x_THd, drawn(5, 4), *turn, 3, True))
+    torch.library.opcheck(fused.rotate.overload, (x_THd, *turn, True, False))
+    torch.library.opcheck(fused.expand.overload, (x_THd, drawn(5, 4), *turn, 3, True))
     given = (x_THd, drawn(5, 2, 4), *turn, 3, False)
-    torch.library.opcheck(fused.expand_backward.known, given)
+    torch.library.opcheck(fused.expand_backward.overload, given)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import forced
+from moefold.kernels.fused import force_triton
 from moefold.kernels.routing import fused
 from moefold.moe.config import Groups, Router
 from moefold.moe.dispatch.routing_plan import sort_copies
@@ -45,7 +45,7 @@ def test_b44_choices_are_those_of_the_plain_way(name: str, biased: bool) -> None
     def chosen() -> Tensor:
         return select(scores_TE, top_k, bias_E=bias_E, groups=groups, valid_T=valid_T)
 
-    with forced(False):
+    with force_triton(False):
         want_TK = chosen()
     assert torch.equal(watched(chosen, waste=1.2), want_TK)
 
@@ -62,10 +62,10 @@ def routed(tokens: int, top_k: int, buckets: int) -> Tensor:
 def test_b14_copies_stand_as_a_stable_sort_puts_them(
     sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "CHUNKS", 4)
+    monkeypatch.setattr(fused, "MAX_CHUNKS", 4)
     tokens, top_k, buckets = sizes
     buckets_TK = routed(tokens, top_k, buckets)
-    with forced(False):
+    with force_triton(False):
         want, counts_B = sort_copies(buckets_TK, buckets), count(buckets_TK, buckets)
 
     def order() -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ def test_b14_copies_stand_as_a_stable_sort_puts_them(
 
 def test_counts_of_more_buckets_than_a_program_keeps_go_the_plain_way() -> None:
     buckets_TK = torch.tensor([[3000, 1], [0, 3000]])
-    with forced(True):
+    with force_triton(True):
         assert count(buckets_TK, 5000)[3000] == 2
         assert sort_copies(buckets_TK, 5000).copy_R.tolist() == [2, 1, 0, 3]
 
@@ -118,9 +118,9 @@ def test_weights_and_gradients_are_those_of_fp64(rule: str) -> None:
 
 def test_torch_knows_the_operations() -> None:
     scores_TE, ids_TK, how = torch.rand(5, 8), torch.arange(10).view(5, 2) % 8, (1, 0.0, 1.0)
-    torch.library.opcheck(fused.select.known, (scores_TE, None, None, 2, 1, 1, 1))
-    torch.library.opcheck(fused.order.known, (ids_TK, 8))
-    torch.library.opcheck(fused.count.known, (ids_TK, 8))
-    torch.library.opcheck(fused._weighed.known, (scores_TE, ids_TK, *how))
+    torch.library.opcheck(fused.select.overload, (scores_TE, None, None, 2, 1, 1, 1))
+    torch.library.opcheck(fused.order.overload, (ids_TK, 8))
+    torch.library.opcheck(fused.count.overload, (ids_TK, 8))
+    torch.library.opcheck(fused._chosen_weights.overload, (scores_TE, ids_TK, *how))
     given = (torch.rand(5, 2), scores_TE, ids_TK, *how)
-    torch.library.opcheck(fused._weighed_backward.known, given)
+    torch.library.opcheck(fused._chosen_weights_backward.overload, given)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.swiglu import fused, pieces
+from moefold.kernels.swiglu import activation, fused
 from tests import references
 from tests.triton.values import DTYPES, assert_rounded, watched
 
@@ -53,14 +53,14 @@ def test_a_row_of_nan_stays_alone() -> None:
 def test_torch_knows_the_operations(weighted: bool) -> None:
     h_N2F, p_N, da_NF = drawn(5, 8, torch.bfloat16)
     given_p = p_N if weighted else None
-    torch.library.opcheck(fused.forward.known, (h_N2F, given_p))
-    torch.library.opcheck(fused.backward.known, (h_N2F, given_p, da_NF))
+    torch.library.opcheck(fused.forward.overload, (h_N2F, given_p))
+    torch.library.opcheck(fused.backward.overload, (h_N2F, given_p, da_NF))
 
 
 def test_pieces_go_through_kernels_where_rows_do() -> None:
     h_N2F, p_N, da_NF = drawn(5, 8, torch.bfloat16)
-    plain = pieces.backward(h_N2F, p_N, da_NF)
-    for a, b in zip(watched(lambda: pieces.backward(h_N2F, p_N, da_NF)), plain, strict=True):
+    plain = activation.backward(h_N2F, p_N, da_NF)
+    for a, b in zip(watched(lambda: activation.backward(h_N2F, p_N, da_NF)), plain, strict=True):
         torch.testing.assert_close(a, b)
-    shapes = pieces.backward(h_N2F.to("meta"), None, da_NF.to("meta"))
+    shapes = activation.backward(h_N2F.to("meta"), None, da_NF.to("meta"))
     assert shapes[1] is None and shapes[0].shape == h_N2F.shape

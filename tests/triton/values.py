@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import Op, forced
+from moefold.kernels.fused import Op, force_triton
 from tests.triton.watch import Watch
 
 Out = TypeVar("Out", Tensor, tuple[Tensor, ...])
@@ -56,9 +56,9 @@ def _run(
 ) -> tuple[Out, bool]:
     """Return the results, and whether programs may have met in atomics."""
     if DEVICE:
-        with forced(True), nan_where_unwritten():
+        with force_triton(True), nan_where_unwritten():
             return call(), True
-    with forced(True), nan_where_unwritten(), Watch(seed) as watch:
+    with force_triton(True), nan_where_unwritten(), Watch(seed) as watch:
         out = call()
     for tensor in _listed(out) if whole else []:
         assert watch.unwritten(tensor) == 0, f"{watch.unwritten(tensor)} elements not written"

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from moefold.kernels.attention import block_fused, block_plain
 from moefold.kernels.function import Function
-from moefold.kernels.rows import wide_dtype
+from moefold.kernels.rows import upcast_dtype
 
-SCORES = 1 << 24
+MAX_SCORES = 1 << 24
 """Scores per chunk of :func:`largest_logits`."""
 
 
 class Band(NamedTuple):
     """A diagonal band: query a sees key b where ``0 <= behind + a - b < window``."""
 
-    behind: int
+    offset: int
     """Number of rows from the first key to the first query."""
     window: int
 
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     band: Band | None = None
     """Mask in place of the causal one, where a window ends in the tile."""
 
-    def moved(self, keys: int) -> "Tile":
+    def shift_keys(self, keys: int) -> "Tile":
         """Return the tile with its keys shifted by ``keys`` rows."""
         return self._replace(keys=slice(self.keys.start + keys, self.keys.stop + keys))
 
@@ -62,7 +62,7 @@ def causal_tiles(lengths: Iterable[int]) -> list[Tile]:
     return tiles
 
 
-def choose(tile: Tile, q_NHSd: Tensor, v_NGUv: Tensor) -> tuple[ModuleType, tuple[Any, ...]]:
+def choose_kernel(tile: Tile, q_NHSd: Tensor, v_NGUv: Tensor) -> tuple[ModuleType, tuple[Any, ...]]:
     """Return the kernels for a tile's queries and values, and their arguments for its mask.
 
     Fused kernels are chosen where they support the shapes; bands use plain torch.
@@ -80,17 +80,17 @@ class OnlineSoftmax:
         self, q_THd: Tensor, v_dim: int, scale: float, sinks_H: Tensor | None = None
     ) -> None:
         """Begin without keys, with each head's sink if there are sinks, in fp32 or wider."""
-        wide = wide_dtype(q_THd)
+        wide = upcast_dtype(q_THd)
         self._q_THd, self._scale = q_THd, scale
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
         self.lse_TH = q_THd.new_full(q_THd.shape[:2], float("-inf"), dtype=wide)
         if sinks_H is not None:
             self.lse_TH.copy_(sinks_H)
 
-    def see(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> None:
+    def update(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> None:
         """Merge attention of a tile's queries to its keys."""
-        q, k, v = _of_kernel(tile, self._q_THd, k_UGd, v_UGv)
-        kernel, sight = choose(tile, q, v)
+        q, k, v = _tile_segments(tile, self._q_THd, k_UGd, v_UGv)
+        kernel, sight = choose_kernel(tile, q, v)
         part, lse = kernel.forward(q, k, v, self._scale, *sight)
         out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
         lse = lse.transpose(1, 2).flatten(0, 1)
@@ -98,11 +98,11 @@ class OnlineSoftmax:
         # Rows without keys so far: avoid inf - inf.
         base_SH = merged_SH.masked_fill(merged_SH == float("-inf"), 0.0)
         out_SHv.mul_((lse_SH - base_SH).exp_()[..., None])
-        out_SHv.add_(rows_of(part) * (lse - base_SH).exp_()[..., None])
+        out_SHv.add_(to_rows(part) * (lse - base_SH).exp_()[..., None])
         lse_SH.copy_(merged_SH)
 
 
-class Seen(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Inputs of backward: queries, outputs, log-sum-exp, and gradients of outputs."""
 
     q_THd: Tensor
@@ -113,12 +113,12 @@ class Seen(NamedTuple):
 
     def gradients(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return one tile's contributions to the gradients of its queries, keys and values."""
-        q, k, v = _of_kernel(tile, self.q_THd, k_UGd, v_UGv)
-        grad, out = (segments_of(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
-        lse_NHS = segments_of(self.lse_TH[tile.queries], tile)
-        kernel, sight = choose(tile, q, v)
+        q, k, v = _tile_segments(tile, self.q_THd, k_UGd, v_UGv)
+        grad, out = (to_segments(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
+        lse_NHS = to_segments(self.lse_TH[tile.queries], tile)
+        kernel, sight = choose_kernel(tile, q, v)
         shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, *sight)
-        return tuple(rows_of(x) for x in shares)  # type: ignore[return-value]
+        return tuple(to_rows(x) for x in shares)  # type: ignore[return-value]
 
     def sink_gradient(self, sinks_H: Tensor | None) -> Tensor | None:
         """Return the gradient of sinks: minus the sum over rows of weight times dout . out."""
@@ -129,7 +129,7 @@ class Seen(NamedTuple):
         return -(weights_TH * towards_TH).sum(0).to(sinks_H.dtype)
 
 
-class Sums:
+class GradientSums:
     """Accumulators of gradients over tiles, in the dtype of the statistics."""
 
     def __init__(self, q_THd: Tensor, k_UGd: Tensor, v_UGv: Tensor, dtype: torch.dtype) -> None:
@@ -152,7 +152,7 @@ class Sums:
         return dq, dk, dv
 
 
-class _Tiled(Function):
+class _TiledAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -165,7 +165,7 @@ class _Tiled(Function):
     ) -> Tensor:
         merged = OnlineSoftmax(q_THd, v_UGv.shape[-1], scale, sinks_H)
         for tile in tiles:
-            merged.see(tile, k_UGd, v_UGv)
+            merged.update(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
         ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, merged.lse_TH, sinks_H)
         ctx.tiles, ctx.scale = tiles, scale
@@ -174,8 +174,8 @@ class _Tiled(Function):
     @staticmethod
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_UGd, v_UGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
-        seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
-        sums = Sums(q_THd, k_UGd, v_UGv, lse_TH.dtype)
+        seen = BackwardInputs(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
+        sums = GradientSums(q_THd, k_UGd, v_UGv, lse_TH.dtype)
         for tile in ctx.tiles:
             dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
             sums.add_queries(tile.queries, dq)
@@ -202,21 +202,21 @@ def attention(
         sinks_H: logit of each head's sink.
     """
     args = (q_THd, k_UGd, v_UGv, sinks_H, tuple(tiles), scale)
-    return _Tiled.apply(*args)  # type: ignore[return-value]
+    return _TiledAttention.apply(*args)  # type: ignore[return-value]
 
 
 @torch.no_grad()
-def largest_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float) -> Tensor:
+def max_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float) -> Tensor:
     """Return the largest logit of each head, or zero if that is larger, [H] in fp32 or wider.
 
     Scores are recomputed in chunks of queries, as fused attention does not return them.
     """
-    largest_H = q_THd.new_zeros(q_THd.shape[1], dtype=wide_dtype(q_THd))
+    largest_H = q_THd.new_zeros(q_THd.shape[1], dtype=upcast_dtype(q_THd))
     for tile in tiles:
-        q, k = (segments_of(x, tile) for x in (q_THd[tile.queries], k_UGd[tile.keys]))
-        q, k, _ = block_plain.alike(q, k, k, largest_H.dtype)
+        q, k = (to_segments(x, tile) for x in (q_THd[tile.queries], k_UGd[tile.keys]))
+        q, k, _ = block_plain.repeat_kv(q, k, k, largest_H.dtype)
         count, keys = q.shape[2], k.shape[2]
-        rows = max(1, SCORES // (q.shape[0] * q.shape[1] * keys))
+        rows = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * keys))
         behind, window = tile.band or (0, count)
         hides = tile.band is not None or tile.segments > 0
         for start in range(0, count, rows):
@@ -226,16 +226,16 @@ def largest_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: f
     return largest_H
 
 
-def _of_kernel(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _tile_segments(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = q[tile.queries], k[tile.keys], v[tile.keys]
-    return segments_of(q, tile), segments_of(k, tile), segments_of(v, tile)
+    return to_segments(q, tile), to_segments(k, tile), to_segments(v, tile)
 
 
-def segments_of(rows: Tensor, tile: Tile) -> Tensor:
+def to_segments(rows: Tensor, tile: Tile) -> Tensor:
     """Return a tile's rows [N * S, H, ...] as segments [N, H, S, ...] for the kernels."""
     return rows.unflatten(0, (max(tile.segments, 1), -1)).transpose(1, 2)
 
 
-def rows_of(x_NHSd: Tensor) -> Tensor:
+def to_rows(x_NHSd: Tensor) -> Tensor:
     """Return segments [N, H, S, d] as rows [N * S, H, d]."""
     return x_NHSd.transpose(1, 2).flatten(0, 1)

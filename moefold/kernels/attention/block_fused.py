@@ -13,9 +13,9 @@ _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 _CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-CUDA_WIDTH = 256
+MAX_CUDA_WIDTH = 256
 """Largest head width of the CUDA kernel, which reads dims in vectors of eight."""
-WIDE_UP_TO = 1 << 14
+FP32_LIMIT = 1 << 14
 """Elements of a head's queries up to which backward of 16-bit rows is faster in fp32 on a CPU,
 where each small block is repacked for its products: 512 rows of 32 dims take 0.7 of the time."""
 
@@ -27,7 +27,7 @@ def fits(q_NHSd: Tensor, v_NGUv: Tensor) -> bool:
     narrow = q_NHSd.dtype in (torch.bfloat16, torch.float16)
     # Tensors on meta are treated as on a GPU.
     there = q_NHSd.is_cuda or q_NHSd.is_meta
-    return there and narrow and _width(q_NHSd, v_NGUv) <= CUDA_WIDTH
+    return there and narrow and _width(q_NHSd, v_NGUv) <= MAX_CUDA_WIDTH
 
 
 def forward(
@@ -55,7 +55,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values in the queries' dtype."""
     width, d, v_dim = _width(q_NHSd, v_NGUv), q_NHSd.shape[-1], v_NGUv.shape[-1]
-    widened = q_NHSd.is_cpu and q_NHSd.shape[-2] * width <= WIDE_UP_TO
+    widened = q_NHSd.is_cpu and q_NHSd.shape[-2] * width <= FP32_LIMIT
     dtype = lse_NHS.dtype if widened else q_NHSd.dtype
     given = (grad_NHSv, q_NHSd, k_NGUd, v_NGUv, out_NHSv)
     grad, q, k, v, out = (_padded(x.to(dtype), width) for x in given)

@@ -6,7 +6,7 @@ N segments with S queries and U keys, H query heads, G key-value heads, d and v 
 import torch
 from torch import Tensor
 
-from moefold.kernels.rows import wide_dtype
+from moefold.kernels.rows import upcast_dtype
 
 
 def forward(
@@ -22,7 +22,7 @@ def forward(
     With ``band = (behind, window)`` query a sees key b where ``0 <= behind + a - b < window``. Rows
     that see no key get zeros and minus infinity.
     """
-    q, k, v = alike(q_NHSd, k_NGUd, v_NGUv, wide_dtype(q_NHSd))
+    q, k, v = repeat_kv(q_NHSd, k_NGUd, v_NGUv, upcast_dtype(q_NHSd))
     scores_NHSU = scores(q, k, scale, causal, band)
     lse_NHS = scores_NHSU.logsumexp(-1)
     base_NHS = lse_NHS.masked_fill(lse_NHS == float("-inf"), 0.0)
@@ -46,7 +46,7 @@ def backward(
     """
     wide = lse_NHS.dtype
     kv_heads = k_NGUd.shape[1]
-    q, k, v = alike(q_NHSd, k_NGUd, v_NGUv, wide)
+    q, k, v = repeat_kv(q_NHSd, k_NGUd, v_NGUv, wide)
     grad, out = grad_NHSv.to(wide), out_NHSv.to(wide)
     weights_NHSU = (scores(q, k, scale, causal, band) - lse_NHS[..., None]).exp()
     dv_NHUv = weights_NHSU.mT @ grad
@@ -57,7 +57,7 @@ def backward(
     return dscores_NHSU @ k, dk, dv
 
 
-def alike(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def repeat_kv(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return all in ``dtype``, with keys and values repeated for each query head."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(repeat, 1) for x in (k, v))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.attention import block_fused
-from moefold.kernels.attention.block import Tile, causal_tiles, rows_of, segments_of
+from moefold.kernels.attention.block import Tile, causal_tiles, to_rows, to_segments
 from moefold.kernels.function import Function
 
 
@@ -29,25 +29,25 @@ def attention(
     """
     narrower = v_TGv.shape[-1] < q_THd.shape[-1]
     changed = narrower or (q_THd.is_cpu and q_THd.dtype.itemsize == 2)
-    if changed and block_fused.fits(q_THd, v_TGv) and not _cudnn_takes(q_THd, k_TGd, v_TGv):
-        return _KeptNarrow.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
+    if changed and block_fused.fits(q_THd, v_TGv) and not _cudnn_supports(q_THd, k_TGd, v_TGv):
+        return _SaveUnpadded.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
     given = (q_THd, k_TGd, v_TGv)
-    tiles, parts = _parts(lengths, q_THd.shape[0])
+    tiles, parts = _tiles_and_lengths(lengths, q_THd.shape[0])
     # No split into one piece, whose backward would copy.
     pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in given), strict=True)
     run = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
     grouped, out = q_THd.shape[1] != k_TGd.shape[1], list[Tensor]()
     for tile, piece in zip(tiles, pieces, strict=False):
-        q, k, v = (segments_of(x, tile) for x in piece)
-        out.append(rows_of(run(q, k, v, enable_gqa=grouped)))
+        q, k, v = (to_segments(x, tile) for x in piece)
+        out.append(to_rows(run(q, k, v, enable_gqa=grouped)))
     if not out:
         # Zeros that depend on the inputs, so that weights get zero gradients rather than None.
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
         return zero.expand(*q_THd.shape[:2], v_TGv.shape[-1])
-    return _joined(out, q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1]))
+    return _concatenate(out, q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1]))
 
 
-def _cudnn_takes(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
+def _cudnn_supports(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
     """Return whether cuDNN's kernels are available and take values narrower than keys; on Hopper
     they are 2.2 times as fast as padded ones."""
     if not q_THd.is_cuda:
@@ -58,7 +58,7 @@ def _cudnn_takes(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
     return torch.backends.cuda.can_use_cudnn_attention(asked)
 
 
-def _parts(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]:
+def _tiles_and_lengths(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]:
     """Return the tiles of segments, and the row counts of each tile and of the rows beyond."""
     tiles = causal_tiles(lengths)
     parts = [tile.queries.stop - tile.queries.start for tile in tiles]
@@ -66,7 +66,7 @@ def _parts(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]
     return tiles, [*parts, tail] if tail else parts
 
 
-def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
+def _concatenate(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
     """Concatenate pieces, followed by zeros up to the shape of ``like_THd``."""
     tail = like_THd.shape[0] - sum(piece.shape[0] for piece in pieces)
     if tail or not pieces:
@@ -74,7 +74,7 @@ def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-class _KeptNarrow(Function):
+class _SaveUnpadded(Function):
     """Attention whose inputs are padded or converted for the kernels but saved unchanged."""
 
     @staticmethod
@@ -86,14 +86,14 @@ class _KeptNarrow(Function):
         lengths: tuple[int, ...],
         scale: float,
     ) -> Tensor:
-        tiles, parts = _parts(lengths, q_THd.shape[0])
+        tiles, parts = _tiles_and_lengths(lengths, q_THd.shape[0])
         pieces = zip(*(x.split(parts) for x in (q_THd, k_TGd, v_TGv)), strict=True)
         found: list[tuple[Tensor, Tensor]] = []
         for tile, given in zip(tiles, pieces, strict=False):
-            q, k, v = (segments_of(x, tile) for x in given)
+            q, k, v = (to_segments(x, tile) for x in given)
             found.append(block_fused.forward(q, k, v, scale, True))
         like_THv = q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1])
-        out_THv = _joined([rows_of(out) for out, _ in found], like_THv).contiguous()
+        out_THv = _concatenate([to_rows(out) for out, _ in found], like_THv).contiguous()
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in found))
         ctx.lengths, ctx.scale = lengths, scale
         return out_THv
@@ -101,16 +101,16 @@ class _KeptNarrow(Function):
     @staticmethod
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGv, out_THv, *statistics = ctx.saved_tensors
-        tiles, parts = _parts(ctx.lengths, q_THd.shape[0])
+        tiles, parts = _tiles_and_lengths(ctx.lengths, q_THd.shape[0])
         pieces = zip(
             *(x.split(parts) for x in (grad_THv, q_THd, k_TGd, v_TGv, out_THv)), strict=True
         )
         found: list[tuple[Tensor, ...]] = []
         for tile, lse, given in zip(tiles, statistics, pieces, strict=False):
-            grad, q, k, v, out = (segments_of(x, tile) for x in given)
+            grad, q, k, v, out = (to_segments(x, tile) for x in given)
             found.append(block_fused.backward(grad, q, k, v, out, lse, ctx.scale, True))
         made = (
-            _joined([rows_of(shares[i]) for shares in found], like)
+            _concatenate([to_rows(shares[i]) for shares in found], like)
             for i, like in enumerate((q_THd, k_TGd, v_TGv))
         )
         return *made, None, None

@@ -23,7 +23,7 @@ LEAF = 8
 """Rows of a block in which decays per channel are computed for each pair of rows."""
 
 
-def step(
+def recurrent_step(
     state_PHkv: Tensor,
     q_PGk: Tensor,
     k_PGk: Tensor,
@@ -32,7 +32,7 @@ def step(
     beta_PH: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute one row of each of P documents; return ``o_PHv`` and the states after it."""
-    q_PHk, k_PHk = of_heads(q_PGk, v_PHv), of_heads(k_PGk, v_PHv)
+    q_PHk, k_PHk = repeat_heads(q_PGk, v_PHv), repeat_heads(k_PGk, v_PHv)
     state_PHkv = state_PHkv * decay_PHk.exp()[..., None]
     if beta_PH is not None:
         seen_PHv = torch.einsum("phkv,phk->phv", state_PHkv, k_PHk)
@@ -41,12 +41,12 @@ def step(
     return torch.einsum("phkv,phk->phv", state_PHkv, q_PHk), state_PHkv
 
 
-def of_heads(x_TGk: Tensor, v_THv: Tensor) -> Tensor:
+def repeat_heads(x_TGk: Tensor, v_THv: Tensor) -> Tensor:
     """Return queries or keys of every value head; neighbouring heads share one."""
     return x_TGk.repeat_interleave(v_THv.shape[1] // x_TGk.shape[1], 1)
 
 
-def chunked(
+def chunked_scan(
     q_TGk: Tensor,
     k_TGk: Tensor,
     v_THv: Tensor,
@@ -76,9 +76,9 @@ def chunked(
     dims, length = k_TGk.shape[-1], len(v_THv) // (runs or 1)
     if runs is not None:
         v_THv = F.pad(v_THv, (0, dims))
-    parts = of_heads(q_TGk, v_THv), of_heads(k_TGk, v_THv), v_THv, decay_THk
-    q, k, v, g = (_cut(x, runs or 1, chunk) for x in parts)
-    beta = None if beta_TH is None else _cut(beta_TH[..., None], runs or 1, chunk)
+    parts = repeat_heads(q_TGk, v_THv), repeat_heads(k_TGk, v_THv), v_THv, decay_THk
+    q, k, v, g = (_to_chunks(x, runs or 1, chunk) for x in parts)
+    beta = None if beta_TH is None else _to_chunks(beta_TH[..., None], runs or 1, chunk)
     total = g.cumsum(-2)
     # Documents are numbered within a run; 0 is one that continues from before the run.
     start_PL = positions_T.view(runs or 1, -1) == 0
@@ -88,7 +88,7 @@ def chunked(
     opened, ends = (document == before)[..., None], (document == last)[..., None]
     same = document[..., None] == document[..., None, :]
 
-    inner, left = decayed(torch.stack([q] if beta is None else [q, k * beta]), k, total), v
+    inner, left = decayed_scores(torch.stack([q] if beta is None else [q, k * beta]), k, total), v
     inner = inner.where(same, 0)
     grown = total.exp().where(opened, 0)
     read, faded = q * grown, (total[..., -1:, :] - total).exp().where(ends, 0)
@@ -109,13 +109,13 @@ def chunked(
     return rows.transpose(1, 2).flatten(0, 1), state
 
 
-def _cut(x_THx: Tensor, runs: int, chunk: int) -> Tensor:
+def _to_chunks(x_THx: Tensor, runs: int, chunk: int) -> Tensor:
     """Return rows as ``[P, H, N, C, x]``, each run padded with zeros."""
     x = x_THx.unflatten(0, (runs, -1)).transpose(1, 2)
     return F.pad(x, (0, 0, 0, -x.shape[2] % chunk)).unflatten(2, (-1, chunk))
 
 
-def decayed(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
+def decayed_scores(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
     """Return ``sum over k of rows_i k_j exp(G_i - G_j)`` for j <= i, else zero, ``[..., C, C]``."""
     length = k.shape[-2]
     if total.shape[-1] > 1 and length > LEAF:
@@ -124,8 +124,8 @@ def decayed(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
         (r1, r2), (k1, k2), (g1, g2) = (x.split(cut, -2) for x in (rows, k, total))
         border = g1[..., -1:, :]
         corner = (r2 * (g2 - border).exp()) @ (k1 * (border - g1).exp()).mT
-        upper = F.pad(decayed(r1, k1, g1), (0, length - half))
-        return torch.cat([upper, torch.cat([corner, decayed(r2, k2, g2)], -1)], -2)
+        upper = F.pad(decayed_scores(r1, k1, g1), (0, length - half))
+        return torch.cat([upper, torch.cat([corner, decayed_scores(r2, k2, g2)], -1)], -2)
     seen = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
     gap = (total[..., :, None, :] - total[..., None, :, :]).where(seen[..., None], -torch.inf)
     if total.shape[-1] == 1:

@@ -1,4 +1,4 @@
-"""Grouped products as Triton kernels, for devices on which ``grouped_mm`` synchronises or is wrong.
+"""Grouped products as Triton kernels, for devices where ``grouped_mm`` synchronises or is wrong.
 
 Where Triton kernels run, they always compute weight gradients of 16-bit rows, as ``grouped_mm``
 rounds them. Shapes are those of :mod:`moefold.kernels.grouped.loop`; offsets stay on the device.
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moefold.kernels import fused as kernels
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, cdiv, jit, next_power_of_2, tl
 
 Shape = Sequence[int]
 
 
 class ProductTile(NamedTuple):
-    """Tile that one program computes, with its launch options."""
+    """Tile computed by one program, with its launch options."""
 
     rows: int
     columns: int
@@ -42,8 +42,8 @@ HOPPER_GRADIENT = ProductTile(128, 128, 32, 4, 5)
 """Tile of 16-bit weight gradients on Hopper, where two such programs share a multiprocessor: 1.25
 to 1.4 times as fast as ``TILES`` (H100; 16 to 128 matrices). Elsewhere it spills registers."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TOGETHER = 8
-"""Row tiles that pass through a weight's column tiles concurrently, to share them in cache."""
+WAVE_ROW_TILES = 8
+"""Row tiles that use a weight's column tiles concurrently, so that the cache serves all of them."""
 
 
 @jit
@@ -55,9 +55,9 @@ def _tile_rows(offs, number, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     tiles = tl.where(g < groups, (end - start + ROWS - 1) // ROWS, 0)
     last = tl.cumsum(tiles, 0)
     group = tl.sum(((last <= number) & (g < groups)).to(tl.int32), 0)
-    here = g == group
-    first = tl.sum(tl.where(here, start + (number - last + tiles) * ROWS, 0), 0)
-    return group, first, tl.sum(tl.where(here, end, 0), 0)
+    selected = g == group
+    first = tl.sum(tl.where(selected, start + (number - last + tiles) * ROWS, 0), 0)
+    return group, first, tl.sum(tl.where(selected, end, 0), 0)
 
 
 @jit
@@ -120,71 +120,73 @@ def _weight_gradient(
     d = tl.arange(0, DEPTH)
     r = start.to(tl.int64) + d
     at_dy, at_x = dy + r[None, :] * out + o[:, None], x + r[:, None] * width + i[None, :]
-    turns = (end - start) // DEPTH
-    for _ in range(turns):
+    full_steps = (end - start) // DEPTH
+    for _ in range(full_steps):
         dy_or = tl.load(at_dy, mask=in_o[:, None], other=0.0)
         x_ri = tl.load(at_x, mask=in_i[None, :], other=0.0)
         total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
         at_dy += DEPTH * out
         at_x += DEPTH * width
-    rest = end - start - turns * DEPTH
+    rest = end - start - full_steps * DEPTH
     if rest > 0:
-        live = d < rest
-        dy_or = tl.load(at_dy, mask=live[None, :] & in_o[:, None], other=0.0)
-        x_ri = tl.load(at_x, mask=live[:, None] & in_i[None, :], other=0.0)
+        in_rest = d < rest
+        dy_or = tl.load(at_dy, mask=in_rest[None, :] & in_o[:, None], other=0.0)
+        x_ri = tl.load(at_x, mask=in_rest[:, None] & in_i[None, :], other=0.0)
         total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
     tl.store(matrix + at, total.to(dw.dtype.element_ty), mask=inside)
 
 
 def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
     """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``; the weights may have any strides."""
-    y_RO = _results(x_RI, w_EOI, offs_E)
+    y_RO = _empty_product(x_RI, w_EOI, offs_E)
     (rows, depth), (groups, columns, _) = x_RI.shape, w_EOI.shape
     tile = TILES[x_RI.dtype.itemsize]
     # Each group ends in at most one partial tile.
-    row_tiles = blocks(blocks(rows, tile.rows) + groups, TOGETHER) * TOGETHER
+    row_tiles = cdiv(cdiv(rows, tile.rows) + groups, WAVE_ROW_TILES) * WAVE_ROW_TILES
     if rows:
-        _product[(row_tiles * blocks(columns, tile.columns),)](
+        _product[(row_tiles * cdiv(columns, tile.columns),)](
             x_RI.contiguous(), w_EOI, offs_E, y_RO, groups, columns, depth, *w_EOI.stride(),
-            *tile[:3], power_of_2(groups), TOGETHER, **tile.options,
+            *tile[:3], next_power_of_2(groups), WAVE_ROW_TILES, **tile.options,
         )  # fmt: skip
     return y_RO
 
 
 def grouped_gradient_(into_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> None:
     """Add ``dy^T x`` of each group's rows to its matrix; empty groups are left unchanged."""
-    _into(into_EOI, dy_RO, x_RI, offs_E, True)
+    _launch_gradient(into_EOI, dy_RO, x_RI, offs_E, True)
 
 
 def grouped_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> Tensor:
     """Return fp32 ``dw_EOI``: ``dy^T x`` of each group's rows, zero for empty groups."""
-    dw_EOI = _gradients(dy_RO, x_RI, offs_E)
-    _into(dw_EOI, dy_RO, x_RI, offs_E, False)
+    dw_EOI = _empty_gradient(dy_RO, x_RI, offs_E)
+    _launch_gradient(dw_EOI, dy_RO, x_RI, offs_E, False)
     return dw_EOI
 
 
-def _into(dw_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, add: bool) -> None:
+def _launch_gradient(
+    dw_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, add: bool
+) -> None:
     groups, out, width = dw_EOI.shape
     size = x_RI.dtype.itemsize
-    tile = HOPPER_GRADIENT if size == 2 and kernels.generation() == 9 else TILES[size]
-    _weight_gradient[(blocks(out, tile.rows), blocks(width, tile.columns), groups)](
+    tile = HOPPER_GRADIENT if size == 2 and kernels.compute_capability_major() == 9 else TILES[size]
+    _weight_gradient[(cdiv(out, tile.rows), cdiv(width, tile.columns), groups)](
         dy_RO.contiguous(), x_RI.contiguous(), offs_E, dw_EOI, out, width, *dw_EOI.stride(),
         add, *tile[:3], **tile.options,
     )  # fmt: skip
 
 
-def _results(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
+def _empty_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
     return x_RI.new_empty(x_RI.shape[0], w_EOI.shape[1])
 
 
-def _gradients(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> Tensor:
+def _empty_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> Tensor:
     shape = (offs_E.shape[0], dy_RO.shape[1], x_RI.shape[1])
     return dy_RO.new_empty(shape, dtype=torch.float32)
 
 
-product = Op(grouped_product, _results)
-gradient = Op(grouped_gradient, _gradients)
-gradient_ = Op(grouped_gradient_, changes=("into_EOI",))
+product = Op(grouped_product, _empty_product)
+gradient = Op(grouped_gradient, _empty_gradient)
+gradient_ = Op(grouped_gradient_, mutates_args=("into_EOI",))
 
 
 @register_flop_formula(torch.ops.moefold.grouped_product)
@@ -209,7 +211,7 @@ def input_gradient(dy_RO: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, into_EOI: Tensor | None) -> Tensor:
-    """Return ``dw_EOI``, zero for empty groups, added to ``into_EOI`` in place where given."""
+    """Return ``dw_EOI``, zero for empty groups, added to ``into_EOI`` in place if given."""
     if into_EOI is None:
         return gradient(dy_RO, x_RI, offs_E)
     gradient_(into_EOI, dy_RO, x_RI, offs_E)

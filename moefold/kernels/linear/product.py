@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.function import Function
-from moefold.kernels.gradients import RETURNED, GradientSink, made
+from moefold.kernels.gradients import AUTOGRAD_SINK, GradientSink, precomputed
 from moefold.kernels.operand import Operand
-from moefold.kernels.rows import row_step, wide
+from moefold.kernels.rows import row_multiple, upcast
 
-Drawn = Callable[[Tensor], Tensor]
+RowTransform = Callable[[Tensor], Tensor]
 """A linear, elementwise and repeatable function of rows, such as dropout; its own gradient."""
 
 
@@ -25,8 +25,8 @@ def linear(
     weight: Operand,
     *,
     n_valid: int | None = None,
-    sink: GradientSink = RETURNED,
-    drawn: Drawn = lambda rows: rows,
+    sink: GradientSink = AUTOGRAD_SINK,
+    transform: RowTransform = lambda rows: rows,
 ) -> Tensor:
     """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype, plus that of its adapter.
 
@@ -37,20 +37,20 @@ def linear(
         sink: takes the weight's gradient.
         drawn: applied to the rows before the product; only its input is saved.
     """
-    y_TO = _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, drawn)
+    y_TO = _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, transform)
     low = weight.low_rank
     if low is None:
         return y_TO
 
     def dropped(x_TI: Tensor) -> Tensor:
-        return low.dropped(drawn(x_TI))
+        return low.apply_dropout(transform(x_TI))
 
     inner_TR = _Linear.apply(x_TI, low.a.master, low.a.value, n_valid, sink, dropped)
     return y_TO.add(linear(inner_TR, low.b, n_valid=n_valid, sink=sink), alpha=low.scale)
 
 
 def add_bias(
-    y_TO: Tensor, bias: Operand, *, n_valid: int | None = None, sink: GradientSink = RETURNED
+    y_TO: Tensor, bias: Operand, *, n_valid: int | None = None, sink: GradientSink = AUTOGRAD_SINK
 ) -> Tensor:
     """Return ``y_TO + bias_O`` in the rows' dtype; other arguments as of :func:`linear`."""
     return _AddBias.apply(y_TO, bias.master, bias.value, n_valid, sink)
@@ -62,17 +62,17 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
     Where the device supports it, products of 16-bit factors are summed and returned in fp32,
     without rounding to the factors' dtype.
     """
-    if x_TI.dtype.itemsize == 2 and sums_in_fp32(x_TI.device.type):
+    if x_TI.dtype.itemsize == 2 and accumulates_in_fp32(x_TI.device.type):
         if into_OI is None:
             return torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32)
         if into_OI.dtype == torch.float32:
             return torch.addmm(into_OI, dy_TO.t(), x_TI, out_dtype=torch.float32, out=into_OI)
-    rest = x_TI.shape[0] % row_step(x_TI.shape[0], x_TI)
+    rest = x_TI.shape[0] % row_multiple(x_TI.shape[0], x_TI)
     if rest:
         # Zeros pad the remaining rows to a step, for which a product is compiled already.
         made_OI = weight_gradient(dy_TO[:-rest], x_TI[:-rest], into_OI)
-        into_OI = wide(made_OI) if into_OI is None else into_OI
-        padding = (0, 0, 0, row_step(x_TI.shape[0], x_TI) - rest)
+        into_OI = upcast(made_OI) if into_OI is None else into_OI
+        padding = (0, 0, 0, row_multiple(x_TI.shape[0], x_TI) - rest)
         dy_TO, x_TI = (F.pad(rows[-rest:], padding) for rows in (dy_TO, x_TI))
     if into_OI is None:
         return dy_TO.t() @ x_TI
@@ -81,7 +81,7 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
     return into_OI.add_(dy_TO.t() @ x_TI)
 
 
-def sums_in_fp32(device: str) -> bool:
+def accumulates_in_fp32(device: str) -> bool:
     """Return whether torch multiplies 16-bit factors to fp32 on a device; ``meta`` is as CUDA."""
     return device == "meta" or (device == "cuda" and not torch.version.hip)
 
@@ -95,7 +95,7 @@ class _Linear(Function):
         value_OI: Tensor,
         n_valid: int | None,
         sink: GradientSink,
-        drawn: Drawn,
+        drawn: RowTransform,
     ) -> Tensor:
         # Only the weight's gradient reads the rows.
         ctx.shape, value_OI = value_OI.shape, value_OI.flatten(0, -2)
@@ -141,5 +141,5 @@ class _AddBias(Function):
         db = None
         if ctx.needs_input_grad[1]:
             summed_O = dy_TO[: ctx.n_valid].sum(0, dtype=ctx.master.dtype)
-            db = ctx.sink.deliver(ctx.master, made(summed_O))
+            db = ctx.sink.deliver(ctx.master, precomputed(summed_O))
         return dy_TO, db, None, None, None

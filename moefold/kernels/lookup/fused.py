@@ -6,7 +6,7 @@ the table's size is allocated.
 
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, cdiv, jit, next_power_of_2, tl
 
 ROWS, COLUMNS = 8, 256
 """Most rows per iteration and columns of a program; runs of frequent ids have thousands of rows."""
@@ -51,11 +51,11 @@ def lookup_gradient(rows_TD: Tensor, ids_T: Tensor, order_T: Tensor, into_VD: Te
         into_VD: contiguous gradient of the table.
     """
     count, width = rows_TD.shape
-    columns = min(COLUMNS, power_of_2(width))
+    columns = min(COLUMNS, next_power_of_2(width))
     if rows_TD.numel():
-        _add_runs[(count, blocks(width, columns))](
+        _add_runs[(count, cdiv(width, columns))](
             rows_TD.contiguous(), ids_T, order_T, into_VD, count, width, ROWS, columns
         )
 
 
-gradient = Op(lookup_gradient, changes=("into_VD",))
+gradient = Op(lookup_gradient, mutates_args=("into_VD",))

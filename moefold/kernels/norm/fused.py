@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, in_rows, jit, power_of_2, tl
+from moefold.kernels.fused import Op, cdiv, contiguous_in_rows, jit, next_power_of_2, tl
 
 TILE = 2048
 """Elements of a tile; more if a row is longer."""
-SHARES = 512
+MAX_PROGRAMS = 512
 """Most programs of backward, each with at least 16 rows, so that shares are small next to rows."""
 
 
@@ -73,7 +73,7 @@ def _backward(
 
 
 @jit
-def _add_up(
+def _sum_partials(
     shares, into,
     count, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -96,12 +96,12 @@ def norm_forward(
 
     The sum has no elements if ``more_ND`` is None.
     """
-    y_ND, rstd_N, sum_ND = _forward_results(x_ND, weight_D, epsilon, more_ND)
-    (rows, width), x_ND = x_ND.shape, in_rows(x_ND)
+    y_ND, rstd_N, sum_ND = _empty_outputs(x_ND, weight_D, epsilon, more_ND)
+    (rows, width), x_ND = x_ND.shape, contiguous_in_rows(x_ND)
     more_ND = None if more_ND is None else more_ND.contiguous()
     tile, columns, warps = _tile(width)
     if y_ND.numel():
-        _forward[(blocks(rows, tile),)](
+        _forward[(cdiv(rows, tile),)](
             x_ND, more_ND, weight_D, sum_ND, y_ND, rstd_N, rows, width, x_ND.stride(0), epsilon,
             more_ND is not None, tile, columns, num_warps=warps,
         )  # fmt: skip
@@ -120,8 +120,8 @@ def norm_backward(
 
     Their sum is the weight's gradient over the first ``n_valid`` rows.
     """
-    dx_ND, share_PD = _backward_results(dy_ND, x_ND)
-    (rows, width), x_ND = x_ND.shape, in_rows(x_ND)
+    dx_ND, share_PD = _empty_gradients(dy_ND, x_ND)
+    (rows, width), x_ND = x_ND.shape, contiguous_in_rows(x_ND)
     more_ND = None if more_ND is None else more_ND.contiguous()
     tile, columns, warps = _tile(width)
     if dx_ND.numel():
@@ -132,19 +132,19 @@ def norm_backward(
     return dx_ND, share_PD
 
 
-def add_shares(share_PD: Tensor, into_D: Tensor) -> None:
+def add_partials(share_PD: Tensor, into_D: Tensor) -> None:
     """Add the sum of partial weight gradients to ``into_D``."""
     width = into_D.shape[0]
-    _add_up[(blocks(width, 32),)](share_PD, into_D, share_PD.shape[0], width, 64, 32)
+    _sum_partials[(cdiv(width, 32),)](share_PD, into_D, share_PD.shape[0], width, 64, 32)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
     """Return a tile's rows, columns and warps."""
-    columns = power_of_2(width)
+    columns = next_power_of_2(width)
     return max(1, TILE // columns), columns, min(16, max(4, columns // 256))
 
 
-def _forward_results(
+def _empty_outputs(
     x_ND: Tensor, weight_D: Tensor, epsilon: float, more_ND: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     rstd_N = x_ND.new_empty(x_ND.shape[:1], dtype=torch.float32)
@@ -152,12 +152,12 @@ def _forward_results(
     return x_ND.new_empty(x_ND.shape), rstd_N, sum_ND
 
 
-def _backward_results(dy_ND: Tensor, x_ND: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _empty_gradients(dy_ND: Tensor, x_ND: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows, width = x_ND.shape
-    shares = min(SHARES, blocks(rows, max(16, _tile(width)[0])))
+    shares = min(MAX_PROGRAMS, cdiv(rows, max(16, _tile(width)[0])))
     return x_ND.new_empty(x_ND.shape), x_ND.new_empty(shares, width, dtype=torch.float32)
 
 
-forward = Op(norm_forward, _forward_results)
-backward = Op(norm_backward, _backward_results)
-add_up = Op(add_shares, changes=("into_D",))
+forward = Op(norm_forward, _empty_outputs)
+backward = Op(norm_backward, _empty_gradients)
+sum_partials = Op(add_partials, mutates_args=("into_D",))

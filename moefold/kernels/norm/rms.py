@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.function import Function
-from moefold.kernels.fused import fused
-from moefold.kernels.gradients import RETURNED, GradientSink, made
+from moefold.kernels.fused import uses_triton
+from moefold.kernels.gradients import AUTOGRAD_SINK, GradientSink, precomputed
 from moefold.kernels.norm import fused as kernels
-from moefold.kernels.norm import turned
+from moefold.kernels.norm import rotated
 from moefold.kernels.operand import Operand
-from moefold.kernels.rows import row_pieces, wide_dtype
+from moefold.kernels.rows import row_chunks, upcast_dtype
 
 
 def rms_norm(
@@ -31,7 +31,7 @@ def rms_norm(
     epsilon: float,
     *,
     n_valid: int | None = None,
-    sink: GradientSink = RETURNED,
+    sink: GradientSink = AUTOGRAD_SINK,
 ) -> Tensor:
     """Return ``x / rms(x) * weight`` in the dtype of ``x`` ([T, ..., D]).
 
@@ -43,25 +43,25 @@ def rms_norm(
         sink: takes the weight's gradient.
     """
     given = (weight.master, weight.value, epsilon, n_valid, sink)
-    return _Fused.apply(x, None, *given)[0] if fused(x) else _RmsNorm.apply(x, *given)
+    return _FusedRmsNorm.apply(x, None, *given)[0] if uses_triton(x) else _RmsNorm.apply(x, *given)
 
 
-def sum_and_norm(
+def add_and_norm(
     x: Tensor,
-    more: Tensor,
+    residual: Tensor,
     weight: Operand,
     epsilon: float,
     *,
     n_valid: int | None = None,
-    sink: GradientSink = RETURNED,
+    sink: GradientSink = AUTOGRAD_SINK,
 ) -> tuple[Tensor, Tensor]:
     """Return ``x + more`` and its RMSNorm from one kernel; other arguments as of ``rms_norm``."""
     given = (weight.master, weight.value, epsilon, n_valid, sink)
-    normed, total = _Fused.apply(x, more, *given)
+    normed, total = _FusedRmsNorm.apply(x, residual, *given)
     return total, normed
 
 
-def norm_and_turn(
+def norm_and_rotate(
     x_THd: Tensor,
     weight: Operand,
     epsilon: float,
@@ -73,7 +73,7 @@ def norm_and_turn(
 ) -> Tensor:
     """Return the rotated RMSNorm of each head from one kernel; arguments as of ``rms_norm`` and
     ``rotate``."""
-    return _NormAndTurn.apply(
+    return _NormAndRotate.apply(
         x_THd, weight.master, weight.value, epsilon, cos_Tp, sin_Tp, layout, n_valid, sink
     )
 
@@ -91,9 +91,9 @@ class _RmsNorm(Function):
     ) -> Tensor:
         x_ND = x.flatten(0, -2)
         y_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
-        rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=wide_dtype(x), device=x.device)
+        rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=upcast_dtype(x), device=x.device)
         scale_D = weight_D.to(rstd_N1.dtype)
-        for rows in row_pieces(x_ND):
+        for rows in row_chunks(x_ND):
             x_nD = x_ND[rows].to(rstd_N1.dtype)
             square_n1 = torch.linalg.vecdot(x_nD, x_nD)[:, None]
             rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
@@ -111,7 +111,7 @@ class _RmsNorm(Function):
         counted = x_ND.shape[0]
         if ctx.n_valid is not None:
             counted = ctx.n_valid * x.shape[1:-1].numel()
-        for rows in row_pieces(x_ND):
+        for rows in row_chunks(x_ND):
             x_nD, dy_nD, rstd_n1 = x_ND[rows].to(wide), dy_ND[rows].to(wide), rstd_N1[rows]
             # Both sums read this product: the sum over a row for dx, over a column for dw.
             both_nD = dy_nD * x_nD
@@ -124,11 +124,11 @@ class _RmsNorm(Function):
             if ctx.needs_input_grad[1]:
                 valid = max(0, counted - rows.start)
                 dw_D.addmv_(both_nD[:valid].t(), rstd_n1[:valid, 0])
-        dw = ctx.sink.deliver(ctx.master, made(dw_D)) if ctx.needs_input_grad[1] else None
+        dw = ctx.sink.deliver(ctx.master, precomputed(dw_D)) if ctx.needs_input_grad[1] else None
         return dx_ND.view(x.shape), dw, None, None, None, None
 
 
-class _Fused(Function):
+class _FusedRmsNorm(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -157,11 +157,11 @@ class _Fused(Function):
             dtotal.flatten(0, -2) if ctx.summed else None,
         )  # fmt: skip
         dx = dx_ND.view(total.shape)
-        dw = _sum_of_shares(ctx, share_PD) if ctx.needs_input_grad[2] else None
+        dw = _deliver_partials(ctx, share_PD) if ctx.needs_input_grad[2] else None
         return dx, dx if ctx.summed else None, dw, None, None, None, None
 
 
-class _NormAndTurn(Function):
+class _NormAndRotate(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -177,7 +177,7 @@ class _NormAndTurn(Function):
     ) -> Tensor:
         ctx.interleaved = layout == "interleaved"
         given = (x_THd, weight_d, cos_Tp, sin_Tp)
-        y_THd, rstd_TH = turned.forward(*given, epsilon, ctx.interleaved)
+        y_THd, rstd_TH = rotated.forward(*given, epsilon, ctx.interleaved)
         ctx.save_for_backward(*given, rstd_TH)
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return y_THd
@@ -186,17 +186,17 @@ class _NormAndTurn(Function):
     def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         valid = dy_THd.shape[0] if ctx.n_valid is None else ctx.n_valid
-        dx_THd, share_Pd = turned.backward(dy_THd, *saved, valid, ctx.interleaved)
-        dw_d = _sum_of_shares(ctx, share_Pd) if ctx.needs_input_grad[1] else None
+        dx_THd, share_Pd = rotated.backward(dy_THd, *saved, valid, ctx.interleaved)
+        dw_d = _deliver_partials(ctx, share_Pd) if ctx.needs_input_grad[1] else None
         return dx_THd, dw_d, *(None,) * 7
 
 
-def _sum_of_shares(ctx: Any, share_PD: Tensor) -> Tensor | None:
+def _deliver_partials(ctx: Any, share_PD: Tensor) -> Tensor | None:
     """Pass the sum of partial weight gradients [P, D] to the sink of a function's context."""
 
     def product(into_D: Tensor | None) -> Tensor:
         dw_D = share_PD.new_zeros(share_PD.shape[1]) if into_D is None else into_D
-        kernels.add_up(share_PD, dw_D)
+        kernels.sum_partials(share_PD, dw_D)
         return dw_D
 
     return ctx.sink.deliver(ctx.master, product)

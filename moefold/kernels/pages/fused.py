@@ -5,7 +5,7 @@ Names are those of :mod:`moefold.kernels.pages.ring`.
 
 from torch import Tensor
 
-from moefold.kernels.fused import Op, jit, row_blocks, tl
+from moefold.kernels.fused import Op, jit, row_grid, tl
 
 
 @jit
@@ -53,7 +53,7 @@ def rows_from_pages(
     rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int
 ) -> Tensor:
     """Return ``room`` rows: those in the pages, followed by unspecified ones."""
-    x_RD = _room(rows_SD, page_M, count_1, room, page)
+    x_RD = _empty_rows(rows_SD, page_M, count_1, room, page)
     _launch(rows_SD, x_RD, page_M, None, count_1, room, page)
     return x_RD
 
@@ -68,16 +68,16 @@ def _launch(
     page: int,
 ) -> None:
     width = source.shape[1]
-    grid, block = row_blocks(rows, width)
+    grid, block = row_grid(rows, width)
     numbers = [side.shape[0] // page - 1 for side in (source, target)]
     if rows * width:
         _move[grid](source, target, page_M, into_M, count_1, *numbers, width, page, *block)
 
 
-def _room(rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int) -> Tensor:
+def _empty_rows(rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int) -> Tensor:
     return rows_SD.new_empty(room, rows_SD.shape[1])
 
 
-copy = Op(pages_to_pages, changes=("into_SD",))
-put = Op(rows_to_pages, changes=("rows_SD",))
-take = Op(rows_from_pages, _room)
+copy = Op(pages_to_pages, mutates_args=("into_SD",))
+put = Op(rows_to_pages, mutates_args=("rows_SD",))
+take = Op(rows_from_pages, _empty_rows)

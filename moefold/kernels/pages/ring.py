@@ -8,7 +8,7 @@ returns them at its tail, in any order. All shapes are static.
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import fused
+from moefold.kernels.fused import uses_triton
 from moefold.kernels.pages import fused as kernels
 
 
@@ -44,52 +44,52 @@ class PageRing:
             if on_host
             else torch.empty(shape, dtype=dtype, device=device)
         )
-        self._free = torch.arange(pages + 1, device=device)
-        self.taken, self.given, self.refused = self._free.new_zeros(3).unbind()
+        self._free_pages = torch.arange(pages + 1, device=device)
+        self.allocated, self.freed, self.refused = self._free_pages.new_zeros(3).unbind()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the ring, rows first."""
-        return self.rows_SD, self._free, self.taken
+        return self.rows_SD, self._free_pages, self.allocated
 
     def clear(self) -> None:
         """Free all pages and reset all counters."""
-        torch.arange(self.pages + 1, out=self._free)
-        for count in (self.taken, self.given, self.refused):
+        torch.arange(self.pages + 1, out=self._free_pages)
+        for count in (self.allocated, self.freed, self.refused):
             count.zero_()
 
     def put(self, x_RD: Tensor, count: Tensor) -> Tensor:
-        """Copy the valid rows into free pages; return the page numbers of :meth:`claim`."""
-        page_M = self.claim(count, x_RD.shape[0])
-        if fused(x_RD):
+        """Copy the valid rows into free pages; return the page numbers of :meth:`allocate`."""
+        page_M = self.allocate(count, x_RD.shape[0])
+        if uses_triton(x_RD):
             kernels.put(x_RD, page_M, count.view(1), self.rows_SD, self.page)
         else:
-            self.rows_SD.index_copy_(0, self._places(page_M, count, x_RD.shape[0]), x_RD)
+            self.rows_SD.index_copy_(0, self._row_slots(page_M, count, x_RD.shape[0]), x_RD)
         return page_M
 
-    def claim(self, count: Tensor, room: int) -> Tensor:
+    def allocate(self, count: Tensor, room: int) -> Tensor:
         """Take free pages for the valid rows of a room; return their numbers [M], N for no page.
 
         If too few are free, none is taken and ``refused`` is increased.
         """
         at_M = torch.arange(-(-room // self.page), device=count.device)
         wanted = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
-        fits = wanted <= self.pages - (self.taken - self.given)
-        page_M = self._free.index_select(0, (self.taken + at_M) % self.pages)
+        fits = wanted <= self.pages - (self.allocated - self.freed)
+        page_M = self._free_pages.index_select(0, (self.allocated + at_M) % self.pages)
         page_M = torch.where((at_M < wanted) & fits, page_M, self.pages)
-        self.taken += torch.where(fits, wanted, 0)
+        self.allocated += torch.where(fits, wanted, 0)
         self.refused += torch.where(fits, 0, wanted)
         return page_M
 
     def copy(self, page_M: Tensor, count: Tensor, other: "PageRing", into_M: Tensor) -> None:
         """Copy the valid rows from pages of this ring into pages of another one."""
-        if fused(other.rows_SD if self.rows_SD.is_cpu else self.rows_SD):
+        if uses_triton(other.rows_SD if self.rows_SD.is_cpu else self.rows_SD):
             given = page_M, into_M, count.view(1), other.rows_SD, self.page
             kernels.copy(self.rows_SD, *given)
         else:
             room, there = page_M.shape[0] * self.page, other.rows_SD.device
-            places_R = self._places(page_M, count, room).to(self.rows_SD.device)
-            into_R = other._places(into_M, count, room).to(there)
+            places_R = self._row_slots(page_M, count, room).to(self.rows_SD.device)
+            into_R = other._row_slots(into_M, count, room).to(there)
             other.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, places_R).to(there))
 
     def take(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
@@ -97,22 +97,22 @@ class PageRing:
 
         The other rows are unspecified.
         """
-        if fused(self.rows_SD):
+        if uses_triton(self.rows_SD):
             x_RD = kernels.take(self.rows_SD, page_M, count.view(1), room, self.page)
         else:
-            x_RD = self.rows_SD.index_select(0, self._places(page_M, count, room))
-        self.give(page_M)
+            x_RD = self.rows_SD.index_select(0, self._row_slots(page_M, count, room))
+        self.free(page_M)
         return x_RD
 
-    def give(self, page_M: Tensor) -> None:
+    def free(self, page_M: Tensor) -> None:
         """Free pages."""
         held_M = page_M < self.pages
         at_M = torch.arange(page_M.shape[0], device=page_M.device)
-        place_M = torch.where(held_M, (self.given + at_M) % self.pages, self.pages)
-        self._free.index_copy_(0, place_M, page_M)
-        self.given += held_M.sum()
+        place_M = torch.where(held_M, (self.freed + at_M) % self.pages, self.pages)
+        self._free_pages.index_copy_(0, place_M, page_M)
+        self.freed += held_M.sum()
 
-    def _places(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
+    def _row_slots(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
         """Return the place of each row of the room; invalid rows are in the additional page."""
         row_R = torch.arange(room, device=page_M.device)
         page_R = page_M.index_select(0, row_R.div(self.page, rounding_mode="floor"))

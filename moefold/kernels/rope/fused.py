@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.kernels.fused import Op, in_rows, jit, power_of_2, tl
+from moefold.kernels.fused import Op, contiguous_in_rows, jit, next_power_of_2, tl
 
 ELEMENTS = 2048
 """Elements of a program's block."""
 
 
 @jit
-def _turned(a, b, c, s, BACK: tl.constexpr):
+def _rotate_pairs(a, b, c, s, BACK: tl.constexpr):
     """Rotate pairs by their angles, or back."""
     if BACK:
         s = -s
@@ -45,7 +45,7 @@ def _heads(
         inside = (head < heads) & some[None, :]
         a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(source + first + APART, mask=inside, other=0.0).to(tl.float32)
-        a, b = _turned(a, b, c, s, BACK)
+        a, b = _rotate_pairs(a, b, c, s, BACK)
         tl.store(aim + first, a.to(y.dtype.element_ty), mask=inside)
         tl.store(aim + first + APART, b.to(y.dtype.element_ty), mask=inside)
 
@@ -66,7 +66,7 @@ def _expand(
     at = rope + row * rope_stride + first
     a = tl.load(at, mask=some, other=0.0).to(tl.float32)
     b = tl.load(at + APART, mask=some, other=0.0).to(tl.float32)
-    a, b = _turned(a, b, c, s, False)
+    a, b = _rotate_pairs(a, b, c, s, False)
     for block in range(0, heads, HEADS):
         head = (block + tl.arange(0, HEADS))[:, None]
         there, place = head < heads, row * heads + head
@@ -111,36 +111,41 @@ def _expand_backward(
         b += tl.sum(tl.load(at + APART, mask=inside, other=0.0).to(tl.float32), 0)
     c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)
     s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)
-    a, b = _turned(a, b, c, s, True)
+    a, b = _rotate_pairs(a, b, c, s, True)
     at = drope + row * (2 * pairs) + first
     tl.store(at, a.to(drope.dtype.element_ty), mask=some)
     tl.store(at + APART, b.to(drope.dtype.element_ty), mask=some)
 
 
-def turn_heads(
-    x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, interleaved: bool, back: bool
+def rotate_heads(
+    x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, interleaved: bool, inverse: bool
 ) -> Tensor:
     """Rotate the last 2 p dims of heads by their rows' angles, or ``back``.
 
     A pair is dims i and i + p of these, or 2i and 2i + 1 if ``interleaved``.
     """
-    y_THd = _like(x_THd)
+    y_THd = _empty_like(x_THd)
     (tokens, heads, dims), pairs = x_THd.shape, cos_Tp.shape[1]
     stay = dims - 2 * pairs
-    x_THd = in_rows(x_THd)
-    lanes = power_of_2(stay) if stay else 0, power_of_2(pairs)
+    x_THd = contiguous_in_rows(x_THd)
+    lanes = next_power_of_2(stay) if stay else 0, next_power_of_2(pairs)
     most = max(1, ELEMENTS // (lanes[0] + 2 * lanes[1]))
-    block = min(power_of_2(heads), 1 << (most.bit_length() - 1))
+    block = min(next_power_of_2(heads), 1 << (most.bit_length() - 1))
     if y_THd.numel():
         _heads[(tokens,)](
             x_THd, cos_Tp, sin_Tp, y_THd, heads, stay, pairs, x_THd.stride(0), x_THd.stride(1),
-            *_pairs(pairs, interleaved), back, block, *lanes,
+            *_pairs(pairs, interleaved), inverse, block, *lanes,
         )  # fmt: skip
     return y_THd
 
 
 def expand_latents(
-    kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, interleaved: bool
+    kv_THx: Tensor,
+    rope_Tr: Tensor,
+    cos_Tp: Tensor,
+    sin_Tp: Tensor,
+    nope_dim: int,
+    interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return MLA's keys [T, H, n + r] and values [T, H, v].
 
@@ -152,10 +157,10 @@ def expand_latents(
         stay: n.
         interleaved: pairing of dims, as in :func:`turn_heads`.
     """
-    results = _expanded(kv_THx, rope_Tr, cos_Tp, sin_Tp, stay)
+    results = _empty_expanded(kv_THx, rope_Tr, cos_Tp, sin_Tp, nope_dim)
     (tokens, heads, dims), pairs = kv_THx.shape, cos_Tp.shape[1]
-    rope_Tr = in_rows(rope_Tr)
-    sizes = stay, dims - stay, pairs
+    rope_Tr = contiguous_in_rows(rope_Tr)
+    sizes = nope_dim, dims - nope_dim, pairs
     if tokens:
         _expand[(tokens,)](
             kv_THx.contiguous(), rope_Tr, cos_Tp, sin_Tp, *results, heads, *sizes,
@@ -165,12 +170,12 @@ def expand_latents(
 
 
 def expand_latents_backward(
-    dk_THd: Tensor, dv_THv: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, interleaved: bool
+    dk_THd: Tensor, dv_THv: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, nope_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients ``dkv_THx`` and ``drope_Tr``."""
-    results = _expanded_gradients(dk_THd, dv_THv, cos_Tp, sin_Tp, stay)
+    results = _empty_gradients(dk_THd, dv_THv, cos_Tp, sin_Tp, nope_dim)
     (tokens, heads, dims), pairs = dv_THv.shape, cos_Tp.shape[1]
-    sizes = stay, dims, pairs
+    sizes = nope_dim, dims, pairs
     if tokens:
         _expand_backward[(tokens,)](
             dk_THd.contiguous(), dv_THv.contiguous(), cos_Tp, sin_Tp, *results, heads, *sizes,
@@ -186,16 +191,16 @@ def _pairs(pairs: int, interleaved: bool) -> tuple[int, int]:
 
 def _tile(heads: int, sizes: tuple[int, int, int]) -> tuple[int, int, int, int]:
     """Return the heads of a block, and the padded sizes n, v and p."""
-    stay, values, pairs = map(power_of_2, sizes)
+    stay, values, pairs = map(next_power_of_2, sizes)
     most = max(1, 2 * ELEMENTS // (stay + values + pairs))
-    return min(power_of_2(heads), 1 << (most.bit_length() - 1)), stay, values, pairs
+    return min(next_power_of_2(heads), 1 << (most.bit_length() - 1)), stay, values, pairs
 
 
-def _like(x_THd: Tensor, *_: Any) -> Tensor:
+def _empty_like(x_THd: Tensor, *_: Any) -> Tensor:
     return x_THd.new_empty(x_THd.shape)
 
 
-def _expanded(
+def _empty_expanded(
     kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dims = kv_THx.shape
@@ -203,7 +208,7 @@ def _expanded(
     return k_THd, kv_THx.new_empty(tokens, heads, dims - stay)
 
 
-def _expanded_gradients(
+def _empty_gradients(
     dk_THd: Tensor, dv_THv: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dims = dv_THv.shape
@@ -211,6 +216,6 @@ def _expanded_gradients(
     return dkv_THx, dk_THd.new_empty(tokens, dk_THd.shape[2] - stay)
 
 
-turn = Op(turn_heads, _like)
-expand = Op(expand_latents, _expanded)
-expand_backward = Op(expand_latents_backward, _expanded_gradients)
+rotate = Op(rotate_heads, _empty_like)
+expand = Op(expand_latents, _empty_expanded)
+expand_backward = Op(expand_latents_backward, _empty_gradients)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.function import Function
-from moefold.kernels.fused import fused
+from moefold.kernels.fused import uses_triton
 from moefold.kernels.rope import fused as kernels
 
 
@@ -20,14 +20,14 @@ def rotate(x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor
     Layout ``half`` pairs dim i of these with i + p; ``interleaved`` pairs 2i with 2i + 1.
     """
     stay = x_THd.shape[-1] - 2 * cos_Tp.shape[1]
-    if stay == 0 or fused(x_THd):
+    if stay == 0 or uses_triton(x_THd):
         return _Rotate.apply(x_THd, cos_Tp, sin_Tp, layout)
     kept, turned = x_THd.split((stay, 2 * cos_Tp.shape[1]), 2)
     return torch.cat([kept, _Rotate.apply(turned, cos_Tp, sin_Tp, layout)], 2)
 
 
 def expand(
-    kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, layout: str
+    kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, nope_dim: int, layout: str
 ) -> tuple[Tensor, Tensor]:
     """Return the keys [T, H, stay + 2 p] and values [T, H, v] of MLA.
 
@@ -39,9 +39,9 @@ def expand(
         stay: dims of a key that are not rotated.
         layout: pairing of dims, as in :func:`rotate`.
     """
-    if fused(kv_THx):
-        return _Expand.apply(kv_THx, rope_Tr, cos_Tp, sin_Tp, stay, layout)
-    k_THn, v_THv = kv_THx.split((stay, kv_THx.shape[2] - stay), 2)
+    if uses_triton(kv_THx):
+        return _Expand.apply(kv_THx, rope_Tr, cos_Tp, sin_Tp, nope_dim, layout)
+    k_THn, v_THv = kv_THx.split((nope_dim, kv_THx.shape[2] - nope_dim), 2)
     turned_T1r = rotate(rope_Tr[:, None], cos_Tp, sin_Tp, layout)
     k_THd = torch.cat([k_THn, turned_T1r.expand(-1, kv_THx.shape[1], -1)], 2)
     return k_THd, v_THv.contiguous()
@@ -68,11 +68,11 @@ class _Expand(Function):
         return *gradients, None, None, None, None
 
 
-def _turn(
+def _rotate(
     x: Tensor, cos: Tensor, sin: Tensor, layout: str, own_kernel: bool, back: bool = False
 ) -> Tensor:
     if own_kernel:
-        return kernels.turn(x, cos, sin, layout == "interleaved", back)
+        return kernels.rotate(x, cos, sin, layout == "interleaved", back)
     sin = -sin if back else sin
     if layout == "half":
         # On whole heads: passes over short halves take longer than one roll.
@@ -90,9 +90,9 @@ class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor:
         ctx.save_for_backward(cos_Tp, sin_Tp)
-        ctx.how = layout, fused(x_THd)
-        return _turn(x_THd, cos_Tp, sin_Tp, *ctx.how)
+        ctx.how = layout, uses_triton(x_THd)
+        return _rotate(x_THd, cos_Tp, sin_Tp, *ctx.how)
 
     @staticmethod
     def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
-        return _turn(dy_THd, *ctx.saved_tensors, *ctx.how, back=True), None, None, None
+        return _rotate(dy_THd, *ctx.saved_tensors, *ctx.how, back=True), None, None, None

@@ -1,4 +1,4 @@
-"""Top-k choice of experts, routing weights, and the sort of copies by expert, as Triton kernels.
+"""Top-k choice of experts, routing weights, and sort of copies by expert, as Triton kernels.
 
 T token rows, E experts, K experts per token, B buckets, C = T * K copies. Choices and order of
 copies equal those of the plain functions in ``moe/`` exactly.
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.function import Function
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, cdiv, jit, next_power_of_2, tl
 
 ELEMENTS = 1024
 """Scores of a program's block of rows."""
 ROWS = 64
 """Rows of a program's block of weights."""
-HITS, WARPS = 8192, 8
-"""Pairs of a copy and a bucket that a program compares at once, and its warps."""
-CHUNKS = 128
-"""Most programs among which copies are divided; each reads the counts of all."""
+COMPARISONS, WARPS = 8192, 8
+"""Pairs of a copy and a bucket that a program compares at once; warps of a program."""
+MAX_CHUNKS = 128
+"""Largest number of programs among which copies are divided; each reads the counts of all."""
 NONE = -(1 << 31)
 """Key below those of all scores, for absent or already chosen experts."""
-MOST_BUCKETS = 1024
-"""Most buckets whose counts a program can hold."""
-AS_THEY_ARE, SHARES, SOFTMAX = range(3)
+MAX_BUCKETS = 1024
+"""Largest number of buckets whose counts fit in a program."""
+UNCHANGED, NORMALISED, SOFTMAX = range(3)
 """Rules from chosen scores to weights: unchanged, divided by their sum, or softmax."""
 
 
 @jit
 def _key(value):
-    """Return an int32 in the order of fp32: zeros are equal, NaN is largest, none is INT_MIN."""
+    """Return an int32 ordered as the fp32: zeros are equal, NaN is largest, none is INT_MIN."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(value != value, 0x7FFFFFFF, ordered)
@@ -48,19 +48,19 @@ def _select(
     g, s = tl.arange(0, GROUPS), tl.arange(0, SLOTS)
     size = experts // groups
     expert = g[:, None] * size + s[None, :]
-    there = ((g < groups)[:, None] & (s < size)[None, :])[None]
+    in_group = ((g < groups)[:, None] & (s < size)[None, :])[None]
     at = scores + t[:, None, None] * experts + expert[None]
-    value = tl.load(at, mask=(t < tokens)[:, None, None] & there, other=0.0)
+    value = tl.load(at, mask=(t < tokens)[:, None, None] & in_group, other=0.0)
     if bias is not None:
-        value += tl.load(bias + expert[None], mask=there, other=0.0)
-    key = tl.where(there, _key(value), NONE)
+        value += tl.load(bias + expert[None], mask=in_group, other=0.0)
+    key = tl.where(in_group, _key(value), NONE)
     if GROUPS > 1:
-        left = key
+        remaining = key
         rank = tl.zeros((ROWS, GROUPS), tl.float32)
         for _b in range(BEST):
-            hit = s[None, None, :] == tl.argmax(left, 2, keep_dims=True)
+            hit = s[None, None, :] == tl.argmax(remaining, 2, keep_dims=True)
             rank += tl.sum(tl.where(hit, value, 0.0), 2)
-            left = tl.where(hit, NONE, left)
+            remaining = tl.where(hit, NONE, remaining)
         group_key = tl.where((g < groups)[None, :], _key(rank), NONE)
         kept = tl.zeros((ROWS, GROUPS), tl.int1)
         for _k in range(KEEP):
@@ -70,23 +70,25 @@ def _select(
         key = tl.where(kept[:, :, None], key, NONE)
     key = tl.reshape(key, (ROWS, GROUPS * SLOTS))
     lane = tl.arange(0, GROUPS * SLOTS)
-    here = (t < tokens)[:, None]
+    in_rows = (t < tokens)[:, None]
     for k in range(K):
-        place = tl.argmax(key, 1, keep_dims=True)
-        key = tl.where(lane[None, :] == place, NONE, key)
-        choice = place // SLOTS * size + place % SLOTS
+        position = tl.argmax(key, 1, keep_dims=True)
+        key = tl.where(lane[None, :] == position, NONE, key)
+        choice = position // SLOTS * size + position % SLOTS
         if valid is not None:
-            choice = tl.where(tl.load(valid + t[:, None], mask=here, other=0) != 0, choice, experts)
-        tl.store(ids + t[:, None] * K + k, choice.to(tl.int64), mask=here)
+            choice = tl.where(
+                tl.load(valid + t[:, None], mask=in_rows, other=0) != 0, choice, experts
+            )
+        tl.store(ids + t[:, None] * K + k, choice.to(tl.int64), mask=in_rows)
 
 
 @jit
-def _count(bucket, counts, copies, chunk, LANES: tl.constexpr, PIECE: tl.constexpr):
+def _count(bucket, counts, copies, chunk, LANES: tl.constexpr, CHUNK: tl.constexpr):
     """Count a chunk's copies by bucket."""
     number, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.int32)
-    for first in range(0, chunk, PIECE):
-        c = number * chunk + first + tl.arange(0, PIECE)
+    for first in range(0, chunk, CHUNK):
+        c = number * chunk + first + tl.arange(0, CHUNK)
         b = tl.load(bucket + c, mask=c < copies, other=-1)
         total += tl.sum((b[:, None] == lane[None, :]).to(tl.int32), 0)
     tl.store(counts + number * LANES + lane, total)
@@ -96,54 +98,54 @@ def _count(bucket, counts, copies, chunk, LANES: tl.constexpr, PIECE: tl.constex
 def _place(
     bucket, counts, token, copy, row, offs,
     copies, tokens, top_k, buckets, chunks, chunk,
-    LANES: tl.constexpr, PIECE: tl.constexpr,
+    LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute the row of each copy of a chunk from the counts of all chunks."""
-    number, lane, p = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, PIECE)
+    number, lane, p = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, CHUNK)
     total = tl.zeros((LANES,), tl.int32)
     before = tl.zeros((LANES,), tl.int32)
     for n in range(chunks):
-        here = tl.load(counts + n * LANES + lane)
-        total += here
-        before += tl.where(n < number, here, 0)
+        counts_n = tl.load(counts + n * LANES + lane)
+        total += counts_n
+        before += tl.where(n < number, counts_n, 0)
     ends = tl.cumsum(total, 0)
     if number < 1:
         tl.store(offs + lane, ends, mask=lane < buckets)
     starts, real = ends - total, tl.sum(tl.where(lane < buckets, total, 0), 0)
-    # Copies of no bucket are last; a padding lane may have counted some of them.
-    nowhere = real + number * chunk - tl.sum(tl.where(lane < buckets, before, 0), 0)
-    for first in range(0, chunk, PIECE):
+    # Copies without a bucket come last; a padding lane may have counted some of them.
+    unassigned = real + number * chunk - tl.sum(tl.where(lane < buckets, before, 0), 0)
+    for first in range(0, chunk, CHUNK):
         c = number.to(tl.int64) * chunk + first + p
         b = tl.load(bucket + c, mask=c < copies, other=-1)
         earlier = (b[:, None] == b[None, :]) & (p[None, :] < p[:, None])
         rank = tl.sum(earlier.to(tl.int32), 1)
         hit = b[:, None] == lane[None, :]
-        place = tl.sum(tl.where(hit, (starts + before)[None, :], 0), 1)
-        place = (tl.where(b < buckets, place, nowhere) + rank).to(tl.int64)
+        position = tl.sum(tl.where(hit, (starts + before)[None, :], 0), 1)
+        position = (tl.where(b < buckets, position, unassigned) + rank).to(tl.int64)
         before += tl.sum(hit.to(tl.int32), 0)
-        nowhere += tl.sum((b == buckets).to(tl.int32), 0)
+        unassigned += tl.sum((b == buckets).to(tl.int32), 0)
         inside = c < copies
-        tl.store(row + c, tl.where(b < buckets, place, copies), mask=inside)
-        tl.store(copy + place, c, mask=inside)
-        tl.store(token + place, tl.where(b < buckets, c // top_k, tokens), mask=inside)
+        tl.store(row + c, tl.where(b < buckets, position, copies), mask=inside)
+        tl.store(copy + position, c, mask=inside)
+        tl.store(token + position, tl.where(b < buckets, c // top_k, tokens), mask=inside)
 
 
 @jit
-def _shares(value, inside, epsilon, RULE: tl.constexpr):
+def _apply_rule(value, mask, epsilon, RULE: tl.constexpr):
     """Return weights [ROWS, K] before scaling, and the divisor of the scores."""
     total = 1.0
     if RULE == 2:
-        top = tl.max(tl.where(inside, value, float("-inf")), 1, keep_dims=True)
+        top = tl.max(tl.where(mask, value, float("-inf")), 1, keep_dims=True)
         value = tl.exp(value - top)
     if RULE > 0:
-        total = tl.sum(tl.where(inside, value, 0.0), 1, keep_dims=True)
+        total = tl.sum(tl.where(mask, value, 0.0), 1, keep_dims=True)
     if RULE == 1:
         total += epsilon
     return value / total, total
 
 
 @jit
-def _weigh(
+def _weights(
     scores, ids, weights,
     tokens, experts, top_k, epsilon, scale,
     RULE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
@@ -154,12 +156,12 @@ def _weigh(
     at = t[:, None] * top_k + k[None, :]
     chosen = tl.minimum(tl.load(ids + at, mask=inside, other=0), experts - 1)
     value = tl.load(scores + t[:, None] * experts + chosen, mask=inside, other=1.0)
-    share, _ = _shares(value, (k < top_k)[None, :], epsilon, RULE)
-    tl.store(weights + at, share * scale, mask=inside)
+    weight, _ = _apply_rule(value, (k < top_k)[None, :], epsilon, RULE)
+    tl.store(weights + at, weight * scale, mask=inside)
 
 
 @jit
-def _weigh_backward(
+def _weights_backward(
     dweights, scores, ids, dscores,
     tokens, experts, epsilon, scale,
     RULE: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
@@ -170,23 +172,23 @@ def _weigh_backward(
     inside = (t < tokens)[:, None] & (k < K)[None, :]
     at = t[:, None] * K + k[None, :]
     chosen = tl.load(ids + at, mask=inside, other=experts)
-    place = scores + t[:, None] * experts + tl.minimum(chosen, experts - 1)
-    value = tl.load(place, mask=inside, other=1.0)
-    share, total = _shares(value, (k < K)[None, :], epsilon, RULE)
-    dshare = tl.load(dweights + at, mask=inside, other=0.0) * scale
-    dchosen = dshare
+    at_scores = scores + t[:, None] * experts + tl.minimum(chosen, experts - 1)
+    value = tl.load(at_scores, mask=inside, other=1.0)
+    weight, total = _apply_rule(value, (k < K)[None, :], epsilon, RULE)
+    dweight = tl.load(dweights + at, mask=inside, other=0.0) * scale
+    dchosen = dweight
     if RULE > 0:
-        along = tl.sum(tl.where((k < K)[None, :], dshare * share, 0.0), 1, keep_dims=True)
-        dchosen = (dshare - along) * share if RULE == 2 else (dshare - along) / total
+        along = tl.sum(tl.where((k < K)[None, :], dweight * weight, 0.0), 1, keep_dims=True)
+        dchosen = (dweight - along) * weight if RULE == 2 else (dweight - along) / total
     e = tl.arange(0, EXPERTS)
-    whole = tl.zeros((ROWS, EXPERTS), tl.float32)
-    for one in range(K):
-        mine = k[None, :] == one
-        expert = tl.sum(tl.where(mine, chosen, 0), 1, keep_dims=True)
-        gradient = tl.sum(tl.where(mine, dchosen, 0.0), 1, keep_dims=True)
-        whole += tl.where(e[None, :] == expert, gradient, 0.0)
+    grad = tl.zeros((ROWS, EXPERTS), tl.float32)
+    for slot in range(K):
+        selected = k[None, :] == slot
+        expert = tl.sum(tl.where(selected, chosen, 0), 1, keep_dims=True)
+        gradient = tl.sum(tl.where(selected, dchosen, 0.0), 1, keep_dims=True)
+        grad += tl.where(e[None, :] == expert, gradient, 0.0)
     at_e = dscores + t[:, None] * experts + e[None, :]
-    tl.store(at_e, whole, mask=(t < tokens)[:, None] & (e < experts)[None, :])
+    tl.store(at_e, grad, mask=(t < tokens)[:, None] & (e < experts)[None, :])
 
 
 def select_experts(
@@ -209,12 +211,12 @@ def select_experts(
         keep: number of groups whose experts can be chosen.
         best: number of a group's highest scores whose sum ranks the group.
     """
-    ids_TK = _ids(scores_TE, bias_E, valid_T, top_k, groups, keep, best)
+    ids_TK = _empty_ids(scores_TE, bias_E, valid_T, top_k, groups, keep, best)
     tokens, experts = scores_TE.shape
-    padded = power_of_2(groups), power_of_2(experts // groups)
+    padded = next_power_of_2(groups), next_power_of_2(experts // groups)
     rows = max(1, ELEMENTS // (padded[0] * padded[1]))
     if tokens:
-        _select[(blocks(tokens, rows),)](
+        _select[(cdiv(tokens, rows),)](
             scores_TE.contiguous(), bias_E, valid_T, ids_TK, tokens, experts, groups,
             top_k, keep, best, rows, *padded, NONE,
         )  # fmt: skip
@@ -225,9 +227,9 @@ def sort_buckets(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tens
     """Return ``token_C``, ``copy_C``, ``row_TK`` and int32 ``offs_B`` of copies sorted by bucket.
 
     A bucket of B, one past the last, means "none". Copies are ordered by bucket, then by index: two
-    launches, without atomics or a sort.
+    launches, without atomics or a comparison sort.
     """
-    results = token_C, copy_C, row_TK, offs_B = _order(buckets_TK, buckets)
+    results = token_C, copy_C, row_TK, offs_B = _empty_order(buckets_TK, buckets)
     (tokens, top_k), copies = buckets_TK.shape, buckets_TK.numel()
     if not copies:
         offs_B.zero_()
@@ -254,7 +256,7 @@ def count_buckets(buckets_TK: Tensor, buckets: int) -> Tensor:
     return counts[:, :buckets].sum(0)
 
 
-def weigh_chosen(
+def chosen_weights(
     scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
 ) -> Tensor:
     """Return weights [T, K] of the chosen experts.
@@ -263,83 +265,87 @@ def weigh_chosen(
         scores_TE: fp32 scores.
         ids_TK: int64 experts; E, one past the last, reads the last and has no gradient.
         rule: rule from chosen scores to weights.
-        epsilon: added to the sum by which ``SHARES`` divides.
+        epsilon: added to the sum that divides scores with ``NORMALISED``.
         scale: final factor on the weights.
     """
-    weights_TK = _weights(scores_TE, ids_TK, rule, epsilon, scale)
+    weights_TK = _empty_weights(scores_TE, ids_TK, rule, epsilon, scale)
     (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
     if tokens:
-        _weigh[(blocks(tokens, ROWS),)](
+        _weights[(cdiv(tokens, ROWS),)](
             scores_TE.contiguous(), ids_TK.contiguous(), weights_TK, tokens, experts, top_k,
-            epsilon, scale, rule, ROWS, power_of_2(top_k),
+            epsilon, scale, rule, ROWS, next_power_of_2(top_k),
         )  # fmt: skip
     return weights_TK
 
 
-def weigh_chosen_backward(
+def chosen_weights_backward(
     dweights_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
 ) -> Tensor:
     """Return ``dscores_TE``, which is zero for experts that were not chosen."""
     dscores_TE = scores_TE.new_empty(scores_TE.shape)
     (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
-    lanes = power_of_2(experts)
+    lanes = next_power_of_2(experts)
     rows = max(1, ELEMENTS // lanes)
     if tokens:
-        _weigh_backward[(blocks(tokens, rows),)](
+        _weights_backward[(cdiv(tokens, rows),)](
             dweights_TK.contiguous(), scores_TE.contiguous(), ids_TK.contiguous(), dscores_TE,
-            tokens, experts, epsilon, scale, rule, rows, top_k, power_of_2(top_k), lanes,
+            tokens, experts, epsilon, scale, rule, rows, top_k, next_power_of_2(top_k), lanes,
         )  # fmt: skip
     return dscores_TE
 
 
-def _ids(
+def _empty_ids(
     scores_TE: Tensor, bias_E: Any, valid_T: Any, top_k: int, groups: int, keep: int, best: int
 ) -> Tensor:
     return scores_TE.new_empty(scores_TE.shape[0], top_k, dtype=torch.int64)
 
 
-def _order(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_order(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     copies = buckets_TK.numel()
     token_C, copy_C = buckets_TK.new_empty(copies), buckets_TK.new_empty(copies)
     row_TK = buckets_TK.new_empty(buckets_TK.shape)
     return token_C, copy_C, row_TK, buckets_TK.new_empty(buckets, dtype=torch.int32)
 
 
-def _weights(scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float) -> Tensor:
+def _empty_weights(
+    scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
+) -> Tensor:
     return scores_TE.new_empty(ids_TK.shape)
 
 
 def _chunks(copies: int, buckets: int) -> tuple[int, int, tuple[int, int]]:
     """Return copies per chunk, number of chunks, and (padded buckets, copies per iteration)."""
-    lanes = power_of_2(buckets)
-    piece = max(8, min(64, HITS // lanes))
-    chunk = piece * max(1, blocks(copies, piece * CHUNKS))
-    return chunk, blocks(copies, chunk), (lanes, piece)
+    lanes = next_power_of_2(buckets)
+    step = max(8, min(64, COMPARISONS // lanes))
+    chunk = step * max(1, cdiv(copies, step * MAX_CHUNKS))
+    return chunk, cdiv(copies, chunk), (lanes, step)
 
 
-select = Op(select_experts, _ids)
-order = Op(sort_buckets, _order)
+select = Op(select_experts, _empty_ids)
+order = Op(sort_buckets, _empty_order)
 count = Op(count_buckets, lambda buckets_TK, buckets: buckets_TK.new_empty(buckets))
-_weighed = Op(weigh_chosen, _weights)
-_weighed_backward = Op(
-    weigh_chosen_backward, lambda dweights_TK, scores_TE, *_: scores_TE.new_empty(scores_TE.shape)
+_chosen_weights = Op(chosen_weights, _empty_weights)
+_chosen_weights_backward = Op(
+    chosen_weights_backward, lambda dweights_TK, scores_TE, *_: scores_TE.new_empty(scores_TE.shape)
 )
 
 
-def weigh(scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float) -> Tensor:
-    """Return the weights of :func:`weigh_chosen`, differentiable in ``scores_TE``."""
-    return _Weigh.apply(scores_TE, ids_TK, rule, epsilon, scale)
+def routing_weights(
+    scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
+) -> Tensor:
+    """Return the weights of :func:`chosen_weights`, differentiable in ``scores_TE``."""
+    return _RoutingWeights.apply(scores_TE, ids_TK, rule, epsilon, scale)
 
 
-class _Weigh(Function):
+class _RoutingWeights(Function):
     @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor, *how: Any) -> Tensor:
+    def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor, *args: Any) -> Tensor:
         ctx.save_for_backward(scores_TE, ids_TK)
-        ctx.how = how
-        return _weighed(scores_TE, ids_TK, *how)
+        ctx.args = args
+        return _chosen_weights(scores_TE, ids_TK, *args)
 
     @staticmethod
     def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
         scores_TE, ids_TK = ctx.saved_tensors
-        dscores_TE = _weighed_backward(dweights_TK, scores_TE, ids_TK, *ctx.how)
+        dscores_TE = _chosen_weights_backward(dweights_TK, scores_TE, ids_TK, *ctx.args)
         return dscores_TE, None, None, None, None

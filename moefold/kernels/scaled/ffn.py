@@ -8,10 +8,10 @@ from torch import Tensor
 from moefold.kernels.function import Function
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.quantise.blocks import Format, Quantised, encode
-from moefold.kernels.rows import row_pieces
+from moefold.kernels.rows import row_chunks
 from moefold.kernels.scaled.products import NarrowOperand, joined, scaled_product
 from moefold.kernels.scaled.rows import RowRuns
-from moefold.kernels.swiglu import pieces
+from moefold.kernels.swiglu import activation
 
 
 def narrow_ffn(
@@ -47,28 +47,28 @@ class _Activation(Function):
     def forward(ctx: Any, h_N2F: Tensor, p_N: Tensor | None, hidden: Format | None) -> Tensor:
         kept: tuple[Tensor, ...] = (h_N2F,)
         if hidden is not None:
-            cuts = row_pieces(h_N2F) or [slice(0)]
+            cuts = row_chunks(h_N2F) or [slice(0)]
             made = joined([encode(h_N2F[cut].unflatten(1, (2, -1)), hidden) for cut in cuts])
             kept = made.codes, made.scales
         ctx.save_for_backward(p_N, *kept)
         ctx.hidden = hidden
-        return pieces.forward(h_N2F, p_N)
+        return activation.forward(h_N2F, p_N)
 
     @staticmethod
     def backward(ctx: Any, da_NF: Tensor) -> tuple[Tensor | None, ...]:
         p_N, h_N2F, *scales = ctx.saved_tensors
         da_NF = da_NF.contiguous()
         if not scales:
-            dh_N2F, dp_N, _ = pieces.backward(h_N2F, p_N, da_NF)
+            dh_N2F, dp_N, _ = activation.backward(h_N2F, p_N, da_NF)
             return dh_N2F, dp_N, None
         codes_N2F, (scales_N2B,) = h_N2F, scales
         dh_N2F = da_NF.new_empty(len(da_NF), 2 * da_NF.shape[1])
         dp_N = None if p_N is None else torch.empty_like(p_N)
-        for cut in row_pieces(dh_N2F):
+        for cut in row_chunks(dh_N2F):
             codes = codes_N2F[cut]
             made = Quantised(codes, scales_N2B[cut], None, ctx.hidden, -1, codes.shape)
             read = made.dequantise(da_NF.dtype).flatten(1), None if p_N is None else p_N[cut]
-            dh_N2F[cut], dp, _ = pieces.backward(*read, da_NF[cut])
+            dh_N2F[cut], dp, _ = activation.backward(*read, da_NF[cut])
             if dp_N is not None and dp is not None:
                 dp_N[cut] = dp
         return dh_N2F, dp_N, None

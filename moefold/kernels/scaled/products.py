@@ -34,7 +34,7 @@ from moefold.kernels.quantise.blocks import (
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.hadamard import SIZE, transform
 from moefold.kernels.quantise.philox import MASK, chance
-from moefold.kernels.rows import row_pieces, wide_dtype
+from moefold.kernels.rows import row_chunks, upcast_dtype
 from moefold.kernels.scaled.choose import Path, choose
 from moefold.kernels.scaled.emulated import Use
 from moefold.kernels.scaled.operands import cat
@@ -279,7 +279,7 @@ class _Scaled(Function):
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         order_N, *kept = ctx.saved_tensors
         operand, rows = ctx.operand, ctx.rows._replace(order_N=order_N)
-        wide = wide_dtype(dy_NO)
+        wide = upcast_dtype(dy_NO)
         weight, wanted = operand.codes(), ctx.needs_input_grad
         along = weight.along_outputs
         made, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
@@ -320,7 +320,7 @@ def _operands(
     form, block, width = recipe.form(role), recipe.run, x_NI.shape[1]
     # In pieces of whole blocks of rows, as casts and random numbers take many bytes per element.
     whole = lcm(form.columns or 1, block)
-    cuts = [row_pieces(part, whole) or [slice(0)] for part in parts]
+    cuts = [row_chunks(part, whole) or [slice(0)] for part in parts]
 
     def turned(part: Tensor) -> Tensor:
         """Return rows, transformed if the format does so, for blocks along rows."""

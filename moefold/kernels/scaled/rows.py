@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.kernels.grouped.loop import spans
+from moefold.kernels.grouped.loop import group_spans
 
 GROUP = 40
 """Bits of a row's number, below those of its group."""
@@ -72,7 +72,7 @@ class RowRuns(NamedTuple):
             sent_R: result of :func:`sent_numbers` for each row; None for rows of one micro-batch
                 in its order.
         """
-        groups = spans(offs_E)
+        groups = group_spans(offs_E)
         if sent_R is None:
             numbers = tuple(_number(first, first_group + group) for group, *_ in groups)
             return cls(tuple(groups), None, None, True, numbers)

@@ -18,8 +18,8 @@ from moefold.kernels.gradients import GradientSink
 from moefold.kernels.grouped.choose import GroupedKernel
 from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.operand import AdapterOperand, Operand
-from moefold.kernels.swiglu import pieces
-from moefold.kernels.swiglu.form import ExpertForm
+from moefold.kernels.swiglu import activation
+from moefold.kernels.swiglu.variant import ExpertVariant
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def gated_ffn(
     products: Products,
     sink: GradientSink,
     p_N: Tensor | None = None,
-    again: bool = False,
-    low_products: Products | None = None,
-    form: ExpertForm | None = None,
+    recompute: bool = False,
+    adapter_products: Products | None = None,
+    form: ExpertVariant | None = None,
 ) -> Tensor:
     """Apply a gated feed-forward and return ``y_ND``.
 
@@ -100,10 +100,10 @@ def gated_ffn(
         low_products: products of adapters where they differ from ``products``.
         form: biases and activation of experts other than SwiGLU; requires ``p_N``.
     """
-    low = low_products or products
+    low = adapter_products or products
     adapters = Adapter.of(w_in, low, gated=True), Adapter.of(w_out, low)
     return _GatedFfn.apply(
-        x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink, again,
+        x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink, recompute,
         adapters, form, *(matrix for one in adapters for matrix in one.masters),
         *(() if form is None else form.masters),
     )  # fmt: skip
@@ -135,11 +135,11 @@ class Adapter:
         """Parameters A and B, or None."""
         return (None, None) if self.low is None else (self.low.a.master, self.low.b.master)
 
-    def _a(self, a: Tensor) -> Tensor:
+    def _a_matrices(self, a: Tensor) -> Tensor:
         """Return A as one matrix per group."""
         return a.flatten(0, 1) if self.parts > 1 else a
 
-    def _b(self, b: Tensor) -> tuple[Tensor, ...]:
+    def _b_matrices(self, b: Tensor) -> tuple[Tensor, ...]:
         """Return views of B, one per part, each with one matrix per group."""
         if self.parts > 1:
             return b.unbind(0)
@@ -148,14 +148,16 @@ class Adapter:
     def _inner(self, x_NI: Tensor) -> Tensor:
         """Return ``scale * A x``, [N, J * r]."""
         assert self.low is not None
-        rows_NI = self.low.dropped(x_NI)
-        return self.products.product(rows_NI, self._a(self.low.a.value)).mul_(self.low.scale)
+        rows_NI = self.low.apply_dropout(x_NI)
+        return self.products.product(rows_NI, self._a_matrices(self.low.a.value)).mul_(
+            self.low.scale
+        )
 
-    def back(self, dy_NO: Tensor) -> Tensor | None:
+    def inner_gradient(self, dy_NO: Tensor) -> Tensor | None:
         """Return the gradient of ``A x``, [N, J * r]."""
         if self.low is None:
             return None
-        pairs = zip(dy_NO.chunk(self.parts, 1), self._b(self.low.b.value), strict=True)
+        pairs = zip(dy_NO.chunk(self.parts, 1), self._b_matrices(self.low.b.value), strict=True)
         parts = [self.products.input_gradient(dy.contiguous(), b) for dy, b in pairs]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self.low.scale)
 
@@ -164,7 +166,9 @@ class Adapter:
         if self.low is None:
             return y_NO
         inners = self._inner(x_NI).chunk(self.parts, 1)
-        outs = zip(y_NO.chunk(self.parts, 1), inners, self._b(self.low.b.value), strict=True)
+        outs = zip(
+            y_NO.chunk(self.parts, 1), inners, self._b_matrices(self.low.b.value), strict=True
+        )
         for y, inner, b in outs:
             y.add_(self.products.product(inner.contiguous(), b))
         return y_NO
@@ -173,8 +177,8 @@ class Adapter:
         """Add the gradient of the rows, in place."""
         if self.low is None or back is None:
             return dx_NI
-        more_NI = self.products.input_gradient(back, self._a(self.low.a.value))
-        return dx_NI.add_(self.low.dropped(more_NI))
+        more_NI = self.products.input_gradient(back, self._a_matrices(self.low.a.value))
+        return dx_NI.add_(self.low.apply_dropout(more_NI))
 
     def deliver(
         self, dy_NO: Tensor, x_NI: Tensor, back: Tensor | None, sink: GradientSink
@@ -183,15 +187,15 @@ class Adapter:
         if self.low is None or back is None:
             return None, None
         # Computed before the products run: by then the matrices may be sharded over ranks again.
-        inners, dropped = self._inner(x_NI).chunk(self.parts, 1), self.low.dropped
+        inners, dropped = self._inner(x_NI).chunk(self.parts, 1), self.low.apply_dropout
 
         def product_a(into: Tensor | None) -> Tensor:
-            flat = None if into is None else self._a(into)
+            flat = None if into is None else self._a_matrices(into)
             made = self.products.weight_gradient(back, dropped(x_NI), flat)
             return made.unflatten(0, (self.parts, -1)) if self.parts > 1 else made
 
         def product_b(into: Tensor | None) -> Tensor:
-            flats = (None,) * self.parts if into is None else self._b(into)
+            flats = (None,) * self.parts if into is None else self._b_matrices(into)
             given = zip(dy_NO.chunk(self.parts, 1), inners, flats, strict=True)
             made = [
                 self.products.weight_gradient(dy.contiguous(), inner.contiguous(), flat)
@@ -205,9 +209,9 @@ class Adapter:
         return sink.deliver(a, product_a), sink.deliver(b, product_b)
 
 
-def _entered(x_ND: Tensor, p_N: Tensor | None, form: ExpertForm | None) -> Tensor:
+def _scaled_input(x_ND: Tensor, p_N: Tensor | None, form: ExpertVariant | None) -> Tensor:
     """Return the input rows of the first product."""
-    return x_ND if form is None or p_N is None else form.enter(x_ND, p_N)
+    return x_ND if form is None or p_N is None else form.scale_input(x_ND, p_N)
 
 
 class _GatedFfn(Function):
@@ -224,21 +228,21 @@ class _GatedFfn(Function):
         sink: GradientSink,
         again: bool,
         adapters: tuple[Adapter, Adapter],
-        form: ExpertForm | None,
+        form: ExpertVariant | None,
         *masters: Tensor | None,
     ) -> Tensor:
-        given_ND, x_ND = x_ND, _entered(x_ND, p_N, form)
+        given_ND, x_ND = x_ND, _scaled_input(x_ND, p_N, form)
         h_N2F = adapters[0].add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
-        h_N2F = h_N2F if form is None else form.shift(h_N2F)
+        h_N2F = h_N2F if form is None else form.add_in_bias(h_N2F)
         ctx.save_for_backward(given_ND, None if again else h_N2F, p_N, w_in, w_out)
         ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
         ctx.adapters, ctx.form = adapters, form
         if form is None:
-            a_NF = pieces.forward(h_N2F, p_N)
+            a_NF = activation.forward(h_N2F, p_N)
             return adapters[1].add_(products.product(a_NF, w_out), a_NF)
         assert p_N is not None
         a_NF = form.forward(h_N2F, p_N)
-        return form.shift_out(adapters[1].add_(products.product(a_NF, w_out), a_NF), p_N)
+        return form.add_out_bias(adapters[1].add_(products.product(a_NF, w_out), a_NF), p_N)
 
     @staticmethod
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
@@ -247,14 +251,14 @@ class _GatedFfn(Function):
         dy_ND = dy_ND.contiguous()
         (inner, outer), form = ctx.adapters, ctx.form
         given_ND = given_ND.detach()  # queued products must not hold the autograd graph
-        x_ND = _entered(given_ND, p_N, form)
+        x_ND = _scaled_input(given_ND, p_N, form)
         if h_N2F is None:
             h_N2F = inner.add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
-            h_N2F = h_N2F if form is None else form.shift(h_N2F)
-        outer_back = outer.back(dy_ND)
+            h_N2F = h_N2F if form is None else form.add_in_bias(h_N2F)
+        outer_back = outer.inner_gradient(dy_ND)
         da_NF = outer.add_gradient_(products.input_gradient(dy_ND, w_out), outer_back)
         if form is None:
-            dh_N2F, dp_N, a_NF = pieces.backward(h_N2F, p_N, da_NF)
+            dh_N2F, dp_N, a_NF = activation.backward(h_N2F, p_N, da_NF)
         else:
             dh_N2F, dp_N, a_NF = form.backward(h_N2F, p_N, da_NF, dy_ND)
 
@@ -264,7 +268,7 @@ class _GatedFfn(Function):
             return products.weight_gradient(dh_N2F, x_ND, flat).unflatten(-2, (2, -1))
 
         product_out = partial(products.weight_gradient, dy_ND, a_NF)
-        dx_ND, inner_back = None, inner.back(dh_N2F)
+        dx_ND, inner_back = None, inner.inner_gradient(dh_N2F)
         if ctx.needs_input_grad[0]:
             dx_ND = products.input_gradient(dh_N2F, w_in.flatten(-3, -2))
             dx_ND = inner.add_gradient_(dx_ND, inner_back)
@@ -276,5 +280,5 @@ class _GatedFfn(Function):
         )
         if form is not None:
             low += form.deliver(dh_N2F, dy_ND, p_N, sink)
-            dx_ND, dp_N = form.leave(given_ND, p_N, dx_ND, dp_N)
+            dx_ND, dp_N = form.scale_input_backward(given_ND, p_N, dx_ND, dp_N)
         return dx_ND, dw_in, dw_out, dp_N, *(None,) * 7, *low

@@ -7,7 +7,7 @@ tile of rows and columns, a backward program whole rows, as a row weight's gradi
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, cdiv, jit, next_power_of_2, tl
 
 COLUMNS = 256
 """Largest number of columns of a tile: 16 bytes of bf16 per thread of a warp."""
@@ -70,10 +70,10 @@ def swiglu_forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     """Return ``a_NF = p * silu(gate) * up`` in the dtype of ``h_N2F``."""
     rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
-    columns = min(COLUMNS, power_of_2(width))
+    columns = min(COLUMNS, next_power_of_2(width))
     tile = max(1, 2048 // columns)
     if a_NF.numel():
-        _forward[(blocks(rows, tile), blocks(width, columns))](
+        _forward[(cdiv(rows, tile), cdiv(width, columns))](
             h_N2F.contiguous(), p_N, a_NF, rows, width, p_N is not None, tile, columns
         )
     return a_NF
@@ -84,18 +84,18 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``dh_N2F``, ``dp_N`` (no elements without ``p_N``) and the recomputed ``a_NF``."""
     rows, width = da_NF.shape
-    dh_N2F, dp_N, a_NF = _backward_results(h_N2F, p_N, da_NF)
-    columns = min(COLUMNS, power_of_2(width))
+    dh_N2F, dp_N, a_NF = _empty_gradients(h_N2F, p_N, da_NF)
+    columns = min(COLUMNS, next_power_of_2(width))
     tile = max(1, 2048 // columns)
     if rows:
-        _backward[(blocks(rows, tile),)](
+        _backward[(cdiv(rows, tile),)](
             h_N2F.contiguous(), p_N, da_NF.contiguous(), dh_N2F, dp_N, a_NF, rows, width,
             p_N is not None, tile, columns,
         )  # fmt: skip
     return dh_N2F, dp_N, a_NF
 
 
-def _backward_results(
+def _empty_gradients(
     h_N2F: Tensor, p_N: Tensor | None, da_NF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dp_N = h_N2F.new_empty(0, dtype=torch.float32) if p_N is None else p_N.new_empty(p_N.shape)
@@ -105,4 +105,4 @@ def _backward_results(
 forward = Op(
     swiglu_forward, lambda h_N2F, p_N: h_N2F.new_empty(h_N2F.shape[0], h_N2F.shape[1] // 2)
 )
-backward = Op(swiglu_backward, _backward_results)
+backward = Op(swiglu_backward, _empty_gradients)

@@ -11,7 +11,7 @@ from moefold.comm.collectives import all_gather, all_to_all, gather
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.config.slot import build
-from moefold.kernels.attention.block import Tile, largest_logits
+from moefold.kernels.attention.block import Tile, max_logits
 from moefold.kernels.attention.block import attention as tiled
 from moefold.kernels.attention.sdpa import attention
 from moefold.layers.config import Gathered, Mixed, Ulysses
@@ -50,7 +50,7 @@ def largest(
     ranks = flow.world.group("cp")
     k_UGd = gather(k_TGd, ranks).flatten(0, 1) if ranks.size > 1 else k_TGd
     sight = Sight(flow.rows.lengths, q_THd.shape[0], ranks.size, window)
-    return largest_logits(q_THd, k_UGd, tiles_of(sight, ranks.index), scale)
+    return max_logits(q_THd, k_UGd, tiles_of(sight, ranks.index), scale)
 
 
 def gathered(record: Gathered, heads: Heads, world: World) -> Tensor:
@@ -67,7 +67,7 @@ def tiles_of(sight: Sight, rank: int) -> list[Tile]:
     """Return the tiles of a rank's rows over keys that are concatenated by rank."""
     others = (owner for owner in range(sight.ranks) if owner != rank)
     return [
-        tile.moved(owner * sight.rows)
+        tile.shift_keys(owner * sight.rows)
         for owner in (rank, *others)
         for tile in sight.tiles(rank, owner)
     ]

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from moefold.comm.collectives import Pending, shift
 from moefold.comm.group import Group
 from moefold.comm.world import World
-from moefold.kernels.attention.block import OnlineSoftmax, Seen, Sums, Tile
+from moefold.kernels.attention.block import BackwardInputs, GradientSums, OnlineSoftmax, Tile
 from moefold.layers.config import Ring
 from moefold.layers.context.sight import Heads, Sight, View
 
@@ -62,7 +62,7 @@ class _Rounds:
         """Return the tiles of local queries and visiting keys from the rank ``by`` places back."""
         at, first = self._ranks.index, self.view(by).keys.start
         owner = (at - by) % self._ranks.size
-        return [tile.moved(-first) for tile in self._sight.tiles(at, owner)]
+        return [tile.shift_keys(-first) for tile in self._sight.tiles(at, owner)]
 
     def lent(self, by: int) -> slice:
         """Return the local rows that the rank ``by`` places on attends to."""
@@ -111,12 +111,12 @@ class _Ring(Function):
         merged = OnlineSoftmax(q_THd, v_TGv.shape[-1], scale, sinks_H=sinks_H)
         arriving = rounds.start(1)
         for tile in sight.tiles(ranks.index, ranks.index):
-            merged.see(tile, k_TGd, v_TGv)
+            merged.update(tile, k_TGd, v_TGv)
         for by in range(1, ranks.size):
             k_UGd, v_UGv = rounds.arrived(arriving)
             arriving = rounds.start(by + 1)
             for tile in rounds.tiles(by):
-                merged.see(tile, k_UGd, v_UGv)
+                merged.update(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, merged.lse_TH, sinks_H)
         ctx.scale, ctx.sight, ctx.ranks, ctx.label = scale, sight, ranks, ranks.recorder.label
@@ -127,8 +127,8 @@ class _Ring(Function):
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
         rounds = _Rounds(k_TGd, v_TGv, ctx.sight, ctx.ranks, ctx.label)
-        seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
-        sums = Sums(q_THd, k_TGd, v_TGv, lse_TH.dtype)
+        seen = BackwardInputs(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
+        sums = GradientSums(q_THd, k_TGd, v_TGv, lse_TH.dtype)
         arriving = rounds.start(1)
         for tile in ctx.sight.tiles(ctx.ranks.index, ctx.ranks.index):
             dq, *dkv = seen.gradients(tile, k_TGd, v_TGv)

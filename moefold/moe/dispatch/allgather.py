@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import gather_rows, scatter_rows
 from moefold.comm.world import World
-from moefold.kernels.permute.gather import collect
+from moefold.kernels.permute.gather import unpermute_rows
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.config import AllGather
 from moefold.moe.dispatch.routing_plan import (
@@ -45,5 +45,5 @@ class AllGatherDispatch(Dispatcher[AllGather]):
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Sum results by token locally, then over ranks; return this rank's rows."""
         token_R, row_AK, rows = handle
-        y_AD = collect(y_RD, token_R, row_AK)
+        y_AD = unpermute_rows(y_RD, token_R, row_AK)
         return scatter_rows(y_AD, world.group("tp_ep"), rows, self.wire)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.kernels.permute.gather import collect
+from moefold.kernels.permute.gather import unpermute_rows
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, in_order, permute
 from moefold.moe.dispatch.config import AllToAll, AllToAllOnce
 from moefold.moe.dispatch.routing_plan import (
@@ -53,9 +53,9 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Send each copy's result back, and sum the results of each token."""
         token_N, row_TK, token_R, row_R1, plan = handle
-        y_RD = collect(y_RD, token_R, row_R1, True)
+        y_RD = unpermute_rows(y_RD, token_R, row_R1, True)
         y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)
-        return collect(y_ND, token_N, row_TK, no_drop)
+        return unpermute_rows(y_ND, token_N, row_TK, no_drop)
 
 
 class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
@@ -84,6 +84,6 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Sum a token's results on each rank, send the sums back, and sum these."""
         token_N, row_TK, token_R, row_NK, plan = handle
-        y_RD = collect(y_RD, token_R, row_NK)
+        y_RD = unpermute_rows(y_RD, token_R, row_NK)
         y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)
-        return collect(y_ND, token_N, row_TK)
+        return unpermute_rows(y_ND, token_N, row_TK)

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.comm.collectives import Codes
 from moefold.comm.world import World
 from moefold.config.base import Record
-from moefold.kernels.permute.gather import collect, spread
+from moefold.kernels.permute.gather import permute_rows, unpermute_rows
 from moefold.layers.flow import SINGLE_RANK
 from moefold.moe.dispatch.routing_plan import Permutation, RoutedTokens, sort_copies
 
@@ -87,7 +87,7 @@ class Dispatcher(Generic[Config]):
             return self.send(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), world)
         order = sort_copies(experts_TK, self._experts, no_drop)
         # Bind two tensors of the order, so that the others are freed.
-        again = partial(spread, token_R=order.token_R, row_TK=order.row_TK, complete=no_drop)
+        again = partial(permute_rows, token_R=order.token_R, row_TK=order.row_TK, complete=no_drop)
         return in_order(x_TD, weights_TK, order, no_drop)._replace(source=(x_TD, again))
 
     def combine(
@@ -97,7 +97,7 @@ class Dispatcher(Generic[Config]):
         if world.group("tp_ep").size > 1:
             return self.fetch(y_RD, handle, no_drop, world)
         token_R, row_TK = handle
-        return collect(y_RD, token_R, row_TK, no_drop)
+        return unpermute_rows(y_RD, token_R, row_TK, no_drop)
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Dispatch to experts on several ranks."""
@@ -113,7 +113,7 @@ def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Disp
 
     ``experts`` is the number of local experts, and the id of entries for others; ``rows`` is the
     number of copies if the host knows it, else T * K. The handle (token_R, row_TK) is what
-    ``collect`` needs to sum the results by token.
+    ``unpermute_rows`` needs to sum the results by token.
     """
     order = sort_copies(tokens.experts_TK, experts, tokens.no_drop)
     x_TD, weights_TK, _, no_drop = tokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.kernels.permute.gather import collect
+from moefold.kernels.permute.gather import unpermute_rows
 from moefold.moe.dispatch.base import Dispatched, Handle, permute
 from moefold.moe.dispatch.config import DeepEp
 from moefold.moe.dispatch.routing_plan import RoutedTokens
@@ -68,7 +68,7 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Sum a token's results on each rank, and let ``combine`` sum these over ranks."""
         token_R, row_NK, *parts = handle
-        y_ND = collect(y_RD, token_R, row_NK)
+        y_ND = unpermute_rows(y_RD, token_R, row_NK)
         buffer, native = self._buffer(y_ND, world), native_handle(*parts)
 
         def there(y_ND: Tensor) -> NativeArrival:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.comm.collectives import Codes, all_gather, all_to_all, reduce_scatter
 from moefold.comm.group import Group
 from moefold.comm.world import World
-from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.kernels.permute.gather import permute_rows, permute_values, unpermute_rows
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.config import FixedRoom
 from moefold.moe.dispatch.routing_plan import (
@@ -52,8 +52,8 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
         place_M = torch.arange(room, device=ends_Xe.device)
         place_XM = place_M.expand(ends_Xe.shape[0], -1).contiguous()
         slots_R = torch.searchsorted(ends_Xe, place_XM, right=True).flatten()
-        x_RD = self._out(spread(x_TD, token_N, row_TK), world, self.wire)
-        p_R = self._out(pick(weights_TK, copy_N, row_TK), world)
+        x_RD = self._out(permute_rows(x_TD, token_N, row_TK), world, self.wire)
+        p_R = self._out(permute_values(weights_TK, copy_N, row_TK), world)
         here = permute(RoutedTokens(x_RD, p_R[:, None], slots_R[:, None]), per_rank)
         overflow = ((ends_Pe[:, -1] - starts_P) - room).clamp(min=0).amax()
         return here._replace(handle=(token_N, row_TK, *here.handle), overflow=overflow)
@@ -61,9 +61,11 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Send every row back, filled or not, and sum the results of each token."""
         token_N, row_TK, token_R, row_R1 = handle
-        y_RD = reduce_scatter(collect(y_RD, token_R, row_R1), world.group("etp"), codes=self.wire)
+        y_RD = reduce_scatter(
+            unpermute_rows(y_RD, token_R, row_R1), world.group("etp"), codes=self.wire
+        )
         y_ND = equal_splits(y_RD, world.group("ep"), self.wire, home=True)
-        return collect(y_ND, token_N, row_TK)
+        return unpermute_rows(y_ND, token_N, row_TK)
 
     def _out(self, x_ND: Tensor, world: World, codes: Codes | None = None) -> Tensor:
         x_ND = equal_splits(x_ND, world.group("ep"), codes)

@@ -17,9 +17,9 @@ from torch import Tensor
 from moefold.comm.collectives import Codes, all_to_all, gather, gather_rows, scatter_rows
 from moefold.comm.group import Group
 from moefold.comm.world import World
-from moefold.kernels.fused import fused, through
-from moefold.kernels.permute.gather import pick, spread
-from moefold.kernels.routing import arrivals
+from moefold.kernels.fused import device_uses_triton, uses_triton
+from moefold.kernels.permute.gather import permute_rows, permute_values
+from moefold.kernels.routing import exchange
 from moefold.kernels.routing import fused as kernels
 
 
@@ -59,11 +59,11 @@ class Permutation(NamedTuple):
 
     def rows(self, x_TD: Tensor, no_drop: bool = False) -> Tensor:
         """Return the tokens' rows in this order; ``no_drop``: every copy has a bucket."""
-        return spread(x_TD, self.token_R, self.row_TK, no_drop)
+        return permute_rows(x_TD, self.token_R, self.row_TK, no_drop)
 
     def entries(self, values_TK: Tensor, no_drop: bool = False) -> Tensor:
         """Return the entries' values in this order, differentiable; ``no_drop`` as in ``rows``."""
-        return pick(values_TK, self.copy_R, self.row_TK, no_drop)
+        return permute_values(values_TK, self.copy_R, self.row_TK, no_drop)
 
 
 def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Permutation:
@@ -71,7 +71,7 @@ def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Perm
 
     ``no_drop``: the host knows that no entry is "none".
     """
-    if fused(buckets_TK) and buckets <= kernels.MOST_BUCKETS:
+    if uses_triton(buckets_TK) and buckets <= kernels.MAX_BUCKETS:
         return Permutation(*kernels.order(buckets_TK, buckets))
     tokens, entries = buckets_TK.shape
     flat = buckets_TK.reshape(-1)
@@ -124,9 +124,9 @@ def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
     """
     sizes, rank = world.folding.sizes, world.group("ep").index
     local = order.offs_B.shape[0] // sizes.ep
-    if through(order.offs_B.device.type):
+    if device_uses_triton(order.offs_B.device.type):
         ends_PSB = gather_counts(order.offs_B, world)
-        return arrivals.counted(ends_PSB, order.offs_B, local, rank)
+        return exchange.exchange_counts(ends_PSB, order.offs_B, local, rank)
     counts_B = order.counts_B
     counts_PSPe = gather_counts(counts_B, world).unflatten(2, (sizes.ep, -1))
     coming_SPe = counts_PSPe[:, :, rank].transpose(0, 1)
@@ -138,11 +138,11 @@ def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
 def sort_arrived(counts_Xe: Tensor, rows: int) -> Permutation:
     """Return the permutation to order by expert of ``rows`` rows sorted by sender, then expert."""
     senders, experts = counts_Xe.shape
-    if not (through(counts_Xe.device.type) and arrivals.fits(senders, experts)):
+    if not (device_uses_triton(counts_Xe.device.type) and exchange.fits(senders, experts)):
         ids_X = torch.arange(experts, device=counts_Xe.device).repeat(senders)
         expert_R = ids_X.repeat_interleave(counts_Xe.flatten(), output_size=rows)
         return sort_copies(expert_R[:, None], experts, no_drop=True)
-    token_R, row_R, offs_e = arrivals.arrange(counts_Xe, rows)
+    token_R, row_R, offs_e = exchange.sort_received(counts_Xe, rows)
     return Permutation(token_R, token_R, row_R[:, None], offs_e)
 
 

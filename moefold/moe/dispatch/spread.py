@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.kernels.permute.gather import permute_rows, permute_values, unpermute_rows
 from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.config import Spread
 from moefold.moe.dispatch.padded import PaddedDispatch, equal_splits, inverse
@@ -41,8 +41,8 @@ class SpreadDispatch(PaddedDispatch):
         place_L = torch.arange(dealt, device=x_TD.device) * ep.size + ep.index
         place_PL = place_L.expand(ep.size, -1).contiguous()
         experts_N1 = torch.searchsorted(ends_PE.contiguous(), place_PL, right=True).view(-1, 1)
-        x_ND = equal_splits(spread(x_TD, token_N, row_TK), ep, self.wire)
-        p_N = equal_splits(pick(weights_TK, copy_N, row_TK), ep)
+        x_ND = equal_splits(permute_rows(x_TD, token_N, row_TK), ep, self.wire)
+        p_N = equal_splits(permute_values(weights_TK, copy_N, row_TK), ep)
         here = super().send(RoutedTokens(x_ND, p_N[:, None], experts_N1), world)
         assert here.overflow is not None
         # To remove one row from a pair, the destination may have to lose P rows.
@@ -54,4 +54,4 @@ class SpreadDispatch(PaddedDispatch):
         token_N, row_TK, onward = handle
         y_ND = super().fetch(y_RD, onward, no_drop, world)
         y_ND = equal_splits(y_ND, world.group("ep"), self.wire, home=True)
-        return collect(y_ND, token_N, row_TK)
+        return unpermute_rows(y_ND, token_N, row_TK)

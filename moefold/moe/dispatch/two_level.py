@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.world import World
-from moefold.kernels.permute.gather import collect
+from moefold.kernels.permute.gather import unpermute_rows
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.config import TwoLevel
 from moefold.moe.dispatch.routing_plan import (
@@ -59,10 +59,10 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         """Sum a token's results on each expert rank, then on each node, then here."""
         inside, across = world.split("ep", self._record.node)
         token_T, row_T, token_N, row_N, token_R, row_R, send, receive, plan = handle
-        y_RD, etp, wire = collect(y_RD, token_R, row_R), world.group("etp"), self.wire
-        y_ND = collect(plan.back(y_RD, inside, etp, wire), token_N, row_N)
+        y_RD, etp, wire = unpermute_rows(y_RD, token_R, row_R), world.group("etp"), self.wire
+        y_ND = unpermute_rows(plan.back(y_RD, inside, etp, wire), token_N, row_N)
         y_ND = all_to_all(y_ND, across, receive, send, wire, home=True)
-        return collect(y_ND, token_T, row_T)
+        return unpermute_rows(y_ND, token_T, row_T)
 
     def _counts(self, nodes_N: Tensor, experts_TK: Tensor, per_rank: int, world: World) -> Tensor:
         """Return rows to and from each node, to and from each rank of this node, and copies.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.kernels.gradients import Accumulated, Deferred
+from moefold.kernels.gradients import AccumulatingSink, DeferredSink
 from moefold.layers.flow import Flow
 from moefold.layers.stash import Pages
 from moefold.layers.unshard import UnshardHooks
@@ -61,7 +61,7 @@ class InFlight:
 
     way: ChunkPass
     flow: Flow
-    sink: Deferred | Accumulated
+    sink: DeferredSink | AccumulatingSink
     hooks: UnshardHooks
     graphs: GraphedPass | None
     gradients: State = ()
@@ -148,14 +148,14 @@ class Executor:
             return Chain(tuple(given), held.way.forward())
         held = self._held[stage, micro]
         if action.kind == "W":
-            assert isinstance(held.sink, Deferred)
+            assert isinstance(held.sink, DeferredSink)
             held.hooks.pre_weight_gradients()
             held.sink.drain()
             return Chain((), ())
         given, held.gradients = held.gradients, ()
         if not given:
             given = (self._messages.take(ActionResult("gradient", stage + 1, micro)),)
-        drain = held.sink.drain if isinstance(held.sink, Deferred) else None
+        drain = held.sink.drain if isinstance(held.sink, DeferredSink) else None
         if drain is not None and action.kind == "B":
             held.hooks.pre_weight_gradients()
         return Chain(given, held.way.backward(drain if action.kind == "B" else None))
@@ -164,7 +164,7 @@ class Executor:
         """Prepare a micro-batch's pass through a chunk."""
         # Without W or pairs, weight gradients are computed at once and their rows are freed.
         apart = self.plan.splits or self._beside is not None
-        sink = Deferred() if apart else Accumulated()
+        sink = DeferredSink() if apart else AccumulatingSink()
         placed, micro = self._placed, action.micro
         chunk, share = placed.chunks[action.chunk], self._shares[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)

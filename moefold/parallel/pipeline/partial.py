@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.kernels.gradients import Deferred, GradientSink
+from moefold.kernels.gradients import DeferredSink, GradientSink
 from moefold.layers.flow import Flow
 from moefold.moe.dispatch.config import FixedRoom
 from moefold.parallel.apply import ModelParts
@@ -113,7 +113,7 @@ class GraphedPart:
         forms: list[Any],
     ) -> None:
         self._graphs, self._part, self.name, self.forms = graphs, part, name, forms
-        self.waiting: list[Any] = sink.waiting if isinstance(sink, Deferred) else []
+        self.waiting: list[Any] = sink.pending if isinstance(sink, DeferredSink) else []
         """The pass's queue of deferred weight-gradient products."""
         self.seeds: Gradients = ()
         """Gradients of outputs that no later part takes, as in :class:`Subgraph`."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.kernels.gradients import GradientSink, Product, made
+from moefold.kernels.gradients import GradientSink, Product, precomputed
 from moefold.kernels.operand import Operand
-from moefold.kernels.rows import expert_of_rows, wide
+from moefold.kernels.rows import expert_of_rows, upcast
 
 
 @dataclass(frozen=True)
-class ExpertForm:
+class ExpertVariant:
     """Biases and activation of one pass through some experts; all but their matrix products."""
 
     offs_E: Tensor
@@ -28,7 +28,7 @@ class ExpertForm:
     """[E, 2, F]"""
     out_bias: Operand | None = None
     """[E, D]"""
-    share: float = 1.0
+    bias_fraction: float = 1.0
     """Fraction of the output bias that this rank adds, where ranks hold slices of each expert."""
     on_input: bool = False
     """Whether routing weights scale the input rows rather than the activation."""
@@ -39,51 +39,51 @@ class ExpertForm:
         biases = self.in_bias, self.out_bias
         return biases[0] and biases[0].master, biases[1] and biases[1].master  # type: ignore[return-value]
 
-    def _rows(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _row_experts(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return each row's expert, clamped to E - 1, and whether the row has an expert."""
         expert_R = expert_of_rows(self.offs_E, rows)
         return expert_R.clamp(max=len(self.offs_E) - 1), expert_R < len(self.offs_E)
 
-    def _of_rows(self, bias: Operand, like: Tensor) -> Tensor:
-        expert_R, live_R = self._rows(len(like))
+    def _bias_rows(self, bias: Operand, like: Tensor) -> Tensor:
+        expert_R, live_R = self._row_experts(len(like))
         rows = bias.value.flatten(1).to(like.dtype)[expert_R]
         return rows.masked_fill(~live_R[:, None], 0)
 
-    def enter(self, x_RD: Tensor, p_R: Tensor) -> Tensor:
+    def scale_input(self, x_RD: Tensor, p_R: Tensor) -> Tensor:
         """Return the input rows of the first product."""
         return x_RD * p_R[:, None].to(x_RD.dtype) if self.on_input else x_RD
 
-    def leave(
+    def scale_input_backward(
         self, x_RD: Tensor, p_R: Tensor, dx_RD: Tensor | None, dp_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return gradients of the layer's input rows and routing weights: backward of ``enter``."""
         if not self.on_input or dx_RD is None:
             return dx_RD, dp_R
-        towards_R = torch.linalg.vecdot(wide(x_RD), wide(dx_RD)).to(p_R.dtype)
-        _, live_R = self._rows(len(p_R))
+        towards_R = torch.linalg.vecdot(upcast(x_RD), upcast(dx_RD)).to(p_R.dtype)
+        _, live_R = self._row_experts(len(p_R))
         return dx_RD * p_R[:, None].to(dx_RD.dtype), towards_R.where(live_R, 0)
 
-    def shift(self, h_R2F: Tensor) -> Tensor:
+    def add_in_bias(self, h_R2F: Tensor) -> Tensor:
         """Return pre-activations plus their bias; rows of no expert become zero."""
         if self.in_bias is None:
             return h_R2F
-        _, live_R = self._rows(len(h_R2F))
-        return torch.where(live_R[:, None], h_R2F + self._of_rows(self.in_bias, h_R2F), 0)
+        _, live_R = self._row_experts(len(h_R2F))
+        return torch.where(live_R[:, None], h_R2F + self._bias_rows(self.in_bias, h_R2F), 0)
 
-    def shift_out(self, y_RD: Tensor, p_R: Tensor) -> Tensor:
+    def add_out_bias(self, y_RD: Tensor, p_R: Tensor) -> Tensor:
         """Return outputs plus their bias, which is scaled by the factor of :meth:`_of_bias`."""
         if self.out_bias is None:
             return y_RD
-        bias_RD = self._of_rows(self.out_bias, y_RD)
-        return y_RD + bias_RD * self._of_bias(p_R).to(y_RD.dtype)
+        bias_RD = self._bias_rows(self.out_bias, y_RD)
+        return y_RD + bias_RD * self._out_bias_factor(p_R).to(y_RD.dtype)
 
-    def _of_bias(self, p_R: Tensor) -> Tensor:
+    def _out_bias_factor(self, p_R: Tensor) -> Tensor:
         """Return the factor [R, 1] of the output bias in each row."""
-        return self.share * (torch.ones_like(p_R) if self.on_input else p_R)[:, None]
+        return self.bias_fraction * (torch.ones_like(p_R) if self.on_input else p_R)[:, None]
 
     def forward(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
         """Return the activation [R, F] in the dtype of the pre-activation."""
-        return self._activate(wide(h_R2F), p_R).to(h_R2F.dtype)
+        return self._activate(upcast(h_R2F), p_R).to(h_R2F.dtype)
 
     def _activate(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
         gate, up = h_R2F.chunk(2, dim=1)
@@ -97,7 +97,7 @@ class ExpertForm:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return ``dh_R2F``, ``dp_R`` (with the output bias's part) and the recomputed ``a_RF``."""
         with torch.enable_grad():
-            h, p = wide(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
+            h, p = upcast(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
             a_RF = self._activate(h, p)
             asked = (h,) if self.on_input else (h, p)
             dh_R2F, *found = torch.autograd.grad(a_RF, asked, da_RF.to(a_RF.dtype))
@@ -106,9 +106,9 @@ class ExpertForm:
             return dh_R2F.to(h_R2F.dtype), None, a_RF
         (dp_R,) = found
         if self.out_bias is not None:
-            bias_RD = self._of_rows(self.out_bias, dy_RD)
-            dp_R = dp_R + self.share * torch.linalg.vecdot(wide(bias_RD), wide(dy_RD))
-        _, live_R = self._rows(len(p_R))
+            bias_RD = self._bias_rows(self.out_bias, dy_RD)
+            dp_R = dp_R + self.bias_fraction * torch.linalg.vecdot(upcast(bias_RD), upcast(dy_RD))
+        _, live_R = self._row_experts(len(p_R))
         return dh_R2F.to(h_R2F.dtype), dp_R.where(live_R, 0), a_RF
 
     def deliver(
@@ -117,16 +117,18 @@ class ExpertForm:
         """Pass the gradients of both biases, which are sums over rows, to the sink."""
         found: list[Tensor | None] = [None, None]
         if self.in_bias is not None and self.in_bias.master.requires_grad:
-            found[0] = sink.deliver(self.in_bias.master, self._sum(dh_R2F, self.in_bias))
+            found[0] = sink.deliver(self.in_bias.master, self._bias_gradient(dh_R2F, self.in_bias))
         if self.out_bias is not None and self.out_bias.master.requires_grad:
-            weighed_RD = wide(dy_RD) * self._of_bias(p_R)
-            found[1] = sink.deliver(self.out_bias.master, self._sum(weighed_RD, self.out_bias))
+            weighed_RD = upcast(dy_RD) * self._out_bias_factor(p_R)
+            found[1] = sink.deliver(
+                self.out_bias.master, self._bias_gradient(weighed_RD, self.out_bias)
+            )
         return found[0], found[1]
 
-    def _sum(self, rows: Tensor, bias: Operand) -> Product:
+    def _bias_gradient(self, rows: Tensor, bias: Operand) -> Product:
         """Return the product that sums the rows of each expert, in a deterministic order."""
-        expert_R, live_R = self._rows(len(rows))
+        expert_R, live_R = self._row_experts(len(rows))
         rows = rows.to(bias.master.dtype).masked_fill(~live_R[:, None], 0)
         experts = len(self.offs_E)
         summed = torch.ops.aten.embedding_dense_backward(rows, expert_R, experts, -1, False)
-        return made(summed.view(bias.value.shape))
+        return precomputed(summed.view(bias.value.shape))

@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.fused import fused
-from moefold.kernels.rows import row_pieces, wide
+from moefold.kernels.fused import uses_triton
+from moefold.kernels.rows import row_chunks, upcast
 from moefold.kernels.swiglu import fused as kernels
 
 
 def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     """Return ``a_NF`` in the dtype of ``h_N2F``."""
-    if fused(h_N2F):
+    if uses_triton(h_N2F):
         return kernels.forward(h_N2F, p_N)
     rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
-    for piece in row_pieces(a_NF):
-        gate, up = wide(h_N2F[piece]).chunk(2, dim=1)
+    for piece in row_chunks(a_NF):
+        gate, up = upcast(h_N2F[piece]).chunk(2, dim=1)
         into = a_NF[piece] if gate.dtype == a_NF.dtype else None
         a = torch.mul(F.silu(gate), up, out=into)
         if p_N is not None:
@@ -39,14 +39,14 @@ def backward(
     The weight gradient of the second product needs ``a_NF``; this pass recomputes it at no extra
     cost, so that forward need not save it.
     """
-    if fused(h_N2F):
+    if uses_triton(h_N2F):
         dh_N2F, dp_N, a_NF = kernels.backward(h_N2F, p_N, da_NF)
         return dh_N2F, None if p_N is None else dp_N, a_NF
     dh_N2F, a_NF = torch.empty_like(h_N2F), torch.empty_like(da_NF)
     dp_N = None if p_N is None else torch.empty_like(p_N)
-    for piece in row_pieces(a_NF):
-        gate, up = wide(h_N2F[piece]).chunk(2, dim=1)
-        da, (dgate, dup) = wide(da_NF[piece]), dh_N2F[piece].chunk(2, dim=1)
+    for piece in row_chunks(a_NF):
+        gate, up = upcast(h_N2F[piece]).chunk(2, dim=1)
+        da, (dgate, dup) = upcast(da_NF[piece]), dh_N2F[piece].chunk(2, dim=1)
         # Wide results are written to their destination directly: a copy would be one pass in four.
         stays = gate.dtype == dh_N2F.dtype
         silu = F.silu(gate)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import Op, jit, power_of_2, tl
-from moefold.kernels.norm.fused import SHARES
+from moefold.kernels.fused import Op, jit, next_power_of_2, tl
+from moefold.kernels.norm.fused import MAX_PROGRAMS
 
 TILE = 1024
 """Pairs of a tile."""
@@ -90,7 +90,7 @@ def _backward(
     tl.store(at + APART, share_b, mask=some)
 
 
-def norm_turn_forward(
+def norm_rotate_forward(
     x_THd: Tensor,
     weight_d: Tensor,
     cos_Tp: Tensor,
@@ -102,7 +102,7 @@ def norm_turn_forward(
 
     A pair is dims i and i + d/2, or 2i and 2i + 1 if ``interleaved``.
     """
-    y_THd, rstd_TH = _forward_results(x_THd)
+    y_THd, rstd_TH = _empty_outputs(x_THd)
     (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]
     if y_THd.numel():
         _forward[(tokens,)](
@@ -112,7 +112,7 @@ def norm_turn_forward(
     return y_THd, rstd_TH
 
 
-def norm_turn_backward(
+def norm_rotate_backward(
     dy_THd: Tensor,
     x_THd: Tensor,
     weight_d: Tensor,
@@ -126,7 +126,7 @@ def norm_turn_backward(
 
     Their sum is the weight's gradient over the first ``n_valid`` rows.
     """
-    results = _backward_results(dy_THd, x_THd)
+    results = _empty_gradients(dy_THd, x_THd)
     (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]
     if rstd_TH.numel():
         _backward[(results[1].shape[0],)](
@@ -138,18 +138,18 @@ def norm_turn_backward(
 
 
 def _tile(heads: int, pairs: int) -> tuple[int, int]:
-    block = power_of_2(pairs)
-    return min(power_of_2(heads), max(1, TILE // block)), block
+    block = next_power_of_2(pairs)
+    return min(next_power_of_2(heads), max(1, TILE // block)), block
 
 
-def _forward_results(x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _empty_outputs(x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x_THd.new_empty(x_THd.shape), x_THd.new_empty(x_THd.shape[:2], dtype=torch.float32)
 
 
-def _backward_results(dy_THd: Tensor, x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    share_Pd = x_THd.new_empty(min(SHARES, len(x_THd)), x_THd.shape[2], dtype=torch.float32)
+def _empty_gradients(dy_THd: Tensor, x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    share_Pd = x_THd.new_empty(min(MAX_PROGRAMS, len(x_THd)), x_THd.shape[2], dtype=torch.float32)
     return x_THd.new_empty(x_THd.shape), share_Pd
 
 
-forward = Op(norm_turn_forward, _forward_results)
-backward = Op(norm_turn_backward, _backward_results)
+forward = Op(norm_rotate_forward, _empty_outputs)
+backward = Op(norm_rotate_backward, _empty_gradients)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import forced
-from moefold.kernels.routing import arrivals
+from moefold.kernels.fused import force_triton
+from moefold.kernels.routing import exchange
 from moefold.moe.dispatch.routing_plan import sort_arrived
 from tests.triton.values import watched
 
@@ -24,7 +24,7 @@ def test_b44_what_arrives_stands_as_a_stable_sort_puts_it(
     counts_Xe = (drawn(*sizes) * (not empty)).to(torch.int32)
     counts_Xe[0, 0] = 0
     rows = int(counts_Xe.sum())
-    with forced(False):
+    with force_triton(False):
         want = sort_arrived(counts_Xe, rows)
 
     def ours() -> tuple[Tensor, ...]:
@@ -37,7 +37,7 @@ def test_b44_what_arrives_stands_as_a_stable_sort_puts_it(
 def test_counts_of_more_senders_than_a_program_takes_go_the_plain_way() -> None:
     counts_Xe = torch.zeros(700, 9, dtype=torch.int64)
     counts_Xe[699, 8], counts_Xe[3, 0] = 1, 1
-    with forced(True):
+    with force_triton(True):
         assert sort_arrived(counts_Xe, 2).offs_B.tolist() == [1] * 8 + [2]
 
 
@@ -52,7 +52,7 @@ def test_b44_counts_between_ranks_are_differences_of_ends(
     ends_PSB = counts_PSB.cumsum(2).to(torch.int32)
     mine_B = ends_PSB[rank, slices - 1].clone()
     numbers, coming_Xe = watched(
-        lambda: arrivals.counted(ends_PSB, mine_B, local, rank), waste=None
+        lambda: exchange.exchange_counts(ends_PSB, mine_B, local, rank), waste=None
     )
     going_P = counts_PSB[rank, slices - 1].view(ranks, local).sum(1)
     coming_SPe = counts_PSB[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
@@ -62,6 +62,8 @@ def test_b44_counts_between_ranks_are_differences_of_ends(
 
 def test_torch_knows_the_operations() -> None:
     ends_PSB = drawn(2, 1, 6).cumsum(2).to(torch.int32)
-    torch.library.opcheck(arrivals.counted.known, (ends_PSB, ends_PSB[0, 0].clone(), 3, 1))
+    torch.library.opcheck(
+        exchange.exchange_counts.overload, (ends_PSB, ends_PSB[0, 0].clone(), 3, 1)
+    )
     counts_Xe = drawn(2, 3).to(torch.int32)
-    torch.library.opcheck(arrivals.arrange.known, (counts_Xe, int(counts_Xe.sum())))
+    torch.library.opcheck(exchange.sort_received.overload, (counts_Xe, int(counts_Xe.sum())))
