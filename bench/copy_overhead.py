@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moefold.comm.config import Survive
 from moefold.comm.elastic import launch_elastic
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.worker import Attempt
 from moefold.run import Run, load_run
 from moefold.training.distributed import world_of
@@ -27,12 +27,12 @@ FIRST = 4
 """Steps before the first that counts."""
 
 
-def timed(spot: Spot, attempt: Attempt, run: Run, folder: Path, steps: int) -> dict[str, float]:
+def timed(info: RankInfo, attempt: Attempt, run: Run, folder: Path, steps: int) -> dict[str, float]:
     """Train; return the seconds of steps with and without a copy, and a copy's bytes."""
     seconds: dict[int, list[float]] = {0: [], 1: []}
     memory = MemoryCheckpoint(attempt, RECORD)
     with (
-        world_of(run, spot, folder) as world,
+        world_of(run, info, folder) as world,
         Trainer(run, folder, world=world, memory=memory) as job,
     ):
         for step in range(1, FIRST + steps + 1):

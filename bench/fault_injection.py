@@ -23,7 +23,7 @@ from rich.console import Console
 from moefold.checkpoint.folder import candidates
 from moefold.comm.config import Survive
 from moefold.comm.elastic import launch_elastic
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.worker import Attempt
 from moefold.data.batch import MicroBatch
 from moefold.data.prepare import prepare
@@ -54,12 +54,12 @@ Fault = dict[str, Any]
 
 
 def train_rank(
-    spot: Spot, attempt: Attempt, run: Run, folder: Path, notes: Path, until: int | None = None
+    info: RankInfo, attempt: Attempt, run: Run, folder: Path, notes: Path, until: int | None = None
 ) -> int:
     """Train as one rank of an elastic launch, and leave notes for who makes faults.
 
     Args:
-        spot: this rank's place.
+        info: this rank's place.
         attempt: the launcher's word on this start.
         run: the run.
         folder: the run's.
@@ -72,8 +72,8 @@ def train_rank(
     memory = MemoryCheckpoint(attempt, run.watch.survive or RECORD)
     # Nothing of a full disk, which is a fault too, may end a rank here.
     with suppress(OSError):
-        (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
-    with world_of(run, spot, folder) as world:
+        (notes / f"pid-{info.rank}").write_text(str(os.getpid()))
+    with world_of(run, info, folder) as world:
         hooks = assemble(run.watch, Console(stderr=True))
         with Trainer(run, folder, hooks, world=world, memory=memory) as job:
             file = notes / f"samples-{world.rank}.jsonl"

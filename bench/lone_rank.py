@@ -52,7 +52,7 @@ def data_of(
 ) -> ShardedState:
     """Return a rank's share of a model, without values; call it inside :func:`apart`."""
     world = World(Folding(layout.split, ranks), rank, device, 1.0)
-    world._make_all()
+    world._create_groups()
     model = DecoderModel(record, precision, layout.dispatch, layout.experts, "meta")  # type: ignore[arg-type]
     return ShardedState(place_model(model, layout, world))
 
@@ -97,15 +97,15 @@ def apart(
 
     changes = {
         (torch, "tensor"): made,
-        (World, "_new"): _group,
+        (World, "_create"): _group,
         (step, "missing_room"): lambda *_: None,  # what is read there says that all ranks lack it
         (Tensor, "tolist"): told,
         (Tensor, "is_set_to"): lambda one, other: one.is_meta or is_set_to(one, other),
         (collectives, "exchange"): _noted(_exchange, note),
         (clone_weights, "exchange"): _noted(_exchange, note),
-        (collectives, "_into"): _noted(_into, note),
+        (collectives, "_fill"): _noted(_into, note),
         (collectives, "gather_uneven"): _noted(_gather_uneven, note),
-        (collectives, "reduce_"): _noted(_reduce, note),
+        (collectives, "all_reduce_"): _noted(_reduce, note),
     }
     with ExitStack() as stack:
         for (owner, name), change in changes.items():

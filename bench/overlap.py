@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.comm import collectives
-from moefold.comm.launch import all_answers
+from moefold.comm.launch import launch_all
 from moefold.comm.world import World
 from moefold.data.batch import pack
 from moefold.layers.flow import Exchange, Flow, Segment
@@ -349,7 +349,7 @@ def main(words: Sequence[str]) -> int:
     trials = {"real": REAL, "sleeps": SLEEPING}
     rows = []
     for trial in trials.get(given.only, (*REAL, *SLEEPING)):
-        traces = all_answers(one_rank, trial.ranks, (trial,), 120, limit_s=500)
+        traces = launch_all(one_rank, trial.ranks, (trial,), 120, limit_s=500)
         found, chosen = figures(trial, traces)
         rows.append(found)
         print(

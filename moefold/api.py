@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch
 from moefold.config.base import to_dict
 from moefold.config.check import check
@@ -74,7 +74,7 @@ def train(
         task = (to_dict(run), list(hooks), str(where))
         time_out_s = run.watch.time_out_s
         how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc)}
-        final = launch(_train_rank, nproc, *task, words=WORDS, **how)
+        final = launch(_train_rank, nproc, *task, messages=WORDS, **how)
     if not final:  # the run had already ended
         final = next(reversed(read_lines(where / METRICS_FILE)), {})
     if model is None:
@@ -83,12 +83,12 @@ def train(
     return Result(where, final, model)
 
 
-def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
+def _train_rank(info: RankInfo, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
     """Train on one of several ranks."""
     run, where = check(Run, said).record, Path(folder)
     assert run is not None
-    with world_of(run, spot, where) as world:
-        told = assemble(run.watch, outside=hooks) if spot.rank == 0 else ()
+    with world_of(run, info, where) as world:
+        told = assemble(run.watch, outside=hooks) if info.rank == 0 else ()
         with Trainer(run, where, told, world=world) as job:
             return job.train()
 

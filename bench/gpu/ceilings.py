@@ -14,8 +14,8 @@ import torch
 from gpu.device import Bench, drawn
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather_into, exchange, reduce_
-from moefold.comm.launch import all_answers
+from moefold.comm.collectives import all_gather_into, all_reduce_, exchange
+from moefold.comm.launch import launch_all
 from moefold.comm.world import World
 from moefold.kernels.attention.sdpa import attention
 from moefold.kernels.grouped.choose import choose_kernel
@@ -180,7 +180,7 @@ def _exchanges(bench: Bench) -> None:
     given = (bench.device.type, ranks, sizes, bench.rounds)
 
     def measure() -> Mapping[str, Any]:
-        answers = all_answers(_one_rank, ranks, given, TIME_OUT_S, bench.device.type)
+        answers = launch_all(_one_rank, ranks, given, TIME_OUT_S, bench.device.type)
         slowest = {name: max(answer[name] for answer in answers) for name in answers[0]}
         return {"ranks": ranks, "bytes_per_s": slowest}
 
@@ -203,7 +203,7 @@ def _one_rank(
             forms: dict[str, tuple[Callable[[], Any], float]] = {
                 "all_to_all": (partial(exchange, x, group, even, even), (ranks - 1) / ranks),
                 "all_gather": (partial(all_gather_into, out, x, group), ranks - 1),
-                "all_reduce": (partial(reduce_, x, group), 2 * (ranks - 1) / ranks),
+                "all_reduce": (partial(all_reduce_, x, group), 2 * (ranks - 1) / ranks),
             }
             for name, (call, share) in forms.items():
                 took = _between_ranks(call, here, rounds)

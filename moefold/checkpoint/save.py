@@ -33,7 +33,7 @@ from moefold.checkpoint.tensors import (
     write_shard,
 )
 from moefold.comm.agree import FirstRankFailed, gather_to_first, run_on_first
-from moefold.comm.group import ALONE, Group
+from moefold.comm.group import SELF_GROUP, Group
 
 POLICY = CheckpointPolicy()
 _log = logging.getLogger("moefold.checkpoint")
@@ -50,7 +50,7 @@ def save(
     policy: CheckpointPolicy = POLICY,
     *,
     lock: FolderLock | None = None,
-    ranks: Group = ALONE,
+    ranks: Group = SELF_GROUP,
     say: Say = _log.warning,
     disk: Disk = DISK,
 ) -> Path:

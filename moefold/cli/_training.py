@@ -13,7 +13,7 @@ from moefold.checkpoint.errors import SaveError
 from moefold.checkpoint.folder import newest
 from moefold.cli._common import print_json, progress_bars
 from moefold.comm.config import Survive
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.worker import Attempt
 from moefold.run import Run
 from moefold.training.banner import Row, panel
@@ -31,7 +31,7 @@ ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
 
 
 def elastic_rank(
-    spot: Spot,
+    info: RankInfo,
     attempt: Attempt,
     rank: Callable[..., int],
     record: Survive,
@@ -42,7 +42,7 @@ def elastic_rank(
     Ranks fork from a process that has imported this function's module, which therefore is one that
     imports all that training needs.
     """
-    return rank(spot, args, MemoryCheckpoint(attempt, record))
+    return rank(info, args, MemoryCheckpoint(attempt, record))
 
 
 def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from moefold.checkpoint.folder import is_checkpoint, newest
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, print_json
-from moefold.comm.environment import Spot, environment
+from moefold.comm.environment import RankInfo, rank_info_from_env
 from moefold.config.load import load
 from moefold.files import free_folder, remove_empty
 from moefold.layers.config import Auto
@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    run, spot = asked(args)
+    run, info = asked(args)
 
     from moefold.cli._training import elastic_rank
     from moefold.comm.elastic import launch_elastic
@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     from moefold.training.distributed import WORDS, device_kind
 
     time_out_s, record = run.watch.time_out_s, run.watch.survive
-    if spot is not None:
-        join(spot, time_out_s, device_kind())
-        return rank(spot, args)
+    if info is not None:
+        join(info, time_out_s, device_kind())
+        return rank(info, args)
     nproc = args.nproc or 1
     if nproc == 1 and record is None:
         return _train(run, args, None)
@@ -87,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
 # --------------------------------------------------------------------- before torch is imported
 
 
-def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
+def asked(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
     """Return the run, and this process's rank if a launcher such as torchrun started it.
 
     Raises:
         ValueError: if arguments contradict each other, or the run is not legal.
     """
-    spot = environment()
+    info = rank_info_from_env()
     if args.fork is not None and args.folder is None:
         raise ValueError("--fork NEW needs the folder to start from: add --folder OLD")
     if args.fork is not None and args.dry_run:
@@ -104,7 +104,7 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
     if args.nproc is not None and args.nproc < 1:
         raise ValueError(f"--nproc {args.nproc}: must be at least 1")
     run = asked_run(args)
-    if spot is None or spot.world == 1:
+    if info is None or info.world_size == 1:
         demand_fit(run, args.nproc or 1)
         _demand_disk(run)
         if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
@@ -115,8 +115,10 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
             demand_limit(run, cluster(f"h100x{args.nproc or 1}"))
         return run, None
     if args.nproc is not None:
-        raise ValueError(f"a launcher has started {spot.world} ranks already: leave --nproc out")
-    return run, spot
+        raise ValueError(
+            f"a launcher has started {info.world_size} ranks already: leave --nproc out"
+        )
+    return run, info
 
 
 def _demand_disk(run: Run) -> None:
@@ -160,14 +162,14 @@ def asked_run(args: argparse.Namespace) -> Run:
 # ------------------------------------------------------------------------------------ one rank
 
 
-def rank(spot: Spot, args: argparse.Namespace, memory: "MemoryCheckpoint | None" = None) -> int:
+def rank(info: RankInfo, args: argparse.Namespace, memory: "MemoryCheckpoint | None" = None) -> int:
     """Run the command as one of several ranks, which have joined the rendezvous."""
     from moefold.comm.agree import run_on_first
     from moefold.training.distributed import world_of
 
     run = asked_run(args)
     folder = Path(args.fork or args.folder or f"runs/{run.name}")
-    with world_of(run, spot, folder) as world:
+    with world_of(run, info, folder) as world:
         if args.folder is None:
             args.folder = run_on_first(lambda: str(free_folder(run.name)), world.on_host)
         return _train(run, args, world, memory)

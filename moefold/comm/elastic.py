@@ -1,8 +1,8 @@
 """Elastic launch: restarts all ranks of this machine when one is lost.
 
-A rank is lost when its process dies, or when an operation between ranks fails without an error of
-any rank's own. The launcher then kills and restarts all ranks, which resume from state that they
-wrote into memory held by the launcher. A rank that was only stopped is woken.
+A rank is lost when its process dies, or when an operation between ranks fails and no rank raised
+an error itself. The launcher then kills and restarts all ranks, which resume from the state that
+they wrote into memory held by the launcher. A rank that was only stopped is sent SIGCONT.
 """
 
 import time
@@ -13,9 +13,16 @@ from itertools import count
 from typing import Any
 
 from moefold.comm.config import Survive
-from moefold.comm.interrupt import SILENT, Words
-from moefold.comm.launch import TIME_OUT_S, RankError, RankLost, Workers, as_one_process, forwarding
-from moefold.comm.worker import ATTEMPTS, BEATS, STEPS, Attempt, Loss, RankMemory
+from moefold.comm.interrupt import NO_MESSAGES, Messages
+from moefold.comm.launch import (
+    TIME_OUT_S,
+    RankError,
+    RankLost,
+    Workers,
+    forward_signals,
+    raise_rank_error,
+)
+from moefold.comm.worker import ATTEMPTS, BEATS, STEPS, Attempt, RankLoss, RankMemory
 
 
 def launch_elastic(
@@ -25,9 +32,9 @@ def launch_elastic(
     record: Survive,
     time_out_s: float = TIME_OUT_S,
     device: str = "cpu",
-    words: Words = SILENT,
+    messages: Messages = NO_MESSAGES,
 ) -> Any:
-    """Call ``function(spot, attempt, *args)`` on ranks of this machine; return rank 0's result.
+    """Call ``function(info, attempt, *args)`` on ranks of this machine; return rank 0's result.
 
     When ranks are lost, all are restarted and the function is called again; it must resume from
     what it wrote into ``attempt.memory``. Otherwise like :func:`moefold.comm.launch.launch`.
@@ -41,79 +48,80 @@ def launch_elastic(
     limit, loss = RestartLimit(record, memories), None
     running: list[Workers] = []
 
-    def hand_on(number: int) -> None:
+    def forward(number: int) -> None:
         for workers in running:
-            workers.hand_on(number)
+            workers.forward_signal(number)
 
     with ExitStack() as closing:
         for memory in memories:
             closing.callback(memory.close)
-        closing.enter_context(as_one_process())
-        received = closing.enter_context(forwarding(hand_on, words))
+        closing.enter_context(raise_rank_error())
+        received = closing.enter_context(forward_signals(forward, messages))
         for number in count():
             attempts = [Attempt(memory, number, loss) for memory in memories]
-            given = [(attempt, *args) for attempt in attempts]
-            workers = Workers(function, given, time_out_s, device, attempts)
+            rank_args = [(attempt, *args) for attempt in attempts]
+            workers = Workers(function, rank_args, time_out_s, device, attempts)
             running[:] = [workers]
             try:
                 workers.start()
-                for asked in set(received):
-                    workers.signal(asked)
-                answers = workers.answers(silent=limit.silence())
-                workers.leave()
-                return answers[0]
+                for signum in set(received):
+                    workers.signal(signum)
+                results = workers.collect_results(find_silent=limit.silence_detector())
+                workers.release()
+                return results[0]
             except RankLost as lost:
-                done = [answer for answer in lost.answers if answer and answer.ok]
-                if done:  # The work is done; a rank that died since had nothing left to do.
+                done = [result for result in lost.results if result and result.ok]
+                if done:  # The work is done: a rank that died since had nothing left to do.
                     return done[0].value
-                loss = Loss(lost.ranks, lost.why, time.time())
-                if len(set(received)) < len(received) or (received and not limit.in_step):
+                loss = RankLoss(lost.ranks, lost.reason, time.time())
+                if len(set(received)) < len(received) or (received and not limit.has_stored_state):
                     raise  # Interrupted twice, or before there was any state to save.
-                limit.add(lost.why)
+                limit.count_loss(lost.reason)
             finally:
-                workers.end()
+                workers.kill()
     raise AssertionError("attempts go on until one returns or raises")
 
 
 class RestartLimit:
-    """Counts losses of ranks, and gives up after too many.
+    """Counts losses of ranks, and raises after too many.
 
     Args:
         record: the limits.
-        memories: each rank's memory, read for its counters.
+        memories: each rank's memory, whose counters are read.
     """
 
     def __init__(self, record: Survive, memories: Sequence[RankMemory]) -> None:
         self._record, self._memories = record, memories
         self._times: deque[float] = deque()
-        self._in_a_row, self._last = 0, -1
+        self._in_a_row, self._last_steps = 0, -1
 
     @property
-    def in_step(self) -> bool:
-        """Whether any rank has stored state in any attempt."""
+    def has_stored_state(self) -> bool:
+        """Whether any rank has stored its state, in any attempt."""
         return any(memory.counters[ATTEMPTS] for memory in self._memories)
 
-    def silence(self) -> Callable[[], list[int]]:
-        """Return a function to poll for the ranks of a new attempt without heartbeat.
+    def silence_detector(self) -> Callable[[], list[int]]:
+        """Return a function that returns the ranks of a new attempt without heartbeat.
 
         It returns a rank again after each further ``stopped_s`` of silence.
         """
         beats = [memory.counters[BEATS] for memory in self._memories]
-        heard = [time.monotonic()] * len(beats)
+        heard_at = [time.monotonic()] * len(beats)
 
-        def silent() -> list[int]:
+        def find_silent() -> list[int]:
             now = time.monotonic()
             for rank, memory in enumerate(self._memories):
                 if memory.counters[BEATS] != beats[rank]:
-                    beats[rank], heard[rank] = memory.counters[BEATS], now
-            found = [at for at, last in enumerate(heard) if now - last > self._record.stopped_s]
-            for rank in found:
-                heard[rank] = now
-            return found
+                    beats[rank], heard_at[rank] = memory.counters[BEATS], now
+            since = now - self._record.stopped_s
+            silent = [rank for rank, last in enumerate(heard_at) if last < since]
+            for rank in silent:
+                heard_at[rank] = now
+            return silent
 
-        return silent
+        return find_silent
 
-    def add(self, why: str) -> None:
+    def count_loss(self, reason: str) -> None:
         """Count a loss.
 
         Raises:
@@ -124,8 +132,8 @@ class RestartLimit:
         while now - self._times[0] > record.window_s:
             self._times.popleft()
         steps = min(memory.counters[STEPS] for memory in self._memories)
-        self._in_a_row = self._in_a_row + 1 if steps == self._last else 1
-        self._last = steps
+        self._in_a_row = self._in_a_row + 1 if steps == self._last_steps else 1
+        self._last_steps = steps
         what = ""
         if self._in_a_row >= record.same_step:
             done = f"after step {steps - 1}" if steps else "before the first step"
@@ -134,7 +142,7 @@ class RestartLimit:
             what = f"ranks were lost {len(self._times)} times within {record.window_s:g} s"
         if what:
             raise RankError(
-                f"{why}; {what}, too often for watch.survive. Find the cause (memory, the "
+                f"{reason}; {what}, too often for watch.survive. Find the cause (memory, the "
                 "device, the data of this step), then repeat the command with --folder to resume "
                 "from the newest checkpoint"
             )

@@ -1,4 +1,4 @@
-"""This process's rank and rendezvous address, from the environment of torchrun or Slurm."""
+"""This process's rank and the rendezvous address, from the environment of torchrun or Slurm."""
 
 import os
 import re
@@ -13,78 +13,80 @@ HOSTS = rf"(?=[^,])[^,\[\]]*(?:\[{NUMBERS}(?:,{NUMBERS})*\][^,\[\]]*)*"
 """One part of a Slurm node list, such as ``gpu[01-03,7]``."""
 
 
-class Spot(NamedTuple):
-    """A rank's number, and the address of the store at which all ranks meet."""
+class RankInfo(NamedTuple):
+    """A rank's number, and the address of the rendezvous store."""
 
     rank: int
-    world: int
+    world_size: int
     local_rank: int
-    """Number among the ranks of its machine."""
+    """Index among the ranks of its machine."""
     address: str
     port: int
-    served: bool = False
-    """Whether the store already runs outside the ranks."""
+    store_running: bool = False
+    """Whether a process outside the ranks already serves the store."""
     attempt: int = 0
-    """Number of earlier starts, whose entries in the store are ignored."""
-    binds: bool = False
-    """Whether the launcher may make only one device visible to each rank."""
+    """Number of earlier starts; their entries in the store are ignored."""
+    binds_devices: bool = False
+    """Whether the launcher may make a single device visible to each rank."""
 
 
-def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
-    """Return the spot from torchrun's variables, else Slurm's; None for a single process.
+def rank_info_from_env(variables: Mapping[str, str] | None = None) -> RankInfo | None:
+    """Read torchrun's variables, else Slurm's; None for a single process.
 
     Raises:
         ValueError: if some of the variables are missing or malformed.
     """
-    given = os.environ if variables is None else variables
-    spot = None
-    if "RANK" in given and "WORLD_SIZE" in given:
-        missing = [name for name in TORCHRUN if name not in given]
+    env = os.environ if variables is None else variables
+    info = None
+    if "RANK" in env and "WORLD_SIZE" in env:
+        missing = [name for name in TORCHRUN if name not in env]
         if missing:
             text = f"the environment has RANK and WORLD_SIZE but not {', '.join(missing)}"
             raise ValueError(f"{text}; start with torchrun, or set all of {', '.join(TORCHRUN)}")
-        spot = Spot(
-            rank=_number(given, "RANK"),
-            world=_number(given, "WORLD_SIZE"),
-            local_rank=_number(given, "LOCAL_RANK"),
-            address=given["MASTER_ADDR"],
-            port=_number(given, "MASTER_PORT"),
-            served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
+        info = RankInfo(
+            rank=_read_int(env, "RANK"),
+            world_size=_read_int(env, "WORLD_SIZE"),
+            local_rank=_read_int(env, "LOCAL_RANK"),
+            address=env["MASTER_ADDR"],
+            port=_read_int(env, "MASTER_PORT"),
+            store_running=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_read_int(env, "TORCHELASTIC_RESTART_COUNT", "0"),
         )
-    # A batch script outside any step also has a SLURM_PROCID, but is no rank.
-    elif "SLURM_PROCID" in given and ("SLURM_STEP_ID" in given or "SLURM_STEPID" in given):
-        spot = _slurm(given)
-    if spot is not None and spot.rank >= spot.world:
-        raise ValueError(f"rank {spot.rank} of {spot.world}: it must be 0 to {spot.world - 1}")
-    return spot
+    # A batch script outside any step also has SLURM_PROCID, but is not a rank.
+    elif "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
+        info = _from_slurm(env)
+    if info is not None and info.rank >= info.world_size:
+        raise ValueError(
+            f"rank {info.rank} of {info.world_size}: it must be 0 to {info.world_size - 1}"
+        )
+    return info
 
 
-def _slurm(given: Mapping[str, str]) -> Spot | None:
-    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
-    world = _number(given, tasks, "1")
+def _from_slurm(env: Mapping[str, str]) -> RankInfo | None:
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    world = _read_int(env, tasks, "1")
     if world == 1:
         return None
-    nodes = next((given[name] for name in SLURM_NODES if given.get(name)), "")
-    address = given.get("MASTER_ADDR")
+    nodes = next((env[name] for name in SLURM_NODES if env.get(name)), "")
+    address = env.get("MASTER_ADDR")
     if not (address or nodes):
         text = f"no list of nodes in {', '.join(SLURM_NODES)}"
         raise ValueError(f"{text}; start ranks with srun, or set MASTER_ADDR")
-    job, step = _number(given, "SLURM_JOB_ID", "0"), _number(given, "SLURM_STEP_ID", "0")
-    chosen = str(FIRST_PORT + (job * 31 + step) % PORTS)
-    return Spot(
-        rank=_number(given, "SLURM_PROCID"),
-        world=world,
-        local_rank=_number(given, "SLURM_LOCALID"),
+    job, step = _read_int(env, "SLURM_JOB_ID", "0"), _read_int(env, "SLURM_STEP_ID", "0")
+    default_port = str(FIRST_PORT + (job * 31 + step) % PORTS)
+    return RankInfo(
+        rank=_read_int(env, "SLURM_PROCID"),
+        world_size=world,
+        local_rank=_read_int(env, "SLURM_LOCALID"),
         address=address or first_host(nodes),
-        port=_number(given, "MASTER_PORT", chosen),
-        attempt=_number(given, "SLURM_RESTART_COUNT", "0"),
-        binds=True,
+        port=_read_int(env, "MASTER_PORT", default_port),
+        attempt=_read_int(env, "SLURM_RESTART_COUNT", "0"),
+        binds_devices=True,
     )
 
 
-def _number(given: Mapping[str, str], name: str, otherwise: str | None = None) -> int:
-    text = given.get(name, otherwise)
+def _read_int(env: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = env.get(name, default)
     if text is None or not re.fullmatch(r"[0-9]+", text):
         raise ValueError(f"{name} is {text!r} in the environment; it must be a whole number")
     return int(text)

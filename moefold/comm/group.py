@@ -1,4 +1,4 @@
-"""A group of ranks, as one of its members sees it."""
+"""A group of ranks, from the view of one member."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ class Group:
     """
 
     name: str
-    """Its kinds, joined with ``+`` where several have the same ranks."""
+    """The group's kinds, joined with ``+`` where several have the same ranks."""
     ranks: tuple[int, ...]
     index: int
     """Index of this rank in ``ranks``."""
     handle: ProcessGroup | None
     recorder: Recorder
-    back: ProcessGroup | None = None
+    reverse_handle: ProcessGroup | None = None
     """Process group for messages to earlier ranks, so that the two directions never wait for each
     other; None where the backend does not serialise them."""
 
@@ -38,9 +38,9 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """The first of its kinds; no other group of this rank has it."""
+        """The first of the group's kinds; no other group of this rank has it."""
         return self.name.partition("+")[0]
 
 
-ALONE = Group("alone", (0,), 0, None, Recorder())
-"""A group of one rank."""
+SELF_GROUP = Group("alone", (0,), 0, None, Recorder())
+"""A group of this rank alone."""

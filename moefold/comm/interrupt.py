@@ -1,7 +1,7 @@
 """Ctrl-C with several processes: only the launcher handles it, at once.
 
 The terminal interrupts every process of its group: the launcher, the server that ranks fork from,
-and a rank that has no process group of its own yet. All but the launcher block the signal.
+and a rank that has not created its process group yet. All but the launcher block the signal.
 """
 
 import os
@@ -10,41 +10,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to stop."""
-ERRORS = 2
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that request a run to stop."""
+STDERR_FD = 2
 """File descriptor of standard error."""
 
 
-class Words(NamedTuple):
-    """Messages shown on the first and second Ctrl-C; none where empty."""
+class Messages(NamedTuple):
+    """Messages shown on the first and the second Ctrl-C; empty for none."""
 
     first: str = ""
     second: str = ""
 
 
-SILENT = Words()
+NO_MESSAGES = Messages()
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write a line to standard error at once, also from a signal handler.
 
-    On a terminal it goes below a live progress bar, which is then drawn again.
+    On a terminal it goes below a live progress bar, which is then redrawn.
     """
-    start = "\n" if os.isatty(ERRORS) else ""
-    os.write(ERRORS, f"{start}{text}\n".encode())
+    start = "\n" if os.isatty(STDERR_FD) else ""
+    os.write(STDERR_FD, f"{start}{text}\n".encode())
 
 
 @contextmanager
-def deaf_children() -> Iterator[None]:
-    """Block stop signals in processes started inside the context, until they call ``listen``."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+def block_signals_in_children() -> Iterator[None]:
+    """Block stop signals in processes that start in this context, until ``unblock_signals``."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
     try:
         yield
     finally:
-        listen()
+        unblock_signals()
 
 
-def listen() -> None:
-    """Unblock stop signals; those pending are delivered, each once."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+def unblock_signals() -> None:
+    """Unblock stop signals; pending ones are delivered, each once."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)

@@ -1,7 +1,7 @@
 """Launches ranks as processes on this machine; this process serves their rendezvous store.
 
 Ranks fork from a server that has already imported torch and the function's module, so that eight
-start in about half a second.
+ranks start in about half a second.
 """
 
 import math
@@ -14,28 +14,28 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
-from moefold.comm.environment import Spot
-from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
+from moefold.comm.environment import RankInfo
+from moefold.comm.interrupt import FORWARDED_SIGNALS, NO_MESSAGES, Messages, write_stderr
 from moefold.comm.rendezvous import serve
-from moefold.comm.watch import report_in
-from moefold.comm.worker import POLL_S, Answer, Attempt, Rank, RankTask, fork_server
+from moefold.comm.watch import recent_report
+from moefold.comm.worker import POLL_S, Attempt, RankProcess, RankTask, WorkerResult, fork_server
 from moefold.comm.world import IN_OPERATION
 from moefold.config.slot import owner_modules
 
 TIME_OUT_S = 300.0
-SETTLE_S, DEATH_SETTLE_S = 0.5, 0.1
-"""Seconds that other ranks have to report their errors after the first error; after a death."""
-CAUSE_S = 30.0
-"""Seconds to wait for the original error where ranks have only reported that another failed."""
+ERROR_WAIT_S, DEATH_WAIT_S = 0.5, 0.1
+"""Seconds that other ranks have to report errors after the first error, or after a death."""
+CAUSE_WAIT_S = 30.0
+"""Seconds to wait for the original error while ranks only report that another rank failed."""
 DEAD = "died"
-"""Value of the answer recorded for a rank whose process died."""
-Answers = Sequence[Answer | None]
+"""Value of the result recorded for a rank whose process died."""
+Results = Sequence[WorkerResult | None]
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer in time; the text has all that is known.
+    """A rank raised, died or did not finish in time; the text has all that is known.
 
-    ``error`` is the rank's own error, of the same type and text, if it is one meant for users.
+    ``error`` is the rank's own error, with its type and text, if it is one meant for users.
     """
 
     def __init__(self, text: str, error: Exception | None = None) -> None:
@@ -44,16 +44,16 @@ class RankError(RuntimeError):
 
 
 class RankLost(RankError):
-    """Ranks died, or an operation between ranks failed, and no rank raised an error of its own.
+    """Ranks died or an operation between ranks failed, and no rank raised an error itself.
 
     Attributes:
-        why: the cause as far as known, in one line.
+        reason: the cause as far as known, in one line.
         ranks: the ranks that died.
-        answers: each rank's answer by then, or None.
+        results: each rank's result so far, or None.
     """
 
-    def __init__(self, text: str, why: str, ranks: tuple[int, ...], answers: Answers) -> None:
-        self.why, self.ranks, self.answers = why, ranks, answers
+    def __init__(self, text: str, reason: str, ranks: tuple[int, ...], results: Results) -> None:
+        self.reason, self.ranks, self.results = reason, ranks, results
         super().__init__(text)
 
 
@@ -63,27 +63,27 @@ def launch(
     *args: Any,
     time_out_s: float = TIME_OUT_S,
     device: str = "cpu",
-    words: Words = SILENT,
+    messages: Messages = NO_MESSAGES,
 ) -> Any:
-    """Call ``function(spot, *args)`` on ``nproc`` ranks of this machine; return rank 0's result.
+    """Call ``function(info, *args)`` on ``nproc`` ranks of this machine; return rank 0's result.
 
     The function, its arguments and its result must be picklable, and the result small. SIGTERM,
     SIGUSR1 and a first SIGINT are forwarded to the ranks; a second SIGINT kills them. A rank
     computes on one thread unless OMP_NUM_THREADS is set.
 
-    ``time_out_s`` is the time-out of operations between ranks; ``words`` are shown on Ctrl-C.
+    ``time_out_s`` is the time-out of operations between ranks; ``messages`` are shown on Ctrl-C.
 
     Raises:
         ValueError, OSError: the error of the first rank that failed, if it is one of these.
-        RankError: otherwise, with the first rank that failed, and the report if ranks hung.
+        RankError: for other errors, with the first rank that failed, and the report if ranks hung.
         KeyboardInterrupt: if ranks ended after an interrupt, or on the second one.
     """
-    with as_one_process():
-        return all_answers(function, nproc, args, time_out_s, device, words=words)[0]
+    with raise_rank_error():
+        return launch_all(function, nproc, args, time_out_s, device, messages=messages)[0]
 
 
 @contextmanager
-def as_one_process() -> Iterator[None]:
+def raise_rank_error() -> Iterator[None]:
     """Raise a rank's own error in place of the :class:`RankError` that carries it."""
     try:
         yield
@@ -93,32 +93,32 @@ def as_one_process() -> Iterator[None]:
         raise failed.error from failed
 
 
-def all_answers(
+def launch_all(
     function: Callable[..., Any],
     nproc: int,
     args: Sequence[Any],
     time_out_s: float,
     device: str = "cpu",
     limit_s: float | None = None,
-    words: Words = SILENT,
+    messages: Messages = NO_MESSAGES,
 ) -> list[Any]:
-    """Launch like :func:`launch`, within ``limit_s`` if given, and return all ranks' results."""
+    """Launch like :func:`launch`, for ``limit_s`` at most, and return all ranks' results."""
     workers = Workers(function, [tuple(args)] * nproc, time_out_s, device)
     try:
-        with forwarding(workers.hand_on, words):
+        with forward_signals(workers.forward_signal, messages):
             workers.start()
-            answers = workers.answers(limit_s)
-        workers.leave()
-        return answers
+            results = workers.collect_results(limit_s)
+        workers.release()
+        return results
     finally:
-        workers.end()
+        workers.kill()
 
 
 class Workers:
-    """The launcher's view of one attempt: the ranks' processes and their rendezvous store.
+    """The rank processes of one attempt and their rendezvous store, as the launcher sees them.
 
-    ``args`` has each rank's arguments, ``attempts`` each one's attempt where ranks are restarted.
-    The server that ranks fork from imports the function's module and those that build parts.
+    ``args`` has each rank's arguments, and ``attempts`` each rank's attempt in an elastic launch.
+    The server that ranks fork from imports the function's module and those that register parts.
     """
 
     def __init__(
@@ -129,21 +129,21 @@ class Workers:
         device: str = "cpu",
         attempts: Sequence[Attempt] = (),
     ) -> None:
-        """Serve the store, without starting ranks."""
+        """Serve the store; :meth:`start` starts the ranks."""
         self._context = fork_server(function.__module__, *owner_modules())
         self._function, self._args, self._attempts = function, args, attempts
         self._time_out_s, self._device = time_out_s, device
         self._store = serve(0, time_out_s)
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankProcess] = []
         self._interrupted = False
 
     def start(self) -> None:
         """Start every rank."""
-        count, asked = len(self._args), os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        threads = max(1, int(asked)) if asked.isdecimal() else 1  # OpenMP ignores other values
+        count, text = len(self._args), os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = max(1, int(text)) if text.isdecimal() else 1  # OpenMP ignores other values
         for rank, args in enumerate(self._args):
             task = RankTask(
-                Spot(rank, count, rank, "127.0.0.1", self._store.port, served=True),
+                RankInfo(rank, count, rank, "127.0.0.1", self._store.port, store_running=True),
                 self._time_out_s,
                 self._device,
                 threads,
@@ -151,16 +151,16 @@ class Workers:
                 args,
                 self._attempts[rank] if self._attempts else None,
             )
-            self._ranks.append(Rank(self._context, task))
+            self._ranks.append(RankProcess(self._context, task))
             if self._interrupted:
                 raise KeyboardInterrupt
 
-    def hand_on(self, number: int) -> None:
-        """Forward a signal to the ranks; Ctrl-C while they first start aborts the start."""
-        again = any(attempt.number for attempt in self._attempts)
-        if number == signal.SIGINT and len(self._ranks) < len(self._args) and not again:
-            # No work has begun that would need an orderly end. But a rank is started whole: the
-            # server fails, with a traceback, if a request to fork breaks off.
+    def forward_signal(self, number: int) -> None:
+        """Forward a signal to the ranks; Ctrl-C during their first start aborts the start."""
+        is_restart = any(attempt.number for attempt in self._attempts)
+        if number == signal.SIGINT and len(self._ranks) < len(self._args) and not is_restart:
+            # No work has begun that would need an orderly end. But this rank's start is completed:
+            # the server fails, with a traceback, if a request to fork breaks off.
             self._interrupted = True
             return
         self.signal(number)
@@ -170,93 +170,97 @@ class Workers:
         for rank in self._ranks:
             rank.signal(number)
 
-    def answers(
-        self, limit_s: float | None = None, silent: Callable[[], list[int]] | None = None
+    def collect_results(
+        self, limit_s: float | None = None, find_silent: Callable[[], list[int]] | None = None
     ) -> list[Any]:
-        """Wait until all ranks have answered, ``limit_s`` at most; return their results in order.
+        """Wait for all ranks, ``limit_s`` at most; return their functions' results in rank order.
 
-        ``silent`` returns the ranks without heartbeat. They are sent SIGCONT, which wakes a stopped
-        process and has no effect on one that only waits for a core.
+        ``find_silent`` returns the ranks without heartbeat. They are sent SIGCONT, which wakes a
+        stopped process and has no effect on one that only waits for a core.
 
         Raises:
-            RankLost: if no rank raised an error of its own.
-            RankError: if one did, or ranks did not answer in time.
+            RankLost: if ranks failed, but none raised an error itself.
+            RankError: if one did, or ranks did not finish in time.
         """
-        answers = _collect(self._ranks, limit_s, silent)
-        if all(answer and answer.ok for answer in answers):
-            return [answer.value for answer in answers if answer]
-        report = report_in(self._store, self._time_out_s)
-        failed = [(at, answer) for at, answer in enumerate(answers) if answer and not answer.ok]
+        results = _collect_results(self._ranks, limit_s, find_silent)
+        if all(result and result.ok for result in results):
+            return [result.value for result in results if result]
+        report = recent_report(self._store, self._time_out_s)
+        failed = [(rank, result) for rank, result in enumerate(results) if result and not result.ok]
         if not failed:
-            missing = [at for at, answer in enumerate(answers) if answer is None]
+            missing = [rank for rank, result in enumerate(results) if result is None]
             raise RankError(f"no answer from ranks {missing} within {limit_s:g} s{report}")
-        dead = tuple(at for at, answer in failed if answer.value == DEAD)
+        dead = tuple(rank for rank, result in failed if result.value == DEAD)
         if dead:
-            why = "; ".join(f"rank {at}: the process {self._ranks[at].cause()}" for at in dead)
-            raise RankLost(why + report, why, dead, answers)
-        at, first = min(failed, key=lambda f: (f[1].blames_others, f[1].repeats, f[1].at))
-        text = f"rank {at} failed first:\n{first.value}{report}"
-        error = first.raised and first.raised.again()
+            reason = "; ".join(
+                f"rank {n}: the process {self._ranks[n].describe_exit()}" for n in dead
+            )
+            raise RankLost(reason + report, reason, dead, results)
+        rank, first = min(failed, key=lambda f: (f[1].blames_others, f[1].is_secondary, f[1].time))
+        text = f"rank {rank} failed first:\n{first.value}{report}"
+        error = first.error and first.error.rebuild()
         if not first.blames_others:
             raise RankError(text, error)
-        said = [line for line in first.value.splitlines() if line not in ("", IN_OPERATION)]
-        lost = RankLost(text, f"rank {at}: communication failed: {said[-1]}", (), answers)
+        lines = [line for line in first.value.splitlines() if line not in ("", IN_OPERATION)]
+        lost = RankLost(text, f"rank {rank}: communication failed: {lines[-1]}", (), results)
         lost.error = error
         raise lost
 
-    def leave(self) -> None:
-        """Let ranks that have answered exit by themselves, and wait briefly for them."""
+    def release(self) -> None:
+        """Release ranks that have sent their results, and wait briefly for their exit."""
         for rank in self._ranks:
-            rank.leave()
+            rank.release()
 
-    def end(self) -> None:
-        """Kill every rank: it may be stopped, or wait for one that is gone."""
+    def kill(self) -> None:
+        """Kill every rank: it may be stopped, or wait for one that has exited."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
-            rank.end()
-        # A raised error references this object, and would keep the store's thread and port.
+            rank.kill()
+        # A raised error references this object, and would keep the store's thread and port alive.
         del self._store
 
 
-def _collect(
-    ranks: Sequence[Rank], limit_s: float | None, silent: Callable[[], list[int]] | None
-) -> list[Answer | None]:
-    """Wait until all ranks answered, or one failed and the others had time to report a cause."""
-    answers: list[Answer | None] = [None] * len(ranks)
+def _collect_results(
+    ranks: Sequence[RankProcess], limit_s: float | None, find_silent: Callable[[], list[int]] | None
+) -> list[WorkerResult | None]:
+    """Wait for all results, or until one rank failed and the others had time to report a cause."""
+    results: list[WorkerResult | None] = [None] * len(ranks)
     until = math.inf if limit_s is None else time.monotonic() + limit_s
     shortest = math.inf
-    while any(answer is None for answer in answers):
-        ends = {rank.answer: i for i, rank in enumerate(ranks) if answers[i] is None}
-        left = max(0.0, until - time.monotonic())
-        limit = min(left, POLL_S if silent else math.inf)
+    while any(result is None for result in results):
+        ends = {rank.result: i for i, rank in enumerate(ranks) if results[i] is None}
+        remaining = max(0.0, until - time.monotonic())
+        limit = min(remaining, POLL_S if find_silent else math.inf)
         ready = wait(list(ends), timeout=None if limit == math.inf else limit)
         if not ready and time.monotonic() >= until:
-            return answers
+            return results
         for end in ready:
-            at = ends[end]  # type: ignore[index]
+            rank = ends[end]  # type: ignore[index]
             try:
-                answers[at] = ranks[at].answer.recv()
+                results[rank] = ranks[rank].result.recv()
             except (EOFError, OSError):
-                answers[at] = Answer(False, DEAD, time.monotonic())
-        for at in silent() if silent else ():
-            ranks[at].signal(signal.SIGCONT)
-        failed = [answer for answer in answers if answer and not answer.ok]
-        said = (
-            DEATH_SETTLE_S if a.value == DEAD else CAUSE_S if a.repeats else SETTLE_S
+                results[rank] = WorkerResult(False, DEAD, time.monotonic())
+        for rank in find_silent() if find_silent else ():
+            ranks[rank].signal(signal.SIGCONT)
+        failed = [result for result in results if result and not result.ok]
+        waits = (
+            DEATH_WAIT_S if a.value == DEAD else CAUSE_WAIT_S if a.is_secondary else ERROR_WAIT_S
             for a in failed
         )
-        if (patience := min(said, default=math.inf)) < shortest:
+        if (patience := min(waits, default=math.inf)) < shortest:
             shortest, until = patience, min(until, time.monotonic() + patience)
-    return answers
+    return results
 
 
 @contextmanager
-def forwarding(send: Callable[[int], None], words: Words = SILENT) -> Iterator[list[int]]:
+def forward_signals(
+    send: Callable[[int], None], messages: Messages = NO_MESSAGES
+) -> Iterator[list[int]]:
     """Forward signals to the ranks, which have separate process groups; yield those received.
 
-    This process answers the first Ctrl-C at once. The second one, or a failure of ranks after the
-    first, ends the context.
+    The first Ctrl-C is acknowledged at once. The second, or a failure of ranks after the first,
+    ends the context.
 
     Raises:
         KeyboardInterrupt: if Ctrl-C ended the context.
@@ -266,15 +270,15 @@ def forwarding(send: Callable[[int], None], words: Words = SILENT) -> Iterator[l
         yield received
         return
 
-    def hand_on(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         received.append(number)
         if number == signal.SIGINT and received.count(number) > 1:
-            raise KeyboardInterrupt(words.second)
+            raise KeyboardInterrupt(messages.second)
         send(number)
-        if number == signal.SIGINT and words.first:
-            say(words.first)
+        if number == signal.SIGINT and messages.first:
+            write_stderr(messages.first)
 
-    before = {number: signal.signal(number, hand_on) for number in FORWARDED}
+    previous = {number: signal.signal(number, handle) for number in FORWARDED_SIGNALS}
     try:
         yield received
     except RankError:
@@ -282,5 +286,5 @@ def forwarding(send: Callable[[int], None], words: Words = SILENT) -> Iterator[l
             raise KeyboardInterrupt from None
         raise
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

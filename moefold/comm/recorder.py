@@ -1,4 +1,4 @@
-"""Recorder of a rank's communication: its last operations, and exact bytes by call site."""
+"""Recorder of a rank's communication: its last operations, and exact bytes per call site."""
 
 import threading
 import time
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 FORWARD, BACKWARD = "forward", "backward"
-KEPT = 256
+MAX_RECORDS = 256
 
 
-class Site(NamedTuple):
-    """A call site, by which operations are counted and proofs inject faults."""
+class CallSite(NamedTuple):
+    """A call site: operations are counted, and proofs inject faults, per site."""
 
     label: str
-    """The module that makes the call; in backward, that of the forward call."""
+    """The calling module; in backward, that of the forward call."""
     op: str
     group: str
     direction: str = FORWARD
@@ -29,17 +29,17 @@ class CallRecord(NamedTuple):
     channel: str
     """Name of the set of ranks that take part, equal on all of them."""
     number: int
-    """Position among the channel's operations, from 1; equal on all its ranks."""
-    site: Site
+    """Index among the channel's operations, from 1; equal on all its ranks."""
+    site: CallSite
     shape: tuple[int, ...]
-    """Shape of this rank's input; for a receive, of the expected tensor."""
+    """Shape of this rank's input, or of the tensor to receive."""
     dtype: str
     bytes: int
     """Bytes that this rank sends to others in the cheapest form of the operation."""
 
     @property
-    def words(self) -> str:
-        """The operation in words."""
+    def description(self) -> str:
+        """One line that describes the operation."""
         label = self.site.label or "no module"
         back = ", backward" if self.site.direction == BACKWARD else ""
         shape = f"{self.dtype}{list(self.shape)}"
@@ -47,51 +47,51 @@ class CallRecord(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Calls of one call site so far, and the bytes that this rank sent in them."""
+    """Calls at one call site so far, and the bytes that this rank sent in them."""
 
     calls: int
     bytes: int
 
 
-class Open(NamedTuple):
+class OpenCall(NamedTuple):
     """An operation that has begun and not ended."""
 
     record: CallRecord
     ranks: tuple[int, ...]
     since: float
-    waited_for: bool
+    blocking: bool
     """Whether the rank is blocked until the operation ends."""
 
 
-Alter = Callable[[CallRecord, Tensor, Tensor], Tensor]
-Mark = Callable[[], Callable[[], bool]]
+FaultInjector = Callable[[CallRecord, Tensor, Tensor], Tensor]
+DeviceMarker = Callable[[], Callable[[], bool]]
 
 
 class Recorder:
-    """The operations of one rank, for proofs, counts and reports of hangs.
+    """Records the operations of one rank, for proofs, counts and reports of hangs.
 
-    ``alter`` injects a fault, to show that a proof detects it: it is called with the record, the
-    result, and the result without contributions of other ranks (own rows repeated, a sum of one);
-    its return value, of the same shape, replaces the result.
+    ``inject_fault`` shows that a proof detects a fault: it is called with the record, the result,
+    and the result without contributions of other ranks (own rows repeated, a sum of one); its
+    return value, of the same shape, replaces the result.
 
     ``waited_s`` is the total of seconds in which this rank was blocked waiting for others.
     """
 
-    def __init__(self, mark: Mark | None = None) -> None:
-        """Keep the last ``KEPT`` operations, and totals of all.
+    def __init__(self, mark: DeviceMarker | None = None) -> None:
+        """Keep the last ``MAX_RECORDS`` operations, and totals of all.
 
         ``mark`` is for a device that executes operations asynchronously: it marks the end of the
-        queued work and returns a function that says whether the device has reached it.
+        queued work, and returns a function that returns whether the device has reached the mark.
         """
         self._labels = threading.local()
-        self.alter: Alter | None = None
-        self.totals: dict[Site, Total] = {}
+        self.inject_fault: FaultInjector | None = None
+        self.totals: dict[CallSite, Total] = {}
         self.waited_s = 0.0
-        self._last: deque[CallRecord] = deque(maxlen=KEPT)
-        self._begun: dict[str, int] = {}
-        self._open: dict[tuple[str, int], Open] = {}
+        self._last: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
+        self._begun_counts: dict[str, int] = {}
+        self._open: dict[tuple[str, int], OpenCall] = {}
         self._mark = mark
-        self._behind: dict[str, tuple[Open, Callable[[], bool]]] = {}
+        self._on_device: dict[str, tuple[OpenCall, Callable[[], bool]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -101,74 +101,74 @@ class Recorder:
 
     @contextmanager
     def module(self, label: str) -> Iterator[None]:
-        """Label operations called inside the context, and their backward whenever it runs."""
-        before = self.label
+        """Label operations called in this context, and their backward whenever it runs."""
+        outer = self.label
         self._labels.now = label
         try:
             yield
         finally:
-            self._labels.now = before
+            self._labels.now = outer
 
     def begin(
         self,
-        site: Site,
+        site: CallSite,
         channel: str,
         ranks: tuple[int, ...],
-        given: Tensor,
+        tensor: Tensor,
         bytes_sent: int,
-        waits: bool,
+        blocking: bool,
     ) -> CallRecord:
         """Record the start of an operation, and whether the rank is blocked until its ``end``."""
         with self._lock:
-            number = self._begun.get(channel, 0) + 1
-            self._begun[channel] = number
-            dtype = str(given.dtype).removeprefix("torch.")
-            record = CallRecord(channel, number, site, tuple(given.shape), dtype, bytes_sent)
+            number = self._begun_counts.get(channel, 0) + 1
+            self._begun_counts[channel] = number
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            record = CallRecord(channel, number, site, tuple(tensor.shape), dtype, bytes_sent)
             calls, total = self.totals.get(site, (0, 0))
             self.totals[site] = Total(calls + 1, total + bytes_sent)
             self._last.append(record)
-            self._open[channel, number] = Open(record, ranks, time.monotonic(), waits)
+            self._open[channel, number] = OpenCall(record, ranks, time.monotonic(), blocking)
         return record
 
     def wait(self, record: CallRecord) -> None:
-        """Record that the rank is blocked from now on until an operation ends."""
-        place = (record.channel, record.number)
+        """Record that the rank is blocked from now until an operation ends."""
+        key = (record.channel, record.number)
         with self._lock:
-            if place in self._open:
-                waited = self._open[place]._replace(since=time.monotonic(), waited_for=True)
-                self._open[place] = waited
+            if key in self._open:
+                call = self._open[key]._replace(since=time.monotonic(), blocking=True)
+                self._open[key] = call
 
     def end(self, record: CallRecord) -> None:
         """Record the end of an operation on this rank."""
         with self._lock:
-            held = self._open.pop((record.channel, record.number), None)
-            if held is not None and held.waited_for:
-                self.waited_s += time.monotonic() - held.since
-            if held is not None and self._mark is not None:
-                self._behind[record.channel] = held, self._mark()
+            call = self._open.pop((record.channel, record.number), None)
+            if call is not None and call.blocking:
+                self.waited_s += time.monotonic() - call.since
+            if call is not None and self._mark is not None:
+                self._on_device[record.channel] = call, self._mark()
 
-    def last(self, count: int = KEPT) -> list[CallRecord]:
+    def last(self, count: int = MAX_RECORDS) -> list[CallRecord]:
         """Return the last operations, oldest first."""
         with self._lock:
             return list(self._last)[-count:]
 
-    def begun(self) -> dict[str, int]:
+    def begun_counts(self) -> dict[str, int]:
         """Return the number of operations begun on each channel."""
         with self._lock:
-            return dict(self._begun)
+            return dict(self._begun_counts)
 
     @property
     def in_operation(self) -> bool:
         """Whether this rank is blocked in an operation, or was when the operation failed."""
         with self._lock:
-            return any(held.waited_for for held in self._open.values())
+            return any(call.blocking for call in self._open.values())
 
-    def waiting(self) -> list[Open]:
+    def waiting(self) -> list[OpenCall]:
         """Return the operations that this rank or its device waits for, oldest first."""
         with self._lock:
-            waiting = [held for held in self._open.values() if held.waited_for]
-            waiting += [held for held, is_past in self._behind.values() if not is_past()]
-            return sorted(waiting, key=lambda held: held.since)
+            waiting = [call for call in self._open.values() if call.blocking]
+            waiting += [call for call, is_done in self._on_device.values() if not is_done()]
+            return sorted(waiting, key=lambda call: call.since)
 
     def clear(self) -> None:
         """Reset totals; operation numbers continue."""

@@ -1,4 +1,4 @@
-"""A rank's process: its main function, and the launcher's handle on it."""
+"""A rank's process: its main function, and the launcher's handle to it."""
 
 import gc
 import mmap
@@ -22,32 +22,32 @@ from typing import Any, NamedTuple
 import torch
 
 from moefold.comm.agree import FirstRankFailed
-from moefold.comm.environment import Spot
-from moefold.comm.interrupt import deaf_children, listen
+from moefold.comm.environment import RankInfo
+from moefold.comm.interrupt import block_signals_in_children, unblock_signals
 from moefold.comm.rendezvous import join
 from moefold.comm.world import IN_OPERATION
 from moefold.config.plugins import PluginImports
 
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
 POLL_S = 0.1
-"""Seconds between heartbeats, and between the launcher's polls of them."""
+"""Seconds between heartbeats, and between the launcher's checks for them."""
 GRACE_S = 3.0
 SOCKET_PATH_BYTES = 107
 """Most bytes of a socket's path on Linux."""
 ORPHAN_S = 1.0
 BEATS, ATTEMPTS, STEPS = range(3)
-"""Indices of the counters: heartbeats, attempts that have stored state, steps stored."""
+"""Indices of counters: heartbeats, attempts that have stored state, steps stored."""
 
 
-class Raised(NamedTuple):
+class PicklableError(NamedTuple):
     """An error meant for users, in a picklable form."""
 
     kind: type[Exception]
     args: tuple[Any, ...]
 
     @classmethod
-    def of(cls, error: BaseException) -> "Raised | None":
-        """Convert an error; None for one that is not meant for users."""
+    def of(cls, error: BaseException) -> "PicklableError | None":
+        """Convert an error; None if it is not meant for users."""
         if isinstance(error, OSError):
             files = error.filename, None, error.filename2  # None: Windows' error number
             system = (error.errno, error.strerror, *files)
@@ -57,38 +57,38 @@ class Raised(NamedTuple):
             return cls(type(error) if ours else ValueError, (str(error),))
         return None
 
-    def again(self) -> Exception:
+    def rebuild(self) -> Exception:
         """Rebuild the error, without its type's ``__init__``, which may have other parameters."""
         return self.kind.__new__(self.kind, *self.args)
 
 
-class Answer(NamedTuple):
+class WorkerResult(NamedTuple):
     """A rank's final message to the launcher."""
 
     ok: bool
     value: Any
     """The function's result, or the traceback; ``DEAD`` if the process died."""
-    at: float
+    time: float
     """Time on the monotonic clock, which all processes of a machine share."""
-    raised: Raised | None = None
+    error: PicklableError | None = None
     blames_others: bool = False
     """Whether other ranks may have caused the failure, as in an operation with them."""
 
     @property
-    def repeats(self) -> bool:
-        """Whether it only reports that another rank failed."""
-        return self.raised is not None and self.raised.kind is FirstRankFailed
+    def is_secondary(self) -> bool:
+        """Whether the error only reports that another rank failed."""
+        return self.error is not None and self.error.kind is FirstRankFailed
 
 
 class RankMemory:
     """Shared memory that a rank writes and the launcher holds, so that it outlives the rank.
 
-    The first page has counters for the launcher, the rest is the rank's. It is an unnamed file,
-    which the system frees with the last process that has it open.
+    The first page has counters for the launcher, the rest is the rank's. The memory is an unnamed
+    file, which the system frees with the last process that has it open.
     """
 
     def __init__(self, file: int) -> None:
-        """Map the counters of an open file."""
+        """Map the counters of an open file, given its descriptor."""
         self.file = file
         if os.fstat(file).st_size == 0:
             os.ftruncate(file, mmap.PAGESIZE)
@@ -104,7 +104,7 @@ class RankMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pass the open file to a process that is being started."""
-        return _opened, (DupFd(self.file),)
+        return _map_memory, (DupFd(self.file),)
 
     def close(self) -> None:
         """Close this process's reference; the memory is freed with the last one."""
@@ -127,17 +127,17 @@ class RankMemory:
         return mmap.mmap(self.file, size, offset=mmap.PAGESIZE)
 
 
-def _opened(file: Any) -> RankMemory:
+def _map_memory(file: Any) -> RankMemory:
     return RankMemory(file.detach())
 
 
-class Loss(NamedTuple):
+class RankLoss(NamedTuple):
     """Why an attempt ended."""
 
     ranks: tuple[int, ...]
     """Ranks that died."""
-    why: str
-    noticed: float
+    reason: str
+    detected_at: float
     """When the launcher noticed, in seconds since the epoch."""
 
 
@@ -147,10 +147,10 @@ class Attempt(NamedTuple):
     memory: RankMemory
     number: int
     """Number of earlier attempts."""
-    loss: Loss | None
+    loss: RankLoss | None
     """Why the previous attempt ended; None in the first."""
 
-    def in_step(self, step: int) -> None:
+    def report_stored(self, step: int) -> None:
         """Report to the launcher that the state after ``step`` is stored; unblock stop signals.
 
         Signals during a restart stay pending until then.
@@ -159,38 +159,38 @@ class Attempt(NamedTuple):
         counters[STEPS] = step + 1
         if counters[ATTEMPTS] <= self.number:
             counters[ATTEMPTS] = self.number + 1
-            listen()
+            unblock_signals()
 
 
 class RankTask(NamedTuple):
     """What a rank's process runs."""
 
-    spot: Spot
+    info: RankInfo
     time_out_s: float
     device: str
     threads: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
     attempt: "Attempt | None"
-    """For an elastic launch; otherwise None."""
+    """For an elastic launch, else None."""
 
 
-class Rank:
-    """The launcher's handle on a rank's process.
+class RankProcess:
+    """The launcher's handle to a rank's process.
 
-    Two pipes connect them: the rank sends its answer through one, and the launcher closes the other
-    to release the rank; it also closes when the launcher is gone.
+    Two pipes connect them: the rank sends its result through one, and the launcher closes the other
+    to release the rank; it also closes when the launcher dies.
     """
 
     def __init__(self, context: Any, task: RankTask) -> None:
-        self.answer, theirs = context.Pipe(duplex=False)
-        its_life, self._life = context.Pipe(duplex=False)
+        self.result, send_end = context.Pipe(duplex=False)
+        lifeline, self._lifeline = context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(
-            target=_run_rank, args=(PluginImports(), task, theirs, its_life)
+            target=_run_rank, args=(PluginImports(), task, send_end, lifeline)
         )
         self.process.start()
-        theirs.close()
-        its_life.close()
+        send_end.close()
+        lifeline.close()
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -198,85 +198,89 @@ class Rank:
             with suppress(ProcessLookupError):  # It ended, and the server has not reported it yet.
                 os.kill(self.process.pid, number)
 
-    def cause(self) -> str:
-        """Return how the process died, as the end of a sentence."""
+    def describe_exit(self) -> str:
+        """Return how the process died, to complete a sentence."""
         self.process.join(GRACE_S)
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"died: killed by {signal.Signals(-code).name}"
         return f"died with exit status {code} and no error message"
 
-    def leave(self) -> None:
-        """Release a rank that has answered, and wait briefly for its exit."""
-        self._life.close()
+    def release(self) -> None:
+        """Release a rank that has sent its result, and wait briefly for its exit."""
+        self._lifeline.close()
         self.process.join(GRACE_S)
 
-    def end(self) -> None:
-        """Kill the process and wait until it is gone."""
+    def kill(self) -> None:
+        """Kill the process and wait for its exit."""
         self.process.kill()
         self.process.join()
-        self._life.close()
-        self.answer.close()
+        self._lifeline.close()
+        self.result.close()
 
 
-def _run_rank(brought: object, task: RankTask, answer: Connection, life: Connection) -> None:
-    """Run a rank: join the others, call the function, answer, and wait for the launcher.
+def _run_rank(plugins: object, task: RankTask, result: Connection, lifeline: Connection) -> None:
+    """Run a rank: join the others, call the function, send the result, wait for the release.
 
-    ``brought`` is unpickled first: it imports plug-ins, of whose classes ``task`` may have objects.
+    ``plugins`` is unpickled first: it imports plug-ins, whose classes ``task`` may refer to.
     """
     os.setpgrp()
     # The server's imports are never freed; collecting them takes longer than everything else.
     gc.freeze()
     torch.set_num_threads(task.threads)
-    over, joined = threading.Event(), False
-    threading.Thread(target=_live, args=(life, over, task.attempt), daemon=True).start()
+    released, joined = threading.Event(), False
+    threading.Thread(
+        target=_send_heartbeats, args=(lifeline, released, task.attempt), daemon=True
+    ).start()
     try:
         if task.attempt is None or not task.attempt.number:
-            listen()
-        join(task.spot, task.time_out_s, task.device)
+            unblock_signals()
+        join(task.info, task.time_out_s, task.device)
         joined = True
-        value = task.function(task.spot, *task.args)
-        answer.send(Answer(True, value, time.monotonic()))
+        value = task.function(task.info, *task.args)
+        result.send(WorkerResult(True, value, time.monotonic()))
     except BaseException as error:
         waited = IN_OPERATION in getattr(error, "__notes__", ())
         alone = not joined and isinstance(error, RuntimeError)
         blames_others = alone or waited or isinstance(error, FirstRankFailed)
-        told = traceback.format_exc(), time.monotonic(), Raised.of(error), blames_others
-        with suppress(OSError):  # A launcher that was interrupted may be gone.
-            answer.send(Answer(False, *told))
-    over.wait()
+        failure = traceback.format_exc(), time.monotonic(), PicklableError.of(error), blames_others
+        with suppress(OSError):  # An interrupted launcher may have exited.
+            result.send(WorkerResult(False, *failure))
+    released.wait()
     sys.stdout.flush()
     sys.stderr.flush()
-    # No teardown: it would wait for a group that has failed.
+    # No teardown: it would wait for a failed group.
     os._exit(0)
 
 
-def _live(life: Connection, over: threading.Event, attempt: Attempt | None) -> None:
-    """Send heartbeats until the launcher closes its end or is gone; then end the process."""
+def _send_heartbeats(
+    lifeline: Connection, released: threading.Event, attempt: Attempt | None
+) -> None:
+    """Send heartbeats until the launcher closes its end or dies; then end the process."""
     try:
-        while not life.poll(None if attempt is None else POLL_S):
+        while not lifeline.poll(None if attempt is None else POLL_S):
             if attempt is not None:
                 attempt.memory.counters[BEATS] += 1
-        life.recv()
+        lifeline.recv()
     except (EOFError, OSError):
-        over.set()
+        released.set()
         time.sleep(ORPHAN_S)
         os._exit(1)
 
 
 def fork_server(*preload: str) -> Any:
-    """Return the context in which ranks fork; its server has imported torch and ``preload``."""
+    """Return the context that forks ranks; its server has imported torch and ``preload``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    resource_tracker.ensure_running()  # if the server started it, that would unblock its signals
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) > SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
-        # ``multiprocessing`` would create its sockets there; in ``/tmp`` paths are short enough.
-        set_before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    resource_tracker.ensure_running()  # if the server started it, its signals would be unblocked
+    temp_dir = tempfile.gettempdir()
+    if len(os.fsencode(temp_dir)) > SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
+        # ``multiprocessing`` would create its sockets there; paths in ``/tmp`` are short enough.
+        previous, tempfile.tempdir = tempfile.tempdir, "/tmp"
         try:
             get_temp_dir()  # created once, then cached by ``multiprocessing``
         finally:
-            tempfile.tempdir = set_before
-    with deaf_children():
+            tempfile.tempdir = previous
+    with block_signals_in_children():
         forkserver.ensure_running()
     return context

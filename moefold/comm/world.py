@@ -1,4 +1,4 @@
-"""The process groups of a folding, created for this rank."""
+"""This rank's process groups in a folding."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from datetime import timedelta
@@ -11,24 +11,24 @@ import torch.distributed as dist
 from moefold.comm.collectives import receive, send, shift, sum_
 from moefold.comm.group import Group
 from moefold.comm.recorder import Recorder
-from moefold.comm.rendezvous import own_connection
+from moefold.comm.rendezvous import open_connection
 from moefold.comm.watch import HOST, HangWatch
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import EMBEDDING, AttentionSpot, ExpertSpot, Folding, Ranks
 
 T = TypeVar("T")
 IN_OPERATION = "an operation with other ranks was under way"
-"""Note added to an error that ends a world while the rank was waiting for others."""
-EXCHANGED = ("ep", "etp", "tp_ep")
-"""Kinds of group over which rows are sent to experts."""
-SPOKEN = ("tp", "cp", "dp", "pp", "tp_cp", "dp_cp", "edp", "stage", "world", *EXCHANGED)
-"""Kinds of group that are created. On NCCL each takes memory on every rank's device."""
-BULK = ("dp_cp", "edp")
-"""Kinds of group for weights and gradients, which overlap with what a pass waits for. On NCCL,
+"""Note on an error that ends a world while the rank is waiting for others."""
+EXCHANGE_KINDS = ("ep", "etp", "tp_ep")
+"""Kinds of groups over which rows are sent to experts."""
+GROUP_KINDS = ("tp", "cp", "dp", "pp", "tp_cp", "dp_cp", "edp", "stage", "world", *EXCHANGE_KINDS)
+"""Kinds of groups that are created. On NCCL each takes memory on every rank's device."""
+BULK_KINDS = ("dp_cp", "edp")
+"""Kinds of groups for weights and gradients, which overlap with what a pass waits for. On NCCL,
 where operations of one communicator run one after another, they have separate communicators."""
 BULK_CTAS = 16
 """Most thread blocks that NCCL uses for a bulk operation, which overlaps with compute. A guess."""
-PATIENCE_S = 4 * 3600.0
+HOST_TIME_OUT_S = 4 * 3600.0
 """Time-out of the host group: the first rank may prepare data or publish a checkpoint."""
 
 
@@ -41,18 +41,18 @@ class World:
         """Bind a folding to a rank; use ``open`` or ``single``."""
         self.folding, self.rank, self.device = folding, rank, device
         self.time_out_s = time_out_s
-        self.recorder = Recorder(mark=_queued if device.type == "cuda" else None)
+        self.recorder = Recorder(mark=_mark_queued_work if device.type == "cuda" else None)
         self.attention: AttentionSpot = folding.attention_spot(rank)
         self.experts: ExpertSpot = folding.expert_spot(rank)
         self._by_kind: dict[str, Group] = {}
         self._by_ranks: dict[tuple[bool, Ranks], Group] = {}
-        """Keys: whether the group has a separate bulk communicator, and its ranks."""
+        """By whether the group has a separate bulk communicator, and its ranks."""
         self._by_stages: dict[tuple[int, ...], Group] = {}
         self._host: Group | None = None
-        self._beside: World | None = None
+        self._secondary: World | None = None
         self._watch: HangWatch | None = None
         self._prefix = ""
-        self._kept: dict[Hashable, tuple[Any, Callable[[], object] | None]] = {}
+        self._cached: dict[Hashable, tuple[Any, Callable[[], object] | None]] = {}
         """Objects of other packages for these ranks, each with a function that closes it."""
 
     @property
@@ -64,7 +64,7 @@ class World:
     def single(device: torch.device | str | None = None) -> "World":
         """Return a world of one rank, which needs no process group."""
         world = World(Folding(Sizes(), 1), 0, torch.device(device or "cpu"), 0.0)
-        world._make_all()
+        world._create_groups()
         return world
 
     @classmethod
@@ -73,12 +73,12 @@ class World:
         folding: Folding,
         device: torch.device | str,
         time_out_s: float,
-        reports: Path | None = None,
+        report_folder: Path | None = None,
     ) -> "World":
         """Create all groups on all ranks and warm each one up, before memory is tight.
 
-        ``time_out_s`` is the time-out of every operation; ranks that hang write reports into the
-        folder ``reports``.
+        ``time_out_s`` is the time-out of every operation; ranks that hang write reports into
+        ``report_folder``.
 
         Raises:
             ValueError: if the folding has another number of ranks, or there is no default process
@@ -92,14 +92,15 @@ class World:
             text = f"the layout needs {folding.world} ranks, but {dist.get_world_size()} run"
             raise ValueError(f"{text}; start {folding.world}")
         world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
-        store = own_connection(time_out_s)
-        world._watch = HangWatch(world.recorder, store, world.rank, world.size, time_out_s, reports)
-        limit = timedelta(seconds=PATIENCE_S)
+        store = open_connection(time_out_s)
+        args = world.recorder, store, world.rank, world.size, time_out_s, report_folder
+        world._watch = HangWatch(*args)
+        limit = timedelta(seconds=HOST_TIME_OUT_S)
         handle = dist.new_group(timeout=limit, backend="gloo", group_desc=HOST)
         assert isinstance(handle, dist.ProcessGroup), "every rank is a member"
         everyone = tuple(range(world.size))
         world._host = Group(HOST, everyone, world.rank, handle, world.recorder)
-        world._make_all()
+        world._create_groups()
         world.recorder.clear()
         return world
 
@@ -107,32 +108,32 @@ class World:
         """Return this rank's group of a kind; kinds with the same ranks share one, or two on NCCL.
 
         Raises:
-            ValueError: for a kind that has the ranks of none in ``SPOKEN``.
+            ValueError: for a kind whose ranks are those of none in ``GROUP_KINDS``.
         """
-        found = self._by_kind.get(kind)
-        if found is not None:
-            return found
-        raise ValueError(f"there is no group of kind {kind!r}; kinds are {', '.join(SPOKEN)}")
+        group = self._by_kind.get(kind)
+        if group is not None:
+            return group
+        raise ValueError(f"there is no group of kind {kind!r}; kinds are {', '.join(GROUP_KINDS)}")
 
     def stage_group(self, stages: Iterable[int]) -> Group:
-        """Return the group of this pipeline's ranks on some stages, to sum weights they all hold.
+        """Return the group of this pipeline's ranks on some stages, to sum weights that all hold.
 
-        A collective call of all ranks; those on other stages get a group that is not used.
+        A collective call of all ranks; those on other stages get an unused group.
         """
         wanted = tuple(sorted(set(stages)))
         if len(wanted) == 1:
             return Group(f"stage {wanted[0]}", (self.rank,), 0, None, self.recorder)
         if wanted not in self._by_stages:
-            ends = wanted == (0, self.folding.sizes.pp - 1)
-            name = EMBEDDING if ends else "stages " + ",".join(map(str, wanted))
+            is_first_and_last = wanted == (0, self.folding.sizes.pp - 1)
+            name = EMBEDDING if is_first_and_last else "stages " + ",".join(map(str, wanted))
             others = tuple(stage for stage in range(self.folding.sizes.pp) if stage not in wanted)
-            inside = self.attention.pp in wanted
-            mine = wanted if inside else others
+            is_member = self.attention.pp in wanted
+            mine = wanted if is_member else others
             ranks = tuple(sorted(self.folding.on_stage(self.rank, stage) for stage in mine))
             # torch names a group that only its members create by its ranks and by the number of
             # groups the process has created, so all ranks must create one: two in each pipeline.
             self._by_stages[wanted] = (
-                self._made(name, ranks) if inside else self._new(f"beside {name}", ranks)
+                self._group_of(name, ranks) if is_member else self._create(f"beside {name}", ranks)
             )
         return self._by_stages[wanted]
 
@@ -145,49 +146,54 @@ class World:
         Raises:
             ValueError: if ``inner`` does not divide the group's size.
         """
-        whole = self.group(kind)
-        if whole.size % inner:
-            raise ValueError(f"groups of {inner} ranks do not divide {kind} of {whole.size} ranks")
-        first, place = whole.index // inner * inner, whole.index % inner
+        group = self.group(kind)
+        if group.size % inner:
+            raise ValueError(f"groups of {inner} ranks do not divide {kind} of {group.size} ranks")
+        first, offset = group.index // inner * inner, group.index % inner
+        near, far, bulk = (
+            slice(first, first + inner),
+            slice(offset, None, inner),
+            kind in BULK_KINDS,
+        )
         return (
-            self._made(f"{kind} inner {inner}", whole.ranks[first : first + inner], kind in BULK),
-            self._made(f"{kind} outer {inner}", whole.ranks[place::inner], kind in BULK),
+            self._group_of(f"{kind} inner {inner}", group.ranks[near], bulk),
+            self._group_of(f"{kind} outer {inner}", group.ranks[far], bulk),
         )
 
     @property
-    def beside(self) -> "World":
-        """This world with separate ``EXCHANGED`` groups, for use by a second thread on every rank.
+    def secondary(self) -> "World":
+        """A world with separate ``EXCHANGE_KINDS`` groups, for a second thread on every rank.
 
-        All ranks must issue a group's operations in one order, and two threads have none. The first
-        access is a collective call; the groups are created once.
+        All ranks must issue a group's operations in one order, which two threads do not have. The
+        first access is a collective call; the groups are created once.
         """
-        if self.size == 1 or self._beside is not None:
-            return self._beside or self
-        world = self._beside = World(self.folding, self.rank, self.device, self.time_out_s)
+        if self.size == 1 or self._secondary is not None:
+            return self._secondary or self
+        world = self._secondary = World(self.folding, self.rank, self.device, self.time_out_s)
         world.recorder, world._host, world._prefix = self.recorder, self._host, "second "
-        world._kept = self._kept
-        world._make_all(EXCHANGED)
+        world._cached = self._cached
+        world._create_groups(EXCHANGE_KINDS)
         return world
 
     @property
     def on_host(self) -> Group:
         """All ranks, for tensors in host memory and messages from the first rank.
 
-        Its time-out, ``PATIENCE_S``, is longer than that of other groups, since the first rank does
-        some work for all. It occupies no device.
+        Its time-out, ``HOST_TIME_OUT_S``, is longer than that of other groups, since the first rank
+        does some work for all. It uses no device.
         """
         return self._host or self.group("world")
 
-    def kept(
-        self, key: Hashable, make: Callable[[], T], end: Callable[[], object] | None = None
+    def cached(
+        self, key: Hashable, create: Callable[[], T], close: Callable[[], object] | None = None
     ) -> T:
-        """Return another package's object for these ranks, created once and shared with ``beside``.
+        """Return another package's object, created once and shared with ``secondary``.
 
-        ``end`` closes it, and is called before the groups are destroyed.
+        ``close`` closes it, and is called before the groups are destroyed.
         """
-        if key not in self._kept:
-            self._kept[key] = make(), end
-        return self._kept[key][0]
+        if key not in self._cached:
+            self._cached[key] = create(), close
+        return self._cached[key][0]
 
     def __enter__(self) -> "World":
         """Return itself."""
@@ -196,13 +202,13 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Close; after a failed operation, annotate the error and report which ranks are absent."""
+        """Close; after a failed operation, annotate the error and report the absent ranks."""
         if error is None:
             self.close()
         elif isinstance(error, RuntimeError) and self._watch is not None:
             if self.recorder.in_operation:
                 error.add_note(IN_OPERATION)
-            self._watch.explain()
+            self._watch.await_verdict()
 
     def close(self) -> None:
         """Destroy all groups; nothing can be sent afterwards."""
@@ -211,40 +217,40 @@ class World:
             dist.destroy_process_group()
 
     def forget_groups(self) -> None:
-        """Close objects of :meth:`kept` and drop all groups; the ranks stay joined."""
-        for _, end in self._kept.values():
-            if end is not None:
-                end()
-        self._kept.clear()
+        """Close objects of :meth:`cached` and drop all groups; the ranks stay joined."""
+        for _, close in self._cached.values():
+            if close is not None:
+                close()
+        self._cached.clear()
         self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
         if self._watch is not None:
             self._watch.stop()
 
-    def _make_all(self, spoken: Collection[str] = SPOKEN) -> None:
-        """Create the groups of some kinds, each named after all kinds with the same ranks."""
+    def _create_groups(self, kinds: Collection[str] = GROUP_KINDS) -> None:
+        """Create groups, each named after all kinds with the same ranks."""
         named: dict[tuple[str, bool], list[str]] = {}
         for kind, first in self.folding.same().items():
-            named.setdefault((first, kind in BULK and _ordered()), []).append(kind)
-        for (first, bulk), kinds in named.items():
-            if not set(spoken).isdisjoint(kinds):
+            named.setdefault((first, kind in BULK_KINDS and _is_ordered()), []).append(kind)
+        for (first, bulk), names in named.items():
+            if not set(kinds).isdisjoint(names):
                 ranks = self.folding.group(first, self.rank)
-                group = self._made("+".join(kinds), ranks, bulk)
-                self._by_kind.update(dict.fromkeys(kinds, group))
+                group = self._group_of("+".join(names), ranks, bulk)
+                self._by_kind.update(dict.fromkeys(names, group))
 
-    def _made(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
-        """Create a group, or return the one with the same ranks."""
-        key = bulk and _ordered(), ranks
+    def _group_of(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
+        """Return the group of these ranks, created on first use."""
+        key = bulk and _is_ordered(), ranks
         if key not in self._by_ranks:
-            alone = Group(name, ranks, 0, None, self.recorder)
-            self._by_ranks[key] = self._new(name, ranks, bulk) if len(ranks) > 1 else alone
+            single = Group(name, ranks, 0, None, self.recorder)
+            self._by_ranks[key] = self._create(name, ranks, bulk) if len(ranks) > 1 else single
         return self._by_ranks[key]
 
-    def _new(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
+    def _create(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
         name = self._prefix + name
         handle = self._process_group(ranks, name, bulk)
-        # NCCL serialises the messages between two ranks of a communicator, whatever the direction.
-        back = self._process_group(ranks, name, bulk) if _ordered() else None
-        group = Group(name, ranks, ranks.index(self.rank), handle, self.recorder, back)
+        # NCCL serialises the messages between two ranks of a communicator, in both directions.
+        reverse = self._process_group(ranks, name, bulk) if _is_ordered() else None
+        group = Group(name, ranks, ranks.index(self.rank), handle, self.recorder, reverse)
         self._warm_up(group)
         return group
 
@@ -257,7 +263,7 @@ class World:
             group_desc=name,
             pg_options=_options(bulk, limit),
         )
-        assert isinstance(handle, dist.ProcessGroup), "a rank makes only groups that it is in"
+        assert isinstance(handle, dist.ProcessGroup), "a rank creates only groups that it is in"
         return handle
 
     def _warm_up(self, group: Group) -> None:
@@ -272,36 +278,36 @@ class World:
             sum_(torch.zeros(1, device=self.device), group)
             kinds = {kind.split()[0] for kind in group.name.split("+")}
             if "pp" in kinds:
-                for source, to in neighbours(group.size):
-                    given = torch.zeros(1, device=self.device)
+                for source, to in neighbour_pairs(group.size):
+                    x = torch.zeros(1, device=self.device)
                     if group.index == source:
-                        send(given, group.ranks[to], group).wait()
+                        send(x, group.ranks[to], group).wait()
                     elif group.index == to:
-                        receive(given, group.ranks[source], group).wait()
+                        receive(x, group.ranks[source], group).wait()
             for by in range(1, group.size if "cp" in kinds else 1):
-                given, into = torch.zeros(2, 1, device=self.device).unbind()
-                shift(given, into, by, group).wait()
+                x, out = torch.zeros(2, 1, device=self.device).unbind()
+                shift(x, out, by, group).wait()
 
 
-def neighbours(ranks: int) -> tuple[tuple[int, int], ...]:
+def neighbour_pairs(ranks: int) -> tuple[tuple[int, int], ...]:
     """Return (source, destination) of all neighbours in a ring, both ways, in one order for all.
 
     Pairs that share no rank are consecutive, so that they need not wait for each other.
     """
-    places = sorted(range(ranks), key=lambda place: place % 2)
-    both = [(place, (place + 1) % ranks) for place in places]
-    return tuple(dict.fromkeys(way for one, other in both for way in ((one, other), (other, one))))
+    even_first = sorted(range(ranks), key=lambda rank: rank % 2)
+    pairs = [(rank, (rank + 1) % ranks) for rank in even_first]
+    return tuple(dict.fromkeys(pair for a, b in pairs for pair in ((a, b), (b, a))))
 
 
-def _ordered() -> bool:
-    """Return whether the backend runs a group's operations strictly in order, as NCCL does."""
+def _is_ordered() -> bool:
+    """Return whether the backend runs a group's operations strictly in order: only NCCL does."""
     return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def _options(bulk: bool, limit: timedelta) -> Any:
     """Return NCCL's options of a group: high priority, or few thread blocks for bulk."""
     backend = getattr(dist, "ProcessGroupNCCL", None)
-    if backend is None or not _ordered():
+    if backend is None or not _is_ordered():
         return None
     options = backend.Options(is_high_priority_stream=not bulk)
     options._timeout = limit  # torch warns if it differs from the ``timeout`` argument
@@ -310,8 +316,8 @@ def _options(bulk: bool, limit: timedelta) -> Any:
     return options
 
 
-def _queued() -> Callable[[], bool]:
-    """Return a function that says whether the device has done this thread's work queued so far."""
+def _mark_queued_work() -> Callable[[], bool]:
+    """Return a function that returns whether work that this thread queued so far is done."""
     if torch.cuda.is_current_stream_capturing():
         return lambda: True  # nothing is queued, and a later query would raise a CUDA error
     event = torch.cuda.Event()

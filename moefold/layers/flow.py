@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_gather, max_, reduce_scatter
-from moefold.comm.group import ALONE
+from moefold.comm.group import SELF_GROUP
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, contiguous_rows, zigzag_rows
@@ -180,7 +180,7 @@ class Flow:
             if narrow.history is not None:
                 return narrow.delayed(amax, role, matrices, self.training)
             axes = narrow.sharing(role, own)
-            group = world.group("_".join(axes)) if axes else ALONE
+            group = world.group("_".join(axes)) if axes else SELF_GROUP
             return max_(amax, group, label if role == "gradient" else None)
 
         found = self.recipe.narrow_operand(weight, narrow, largest, groups)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moefold.comm.world import EXCHANGED, World
+from moefold.comm.world import EXCHANGE_KINDS, World
 from moefold.data.batch import MicroBatch
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, cut
@@ -108,7 +108,7 @@ def build(
 
 def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts:
     """Reduce a whole model, in place, to this rank's parts; its tensors may be on ``meta``."""
-    term_layers = Counter(term for _, mixture in model.moe_layers() for term in mixture.terms)
+    terms = Counter(term for _, mixture in model.moe_layers() for term in mixture.terms)
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
     table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
@@ -130,15 +130,15 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     if layout.clones is not None:
         for _, mixture in model.moe_layers():
             mixture.sending.open_slots(layout.clones, sizes.ep)
-    beside = world.beside if table.has_pairs else None
+    secondary = world.secondary if table.has_pairs else None
     for kind, inner in layout.split_groups:
         world.split(kind, inner)
-        if beside is not None and kind in EXCHANGED:
-            beside.split(kind, inner)
+        if secondary is not None and kind in EXCHANGE_KINDS:
+            secondary.split(kind, inner)
     embedding, to = tuple(sorted(holders)), layout.offload
     offload = None if to is None else Offloading(to, world.device, world.rank)
     return ModelParts(
-        model, world, layout, chunks, shards, table, embedding, dict(term_layers), beside, offload
+        model, world, layout, chunks, shards, table, embedding, dict(terms), secondary, offload
     )
 
 

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from moefold.comm.alone import lone_rank
+from moefold.comm.fake_world import fake_world
 from moefold.comm.world import World
 from moefold.data.batch import ROW_TENSORS, MicroBatch
 from moefold.layers.flow import Flow
@@ -121,7 +121,7 @@ def uncaptured(case: ProofCase) -> Uncaptured:
     """Run a step of a case without values, and return the operators that need some."""
     found, ended = Counter[HostRead](), ""
     for stage in range(case.layout.split.pp):
-        with lone_rank(case.folding, case.folding.on_stage(0, stage)) as world:
+        with fake_world(case.folding, case.folding.on_stage(0, stage)) as world:
             reads, at = _reads_of(case, world)
             found, ended = found + reads, ended or at
     return Uncaptured(dict(found), ended)

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moefold.comm.recorder import Site
+from moefold.comm.recorder import CallSite
 from moefold.layers.placement import Box, slices
 from moefold.model.config import Decoder
 from moefold.proof.case import Subject
@@ -52,7 +52,7 @@ class Outcome:
     """Problems other than errors: missing pieces, degenerate quantities, narrow tensors."""
     zero: tuple[str, ...] = ()
     """Gradients that are zero by the run's maths, each with its reason."""
-    sites: tuple[Site, ...] = ()
+    sites: tuple[CallSite, ...] = ()
     """Call sites of the exchanges between ranks that were recorded."""
     seconds: float = 0.0
 
@@ -202,7 +202,7 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
         problems += _judge_kind(outcome, kind, facts["tensors"].get(kind, {}), rows, replicas)
     _note(outcome, "replicas", float(len(replicas)), replicas[0] if replicas else "")
     outcome.problems, outcome.zero = tuple(problems), tuple(facts["zero"])
-    outcome.sites = tuple(sorted({Site(*site) for rank in told for site in rank["sites"]}))
+    outcome.sites = tuple(sorted({CallSite(*site) for rank in told for site in rank["sites"]}))
     return outcome
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from moefold.comm.recorder import BACKWARD, Site
+from moefold.comm.recorder import BACKWARD, CallSite
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import Outcome
 from moefold.proof.pool import run_cases
@@ -38,10 +38,10 @@ class Control(NamedTuple):
     """The worst quantity, its error and its tensor; or the error that ended the step."""
 
 
-Recorded = Sequence[tuple[ProofCase, Sequence[Site]]]
+Recorded = Sequence[tuple[ProofCase, Sequence[CallSite]]]
 
 
-def cover(recorded: Recorded) -> list[tuple[ProofCase, tuple[Site, ...]]]:
+def cover(recorded: Recorded) -> list[tuple[ProofCase, tuple[CallSite, ...]]]:
     """Return few cases that cover all call sites at each number of ranks, with the sites of each.
 
     Greedy: the case that adds the most call sites is taken first; of equal ones, the earliest.
@@ -49,7 +49,7 @@ def cover(recorded: Recorded) -> list[tuple[ProofCase, tuple[Site, ...]]]:
     chosen = []
     for world in sorted({case.world for case, _ in recorded}):
         having = [(case, frozenset(sites)) for case, sites in recorded if case.world == world]
-        left = frozenset[Site]().union(*(sites for _, sites in having))
+        left = frozenset[CallSite]().union(*(sites for _, sites in having))
         while left:
             case, sites = max(having, key=lambda pair: len(pair[1] & left))
             chosen.append((case, tuple(sorted(sites & left))))
@@ -68,7 +68,7 @@ def faults_of(covering: Recorded) -> list[tuple[ProofCase, InjectedFault]]:
     return found
 
 
-def halves(site: Site) -> bool:
+def halves(site: CallSite) -> bool:
     """Return whether a call site's result is gradients, so that halving it is meaningful."""
     return site.direction == BACKWARD or site.label == "gradients"
 

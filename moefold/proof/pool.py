@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from moefold.comm.collectives import gather_objects
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch
 from moefold.comm.rendezvous import join
 from moefold.comm.world import World
@@ -119,30 +119,30 @@ def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | Non
 
 
 def _work(
-    spot: Spot, tasks: list[tuple[int, CaseTask]], told: Connection, time_out_s: float
+    info: RankInfo, tasks: list[tuple[int, CaseTask]], told: Connection, time_out_s: float
 ) -> None:
     """Run every task in which this rank takes part."""
-    with World.open(Folding(Sizes(), spot.world), "cpu", time_out_s) as everyone:
+    with World.open(Folding(Sizes(), info.world_size), "cpu", time_out_s) as everyone:
         subjects = {Path(task.reference): (number, task.case.subject) for number, task in tasks}
         for turn, (path, (number, subject)) in enumerate(subjects.items()):
-            if turn % spot.world == spot.rank and not path.exists():
+            if turn % info.world_size == info.rank and not path.exists():
                 with _naming(number):
                     write_reference(path, *draw(subject))
         gather_objects("references are there", everyone.on_host)
     for number, task in tasks:
         case = task.case
-        if spot.rank >= case.world:
+        if info.rank >= case.world:
             continue
         started = time.perf_counter()
         with _naming(number):
             if case.world > 1:
-                join(spot._replace(world=case.world, attempt=number + 1), time_out_s)
+                join(info._replace(world_size=case.world, attempt=number + 1), time_out_s)
             with World.open(case.folding, "cpu", time_out_s) as world:
                 facts = facts_of(Path(task.reference))
                 drawn = replace(case, subject=replace(case.subject, seed=facts["seed"]))
                 found = measure(Path(task.reference), run_rank(drawn, world, task.fault))
                 answers = gather_objects(found, world.on_host)
-        if spot.rank == 0:
+        if info.rank == 0:
             outcome = judge(facts, answers)
             outcome.seconds = time.perf_counter() - started
             told.send((number, outcome))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.recorder import CallRecord as Operation
-from moefold.comm.recorder import Site
+from moefold.comm.recorder import CallSite
 from moefold.comm.world import World
 from moefold.config.slot import build
 from moefold.data.batch import IGNORE_INDEX, MicroBatch, assemble
@@ -92,7 +92,7 @@ def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> 
 class InjectedFault:
     """A deliberate fault, to show that a proof notices it."""
 
-    site: Site | None = None
+    site: CallSite | None = None
     """The call site, in the form of ``plain``, whose result every rank replaces each time."""
     how: str = "alone"
     """``alone``: by what it would be had no other rank taken part; ``half``: by its half."""
@@ -115,7 +115,7 @@ class InjectedFault:
         return alone if self.how == "alone" else result / 2
 
 
-def plain(site: Site) -> Site:
+def plain(site: CallSite) -> CallSite:
     """Return a call site without layer numbers and further names of its group."""
     label, group = re.sub(r"\d+", "*", site.label), site.group.partition("+")[0]
     return site._replace(label=label, group=group)
@@ -132,20 +132,20 @@ class RankResult:
     pieces: dict[str, list[LocalSlice]] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
     """Operations that created a narrower tensor in an fp64 step."""
-    sites: tuple[Site, ...] = ()
+    sites: tuple[CallSite, ...] = ()
     """Call sites of exchanges, in the form of ``plain``."""
 
 
 def run_rank(case: ProofCase, world: World, fault: InjectedFault | None = None) -> RankResult:
     """Run a case on this rank and return its results."""
     trial = RankRun(case, world)
-    world.recorder.alter = None if fault is None or fault.site is None else fault.alter
+    world.recorder.inject_fault = None if fault is None or fault.site is None else fault.alter
     dtype = DTYPES[trial.precision]
     try:
         with nullcontext() if case.shuffle is None else ShuffledSums(case.shuffle, dtype):
             return trial.run(fault)
     finally:
-        world.recorder.alter = None
+        world.recorder.inject_fault = None
 
 
 class RankRun:

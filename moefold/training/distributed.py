@@ -14,8 +14,8 @@ import torch
 
 from moefold.checkpoint.errors import SaveError
 from moefold.comm.agree import FirstRankFailed, broadcast_from_first
-from moefold.comm.environment import Spot
-from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
+from moefold.comm.environment import RankInfo
+from moefold.comm.interrupt import FORWARDED_SIGNALS, NO_MESSAGES, Messages, write_stderr
 from moefold.comm.rendezvous import cuda_device
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
@@ -24,7 +24,7 @@ from moefold.training.hooks.base import JobView
 
 REPORTS = "hangs"
 """Subfolder of the run folder for the reports that ranks write when communication hangs."""
-WORDS = Words(
+WORDS = Messages(
     "saving after this step; Ctrl-C again to stop now",
     "stopped; the steps since the last checkpoint are lost",
 )
@@ -47,15 +47,15 @@ def device_kind(ranks_here: int = 1) -> str:
     return "cuda"
 
 
-def world_of(run: Run, spot: Spot, folder: Path) -> World:
+def world_of(run: Run, info: RankInfo, folder: Path) -> World:
     """Open the run's layout over all ranks, which have joined the rendezvous.
 
     Raises:
         RunError: if the layout does not fit so many ranks; names the nearest that does.
     """
-    demand_fit(run, spot.world)
-    folding = Folding(run.layout.split, spot.world, run.layout.order)
-    device = cuda_device(spot) if device_kind() == "cuda" else torch.device("cpu")
+    demand_fit(run, info.world_size)
+    folding = Folding(run.layout.split, info.world_size, run.layout.order)
+    device = cuda_device(info) if device_kind() == "cuda" else torch.device("cpu")
     return World.open(folding, device, run.watch.time_out_s, folder / REPORTS)
 
 
@@ -139,7 +139,7 @@ def stopping_on_signals(job: JobView) -> Iterator[None]:
     A second Ctrl-C raises ``KeyboardInterrupt``. Rank 0 confirms Ctrl-C to the user, unless
     moefold's launcher does.
     """
-    words = WORDS if job.world.rank == 0 and parent_process() is None else SILENT
+    words = WORDS if job.world.rank == 0 and parent_process() is None else NO_MESSAGES
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -148,12 +148,12 @@ def stopping_on_signals(job: JobView) -> Iterator[None]:
         job.request_stop(f"received {signal.Signals(number).name}")
         signal.signal(number, now if number == signal.SIGINT else signal.SIG_DFL)
         if number == signal.SIGINT and words.first:
-            say(words.first)
+            write_stderr(words.first)
 
     def now(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(words.second)
 
-    before = {number: signal.signal(number, handle) for number in FORWARDED}
+    before = {number: signal.signal(number, handle) for number in FORWARDED_SIGNALS}
     try:
         yield
     finally:

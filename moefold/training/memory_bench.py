@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from moefold.comm.collectives import gather_objects
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
@@ -88,16 +88,16 @@ def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float],
 
 
 def executed(
-    spot: Spot | None, run: Run, precision: Precision, micro_batches: int, wanted: Planned
+    info: RankInfo | None, run: Run, precision: Precision, micro_batches: int, wanted: Planned
 ) -> Any:
     """Return every rank's measured bytes after each action of the second of two steps.
 
-    ``spot``: this rank's; None for a single rank, which runs in this process.
+    ``info``: this rank's; None for a single rank, which runs in this process.
     """
-    if spot is None:
+    if info is None:
         opened = World.single()
     else:
-        folding = Folding(run.layout.split, spot.world, run.layout.order)
+        folding = Folding(run.layout.split, info.world_size, run.layout.order)
         opened = World.open(folding, "cpu", run.watch.time_out_s)
     with opened as world:
         decoder, chunk = run.decoder(), run.train.loss_chunk

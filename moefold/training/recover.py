@@ -107,7 +107,7 @@ class MemoryCheckpoint:
         }
         oldest = min(self._copies, key=lambda copy: copy.head["turn"] if copy.head else [])
         oldest.write(tensors, head)
-        self._attempt.in_step(progress["step"])
+        self._attempt.report_stored(progress["step"])
 
     def take(self, tensors: Sequence[Tensor], world: World) -> dict[str, Any] | None:
         """Fill the state from the newest copy that all ranks have; all ranks call it.
@@ -122,11 +122,11 @@ class MemoryCheckpoint:
             now, newest = time.time(), heads[max(heads)] if heads else {}
             self.recovered = {
                 "lost": list(loss.ranks),
-                "why": loss.why,
-                "noticed": loss.noticed,
+                "why": loss.reason,
+                "noticed": loss.detected_at,
                 "met": now,
-                "restart_s": now - loss.noticed,
-                "under_way_s": max(loss.noticed - newest.get("at", loss.noticed), 0.0),
+                "restart_s": now - loss.detected_at,
+                "under_way_s": max(loss.detected_at - newest.get("at", loss.detected_at), 0.0),
             }
             if newest:
                 self.recovered["reached"] = newest["progress"]["step"]

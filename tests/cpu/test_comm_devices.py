@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.comm.environment import Spot, environment
-from moefold.comm.recorder import Recorder, Site
+from moefold.comm.environment import RankInfo, rank_info_from_env
+from moefold.comm.recorder import CallSite, Recorder
 from moefold.comm.rendezvous import cuda_device, join
-from moefold.comm.world import _queued
+from moefold.comm.world import _mark_queued_work
 from tests.pure.test_comm_environment import SLURM, TORCHRUN
 
 
@@ -31,7 +31,7 @@ def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eight_devices")
 def test_two_ranks_do_not_share_a_device(capsys: Any) -> None:
     with pytest.raises(ValueError, match="rank 8 needs CUDA device 8, but its machine has 8"):
-        join(Spot(8, 16, 8, "127.0.0.1", 0, served=True), 1.0, "cuda")
+        join(RankInfo(8, 16, 8, "127.0.0.1", 0, store_running=True), 1.0, "cuda")
     assert main(["train", "tiny", "--nproc", "16", "train.batch=16"]) == 2
     assert "16 ranks and 8 CUDA devices here" in capsys.readouterr().err
 
@@ -44,9 +44,9 @@ def test_a_rank_that_sees_its_own_device_alone_takes_it(
 ) -> None:
     """As Slurm shows it with --gpus-per-task=1; torchrun shows all devices to all ranks."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    spot = environment(started)
-    assert spot is not None and spot.local_rank == 1
-    assert cuda_device(spot) == torch.device("cuda", number)
+    info = rank_info_from_env(started)
+    assert info is not None and info.local_rank == 1
+    assert cuda_device(info) == torch.device("cuda", number)
 
 
 @pytest.mark.usefixtures("eight_devices")
@@ -72,7 +72,7 @@ def test_a_device_that_has_done_all_waits_for_nothing() -> None:
 
     recorder, x = Recorder(mark=mark), torch.ones(1)
     for op, channel in (("all_reduce", "dp@0"), ("send", "pp:0>1"), ("all_reduce", "dp@0")):
-        site = Site("", op, channel)
+        site = CallSite("", op, channel)
         recorder.end(recorder.begin(site, channel, (0, 1), x, 4, True))
     assert [open_.record.channel for open_ in recorder.waiting()] == ["pp:0>1", "dp@0"]
     reached = 2
@@ -93,11 +93,11 @@ def test_what_is_captured_for_a_graph_is_not_asked_for(monkeypatch: pytest.Monke
             return False
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    recorder, x, waiting = Recorder(mark=_queued), torch.ones(1), list[int]()
+    recorder, x, waiting = Recorder(mark=_mark_queued_work), torch.ones(1), list[int]()
     for capturing in (True, False):
         answer = partial(bool, capturing)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", answer)
-        site = Site("", "all_reduce", "tp@0")
+        site = CallSite("", "all_reduce", "tp@0")
         recorder.end(recorder.begin(site, "tp@0", (0, 1), x, 4, True))
         waiting.append(len(recorder.waiting()))
     assert waiting == [0, 1]

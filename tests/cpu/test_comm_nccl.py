@@ -15,7 +15,7 @@ from moefold.comm import collectives as comm
 from moefold.comm import world as comm_world
 from moefold.comm.agree import broadcast_from_first
 from moefold.comm.group import Group
-from moefold.comm.world import SPOKEN, World
+from moefold.comm.world import GROUP_KINDS, World
 from tests.gloo.pipelines import Case
 from tests.nccl.rules import Hang
 from tests.nccl.trials import (
@@ -64,7 +64,7 @@ def test_communicators_are_made_for_what_is_said(sizes: str, ranks: int) -> None
     made = tried(Trial(sizes, ranks, start, (sizes, "meta"), "meta")).made
     most = max(map(len, made.values()))
     worlds = {"pp2": 1 + 2, "pp4": 1 + PIPELINE, "tp2 cp2 pp4 ep16": 8 + PIPELINE}
-    assert most == worlds[sizes] <= len(SPOKEN) + PIPELINE, made[0]
+    assert most == worlds[sizes] <= len(GROUP_KINDS) + PIPELINE, made[0]
 
 
 def speaks(rank: int, sizes: str) -> None:
@@ -153,11 +153,11 @@ def test_a_warm_up_in_no_order_hangs(sizes: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_channel_for_both_directions_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = comm._message
+    passed = comm._point_to_point
     monkeypatch.setattr(
         comm,
-        "_message",
-        lambda *given: passed(*given[:-1], dataclasses.replace(given[-1], back=None)),
+        "_point_to_point",
+        lambda *given: passed(*given[:-1], dataclasses.replace(given[-1], reverse_handle=None)),
     )
     with pytest.raises(Hang, match=r"rank 0 waits in receive from 1 on .*: rank 1 is at receive"):
         tried(Trial("1f1b", 2, train, (Case("pp2", "1f1b", "tied", 4),)))
@@ -181,7 +181,7 @@ def test_other_orders_of_operations_are_noticed() -> None:
 def circle(rank: int) -> None:
     world = open_world("pp3")
     new = comm.dist.new_group(range(3))
-    group = dataclasses.replace(world.group("pp"), handle=new, back=None)
+    group = dataclasses.replace(world.group("pp"), handle=new, reverse_handle=None)
     after, before = (rank + 1) % 3, (rank - 1) % 3
     arriving = comm.receive(torch.empty(1), before, group)
     comm.send(torch.ones(1), after, group).wait()

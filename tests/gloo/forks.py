@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.group import Group
 from moefold.comm.recorder import Recorder
 from moefold.comm.rendezvous import join, serve
@@ -52,7 +52,7 @@ def _forked(function: Callable[[Group], None], rank: int, world: int, meeting: P
     try:
         store = serve(0, WAIT_S) if rank == 0 else None
         port = _port(meeting, store and store.port)
-        join(Spot(rank, world, rank, "127.0.0.1", port, served=True), WAIT_S / 2)
+        join(RankInfo(rank, world, rank, "127.0.0.1", port, store_running=True), WAIT_S / 2)
         function(Group("world", tuple(range(world)), rank, dist.group.WORLD, Recorder()))
         status = 0
     except BaseException:

@@ -14,8 +14,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from moefold.comm.environment import Spot
-from moefold.comm.launch import RankError, all_answers
+from moefold.comm.environment import RankInfo
+from moefold.comm.launch import RankError, launch_all
 from moefold.comm.worker import PRELOAD
 
 __all__ = ["RankError", "Reference", "load_in_fork_server", "one_at_a_time", "run_ranks"]
@@ -74,7 +74,7 @@ def run_ranks(
     torch.save([reference.known for reference in references], known)
     with one_at_a_time():
         task = (references, known.getvalue(), function, *args)
-        return all_answers(_by_rank, world, task, time_out_s, limit_s=2 * time_out_s)
+        return launch_all(_by_rank, world, task, time_out_s, limit_s=2 * time_out_s)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def _by_rank(
-    spot: Spot,
+    info: RankInfo,
     references: Sequence[Reference[Any, Any]],
     known: bytes,
     function: Callable[..., Any],
@@ -97,4 +97,4 @@ def _by_rank(
     results = torch.load(io.BytesIO(known), weights_only=False)
     for reference, found in zip(references, results, strict=True):
         reference.known.update(found)
-    return function(spot.rank, *args)
+    return function(info.rank, *args)

@@ -22,8 +22,8 @@ from moefold.checkpoint.folder import step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.comm.collectives import gather_objects
-from moefold.comm.environment import Spot
-from moefold.comm.launch import all_answers
+from moefold.comm.environment import RankInfo
+from moefold.comm.launch import launch_all
 from moefold.comm.rendezvous import join
 from moefold.comm.world import World
 from moefold.kernels.quantise.config import Fp8Tensor
@@ -245,19 +245,19 @@ def _cut(file: Any, name: str, box: Sequence[tuple[int, int]]) -> torch.Tensor:
 # --------------------------------------------------------------------------------- on each rank
 
 
-def work(spot: Spot, task: Task) -> list[str]:
+def work(info: RankInfo, task: Task) -> list[str]:
     """Save in each source, load in each target; return what is wrong."""
     folder = Path(task.folder)
-    with World.open(Folding(Sizes(), spot.world), "cpu", TIME_OUT_S) as everyone:
-        if spot.rank == 0:
+    with World.open(Folding(Sizes(), info.world_size), "cpu", TIME_OUT_S) as everyone:
+        if info.rank == 0:
             make_reference(task.subject, folder)
         gather_objects(0, everyone.group("world"))
     attempts = iter(range(1, 1000))
     problems: list[str] = []
     for place in _widest_first(task.sources):
-        with_world(spot, place, next(attempts), lambda w, p=place: save_in(task, p, w))
+        with_world(info, place, next(attempts), lambda w, p=place: save_in(task, p, w))
     for place in _widest_first(task.targets):
-        found = with_world(spot, place, next(attempts), lambda w, p=place: load_in(task, p, w))
+        found = with_world(info, place, next(attempts), lambda w, p=place: load_in(task, p, w))
         problems += found or []
     return problems
 
@@ -267,13 +267,13 @@ def _widest_first(places: Sequence[Place]) -> list[Place]:
     return sorted(places, key=lambda place: -place[1])
 
 
-def with_world(spot: Spot, place: Place, attempt: int, function: Callable[[World], Any]) -> Any:
+def with_world(info: RankInfo, place: Place, attempt: int, function: Callable[[World], Any]) -> Any:
     """Call a function on the ranks of a layout; None on the others."""
     sizes, ranks, _ = place
-    if spot.rank >= ranks:
+    if info.rank >= ranks:
         return None
     if ranks > 1:
-        join(spot._replace(world=ranks, attempt=attempt), TIME_OUT_S)
+        join(info._replace(world_size=ranks, attempt=attempt), TIME_OUT_S)
     with World.open(Folding(Sizes.parse(sizes), ranks), "cpu", TIME_OUT_S) as world:
         return function(world)
 
@@ -341,7 +341,7 @@ def pairs_fail(
     world = max(ranks for _, ranks, _ in (*sources, *targets))
     with one_at_a_time(), quick_folder(folder) as quick:
         task = Task(subject_of(model, kind), tuple(sources), tuple(targets), str(quick))
-        answers = all_answers(work, world, (task,), TIME_OUT_S)
+        answers = launch_all(work, world, (task,), TIME_OUT_S)
     return [what for answer in answers for what in answer]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm import collectives as comm
-from moefold.comm.group import ALONE, Group
+from moefold.comm.group import SELF_GROUP, Group
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
@@ -244,23 +244,23 @@ def test_a_sum_has_the_same_bits_on_all_ranks(world: int) -> None:
 def test_one_rank_alone_gets_back_what_it_gives() -> None:
     x = torch.randn(3, 2, requires_grad=True)
     for result in (
-        comm.all_gather(x, ALONE, 1),
-        comm.reduce_scatter(x, ALONE),
-        comm.sum_over(x, ALONE),
-        comm.all_to_all(x, ALONE, [3], [3]),
-        comm.gather_rows(x, ALONE, [3]),
-        comm.scatter_rows(x, ALONE, [3]),
-        comm.sum_(x.detach(), ALONE),
-        comm.max_(x.detach(), ALONE),
-        comm.broadcast_(x.detach(), ALONE, 0),
-        comm.exchange(x, ALONE, [3], [3]),
+        comm.all_gather(x, SELF_GROUP, 1),
+        comm.reduce_scatter(x, SELF_GROUP),
+        comm.sum_over(x, SELF_GROUP),
+        comm.all_to_all(x, SELF_GROUP, [3], [3]),
+        comm.gather_rows(x, SELF_GROUP, [3]),
+        comm.scatter_rows(x, SELF_GROUP, [3]),
+        comm.sum_(x.detach(), SELF_GROUP),
+        comm.max_(x.detach(), SELF_GROUP),
+        comm.broadcast_(x.detach(), SELF_GROUP, 0),
+        comm.exchange(x, SELF_GROUP, [3], [3]),
     ):
         assert result.data_ptr() == x.data_ptr()
     out = torch.empty(3, 2)
-    comm.all_gather_into(out, x.detach(), ALONE).wait()
+    comm.all_gather_into(out, x.detach(), SELF_GROUP).wait()
     assert torch.equal(out, x)
-    comm.reduce_scatter_into(out.zero_(), x.detach(), ALONE, asynchronous=True).wait()
+    comm.reduce_scatter_into(out.zero_(), x.detach(), SELF_GROUP, asynchronous=True).wait()
     assert torch.equal(out, x)
-    assert torch.equal(comm.gather(x.detach(), ALONE), x[None])
-    assert comm.gather_objects({"a": 1}, ALONE) == [{"a": 1}]
-    assert not ALONE.recorder.totals and not ALONE.recorder.last()
+    assert torch.equal(comm.gather(x.detach(), SELF_GROUP), x[None])
+    assert comm.gather_objects({"a": 1}, SELF_GROUP) == [{"a": 1}]
+    assert not SELF_GROUP.recorder.totals and not SELF_GROUP.recorder.last()

@@ -14,7 +14,7 @@ import torch
 from moefold.comm.collectives import gather_objects, sum_
 from moefold.comm.config import Survive
 from moefold.comm.elastic import launch_elastic
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.launch import RankError
 from moefold.comm.worker import BEATS, Attempt, RankMemory
 from moefold.comm.world import World
@@ -27,25 +27,27 @@ LAST = 12
 WORD = 8
 
 
-def counting(spot: Spot, attempt: Attempt, folder: str, fault: str, once: bool = True) -> list[int]:
+def counting(
+    info: RankInfo, attempt: Attempt, folder: str, fault: str, once: bool = True
+) -> list[int]:
     """Add ranks up, step after step; after step 4 something happens to rank 1.
 
     Returns the steps that each attempt of this rank began at.
     """
-    with World.open(Folding(Sizes(), spot.world), "cpu", 8.0) as world:
+    with World.open(Folding(Sizes(), info.world_size), "cpu", 8.0) as world:
         kept = memoryview(attempt.memory.map(WORD * (2 + LAST))).cast("q")
         done = min(gather_objects(kept[0], world.on_host))
         kept[2 + kept[1]] = done
         kept[1] += 1
-        attempt.in_step(done)
+        attempt.report_stored(done)
         while done < LAST:
-            if done == 4 and spot.rank == 1 and (attempt.number == 0 or not once):
+            if done == 4 and info.rank == 1 and (attempt.number == 0 or not once):
                 (Path(folder) / "fault").touch()
                 happen(fault)
-            assert sum_(torch.ones(4), world.group("world")).tolist() == [spot.world] * 4
+            assert sum_(torch.ones(4), world.group("world")).tolist() == [info.world_size] * 4
             done += 1
             kept[0] = done
-            attempt.in_step(done)
+            attempt.report_stored(done)
         return list(kept[2 : 2 + kept[1]])
 
 
@@ -90,9 +92,9 @@ def test_a_loss_again_and_again_at_one_step_ends_the_run(tmp_path: Path) -> None
         run(tmp_path, "kill", 2, once=False)
 
 
-def holding(spot: Spot, attempt: Attempt) -> int:
+def holding(info: RankInfo, attempt: Attempt) -> int:
     """Hold the interpreter for longer than a stopped process may be silent; return the attempt."""
-    attempt.in_step(1)
+    attempt.report_stored(1)
     before = attempt.memory.counters[BEATS]
     until = time.monotonic() + 8
     while attempt.memory.counters[BEATS] == before:
@@ -108,19 +110,19 @@ def test_a_rank_that_is_only_silent_is_left_to_its_work() -> None:
         assert launch_elastic(holding, 2, record=QUICK, time_out_s=8) == 0
 
 
-def stopping(spot: Spot, attempt: Attempt, launcher: int, folder: str) -> int:
+def stopping(info: RankInfo, attempt: Attempt, launcher: int, folder: str) -> int:
     """Die after a first step; while the ranks start again the launcher is asked to stop.
 
     Returns the attempt in which a rank heard of it.
     """
     heard: list[int] = []
     if attempt.number:
-        if spot.rank == 0:
+        if info.rank == 0:
             os.kill(launcher, signal.SIGTERM)
         time.sleep(0.3)  # without a handler: a signal that came through would end the rank
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    attempt.in_step(1)
-    if not attempt.number and spot.rank == 1:
+    attempt.report_stored(1)
+    if not attempt.number and info.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     until = time.monotonic() + 8
     while not heard:

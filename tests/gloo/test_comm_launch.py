@@ -21,18 +21,18 @@ import torch.distributed as dist
 from moefold.checkpoint.errors import DamagedError
 from moefold.comm import launch as launching
 from moefold.comm.agree import FirstRankFailed
-from moefold.comm.environment import Spot
-from moefold.comm.launch import SETTLE_S, RankError, launch
-from moefold.comm.rendezvous import TCPStore, connect, join, serve, serve_beside
+from moefold.comm.environment import RankInfo
+from moefold.comm.launch import ERROR_WAIT_S, RankError, launch
+from moefold.comm.rendezvous import TCPStore, connect, join, serve, serve_in_subprocess
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
 
 
-def answer(spot: Spot, factor: int) -> tuple[int, int, int]:
-    total = torch.tensor([spot.rank + 1])
+def answer(info: RankInfo, factor: int) -> tuple[int, int, int]:
+    total = torch.tensor([info.rank + 1])
     dist.all_reduce(total)
-    return spot.rank, factor * int(total), torch.get_num_threads()
+    return info.rank, factor * int(total), torch.get_num_threads()
 
 
 def test_rank_zero_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,9 +44,9 @@ def test_rank_zero_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(answer, 1, 10, time_out_s=20) == (0, 10, 1)
 
 
-def fail_on_one(spot: Spot, folder: str) -> None:
-    (Path(folder) / str(spot.rank)).write_text(str(os.getpid()))
-    if spot.rank == 1:
+def fail_on_one(info: RankInfo, folder: str) -> None:
+    (Path(folder) / str(info.rank)).write_text(str(os.getpid()))
+    if info.rank == 1:
         time.sleep(0.2)
         raise LookupError("rank one found nothing")
     dist.barrier()
@@ -71,10 +71,10 @@ ERRORS = {
 }
 
 
-def fail_on_the_first(spot: Spot, which: str) -> None:
-    if spot.rank:
+def fail_on_the_first(info: RankInfo, which: str) -> None:
+    if info.rank:
         raise FirstRankFailed("the first rank failed: why")
-    time.sleep(2 * SETTLE_S)  # its word comes last: it closes files before it says it
+    time.sleep(2 * ERROR_WAIT_S)  # its word comes last: it closes files before it says it
     raise ERRORS[which]
 
 
@@ -108,8 +108,8 @@ def test_the_first_error_is_reported_and_the_others_end(tmp_path: Path) -> None:
     assert not any(lives(int((tmp_path / str(rank)).read_text())) for rank in range(3))
 
 
-def leave(spot: Spot) -> None:
-    if spot.rank == 1:
+def leave(info: RankInfo) -> None:
+    if info.rank == 1:
         os._exit(7)
     dist.barrier()
 
@@ -119,11 +119,11 @@ def test_a_rank_that_leaves_is_named() -> None:
         launch(leave, 2, time_out_s=20)
 
 
-def wait_for_signal(spot: Spot, folder: str) -> int:
+def wait_for_signal(info: RankInfo, folder: str) -> int:
     heard: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: heard.append(number))
-    (Path(folder) / f"ready {spot.rank}").touch()
+    (Path(folder) / f"ready {info.rank}").touch()
     until = time.monotonic() + 20
     while len(heard) < 2 and time.monotonic() < until:
         time.sleep(0.02)
@@ -169,8 +169,8 @@ LAUNCHER = """
 """
 
 
-def write_pid(spot: Spot, folder: str) -> None:
-    (Path(folder) / f"ready {spot.rank}").write_text(str(os.getpid()))
+def write_pid(info: RankInfo, folder: str) -> None:
+    (Path(folder) / f"ready {info.rank}").write_text(str(os.getpid()))
     time.sleep(60)
 
 
@@ -249,7 +249,7 @@ def test_a_port_that_is_taken_is_said_at_once() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"at port {port}: .* set MASTER_PORT to a free"):
-            join(Spot(0, 2, 0, "localhost", port), 4.0)
+            join(RankInfo(0, 2, 0, "localhost", port), 4.0)
 
 
 def test_a_store_whose_words_are_logged_goes_on_answering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_store_whose_words_are_logged_goes_on_answering(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    serve_beside(port, 5.0)
+    serve_in_subprocess(port, 5.0)
     store = connect("localhost", port, 5.0)
     for turn in range(1000):
         store.set("beat", str(turn))
@@ -280,7 +280,7 @@ def test_ranks_started_by_torchrun_meet() -> None:
     ]
 
 
-def refuse(spot: Spot) -> None:
+def refuse(info: RankInfo) -> None:
     raise ValueError("refused")
 
 

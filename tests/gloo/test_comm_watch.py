@@ -13,8 +13,8 @@ import torch
 
 from moefold.comm import collectives as comm
 from moefold.comm.agree import run_on_first
-from moefold.comm.environment import Spot
-from moefold.comm.launch import RankError, all_answers, launch
+from moefold.comm.environment import RankInfo
+from moefold.comm.launch import RankError, launch, launch_all
 from moefold.comm.recorder import Recorder
 from moefold.comm.rendezvous import connect, serve
 from moefold.comm.watch import HangWatch
@@ -26,11 +26,11 @@ from tests.gloo.harness import one_at_a_time
 TIME_OUT_S = 8.0
 
 
-def pipeline(spot: Spot, how: str, who: int, folder: str) -> None:
+def pipeline(info: RankInfo, how: str, who: int, folder: str) -> None:
     """Four stages pass a message down; one of them breaks off in the third round."""
-    laid = Folding(Sizes.parse(f"pp{spot.world}"), spot.world)
+    laid = Folding(Sizes.parse(f"pp{info.world_size}"), info.world_size)
     with World.open(laid, "cpu", TIME_OUT_S, Path(folder)) as world:
-        stages, me = world.group("pp"), spot.rank
+        stages, me = world.group("pp"), info.rank
         for turn in range(3):
             if turn == 2 and me == who:
                 time.sleep(0.5)
@@ -121,9 +121,9 @@ def test_a_rank_that_lives_and_stays_away_is_named_with_its_stack(
     assert "in break_off" in (folder / "rank-00001.txt").read_text()
 
 
-def word_after(spot: Spot, seconds: float, how: str, folder: str) -> Any:
+def word_after(info: RankInfo, seconds: float, how: str, folder: str) -> Any:
     """The first rank works for a while, or breaks off; the others wait for its word."""
-    laid = Folding(Sizes(), spot.world)
+    laid = Folding(Sizes(), info.world_size)
     with World.open(laid, "cpu", BRIEF_S, Path(folder)) as world:
 
         def work() -> str:
@@ -148,8 +148,8 @@ def test_a_disk_that_refuses_reports_ends_no_watch(
     own = connect("localhost", store.port, 10.0)
     watch = HangWatch(Recorder(), own, 0, 1, 4.0, tmp_path / "hangs")
     try:
-        watch._alarm.set()
-        assert watch._told.wait(30) and watch._thread.is_alive()
+        watch._alarm_requested.set()
+        assert watch._verdict_known.wait(30) and watch._thread.is_alive()
     finally:
         watch.stop()
     assert "ranks hang" in capsys.readouterr().err
@@ -172,5 +172,5 @@ def test_a_first_rank_that_is_stopped_is_named_by_who_waits_for_its_word(tmp_pat
 
     with one_at_a_time(), ThreadPoolExecutor(1) as thread, pytest.raises(RankError) as caught:
         thread.submit(end_when_named)
-        all_answers(word_after, 2, where, time_out_s=BRIEF_S, limit_s=90)
+        launch_all(word_after, 2, where, time_out_s=BRIEF_S, limit_s=90)
     assert "rank 0 is absent" in report.read_text(), caught.value

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from moefold.comm import collectives as comm
-from moefold.comm.recorder import BACKWARD, FORWARD, CallRecord, Site
-from moefold.comm.world import SPOKEN, World
+from moefold.comm.recorder import BACKWARD, FORWARD, CallRecord, CallSite
+from moefold.comm.world import GROUP_KINDS, World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from tests.gloo.harness import RankError, run_ranks
@@ -26,7 +26,7 @@ def check_groups(rank: int, text: str, n: int) -> int:
     assert world.attention == laid.attention_spot(rank)
     assert world.experts == laid.expert_spot(rank)
     handles = set()
-    for kind in SPOKEN:
+    for kind in GROUP_KINDS:
         ranks = laid.group(kind, rank)
         group = world.group(kind)
         assert (group.ranks, group.size, group.ranks[group.index]) == (ranks, len(ranks), rank)
@@ -45,13 +45,13 @@ def check_groups(rank: int, text: str, n: int) -> int:
 def test_groups_are_those_of_the_folding(layout: str) -> None:
     made = run_ranks(check_groups, 4, layout, 4)
     for rank, count in enumerate(made):
-        groups = {folding(layout, 4).group(kind, rank) for kind in SPOKEN}
+        groups = {folding(layout, 4).group(kind, rank) for kind in GROUP_KINDS}
         assert count == len([ranks for ranks in groups if len(ranks) > 1])
 
 
 def time_outs(rank: int, text: str, n: int) -> dict[str, float]:
     world = World.open(folding(text, n), "cpu", TIME_OUT_S)
-    groups = [world.group(kind) for kind in SPOKEN]
+    groups = [world.group(kind) for kind in GROUP_KINDS]
     groups.append(world.stage_group((0, 1)))
     cpu = torch.device("cpu")
     return {
@@ -105,7 +105,7 @@ def test_a_layout_for_other_ranks_is_refused() -> None:
 def test_one_rank_needs_no_process_group() -> None:
     assert not torch.distributed.is_initialized()
     for world in (World.single(), World.open(folding("", 1), "cpu", 1.0)):
-        assert all(world.group(kind).ranks == (0,) for kind in SPOKEN)
+        assert all(world.group(kind).ranks == (0,) for kind in GROUP_KINDS)
         assert world.stage_group((0,)).size == 1
         world.close()
     assert not torch.distributed.is_initialized()
@@ -113,7 +113,7 @@ def test_one_rank_needs_no_process_group() -> None:
         World.single().group("x")
 
 
-def bytes_sent(rank: int, n: int) -> dict[Site, tuple[int, int]]:
+def bytes_sent(rank: int, n: int) -> dict[CallSite, tuple[int, int]]:
     world = World.open(folding("", n), "cpu", TIME_OUT_S)
     group, recorder = world.group("world"), world.recorder
     x = torch.ones(4 * n, 3, dtype=torch.float64, requires_grad=True)  # 96 n bytes
@@ -137,7 +137,7 @@ def bytes_sent(rank: int, n: int) -> dict[Site, tuple[int, int]]:
         comm.send(torch.ones(3), (rank + 1) % n, group).wait()
         arriving.wait()
     numbers = [r.number for r in recorder.last() if r.channel == group.channel]
-    assert numbers == list(range(1, 16)), f"{[r.words for r in recorder.last()]}"
+    assert numbers == list(range(1, 16)), f"{[r.description for r in recorder.last()]}"
     return {site._replace(group=""): tuple(total) for site, total in recorder.totals.items()}
 
 
@@ -165,7 +165,7 @@ def test_bytes_are_counted_exactly_at_each_call_site() -> None:
             ("d", "send", FORWARD): 12,
         }
         assert found == {
-            Site(label, op, "", way): (1, sent) for (label, op, way), sent in wanted.items()
+            CallSite(label, op, "", way): (1, sent) for (label, op, way), sent in wanted.items()
         }
 
 
@@ -180,7 +180,7 @@ def altered(rank: int) -> list[list[float]]:
                 return result
             return alone if how == "alone" else result / 2
 
-        recorder.alter = alter
+        recorder.inject_fault = alter
         x = torch.tensor([rank + 1.0, 10.0], requires_grad=True)
         with recorder.module("elsewhere"):
             y = comm.sum_over(x, group)

@@ -11,8 +11,8 @@ import torch
 
 from moefold.comm.agree import Disagreement
 from moefold.comm.collectives import sum_
-from moefold.comm.environment import Spot
-from moefold.comm.launch import all_answers
+from moefold.comm.environment import RankInfo
+from moefold.comm.launch import launch_all
 from moefold.comm.world import World
 from moefold.config.load import load
 from moefold.mesh.config import Sizes
@@ -44,7 +44,7 @@ def policy(**fields: Any) -> dict[str, Any]:
 def on_two(function: Callable[..., Told], folder: Path) -> list[Told]:
     """Run a function on two data ranks and return what each has to tell."""
     with one_at_a_time():
-        return all_answers(function, 2, (str(folder),), TIME_OUT_S, limit_s=4 * TIME_OUT_S)
+        return launch_all(function, 2, (str(folder),), TIME_OUT_S, limit_s=4 * TIME_OUT_S)
 
 
 def error_of(job: Trainer, kind: type[BaseException] = NonFiniteStep) -> str:
@@ -60,15 +60,15 @@ def spoil(job: Trainer) -> None:
             held.tensor.detach().fill_(torch.nan)
 
 
-def bad_steps(spot: Spot, folder: str) -> Told:
+def bad_steps(info: RankInfo, folder: str) -> Told:
     told: Told = {}
     home = Path(folder)
     run = run_of(home, **policy(replay=True))
-    with world_of(run, spot, home / "out") as world:
+    with world_of(run, info, home / "out") as world:
         with Trainer(run, home / "out", world=world) as job:
             named = {f"{o.name} {o.document}" for b in job.loader.load_step(0) for o in b.sources}
             told["documents"] = "; ".join(sorted(named))
-            if spot.rank == 1:
+            if info.rank == 1:
                 spoil(job)
             job.data.renew()
             told["data"] = error_of(job)
@@ -78,7 +78,7 @@ def bad_steps(spot: Spot, folder: str) -> Told:
             def flaky(*args: Any, **more: Any) -> StepFigures:
                 figures = compute(*args, **more)
                 calls[0] += 1
-                if spot.rank == 1 and calls[0] == 2:
+                if info.rank == 1 and calls[0] == 2:
                     grad = next(held for held in job.data.gradients() if held.tensor.numel())
                     grad.tensor.view(torch.int64).reshape(-1)[0] ^= 1
                 return StepFigures(float("nan"), figures.grad_norm, {}, figures.tokens)
@@ -91,14 +91,14 @@ def bad_steps(spot: Spot, folder: str) -> Told:
     return told
 
 
-def signals(spot: Spot, folder: str) -> Told:
+def signals(info: RankInfo, folder: str) -> Told:
     home = Path(folder)
     run = run_of(home)
-    with world_of(run, spot, home / "out") as world, Trainer(run, home / "out", world=world) as job:
+    with world_of(run, info, home / "out") as world, Trainer(run, home / "out", world=world) as job:
         step = job.loader.load_step
 
         def warned(place: int) -> Any:
-            if place == 1 and spot.rank == 1:
+            if place == 1 and info.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(place)
 
@@ -107,14 +107,14 @@ def signals(spot: Spot, folder: str) -> Told:
         return {"text": text, "step": str(job.step_number)}
 
 
-def differing(spot: Spot, folder: str) -> Told:
+def differing(info: RankInfo, folder: str) -> Told:
     home, told = Path(folder), {}
-    odd = spot.rank == 1
-    with world_of(run_of(home), spot, home / "out") as world:
+    odd = info.rank == 1
+    with world_of(run_of(home), info, home / "out") as world:
 
         def refused(run: Run) -> str:
             with pytest.raises(Disagreement) as caught:
-                Trainer(run, home / "out", world=world, cache=home / f"cache-{spot.rank}")
+                Trainer(run, home / "out", world=world, cache=home / f"cache-{info.rank}")
             return str(caught.value)
 
         told["config"] = refused(run_of(home, seed=2 if odd else 1))
@@ -135,14 +135,14 @@ def differing(spot: Spot, folder: str) -> Told:
     return told
 
 
-def waits(spot: Spot, folder: str) -> Told:
+def waits(info: RankInfo, folder: str) -> Told:
     import time
 
     with World.open(Folding(Sizes(), 2), "cpu", TIME_OUT_S) as world:
         ranks = world.group("world")
         sum_(torch.ones(1), ranks)
         before = world.recorder.waited_s
-        if spot.rank == 1:
+        if info.rank == 1:
             time.sleep(1.5)
         sum_(torch.ones(1), ranks)
         return {"waited": str(world.recorder.waited_s - before)}

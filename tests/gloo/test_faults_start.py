@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm import rendezvous
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.rendezvous import join, serve
 from tests.gloo.harness import run_ranks
 from tests.gloo.test_comm_launch import free_port
@@ -19,8 +19,8 @@ def alone(rank: int) -> str:
     store = serve(0, 20.0)
     store.set_timeout(timedelta(seconds=20))
     with pytest.raises(RuntimeError) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "MEET_S", 2.0)
-        join(Spot(0, 3, 0, "127.0.0.1", store.port, served=True), 2.0)
+        patch.setattr(rendezvous, "JOIN_TIME_OUT_S", 2.0)
+        join(RankInfo(0, 3, 0, "127.0.0.1", store.port, store_running=True), 2.0)
     return str(caught.value)
 
 
@@ -34,7 +34,7 @@ def late(rank: int, port: int) -> float:
     dist.destroy_process_group()
     store = serve(port, 20.0) if rank == 0 else None
     time.sleep(2.5 * rank)
-    join(Spot(rank, 2, rank, "127.0.0.1", port, served=True), 1.0)
+    join(RankInfo(rank, 2, rank, "127.0.0.1", port, store_running=True), 1.0)
     total = torch.tensor([10.0**rank])
     dist.all_reduce(total)
     dist.barrier()

@@ -88,7 +88,7 @@ def gaps(rank: int) -> Seen:
                 dweights = whole.dweights_TK.split(cuts)[rank]
                 dw_in, dw_out = here(world, whole.dw_in, whole.dw_out)
                 want = type(whole)(rows[0], rows[1], dweights, dw_in, dw_out)
-                for groups in (world, world.beside):
+                for groups in (world, world.secondary):
                     ours = there_and_back(WAYS[way], parts[rank], *here(world, *weights), groups)
                     errors.append(gap(ours, want))
             world.forget_groups()

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from moefold.comm.environment import Spot
+from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
@@ -20,13 +20,13 @@ from moefold.proof.subjects import SUBJECTS
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7])
 
 
-def write(spot: Spot | None, name: str, sizes: str, zero: int, keep: bool) -> list[list[int]]:
+def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -> list[list[int]]:
     """Write eight tokens after each prompt, in fp64."""
     subject, layout = SUBJECTS[name], Layout(sizes=sizes, zero=zero)
     world = (
         World.single()
-        if spot is None
-        else World.open(Folding(layout.split, spot.world, layout.order), "cpu", 60)
+        if info is None
+        else World.open(Folding(layout.split, info.world_size, layout.order), "cpu", 60)
     )
     torch.manual_seed(0)
     placed = build(subject.decoder, "fp64", layout, world)

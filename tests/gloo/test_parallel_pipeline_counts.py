@@ -41,12 +41,12 @@ class Counting(Executor):
         assert isinstance(step, Action)
         Counting.kind = step.kind
         recorder = self._placed.world.recorder
-        before = sum(recorder.begun().values())
+        before = sum(recorder.begun_counts().values())
         with _Products() as products:
             super()._step(step, lanes)
         self.seen[step.kind, "product"] += products.count
         self.seen[step.kind, "forward"] += products.forward
-        self.seen[step.kind, "exchange"] += sum(recorder.begun().values()) - before
+        self.seen[step.kind, "exchange"] += sum(recorder.begun_counts().values()) - before
 
 
 class _Products(TorchDispatchMode):

@@ -8,7 +8,7 @@ from tempfile import gettempdir
 import pytest
 
 from moefold.api import verify
-from moefold.comm.recorder import Site
+from moefold.comm.recorder import CallSite
 from moefold.layers.config import Full, Offload, OffloadToDisk, OffloadToHost, Selective
 from moefold.mesh.config import ORDERS
 from moefold.model.config import to_stacks
@@ -165,7 +165,7 @@ def test_one_gradient_scaled_by_a_hundred_millionth_is_named_on_each_axis() -> N
 def test_each_exchange_of_a_folded_layout_is_needed() -> None:
     cases = [case("gqa", "tp2 ep2", 2)]
     outcomes = run_cases(cases)
-    sites = [Site(*site) for site in outcomes[0].sites]
+    sites = [CallSite(*site) for site in outcomes[0].sites]
     assert {"embed", "loss", "gradients", "layers.*.attention", "layers.*.moe.dispatch"} <= {
         site.label for site in sites
     }
@@ -178,7 +178,7 @@ def test_each_exchange_of_a_folded_layout_is_needed() -> None:
 
 
 def test_few_cases_cover_every_call_site_at_each_number_of_ranks() -> None:
-    a, b, c, d = (Site(label, "all_reduce", "tp") for label in "abcd")
+    a, b, c, d = (CallSite(label, "all_reduce", "tp") for label in "abcd")
     few, many = AXES["tp"], AXES["ep"]
     wide = replace(few, name="four ranks", world=4)
     recorded = [(few, (a, b)), (many, (b, c, d)), (AXES["dp"], (c,)), (wide, (a,))]
@@ -190,7 +190,7 @@ def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
 
     Nor is it noticed by the roundings of a run that is proved in its own format.
     """
-    nowhere = InjectedFault(site=Site("no such module", "all_reduce", "tp"))
+    nowhere = InjectedFault(site=CallSite("no such module", "all_reduce", "tp"))
     as_run = replace(AXES["tp"], subject=replace(AXES["tp"].subject, precision="fp32"))
     noise = within_spread([as_run]).noise
     found = control([(AXES["tp"], nowhere), (as_run, nowhere)], noise=noise)

@@ -530,7 +530,7 @@ def nccl(ranks: int, device: str = "cpu", backend: str = "nccl") -> Iterator[Mac
         (collectives, "_scatter_single", model.scatter),
         (world, "dist", model),
         (world, "HangWatch", NoWatch),
-        (world, "own_connection", lambda _: None),
+        (world, "open_connection", lambda _: None),
         (saving, "NICE", 0),  # A thread that is starved would look like one that hangs.
     )
     patches = [patch.object(*change) for change in changes]

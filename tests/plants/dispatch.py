@@ -27,9 +27,9 @@ PLANTS = (
         "rows are sent and results brought back, and gradients stay where they are",
         GRADIENTS,
         "moe/dispatch/routing_plan.py",
-        "        return gather_rows(x_ND, etp, self.slices, codes)",
+        "        return gather_rows(x_ND, etp, self.slices, codec)",
         "        x_ND = x_ND * len(self.send) - x_ND.detach() * (len(self.send) - 1)\n"
-        "        return gather_rows(x_ND, etp, self.slices, codes)",
+        "        return gather_rows(x_ND, etp, self.slices, codec)",
     ),
     Plant(
         "b01",
@@ -44,7 +44,7 @@ PLANTS = (
         "slices of an expert see their own rows alone",
         GRADIENTS,
         "moe/dispatch/routing_plan.py",
-        "y_ND = scatter_rows(y_RD, etp, self.slices, codes)",
+        "y_ND = scatter_rows(y_RD, etp, self.slices, codec)",
         "y_ND = y_RD.split(self.slices)[etp.index]",
     ),
     Plant(

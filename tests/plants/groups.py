@@ -19,7 +19,7 @@ PLANTS = (
         "who waits for the first rank's word gives up as early as in any operation",
         "tests/gloo/test_comm_watch.py::test_b34_the_first_rank_may_work_longer_than_the_time_out",
         "comm/world.py",
-        "limit = timedelta(seconds=PATIENCE_S)",
+        "limit = timedelta(seconds=HOST_TIME_OUT_S)",
         "limit = timedelta(seconds=self.time_out_s)",
     ),
     Plant(
@@ -27,15 +27,15 @@ PLANTS = (
         "each rank warms its pipeline up from its own place on",
         NCCL + "test_b41_a_pipeline_warms_up",
         "comm/world.py",
-        "in neighbours(group.size):",
-        "in sorted(neighbours(group.size), key=lambda pair: group.index not in pair[1:]):",
+        "in neighbour_pairs(group.size):",
+        "in sorted(neighbour_pairs(group.size), key=lambda pair: group.index not in pair[1:]):",
     ),
     Plant(
         "b41",
         "both directions of a pipeline share a channel",
         NCCL + "test_b41_both_directions_of_a_pipeline_pass",
         "comm/world.py",
-        "if _ordered() else None",
+        "if _is_ordered() else None",
         "if bulk else None",
     ),
     Plant(

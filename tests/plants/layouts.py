@@ -31,8 +31,8 @@ PLANTS = (
         "a sum over ranks is made in what it is given",
         BUGS + "test_b10_a_collective_leaves_what_it_is_given",
         "comm/collectives.py",
-        "return reduce_(x.clone(), group,",
-        "return reduce_(x, group,",
+        "return all_reduce_(x.clone(), group,",
+        "return all_reduce_(x, group,",
     ),
     Plant(
         "b10",

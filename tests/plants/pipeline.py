@@ -57,8 +57,8 @@ PLANTS = (
         "exchanges of the second lane go over the first lane's groups",
         B32,
         "parallel/apply.py",
-        "beside = world.beside if",
-        "beside = world if",
+        "secondary = world.secondary if",
+        "secondary = world if",
     ),
     Plant(
         "b42",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.comm.environment import Spot, environment, first_host
+from moefold.comm.environment import RankInfo, first_host, rank_info_from_env
 
 TORCHRUN = {
     "RANK": "5",
@@ -23,37 +23,39 @@ SLURM = {
 
 
 def test_torchrun() -> None:
-    assert environment(TORCHRUN) == Spot(5, 8, 1, "node-a", 29500)
+    assert rank_info_from_env(TORCHRUN) == RankInfo(5, 8, 1, "node-a", 29500)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
-    found = environment(TORCHRUN | agent)
-    assert found == Spot(5, 8, 1, "node-a", 29500, served=True, attempt=3)
-    assert environment(TORCHRUN | SLURM) == environment(TORCHRUN), "torchrun inside of a Slurm step"
+    found = rank_info_from_env(TORCHRUN | agent)
+    assert found == RankInfo(5, 8, 1, "node-a", 29500, store_running=True, attempt=3)
+    assert rank_info_from_env(TORCHRUN | SLURM) == rank_info_from_env(TORCHRUN), (
+        "torchrun inside of a Slurm step"
+    )
 
 
 def test_slurm() -> None:
-    found = environment(SLURM)
+    found = rank_info_from_env(SLURM)
     assert found is not None
     assert found[:4] == (9, 16, 1, "gpu03") and 20_000 <= found.port < 32_000
-    assert not found.served
-    same = environment(SLURM | {"SLURM_PROCID": "3", "SLURM_LOCALID": "0"})
+    assert not found.store_running
+    same = rank_info_from_env(SLURM | {"SLURM_PROCID": "3", "SLURM_LOCALID": "0"})
     assert same is not None and same.port == found.port
-    other = environment(SLURM | {"SLURM_STEP_ID": "3"})
+    other = rank_info_from_env(SLURM | {"SLURM_STEP_ID": "3"})
     assert other is not None and other.port != found.port
-    chosen = environment(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"})
+    chosen = rank_info_from_env(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"})
     assert chosen is not None and (chosen.address, chosen.port) == ("10.0.0.1", 7000)
     bare = {name: text for name, text in SLURM.items() if "NODELIST" not in name}
-    named = environment(bare | {"MASTER_ADDR": "10.0.0.1"})
+    named = rank_info_from_env(bare | {"MASTER_ADDR": "10.0.0.1"})
     assert named is not None and named.address == "10.0.0.1", "a node list is not needed"
     without = {name: text for name, text in SLURM.items() if name != "SLURM_STEP_NODELIST"}
-    job = environment(without)
+    job = rank_info_from_env(without)
     assert job is not None and job.address == "gpu01"
 
 
 def test_who_is_alone() -> None:
-    assert environment({}) is None
-    assert environment(SLURM | {"SLURM_NTASKS": "1"}) is None
+    assert rank_info_from_env({}) is None
+    assert rank_info_from_env(SLURM | {"SLURM_NTASKS": "1"}) is None
     batch = {name: text for name, text in SLURM.items() if name != "SLURM_STEP_ID"}
-    assert environment(batch) is None, "a batch script is no rank"
+    assert rank_info_from_env(batch) is None, "a batch script is no rank"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_who_is_alone() -> None:
 )
 def test_what_is_malformed_is_said(given: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        environment(given)
+        rank_info_from_env(given)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.comm.group import ALONE
+from moefold.comm.group import SELF_GROUP
 from moefold.kernels.cross_entropy import chunked, fused
 from moefold.kernels.fused import force_triton
 from moefold.kernels.operand import Operand
@@ -106,7 +106,7 @@ def test_b41_shares_of_the_vocabulary_add_up_to_the_whole(
                 Operand(master, w),
                 labels_T,
                 vocab_start=first,
-                combine=partial(loss._combined, ranks=ALONE),
+                combine=partial(loss._combined, ranks=SELF_GROUP),
                 **how,
             )
             for (first, w), master in zip(shares, masters[1:], strict=True)

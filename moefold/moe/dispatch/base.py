@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from moefold.comm.collectives import Codes
+from moefold.comm.collectives import RowCodec
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.kernels.permute.gather import permute_rows, unpermute_rows
@@ -54,15 +54,15 @@ class Dispatcher(Generic[Config]):
     other ranks of ``ep`` and ``etp`` (``send``), and how results return (``fetch``).
     """
 
-    wire: Codes | None = None
+    wire: RowCodec | None = None
     """Codes in which rows for experts, and gradients of results, are sent; None: as they are."""
 
     def __init__(self, record: Config, experts: int) -> None:
         self._record, self._experts = record, experts
 
     def hand_on(self, sent: RoutedTokens, exchange: Callable[..., Tensor]) -> RoutedTokens:
-        """Run ``exchange`` on rows (as ``wire`` codes), weights and expert ids; return results."""
-        x_ND = exchange(sent.x_TD, codes=self.wire)
+        """Run ``exchange`` on rows (encoded by ``wire``), weights and expert ids; return the result."""
+        x_ND = exchange(sent.x_TD, codec=self.wire)
         return RoutedTokens(x_ND, exchange(sent.weights_TK), exchange(sent.experts_TK))
 
     def dispatch(

@@ -93,4 +93,4 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
             rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
             return kind(group=group.handle, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
 
-        return world.kept((kind, row_bytes), make)
+        return world.cached((kind, row_bytes), make)

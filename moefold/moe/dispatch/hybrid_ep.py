@@ -78,7 +78,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         It accepts fewer rows, and grows by itself for more.
         """
         kind, group, hidden = self._module.HybridEPBuffer, world.group("ep"), x_XD.shape[1]
-        return world.kept(
+        return world.cached(
             (kind, hidden, self._experts),
             lambda: kind(
                 group=group.handle,

@@ -74,6 +74,6 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
             more = {"num_topk": top_k} if "num_topk" in takes else {}
             ep.ep_bootstrap(ep_group=group.handle, num_experts=self._experts, **sizes, **more)
 
-        world.kept((ep, self._experts, top_k, *sizes.values()), start, ep.ep_finalize)
+        world.cached((ep, self._experts, top_k, *sizes.values()), start, ep.ep_finalize)
         here = self._experts // group.size
         return ep.EpBuffer(top_k=top_k, num_local_experts=here, **sizes)

@@ -9,7 +9,7 @@ counted in ``overflow``, which the step checks at its end.
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import Codes, all_gather, all_to_all, reduce_scatter
+from moefold.comm.collectives import RowCodec, all_gather, all_to_all, reduce_scatter
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import permute_rows, permute_values, unpermute_rows
@@ -62,22 +62,22 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
         """Send every row back, filled or not, and sum the results of each token."""
         token_N, row_TK, token_R, row_R1 = handle
         y_RD = reduce_scatter(
-            unpermute_rows(y_RD, token_R, row_R1), world.group("etp"), codes=self.wire
+            unpermute_rows(y_RD, token_R, row_R1), world.group("etp"), codec=self.wire
         )
-        y_ND = equal_splits(y_RD, world.group("ep"), self.wire, home=True)
+        y_ND = equal_splits(y_RD, world.group("ep"), self.wire, combine=True)
         return unpermute_rows(y_ND, token_N, row_TK)
 
-    def _out(self, x_ND: Tensor, world: World, codes: Codes | None = None) -> Tensor:
-        x_ND = equal_splits(x_ND, world.group("ep"), codes)
-        return all_gather(x_ND, world.group("etp"), codes=codes)
+    def _out(self, x_ND: Tensor, world: World, codec: RowCodec | None = None) -> Tensor:
+        x_ND = equal_splits(x_ND, world.group("ep"), codec)
+        return all_gather(x_ND, world.group("etp"), codec=codec)
 
 
 def equal_splits(
-    x_NX: Tensor, ranks: Group, codes: Codes | None = None, home: bool = False
+    x_NX: Tensor, ranks: Group, codec: RowCodec | None = None, combine: bool = False
 ) -> Tensor:
     """Exchange rows with all ranks by an all-to-all with equal splits."""
     splits = [x_NX.shape[0] // ranks.size] * ranks.size
-    return all_to_all(x_NX, ranks, splits, splits, codes, home)
+    return all_to_all(x_NX, ranks, splits, splits, codec, combine)
 
 
 def inverse(row_TK: Tensor, rows: int) -> Tensor:

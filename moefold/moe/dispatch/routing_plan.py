@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import Codes, all_to_all, gather, gather_rows, scatter_rows
+from moefold.comm.collectives import RowCodec, all_to_all, gather, gather_rows, scatter_rows
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.fused import device_uses_triton, uses_triton
@@ -163,15 +163,15 @@ class ExchangePlan(NamedTuple):
         slices = [coming[i : i + ranks] for i in range(0, len(coming), ranks)]
         return cls(send, slices[etp.index], [sum(rows) for rows in slices])
 
-    def out(self, x_ND: Tensor, group: Group, etp: Group, codes: Codes | None = None) -> Tensor:
+    def out(self, x_ND: Tensor, group: Group, etp: Group, codec: RowCodec | None = None) -> Tensor:
         """Send rows, differentiably; return all rows for the experts, gathered over ``etp``."""
-        x_ND = all_to_all(x_ND, group, self.send, self.receive, codes)
-        return gather_rows(x_ND, etp, self.slices, codes)
+        x_ND = all_to_all(x_ND, group, self.send, self.receive, codec)
+        return gather_rows(x_ND, etp, self.slices, codec)
 
-    def back(self, y_RD: Tensor, group: Group, etp: Group, codes: Codes | None = None) -> Tensor:
+    def back(self, y_RD: Tensor, group: Group, etp: Group, codec: RowCodec | None = None) -> Tensor:
         """Reduce-scatter the rows' partial results over ``etp``, and send the rows back."""
-        y_ND = scatter_rows(y_RD, etp, self.slices, codes)
-        return all_to_all(y_ND, group, self.receive, self.send, codes, home=True)
+        y_ND = scatter_rows(y_RD, etp, self.slices, codec)
+        return all_to_all(y_ND, group, self.receive, self.send, codec, combine=True)
 
 
 def rank_of_expert(experts_TK: Tensor, per_rank: int) -> Tensor:

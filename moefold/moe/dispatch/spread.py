@@ -53,5 +53,5 @@ class SpreadDispatch(PaddedDispatch):
         """Send every row back by both hops, and sum the results of each token."""
         token_N, row_TK, onward = handle
         y_ND = super().fetch(y_RD, onward, no_drop, world)
-        y_ND = equal_splits(y_ND, world.group("ep"), self.wire, home=True)
+        y_ND = equal_splits(y_ND, world.group("ep"), self.wire, combine=True)
         return unpermute_rows(y_ND, token_N, row_TK)

@@ -61,7 +61,7 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         token_T, row_T, token_N, row_N, token_R, row_R, send, receive, plan = handle
         y_RD, etp, wire = unpermute_rows(y_RD, token_R, row_R), world.group("etp"), self.wire
         y_ND = unpermute_rows(plan.back(y_RD, inside, etp, wire), token_N, row_N)
-        y_ND = all_to_all(y_ND, across, receive, send, wire, home=True)
+        y_ND = all_to_all(y_ND, across, receive, send, wire, combine=True)
         return unpermute_rows(y_ND, token_T, row_T)
 
     def _counts(self, nodes_N: Tensor, experts_TK: Tensor, per_rank: int, world: World) -> Tensor:

@@ -1,9 +1,9 @@
 """Two concurrent lanes of one rank: compute, and exchanges with other ranks.
 
 The main thread computes. A second thread runs exchanges one after another; it mostly waits, with
-the GIL released, and on CUDA has its own stream. What each lane runs, and in which order, is fixed
-before anything runs, and exchanges use separate groups (``World.beside``), so that all ranks issue
-the operations of each group in the same order, however fast either lane is.
+the GIL released, and on CUDA has its own stream. The tasks of each lane and their order are fixed
+before anything runs, and exchanges use separate groups (``World.secondary``), so that all ranks
+issue the operations of each group in the same order, however fast either lane is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
