@@ -23,38 +23,38 @@ def add_run(
     kinds: str = "run file, recipe, or Hugging Face folder",
     optional: bool = False,
 ) -> None:
-    """Add the arguments ``RUN``, one of ``kinds``, and ``k=v``, such as ``example``."""
+    """Add the arguments ``RUN`` (described by ``kinds``) and ``k=v`` (such as ``example``)."""
     parser.add_argument("source", metavar="RUN", nargs="?" if optional else None, help=kinds)
     parser.add_argument("overrides", metavar="k=v", nargs="*", help=f"override, such as {example}")
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """Add ``--layout``, the axis sizes of a run's layout."""
-    said = 'ranks per axis of the layout, such as "tp2 pp2 ep4" (default: the run\'s)'
-    parser.add_argument("--layout", metavar="SIZES", help=said)
+    text = 'ranks per axis of the layout, such as "tp2 pp2 ep4" (default: the run\'s)'
+    parser.add_argument("--layout", metavar="SIZES", help=text)
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """Return a run's overrides, followed by that of ``--layout`` if given."""
+    """Return a run's overrides, including ``--layout`` if set."""
     sizes = [] if args.layout is None else [f"layout.sizes={json.dumps(args.layout)}"]
     return [*args.overrides, *sizes]
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add ``--world``, the number of ranks of a layout."""
-    said = "number of ranks (default: the fewest that the layout needs)"
-    parser.add_argument("--world", metavar="N", type=int, help=said)
+    text = "number of ranks (default: the fewest that the layout needs)"
+    parser.add_argument("--world", metavar="N", type=int, help=text)
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
     """Add ``--uses``, the plug-in files that a stored model needs."""
-    said = "Python file that registers parts of the model; repeatable (default: none)"
-    parser.add_argument("--uses", metavar="FILE", action="append", default=[], help=said)
+    text = "Python file that registers parts of the model; repeatable (default: none)"
+    parser.add_argument("--uses", metavar="FILE", action="append", default=[], help=text)
 
 
-def add_json(parser: argparse.ArgumentParser, said: str = "print one JSON object instead") -> None:
+def add_json(parser: argparse.ArgumentParser, text: str = "print one JSON object instead") -> None:
     """Add ``--json``, for output that programs read."""
-    parser.add_argument("--json", action="store_true", help=said)
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 def print_json(facts: Any) -> None:
@@ -63,7 +63,7 @@ def print_json(facts: Any) -> None:
 
 
 def print_conversion(facts: dict[str, Any], as_json: bool) -> None:
-    """Print facts about a conversion, as JSON or on one line with ``facts["notes"]`` on stderr."""
+    """Print facts about a conversion as JSON, or on one line with the notes on stderr."""
     if as_json:
         print_json(facts)
         return
@@ -78,7 +78,7 @@ def plain_table(
     header: bool = True,
     rows: Iterable[Iterable[str | Text]] = (),
 ) -> Table:
-    """Return a table without lines; columns named in ``right`` are right-aligned."""
+    """Return a table without rules; columns named in ``right`` are right-aligned."""
     table = Table(box=None, pad_edge=False, show_header=header, header_style="cyan")
     for title in titles:
         if title in right:
@@ -96,8 +96,8 @@ def progress_bars(
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function of (stage, done, total) that shows a bar for each stage on a terminal.
 
-    The bars vanish at the end. Without a terminal nothing is shown, or with ``log_stages`` a line
-    for each stage with its size in megabytes.
+    The bars are removed at the end. Without a terminal nothing is shown, or with ``log_stages`` one
+    line per stage with its size in megabytes.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     columns = (*columns, TimeRemainingColumn())
@@ -116,5 +116,5 @@ def progress_bars(
 
 
 def on_stderr() -> Console:
-    """Return a console on stderr for notes and bars, which keeps them out of the output."""
+    """Return a console on stderr, which keeps notes and bars out of the output."""
     return Console(stderr=True, soft_wrap=True)

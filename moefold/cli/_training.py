@@ -26,7 +26,7 @@ from moefold.training.run_folder import History
 from moefold.training.trainer import Interrupted, Trainer
 from moefold.training.words import count
 
-ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
+COMPLETED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
 """Exit status of commands that train; ``docs/errors.md`` says how to react to each."""
 
 
@@ -37,62 +37,62 @@ def elastic_rank(
     record: Survive,
     args: argparse.Namespace,
 ) -> int:
-    """Call ``rank`` of a command with the memory from which it resumes after a loss of ranks.
+    """Call a command's ``rank`` with the memory from which it resumes after a loss of ranks.
 
-    Ranks fork from a process that has imported this function's module, which therefore is one that
-    imports all that training needs.
+    Ranks fork from a process that has imported this function's module, which therefore imports
+    everything that training needs.
     """
     return rank(info, args, MemoryCheckpoint(attempt, record))
 
 
-def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:
-    """Open a run with its hooks, and prepare its data; ``how`` is passed to :class:`Trainer`."""
+def open_job(run: Run, folder: Path, console: Console, **options: Any) -> Trainer:
+    """Open a run with its hooks, and prepare its data; ``options`` go to :class:`Trainer`."""
     hooks = assemble(run.watch, console)
-    with progress_bars(console) as told:
-        return Trainer(run, folder, hooks, told=told, **how)
+    with progress_bars(console) as progress:
+        return Trainer(run, folder, hooks, told=progress, **options)
 
 
 def train_to_end(
-    job: Trainer, console: Console, said: Sequence[Row] = (), forks: bool = False
+    job: Trainer, console: Console, banner_rows: Sequence[Row] = (), is_fork: bool = False
 ) -> int:
-    """Show the banner with the lines ``said``, train, print the result, return the exit status.
+    """Show the banner with ``banner_rows``, train, print the result, return the exit status.
 
-    ``forks``: the command had --fork, which must be left out to resume the run.
+    ``is_fork``: the command had --fork, which must be omitted to resume the run.
     """
     folder = shlex.quote(str(job.folder))
-    without = " and without --fork" if forks else ""
-    onwards = f"to resume, repeat the command with --folder {folder}{without}"
+    without_fork = " and without --fork" if is_fork else ""
+    resume_hint = f"to resume, repeat the command with --folder {folder}{without_fork}"
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; resumed at step {job.step_number}", "yellow"))
     else:
-        console.print(panel(job, said))
+        console.print(panel(job, banner_rows))
     if job.step_number >= job.last_step:
         job.save()
-        where = f"--folder {folder} train.steps={2 * job.step_number}{without}"
-        done = f"step {job.step_number} is done already; to train further, run again with {where}"
-        console.print(Text(done), soft_wrap=True)
-        return ENDED
+        command = f"--folder {folder} train.steps={2 * job.step_number}{without_fork}"
+        text = f"step {job.step_number} is done already; to train further, run again with {command}"
+        console.print(Text(text), soft_wrap=True)
+        return COMPLETED
     try:
-        final = job.train()
+        result = job.train()
     except Interrupted as stopped:
         console.print(Text(str(stopped), style="yellow"), soft_wrap=True)
-        console.print(Text(onwards), soft_wrap=True)
+        console.print(Text(resume_hint), soft_wrap=True)
         return SAVED_AND_STOPPED
     except (NonFiniteStep, RoutingCollapse) as stopped:
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")
         return STOPPED_BY_POLICY
     except (OSError, SaveError):
-        if stood := newest(job.folder):
-            again = f"the newest checkpoint is {stood}; {onwards}"
-            console.print(Text(again, style="yellow"), soft_wrap=True)
+        if checkpoint := newest(job.folder):
+            text = f"the newest checkpoint is {checkpoint}; {resume_hint}"
+            console.print(Text(text, style="yellow"), soft_wrap=True)
         raise
-    figures = f"{count(final['tokens'])} tokens, loss {final['lm_loss']:.3f}"
-    done = Text.assemble(("done", "green"), f" step {job.step_number:,}, {figures}: {job.folder}")
-    console.print(done, soft_wrap=True)
-    return ENDED
+    figures = f"{count(result['tokens'])} tokens, loss {result['lm_loss']:.3f}"
+    text = Text.assemble(("done", "green"), f" step {job.step_number:,}, {figures}: {job.folder}")
+    console.print(text, soft_wrap=True)
+    return COMPLETED
 
 
-def print_answer(folder: Path, status: int) -> None:
+def print_summary(folder: Path, status: int) -> None:
     """Print the output of ``--json`` of a command that trains."""
     history = History.read(folder)
     figures = summary(history) if history.lines else {}

@@ -27,7 +27,7 @@ from moefold.files import demand_writable
 from moefold.planner.hardware import usual_file
 from moefold.run import load_run
 
-RUNS = ["demo", "tiny"]
+DEFAULT_RUNS = ["demo", "tiny"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +50,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     if args.memory:
-        return _memory(args)
+        return _compare_memory(args)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
     for flag in ("layout", "world", "picture"):
         if getattr(args, flag) is not None:
             raise ValueError(f"--{flag} needs --memory")
-    runs = {source: load_run(source) for source in args.sources or RUNS}
+    runs = {source: load_run(source) for source in args.sources or DEFAULT_RUNS}
     file = Path(args.machine) if args.machine else usual_file()
     demand_writable(file)  # before minutes of measuring
     from moefold.training.calibrate import measured
@@ -75,37 +75,37 @@ def run(args: argparse.Namespace) -> int:
     )
     titles = ("run", "planned", "measured", "error", "wall clock")
     table = plain_table(*titles, right=titles[1:])
-    for source, one in steps.items():
-        planned, own, wall = (
-            f"{one[name]:.3f} s" for name in ("planned_s", "measured_s", "wall_s")
+    for source, times in steps.items():
+        planned, measured_s, wall = (
+            f"{times[name]:.3f} s" for name in ("planned_s", "measured_s", "wall_s")
         )
-        table.add_row(source, planned, own, f"{one['off']:+.0%}", wall)
+        table.add_row(source, planned, measured_s, f"{times['off']:+.0%}", wall)
     console.print(table)
     console.print(Text(f"written to {file}", style="dim"), soft_wrap=True)
     return 0
 
 
-def _memory(args: argparse.Namespace) -> int:
+def _compare_memory(args: argparse.Namespace) -> int:
     """Print planned and measured memory of the ranks after each action of a step."""
-    source, *given = args.sources or RUNS[:1]
-    run = load_run(source, [*given, *overrides_of(args)])
+    source, *overrides = args.sources or DEFAULT_RUNS[:1]
+    run = load_run(source, [*overrides, *overrides_of(args)])
     world = run.layout.split.smallest_world if args.world is None else args.world
     picture = None if args.picture is None else Path(args.picture)
     if picture is not None:
         demand_writable(picture)
     from moefold.training.memory_bench import PARTS, compare, drawn
 
-    found = compare(run, world)
+    actions = compare(run, world)
     if picture is not None:
-        drawn(found, f"{run.name}, {run.layout.split}").savefig(picture, dpi=144)
+        drawn(actions, f"{run.name}, {run.layout.split}").savefig(picture, dpi=144)
     if args.json:
         about = {"run": run.name, "layout": run.layout.sizes, "world": world, "parts": PARTS}
-        print_json({**about, "actions": [asdict(one) for one in found]})
+        print_json({**about, "actions": [asdict(action) for action in actions]})
         return 0
     table = plain_table("rank", "action", *PARTS, right=("rank", "action", *PARTS))
-    for one in found:
-        cells = (f"{one.planned[p] / 1e6:.2f} {one.executed[p] / 1e6:.2f}" for p in PARTS)
-        table.add_row(str(one.rank), one.action, *cells)
+    for action in actions:
+        cells = (f"{action.planned[p] / 1e6:.2f} {action.executed[p] / 1e6:.2f}" for p in PARTS)
+        table.add_row(str(action.rank), action.action, *cells)
     # On a narrow terminal wrapped rows are better than truncated figures.
     console = Console(width=max(Console().width, Console(width=1000).measure(table).maximum))
     console.print(f"{run.name}: MB after each action, planned and measured", style="bold")

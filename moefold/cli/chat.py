@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from moefold.cli._speaking import add_speaker, beginning, drawing, speaking
+from moefold.cli._generation import add_options, check_options, first_messages, sampling
 from moefold.training.words import harmless
 
 if TYPE_CHECKING:
@@ -21,33 +21,33 @@ NEW, EXIT = "/new", "/exit"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_speaker(parser)
+    add_options(parser)
     parser.set_defaults(tokens=1024)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer line by line until the input ends."""
-    path = speaking(args)  # fails before torch is loaded
+    """Answer each input line until the input ends."""
+    path = check_options(args)  # fails before torch is loaded
 
     from moefold.training.speaker import Speaker
 
     console, speaker = Console(highlight=False, soft_wrap=True), Speaker.open(path, args.uses)
-    messages = beginning(args)
+    messages = first_messages(args)
     speaker.prompt(
         [*messages, {"role": "user", "content": "?"}]
     )  # fails at once if the folder has no chat template
     while True:
         try:
-            said = console.input("[bold]> [/]").strip()
+            line = console.input("[bold]> [/]").strip()
         except EOFError:
             console.print()
             return 0
-        if said == EXIT:
+        if line == EXIT:
             return 0
-        if said == NEW:
-            messages = beginning(args)
-        elif said:
-            messages.append({"role": "user", "content": said})
+        if line == NEW:
+            messages = first_messages(args)
+        elif line:
+            messages.append({"role": "user", "content": line})
             answer = _answer(console, speaker, messages, args)
             messages.append({"role": "assistant", "content": answer})
 
@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
 def _answer(
     console: Console, speaker: "Speaker", messages: list[dict[str, str]], args: argparse.Namespace
 ) -> str:
-    """Print an answer while it is generated; return it, or the part before Ctrl-C."""
+    """Print an answer while it is generated; return it, up to Ctrl-C."""
     text = ""
     try:
-        for piece in speaker.answer(messages, args.tokens, **drawing(args)):
+        for piece in speaker.answer(messages, args.tokens, **sampling(args)):
             text += piece
             console.print(Text(harmless(piece)), end="")
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from moefold.checkpoint.verify import verify
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
 from moefold.training.words import plural, size
 
-WHOLE, DAMAGED = 0, 1
+INTACT, DAMAGED = 0, 1
 """Exit status: all bytes are as written, or there is damage."""
 ROWS = 40
 LONG_TEXT = 200
@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status. With ``--json``, errors are printed as JSON too."""
     try:
-        path = find(args.path)
+        path = find_checkpoint(args.path)
         return _inspect(path, args) if args.action == "inspect" else _verify(path, args)
     except CheckpointError as error:
         if args.json:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise
 
 
-def find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint at ``path``, or the newest one in a run or checkpoint folder."""
     if is_checkpoint(path):
         return path
@@ -64,31 +64,32 @@ def find(path: Path) -> Path:
 
 
 def _inspect(path: Path, args: argparse.Namespace) -> int:
-    found = manifest.read(path)
+    loaded = manifest.read(path)
     if args.json:
-        print_json(_facts(path, found))
-        return WHOLE
+        print_json(_manifest_json(path, loaded))
+        return INTACT
     console = Console(soft_wrap=True)
-    count = len(found.tensors)
+    count = len(loaded.tensors)
     head = (
-        f"{path}\nstep {found.step} · {count} tensors · {size(found.size)} in "
-        f"{plural(len(found.shards), 'shard')} · format version {found.version} · {found.writer}"
+        f"{path}\nstep {loaded.step} · {count} tensors · {size(loaded.size)} in "
+        f"{plural(len(loaded.shards), 'shard')} · "
+        f"format version {loaded.version} · {loaded.writer}"
     )
     console.print(Text(head))
     rows = []
-    for name, stored in list(found.tensors.items())[: None if args.all else ROWS]:
-        files = ", ".join(sorted({Path(found.shards[p.shard].file).stem for p in stored.slices}))
+    for name, stored in list(loaded.tensors.items())[: None if args.all else ROWS]:
+        files = ", ".join(sorted({Path(loaded.shards[p.shard].file).stem for p in stored.slices}))
         rows.append((name, stored.dtype, str(list(stored.shape)), size(stored.size), files))
     console.print(plain_table("tensor", "dtype", "shape", "size", "shard", rows=rows))
     if len(rows) < count:
         console.print(f"… and {count - len(rows)} more; --all lists them")
-    if found.meta:
-        console.print(Text("meta " + json.dumps(_short(found.meta), ensure_ascii=True, indent=1)))
-    return WHOLE
+    if loaded.meta:
+        console.print(Text("meta " + json.dumps(_short(loaded.meta), ensure_ascii=True, indent=1)))
+    return INTACT
 
 
 def _short(value: Any) -> Any:
-    """Return meta data with long texts, such as a tokenizer, cut to their beginning and length."""
+    """Truncate long texts in metadata, such as a tokenizer, and add their length."""
     if isinstance(value, dict):
         return {key: _short(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -115,7 +116,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
     if args.json:
         rows = [{"file": p.file, "tensor": p.tensor, "what": p.what} for p in problems]
         print_json({"path": str(path), "whole": not problems, "problems": rows})
-        return DAMAGED if problems else WHOLE
+        return DAMAGED if problems else INTACT
     console = Console(soft_wrap=True)
     for problem in problems:
         console.print(Text(str(problem), style="red"))
@@ -125,18 +126,18 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
         tensors = plural(len(manifest.read(path).tensors), "tensor")
         text, style = f"every byte is as written ({tensors}, {size(total)})", "green"
     console.print(Text(f"{path}: {text}", style=style))
-    return DAMAGED if problems else WHOLE
+    return DAMAGED if problems else INTACT
 
 
-def _facts(path: Path, found: Manifest) -> dict[str, Any]:
-    """Return the output of ``inspect --json``: the manifest, sizes and digests per tensor."""
+def _manifest_json(path: Path, loaded: Manifest) -> dict[str, Any]:
+    """Return the output of ``inspect --json``: the manifest, with sizes and digests per tensor."""
     tensors = {}
-    for name, stored in found.tensors.items():
+    for name, stored in loaded.tensors.items():
         slices = [
             {
                 "at": list(part.at),
                 "shape": list(part.shape),
-                "shard": found.shards[part.shard].file,
+                "shard": loaded.shards[part.shard].file,
                 "span": list(part.span),
                 "sha256": part.digest,
             }
@@ -144,9 +145,9 @@ def _facts(path: Path, found: Manifest) -> dict[str, Any]:
         ]
         facts = {"dtype": stored.dtype, "shape": list(stored.shape), "bytes": stored.size}
         tensors[name] = facts | {"slices": slices}
-    said = {
-        name: getattr(found, name) for name in ("sha256", "format", "version", "writer", "step")
+    header = {
+        name: getattr(loaded, name) for name in ("sha256", "format", "version", "writer", "step")
     }
-    shards = [shard.model_dump(mode="json") for shard in found.shards]
-    rest = {"bytes": found.size, "shards": shards, "tensors": tensors, "meta": found.meta}
-    return {"path": str(path), **said, **rest}
+    shards = [shard.model_dump(mode="json") for shard in loaded.shards]
+    rest = {"bytes": loaded.size, "shards": shards, "tensors": tensors, "meta": loaded.meta}
+    return {"path": str(path), **header, **rest}

@@ -24,8 +24,8 @@ from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
 from moefold.training.words import harmless, plural
 
-WHOLE, DAMAGED = 0, 1
-SHOWN_TOKENS = 200
+INTACT, DAMAGED = 0, 1
+MAX_SHOWN = 200
 READ_TOKENS = 1 << 22
 """Number of tokens read at a time."""
 
@@ -74,13 +74,13 @@ def run(args: argparse.Namespace) -> int:
         return _inspect(args)
     if args.action == "chats":
         print(f"{write_chats(args.file, args.number)} conversations in {args.file}")
-        return WHOLE
+        return INTACT
     with progress_bars(on_stderr(), log_stages=True) as progress:
-        prepared = prepare(_data(args), args.folder, progress)
-    facts = _facts(prepared)
+        prepared = prepare(_data_record(args), args.folder, progress)
+    facts = _prepared_json(prepared)
     if args.json:
         print_json(facts)
-        return WHOLE
+        return INTACT
     console, tokenizer = Console(soft_wrap=True), facts["tokenizer"]
     head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
     console.print(Text(f"{head} · all prepared in {facts['seconds']:.1f} s"))
@@ -94,45 +94,45 @@ def run(args: argparse.Namespace) -> int:
     for name, reasons in facts["skipped"].items():
         for reason, left_out in reasons.items():
             first = ", ".join(left_out["first"][:3])
-            said = f"{name}: {plural(left_out['count'], 'document')} left out, {reason}: {first}"
-            console.print(Text(said, style="yellow"))
-    return WHOLE
+            text = f"{name}: {plural(left_out['count'], 'document')} left out, {reason}: {first}"
+            console.print(Text(text, style="yellow"))
+    return INTACT
 
 
 # ------------------------------------------------------------------------------------ prepare
 
 
-def _data(args: argparse.Namespace) -> Data:
-    """Return the data that the arguments describe: a run's, or the sources they name."""
-    named = {"jsonl": {"field": args.field}, "parquet": {"column": args.field}}
-    given = [
-        {"source": source, "files": files, "bad": args.bad, **named.get(source, {})}
+def _data_record(args: argparse.Namespace) -> Data:
+    """Return the data that the arguments select: a run's, or the sources they name."""
+    columns = {"jsonl": {"field": args.field}, "parquet": {"column": args.field}}
+    sources = [
+        {"source": source, "files": files, "bad": args.bad, **columns.get(source, {})}
         for source in ("text", "jsonl", "parquet")
         if (files := getattr(args, source))
     ]
-    given += [{"source": "python_stdlib"}] if args.stdlib else []
+    sources += [{"source": "python_stdlib"}] if args.stdlib else []
     if args.what is not None:
         options = (args.field, args.bad, args.holdout, args.vocab, args.tokenizer)
-        if given or any(option is not None for option in options):
+        if sources or any(option is not None for option in options):
             raise DataError("give a run, or sources with their options, not both")
         return load_run(args.what, args.overrides).data
-    if not given:
+    if not sources:
         raise DataError("nothing to read: give a run, --text, --jsonl, --parquet or --stdlib")
     if None not in (args.vocab, args.tokenizer):
         raise DataError("--vocab trains a tokenizer, --tokenizer loads one: give only one of them")
     tokenizer = {"kind": "bpe", "vocab": args.vocab}
     if args.tokenizer is not None:
         tokenizer = {"kind": "file", "path": args.tokenizer}
-    train = [_said({**source, "holdout": args.holdout}) for source in given]
-    return load(Data, {"seq": 2, "tokenizer": _said(tokenizer), "train": train}).record
+    train = [_drop_none({**source, "holdout": args.holdout}) for source in sources]
+    return load(Data, {"seq": 2, "tokenizer": _drop_none(tokenizer), "train": train}).record
 
 
-def _said(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a raw record without fields that are None, which get their defaults."""
+def _drop_none(raw: dict[str, Any]) -> dict[str, Any]:
+    """Drop a raw record's None fields, so that they get their defaults."""
     return {name: value for name, value in raw.items() if value is not None}
 
 
-def _facts(prepared: PreparedData) -> dict[str, Any]:
+def _prepared_json(prepared: PreparedData) -> dict[str, Any]:
     tokenizer = prepared.tokenizer
     parts = [
         {
@@ -165,49 +165,49 @@ def _inspect(args: argparse.Namespace) -> int:
     console, folder = Console(soft_wrap=True), Path(args.prefix).is_dir()
     prefixes = [args.prefix]
     if folder:
-        found = filter(is_token_index, Path(args.prefix).rglob("*.idx"))
-        prefixes = sorted(str(idx.with_suffix("")) for idx in found)
+        results = filter(is_token_index, Path(args.prefix).rglob("*.idx"))
+        prefixes = sorted(str(idx.with_suffix("")) for idx in results)
         prefixes = [prefix for prefix in prefixes if not prefix.endswith(MASK)]
         if not prefixes:
             raise DataError(f"{args.prefix}: no token files (.bin and .idx) in this folder")
         if args.document is not None:
             raise DataError(f"--document needs one pair of files, such as {prefixes[0]}")
-    found = [inspect(prefix, _tokenizer(args, prefix)) for prefix in prefixes]
+    results = [inspect(prefix, _find_tokenizer(args, prefix)) for prefix in prefixes]
     ids, text, trained = list[int](), None, None
-    tokenizer = None if folder else _tokenizer(args, args.prefix)
+    tokenizer = None if folder else _find_tokenizer(args, args.prefix)
     if args.document is not None:
-        if not 0 <= args.document < found[0]["documents"]:
-            raise DataError(f"--document {args.document}: not in [0, {found[0]['documents']})")
+        if not 0 <= args.document < results[0]["documents"]:
+            raise DataError(f"--document {args.document}: not in [0, {results[0]['documents']})")
         ids = IndexedDataset(args.prefix).document(args.document).tolist()
         text = None if tokenizer is None else tokenizer.decode(ids, special=True)
         if (mask := open_mask(args.prefix)) is not None:
             trained = mask.document(args.document).tolist()
     if args.json:
-        said = {"text": text} | ({} if trained is None else {"ids": ids, "trained": trained})
-        print_json({"files": found} if folder else found[0] | said)
+        document = {"text": text} | ({} if trained is None else {"ids": ids, "trained": trained})
+        print_json({"files": results} if folder else results[0] | document)
     else:
-        for line in (line for each in found for line in _lines(each)):
+        for line in (line for result in results for line in _describe(result)):
             console.print(line)
         if ids and tokenizer is not None and trained is not None:
-            console.print(_masked(tokenizer, ids, trained, console.is_terminal))
+            console.print(_render_mask(tokenizer, ids, trained, console.is_terminal))
         elif ids:
-            more = " …" if len(ids) > SHOWN_TOKENS else ""
-            shown = " ".join(map(str, ids[:SHOWN_TOKENS])) + more
+            more = " …" if len(ids) > MAX_SHOWN else ""
+            shown = " ".join(map(str, ids[:MAX_SHOWN])) + more
             console.print(Text(shown if text is None else text))
-    return DAMAGED if any(each["as_written"] is False for each in found) else WHOLE
+    return DAMAGED if any(result["as_written"] is False for result in results) else INTACT
 
 
-def _masked(
-    tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[int], colours: bool
+def _render_mask(
+    tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], in_colour: bool
 ) -> Text:
-    """Return a document with its trained tokens in colour, or in brackets if not on a terminal."""
+    """Render a document with its labels in colour, or in brackets if not ``in_colour``."""
     shown, at = Text(), 0
-    for mark, run in groupby(trained):
+    for value, run in groupby(mask):
         n = len(list(run))
         text = harmless(tokenizer.decode(ids[at : at + n], special=True))
-        if mark % REJECTED:
-            style = "bold green" if mark < REJECTED else "bold red"
-            shown.append(text if colours else f"⟦{text}⟧", style)
+        if value % REJECTED:
+            style = "bold green" if value < REJECTED else "bold red"
+            shown.append(text if in_colour else f"⟦{text}⟧", style)
         else:
             shown.append(text, "dim")
         at += n
@@ -215,66 +215,66 @@ def _masked(
 
 
 def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Read token files from end to end and return facts about them.
+    """Read token files completely and return facts about them.
 
     ``lowest`` and ``highest`` are token ids, -1 if there are no tokens; ``shortest``, ``median``
     and ``longest`` are lengths of documents in tokens; ``said`` is the content of the JSON file
-    next to them, empty if there is none; ``as_written`` says whether the bytes, and those of the
-    mask, have the digests in that file, None if it has none. If a tokenizer is given, every id
-    must be one of its ids.
+    next to them, empty if there is none; ``as_written`` is whether the files and the mask match
+    the digests in that file, None if it has none. With a tokenizer, every id must be one of its
+    ids.
 
     Raises:
         DataError: if the index is inconsistent, or an id is not one of the tokenizer's.
     """
     indexed = IndexedDataset(prefix)
-    ends: list[int] = []
+    bounds: list[int] = []
     for start in range(0, indexed.n_tokens, READ_TOKENS):
         ids = indexed.read(start, min(start + READ_TOKENS, indexed.n_tokens))
-        ends += int(ids.min()), int(ids.max())
-    if tokenizer is not None and ends and (min(ends) < 0 or max(ends) >= tokenizer.size):
+        bounds += int(ids.min()), int(ids.max())
+    if tokenizer is not None and bounds and (min(bounds) < 0 or max(bounds) >= tokenizer.size):
         for _ in Corpus(str(prefix), indexed, tokenizer.size).slice(0, indexed.n_tokens):
             pass  # raises for the first invalid id, with its document and position
-    lengths, said = np.diff(indexed.document_starts_1), read_metadata(prefix)
+    lengths, metadata = np.diff(indexed.document_starts_1), read_metadata(prefix)
     as_written = None
-    if "digest" in said:
-        mask = open_mask(prefix) if "mask" in said else None
-        same = mask is None or mask.digest(full=True) == said["mask"]
-        as_written = same and indexed.digest(full=True) == said["digest"]
+    if "digest" in metadata:
+        mask = open_mask(prefix) if "mask" in metadata else None
+        same = mask is None or mask.digest(full=True) == metadata["mask"]
+        as_written = same and indexed.digest(full=True) == metadata["digest"]
     return {
         "bin": str(indexed.bin),
         "documents": len(indexed),
         "empty": int(np.count_nonzero(lengths == 0)),
         "tokens": indexed.n_tokens,
         "dtype": indexed.dtype.name,
-        "lowest": min(ends, default=-1),
-        "highest": max(ends, default=-1),
+        "lowest": min(bounds, default=-1),
+        "highest": max(bounds, default=-1),
         "shortest": int(lengths.min(initial=indexed.n_tokens)),
         "median": float(np.median(lengths)) if len(lengths) else 0.0,
         "longest": int(lengths.max(initial=0)),
         "file_bytes": indexed.bin.stat().st_size + indexed.idx.stat().st_size,
-        "said": said,
+        "said": metadata,
         "as_written": as_written,
     }
 
 
-def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:
+def _find_tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:
     """Return the tokenizer of ``--tokenizer``, else the one next to the files, else None."""
-    beside = Path(prefix).parent / "tokenizer.json"
+    default = Path(prefix).parent / "tokenizer.json"
     if args.tokenizer is not None:
         return from_path(args.tokenizer)
-    return from_path(str(beside)) if beside.is_file() else None
+    return from_path(str(default)) if default.is_file() else None
 
 
-def _lines(found: dict[str, Any]) -> Iterator[Text]:
-    yield Text(found["bin"].removesuffix(".bin"))
-    yield Text("{documents:,} documents ({empty:,} empty) · {tokens:,} tokens".format(**found))
+def _describe(facts: dict[str, Any]) -> Iterator[Text]:
+    yield Text(facts["bin"].removesuffix(".bin"))
+    yield Text("{documents:,} documents ({empty:,} empty) · {tokens:,} tokens".format(**facts))
     lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}"
-    yield Text(lengths.format(**found))
-    size = f"{found['file_bytes'] / 1e6:.1f} MB in both files"
-    yield Text("ids {lowest} to {highest} as {dtype}".format(**found) + f" · {size}")
-    if n_bytes := found["said"].get("bytes"):
-        yield Text(f"{n_bytes:,} bytes of text, {n_bytes / max(found['tokens'], 1):.3f} per token")
+    yield Text(lengths.format(**facts))
+    size = f"{facts['file_bytes'] / 1e6:.1f} MB in both files"
+    yield Text("ids {lowest} to {highest} as {dtype}".format(**facts) + f" · {size}")
+    if n_bytes := facts["said"].get("bytes"):
+        yield Text(f"{n_bytes:,} bytes of text, {n_bytes / max(facts['tokens'], 1):.3f} per token")
     state = {None: "not checked (no digest stored)", True: "as written", False: "DAMAGED"}
-    yield Text(f"bytes: {state[found['as_written']]}")
-    if found["as_written"] is False:
+    yield Text(f"bytes: {state[facts['as_written']]}")
+    if facts["as_written"] is False:
         yield Text("the files differ from their stored digest: prepare them again", style="red")

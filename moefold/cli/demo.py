@@ -29,12 +29,12 @@ from moefold.training.run_folder import History, sets
 from moefold.training.words import clock, count, step_time
 
 RECIPE = "demo"
-TOTAL_S, STEPS_S, FEWEST = 300, 225, 150
-"""Maximum seconds of the demo, seconds of these for steps (evaluation and samples take the rest),
-and minimum number of steps, however slow the machine."""
+BUDGET_S, STEPS_BUDGET_S, MIN_STEPS = 300, 225, 150
+"""Maximum seconds of the demo, the seconds of these for steps (evaluation and samples take the
+rest), and the minimum number of steps, however slow the machine."""
 WARM_UP_STEPS, MEASURED_STEPS, MEASURED_S = 2, 8, 4.0
-"""Number of warm-up steps; then maximum number and seconds of measured steps."""
-SHOWN = {
+"""Number of warm-up steps; maximum number and seconds of measured steps."""
+OUTPUT_FILES = {
     "experts.html": "which expert took which token",
     "loss.png": "loss curve",
     "expert_load.png": "load of each expert",
@@ -56,28 +56,28 @@ def run(args: argparse.Namespace) -> int:
     loaded = loaded_run(RECIPE, args.overrides)
     run = loaded.record
 
-    from moefold.cli._training import ENDED, open_job, print_answer, train_to_end
+    from moefold.cli._training import COMPLETED, open_job, print_summary, train_to_end
     from moefold.training.banner import card
 
     folder = Path(args.folder or free_folder(run.name))
     console = Console(stderr=args.json)
-    fits = None
+    steps_note = None
     if loaded.origins["train", "steps"].kind != "override":
-        run, fits = fitted(run, folder, console)
+        run, steps_note = limit_steps(run, folder, console)
     with open_job(run, folder, console) as job:
-        status = train_to_end(job, console, [] if fits is None else [("steps", fits)])
+        status = train_to_end(job, console, [] if steps_note is None else [("steps", steps_note)])
     if args.json:
-        print_answer(folder, status)
-    elif status == ENDED:
+        print_summary(folder, status)
+    elif status == COMPLETED:
         facts = summary(History.read(folder))
-        console.print(card("[bold]done[/]", _rows(folder, facts), "green"))
+        console.print(card("[bold]done[/]", _result_rows(folder, facts), "green"))
         console.print("commands to try next", style="cyan")
-        moefold, where = program(), shlex.quote(str(folder))
+        moefold, run_folder = program(), shlex.quote(str(folder))
         bigger = shlex.quote(str(folder.parent / "bigger"))
         for command in (
-            f"sample {where} --prompt 'class Queue:'",
-            f"report {where}",
-            f"export {where} {shlex.quote(str(folder) + '-hf')}",
+            f"sample {run_folder} --prompt 'class Queue:'",
+            f"report {run_folder}",
+            f"export {run_folder} {shlex.quote(str(folder) + '-hf')}",
             f"train demo --folder {bigger} model.shape.layers=8 train.steps=3000",
         ):
             # Not in the card, where a wrapped line could not be copied.
@@ -85,37 +85,37 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
-    """Return the run with as many of its steps as :data:`TOTAL_S` allows, and a text about it.
+def limit_steps(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
+    """Return the run with as many of its steps as :data:`BUDGET_S` allows, and a note about it.
 
     A run that exists in ``folder`` keeps its number of steps.
     """
-    begun, asked = newest(folder), run.train.steps
-    if begun is not None:
-        meta = manifest.read(begun).meta  # without a run for an imported model
-        steps, said = meta["run"]["train"]["steps"] if "run" in meta else asked, None
+    checkpoint, wanted = newest(folder), run.train.steps
+    if checkpoint is not None:
+        meta = manifest.read(checkpoint).meta  # without a run for an imported model
+        steps, text = meta["run"]["train"]["steps"] if "run" in meta else wanted, None
     else:
         cache = folder.parent / ".prepared"
-        with progress_bars(console) as told:
-            prepare(run.data, cache, told)
-        step_s = rehearsed(run, cache)
-        steps = fitting(asked, step_s)
-        said = f"{asked} fit into {clock(TOTAL_S)}, at {step_time(step_s)} per step as measured"
-        if steps < asked:
-            said = (
-                f"{steps} of the recipe's {asked}, as a step takes {step_time(step_s)} on this "
-                f"machine; train.steps={asked} runs all"
+        with progress_bars(console) as show:
+            prepare(run.data, cache, show)
+        step_s = measure_step_s(run, cache)
+        steps = affordable_steps(wanted, step_s)
+        text = f"{wanted} fit into {clock(BUDGET_S)}, at {step_time(step_s)} per step as measured"
+        if steps < wanted:
+            text = (
+                f"{steps} of the recipe's {wanted}, as a step takes {step_time(step_s)} on this "
+                f"machine; train.steps={wanted} runs all"
             )
-    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})}), said
+    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})}), text
 
 
-def fitting(asked: int, step_s: float) -> int:
-    """Return how many of ``asked`` steps of ``step_s`` seconds the demo runs."""
-    return min(asked, max(FEWEST, int(STEPS_S / step_s)))
+def affordable_steps(wanted: int, step_s: float) -> int:
+    """Return how many of the ``wanted`` steps of ``step_s`` seconds the demo runs."""
+    return min(wanted, max(MIN_STEPS, int(STEPS_BUDGET_S / step_s)))
 
 
-def rehearsed(run: Run, cache: Path) -> float:
-    """Return the median time of the run's first steps in seconds, run in a scratch folder."""
+def measure_step_s(run: Run, cache: Path) -> float:
+    """Return the median time in seconds of the run's first steps, run in a scratch folder."""
     from moefold.training.trainer import Trainer
 
     with (
@@ -132,29 +132,29 @@ def rehearsed(run: Run, cache: Path) -> float:
     return median(times)
 
 
-def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text]]:
+def _result_rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text]]:
     """Yield the results of a finished demo as (title, text)."""
     for _, key in sets(facts):
         result = Text(f"{facts[key]:.3f} bits per byte", "bold")
         yield "result", Text.assemble(result, " on held-out files")
-    beside = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
-    if beside:
-        yield "baselines", ", ".join(beside)
+    baselines = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
+    if baselines:
+        yield "baselines", ", ".join(baselines)
     took = f" in {clock(facts['wall_s'])}" if "wall_s" in facts else ""
     yield "trained", f"{facts['step']:,} steps, {count(facts['tokens'])} tokens{took}"
     yield "folder", str(folder)
-    for number, (file, what) in enumerate(SHOWN.items()):
+    for number, (file, what) in enumerate(OUTPUT_FILES.items()):
         if (folder / file).exists():
             yield "files" if number == 0 else "", f"{folder / file}  ({what})"
 
 
 def program() -> str:
-    """Return how to call this program: by name if the shell finds it, else by path."""
-    beside = Path(sys.executable).parent / "moefold"
-    found = shutil.which("moefold")
-    if found is not None and (not beside.exists() or Path(found).samefile(beside)):
+    """Return how to invoke this program: by name if the shell finds it, else by path."""
+    script = Path(sys.executable).parent / "moefold"
+    in_path = shutil.which("moefold")
+    if in_path is not None and (not script.exists() or Path(in_path).samefile(script)):
         return "moefold"
-    if not beside.exists():
+    if not script.exists():
         return f"{shlex.quote(sys.executable)} -m moefold"
-    here = Path.cwd()
-    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+    cwd = Path.cwd()
+    return shlex.quote(str(script.relative_to(cwd) if script.is_relative_to(cwd) else script))

@@ -19,7 +19,7 @@ from rich.text import Text
 from moefold.cli._common import add_json, plain_table, print_json
 from moefold.config.suggest import closest
 
-MISSING = 1
+UNUSABLE = 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ OPTIONAL = {
     "transformer_engine": ("dispatch: nccl_ep", "pip install 'transformer-engine[pytorch]'"),
     "tensorboard": ("event files", "pip install 'moefold[tensorboard]'"),
 }
-"""Optional packages: what each is for and how to install it."""
+"""Optional packages: purpose and how to install."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     known = ["python", *PROBES, *REQUIRED, *OPTIONAL]
     for name in args.need:
         if name not in known:
-            said = f"nearest: {closest(name, known, 0.0)}; all: {', '.join(known)}"
-            raise ValueError(f"--need {name}: unknown back end; {said}")
+            hint = f"nearest: {closest(name, known, 0.0)}; all: {', '.join(known)}"
+            raise ValueError(f"--need {name}: unknown back end; {hint}")
     findings = probe_all()
     chosen = {finding.name for finding in findings if finding.chosen}
     missing = [name for name in args.need if name not in chosen]
@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
         _print_table(findings)
         for name in missing:
             print(f"needed and not usable: {name}", file=sys.stderr)
-    return MISSING if missing else 0
+    return UNUSABLE if missing else 0
 
 
 def _print_table(findings: list[Finding]) -> None:
-    said = {True: Text("yes", "green"), False: Text("no", "yellow")}
-    rows = [(f.name, said[f.found], f.version, said[f.chosen], f.why) for f in findings]
+    texts = {True: Text("yes", "green"), False: Text("no", "yellow")}
+    rows = [(f.name, texts[f.found], f.version, texts[f.chosen], f.why) for f in findings]
     titles = ("back end", "found", "version", "chosen", "why, or why not")
     console = Console(soft_wrap=not sys.stdout.isatty())
     console.print(plain_table(*titles, rows=rows))
@@ -84,24 +84,24 @@ def probe_all() -> list[Finding]:
     """Return findings for every back end, general ones first."""
     where = f"on {platform.system()} {platform.machine()}"
     findings = [Finding("python", True, platform.python_version(), True, where)]
-    if is_there("torch"):
+    if is_installed("torch"):
         findings += [probe() for probe in PROBES.values()]
     else:
-        findings.append(_package("torch"))
-    return findings + [_package(name) for name in (*REQUIRED, *OPTIONAL)]
+        findings.append(_probe_package("torch"))
+    return findings + [_probe_package(name) for name in (*REQUIRED, *OPTIONAL)]
 
 
-def is_there(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Return whether a module can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
-def _package(name: str) -> Finding:
+def _probe_package(name: str) -> Finding:
     """Return the finding for a package, which is chosen if it is installed."""
-    there, installed = is_there(name), _version(name)
+    installed, found_version = is_installed(name), _version(name)
     purpose, remedy = OPTIONAL.get(name, ("", f"missing: pip install {name}"))
-    why = purpose if there else ": ".join(filter(None, (purpose, remedy)))
-    return Finding(name, there, installed, there, why)
+    why = purpose if installed else ": ".join(filter(None, (purpose, remedy)))
+    return Finding(name, installed, found_version, installed, why)
 
 
 def _version(name: str) -> str:
@@ -132,14 +132,14 @@ def _threads() -> Finding:
 
 
 def _bf16() -> Finding:
-    """Measure bf16 against fp32 products, since a CPU's features do not show its speed."""
+    """Time bf16 and fp32 products, since a CPU's features do not show its speed."""
     import torch
 
     from moefold.layers.config import faster
     from moefold.training.machine import machines
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rates = {name: one.flops_per_s for name, one in machines(device).items()}
+    rates = {name: rate.flops_per_s for name, rate in machines(device).items()}
     chosen = faster(rates) == "bf16"
     level = torch.backends.cpu.get_cpu_capability()
     verdict = "faster than fp32" if chosen else "no faster than fp32"
@@ -175,9 +175,9 @@ def _mps() -> Finding:
 def _gloo() -> Finding:
     import torch.distributed as dist
 
-    there = dist.is_available() and dist.is_gloo_available()
-    why = "processes on CPUs" if there else "not in this build of torch"
-    return Finding("gloo", there, "", there, why)
+    available = dist.is_available() and dist.is_gloo_available()
+    why = "processes on CPUs" if available else "not in this build of torch"
+    return Finding("gloo", available, "", available, why)
 
 
 def _nccl() -> Finding:
@@ -185,8 +185,8 @@ def _nccl() -> Finding:
     import torch.cuda.nccl
     import torch.distributed as dist
 
-    there = dist.is_available() and dist.is_nccl_available()
-    if not there:
+    available = dist.is_available() and dist.is_nccl_available()
+    if not available:
         return Finding("nccl", False, "", False, "not in this build of torch")
     number = ".".join(str(part) for part in torch.cuda.nccl.version())
     live = torch.cuda.is_available()
@@ -194,7 +194,7 @@ def _nccl() -> Finding:
 
 
 def _grouped_mm() -> Finding:
-    """Run a grouped product of two experts and compare it with the plain loop."""
+    """Compare a grouped product of two experts with the plain loop."""
     import torch
 
     from moefold.kernels.grouped import grouped, loop
@@ -225,7 +225,7 @@ def _triton() -> Finding:
 
     why = why_no_triton("cuda" if torch.cuda.is_available() else "cpu")
     used = "fused kernels between matrix products"
-    return Finding("triton", is_there("triton"), _version("triton"), not why, why or used)
+    return Finding("triton", is_installed("triton"), _version("triton"), not why, why or used)
 
 
 def _quantise() -> Finding:
@@ -236,11 +236,11 @@ def _quantise() -> Finding:
     from moefold.kernels.scaled.products import Recipe
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    said: dict[str, list[str]] = {}
+    kinds_by_path: dict[str, list[str]] = {}
     for kind in BLOCKS:
         use = Recipe(kind).use("y", False, torch.bfloat16, device)
-        said.setdefault(", ".join(paths("auto", use)), []).append(kind)
-    why = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in said.items())
+        kinds_by_path.setdefault(", ".join(paths("auto", use)), []).append(kind)
+    why = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in kinds_by_path.items())
     return Finding("quantise", True, torch.__version__, True, why)
 
 

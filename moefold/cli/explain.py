@@ -51,16 +51,16 @@ from moefold.run import IDENTITY, RECIPES, Run, loaded_run
 from moefold.spec.decoder import needs
 from moefold.training import words
 
-FITTING: dict[FieldPath, str] = {
+FITTING_LAYOUT: dict[FieldPath, str] = {
     ("layout", "sizes"): '""',
     ("layout", "order"): ORDERS[0],
     ("layout", "stages"): "null",
 }
-"""The fields of a layout that may not fit a model, each with a value that fits every model."""
-ROWS, COLUMNS, GROUPS, RUNS = 16, 8, 4, 4
-"""Maximum numbers shown: rows of a table, columns of a grid, groups of a kind, runs of ranks."""
+"""The layout fields that may not fit a model, each with a value that fits every model."""
+MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_RUNS = 16, 8, 4, 4
+"""Maximum rows of a table, columns of a grid, groups of a kind, and runs of ranks shown."""
 GRID_AXES = {ATTENTION: (("pp", "dp"), ("cp", "tp")), EXPERTS: (("pp", "edp"), ("ep", "etp"))}
-"""Axes of the rows and of the columns of each grid, the slowest first."""
+"""Axes of the rows and columns of each grid, the slowest first."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -92,128 +92,130 @@ def run(args: argparse.Namespace) -> int:
     if loaded is None or args.schema:
         print_json(json_schema(Run))
         return 0
-    run, following = loaded.record, derived(loaded)
-    drawn = Picture.of(run, args.world)
-    reads = _reads(run, drawn) if args.graphs and not drawn.violations else None
+    run, derived = loaded.record, derived_values(loaded)
+    layout = LayoutReport.of(run, args.world)
+    graph_report = (
+        _graph_report(run, layout.world) if args.graphs and not layout.violations else None
+    )
     if args.json:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
-        answer = {"run": to_dict(run), "origins": origins, "derived": following}
-        graphs = {} if reads is None else {"graphs": reads}
-        print_json(answer | graphs | {"layout": drawn.facts(), "notes": list(notes(run))})
+        answer = {"run": to_dict(run), "origins": origins, "derived": derived}
+        graphs = {} if graph_report is None else {"graphs": graph_report}
+        print_json(answer | graphs | {"layout": layout.to_json(), "notes": list(notes(run))})
     else:
         console, tree = Console(), Tree(Text(run.name, style="bold"))
-        _grow(tree, to_dict(run), (), loaded.origins, args.given)
+        _add_values(tree, to_dict(run), (), loaded.origins, args.given)
         console.print(tree, soft_wrap=True)
         console.print(Text("derived values", style="bold"))
-        rows = list(_derived_rows(run, following))
+        rows = list(_derived_rows(run, derived))
         console.print(_table(["", ""], rows, most=len(rows)))
-        if args.layout is not None or args.world is not None or drawn.sizes != Sizes():
-            drawn.show(console)
+        if args.layout is not None or args.world is not None or layout.sizes != Sizes():
+            layout.print(console)
         for note in notes(run):
             console.print(Text(note, style="yellow"), soft_wrap=True)
-        _show_reads(console, reads)
-    return WRONG_INPUT if drawn.violations else int(bool(reads and reads["reads"]))
+        _print_graph_report(console, graph_report)
+    return WRONG_INPUT if layout.violations else int(bool(graph_report and graph_report["reads"]))
 
 
 def _load(args: argparse.Namespace) -> LoadedRecord[Run]:
-    """Load the run; a layout given by ``--layout`` is kept even if it is illegal for the model."""
-    asked = overrides_of(args)
+    """Load the run; keep the layout of ``--layout`` even if it is illegal for the model."""
+    overrides = overrides_of(args)
     try:
-        return loaded_run(args.source, asked)
+        return loaded_run(args.source, overrides)
     except RunError as error:
         if args.layout is None or any(
-            item.path not in FITTING or item.id != "relation" for item in error.violations
+            item.path not in FITTING_LAYOUT or item.id != "relation" for item in error.violations
         ):
             raise
         layout = error.data["layout"]
     Sizes.parse(layout["sizes"])
-    fitting = (f"{dotted(path)}={value}" for path, value in FITTING.items())
+    fitting = (f"{dotted(path)}={value}" for path, value in FITTING_LAYOUT.items())
     loaded = loaded_run(args.source, [*args.overrides, *fitting])
-    kept = {str(path[-1]): layout[path[-1]] for path in FITTING if path[-1] in layout}
+    kept = {str(path[-1]): layout[path[-1]] for path in FITTING_LAYOUT if path[-1] in layout}
     record = loaded.record.layout.model_copy(update=kept)
-    origins = {**loaded.origins, ("layout", "sizes"): ValueOrigin("override", asked[-1])}
+    origins = {**loaded.origins, ("layout", "sizes"): ValueOrigin("override", overrides[-1])}
     run = loaded.record.model_copy(update={"layout": record})
     return replace(loaded, record=run, origins=origins)
 
 
-def _reads(run: Run, drawn: "Picture") -> dict[str, Any]:
-    """Return the operators that no graph can capture, and why the layout refuses graphs."""
+def _graph_report(run: Run, world: int) -> dict[str, Any]:
+    """Return the operators that no graph can capture, and why graphs are illegal in the layout."""
     from moefold.planner.answer import graph_bytes
     from moefold.proof.capture import uncaptured
     from moefold.proof.verify import cases_of
 
-    (case,) = cases_of(run, world=drawn.world, as_run=True)
-    found = uncaptured(case)
+    (case,) = cases_of(run, world=world, as_run=True)
+    operators = uncaptured(case)
     refused, static = dict[str, list[str]](), dict[str, list[float]]()
     for kind in ("partial", "step"):
         layout = run.layout.model_copy(update={"graphs": kind})
         broken = layout.violations(needs(run.decoder(), run.data.seq))
-        refused[kind] = [one.rule for one in broken if one.path in (("graphs",), ("zero",))]
+        refused[kind] = [v.rule for v in broken if v.path in (("graphs",), ("zero",))]
         with suppress(ValueError):  # the planner does not know the run
             if not refused[kind]:
-                static[kind] = graph_bytes(run.model_copy(update={"layout": layout}), drawn.world)
+                static[kind] = graph_bytes(run.model_copy(update={"layout": layout}), world)
     return {
-        "reads": [{**read._asdict(), "times": times} for read, times in found.reads.items()],
-        "ended": found.ended,
+        "reads": [{**read._asdict(), "times": times} for read, times in operators.reads.items()],
+        "ended": operators.ended,
         "refused": refused["step"],
         "static_bytes": static,
     }
 
 
-def _show_reads(console: Console, reads: Mapping[str, Any] | None) -> None:
-    if reads is None:
+def _print_graph_report(console: Console, report: Mapping[str, Any] | None) -> None:
+    if report is None:
         return
     console.print(Text("\noperators of a step that no CUDA graph can capture", style="bold"))
-    rows = [(str(one["times"]), one["operator"], one["at"]) for one in reads["reads"]]
+    rows = [(str(read["times"]), read["operator"], read["at"]) for read in report["reads"]]
     if rows:
         console.print(_table(["times", "operator", "at"], rows, right=["times"], most=len(rows)))
     else:
         console.print("none: no operator reads a value on the host")
-    if reads["ended"]:
-        said = f"the trace ended at {reads['ended']}, which needs values of tensors"
-        console.print(Text(said), soft_wrap=True)
-    for kind, stages in reads["static_bytes"].items():
-        held = ", ".join(words.size(one) for one in stages)
-        said = f"layout.graphs: {kind} needs {held} for inputs and outputs"
-        console.print(Text(said + (" of each stage" if len(stages) > 1 else "")), soft_wrap=True)
-    for rule in reads["refused"]:
+    if report["ended"]:
+        text = f"the trace ended at {report['ended']}, which needs values of tensors"
+        console.print(Text(text), soft_wrap=True)
+    for kind, stages in report["static_bytes"].items():
+        sizes = ", ".join(words.size(n_bytes) for n_bytes in stages)
+        text = f"layout.graphs: {kind} needs {sizes} for inputs and outputs"
+        console.print(Text(text + (" of each stage" if len(stages) > 1 else "")), soft_wrap=True)
+    for rule in report["refused"]:
         console.print(Text(f"layout.graphs: step is not legal: {rule}"), soft_wrap=True)
 
 
 # --------------------------------------------------------------------------- values and origins
 
 
-def _grow(
+def _add_values(
     node: Tree, data: Any, path: FieldPath, origins: Mapping[FieldPath, ValueOrigin], given: bool
 ) -> None:
     """Add raw data to a tree, each value with its origin; ``given`` leaves defaults out."""
     items = data.items() if isinstance(data, Mapping) else enumerate(data)
     for key, value in items:
-        here = (*path, key)
-        inside = [origin for spot, origin in origins.items() if spot[: len(here)] == here]
+        key_path = (*path, key)
+        inside = [origin for leaf, origin in origins.items() if leaf[: len(key_path)] == key_path]
         if given and all(origin.kind == "default" for origin in inside):
             continue
         name = f"[{key}]" if isinstance(key, int) else str(key)
         nested = isinstance(value, list) and any(isinstance(v, list | Mapping) for v in value)
         if nested or (isinstance(value, Mapping) and value):
-            _grow(node.add(Text(name, style="cyan")), value, here, origins, given)
+            _add_values(node.add(Text(name, style="cyan")), value, key_path, origins, given)
         else:
             text = value if isinstance(value, str) else ""
             text = text or json.dumps(value, ensure_ascii=False)
             origin = inside[0] if inside else ValueOrigin("default")
             where = origin.where.removeprefix(f"{RECIPES}/")  # recipes are shown by name
             recipe = f"recipe {where.replace('.yaml:', ', line ')}"
-            said = str(origin) if where == origin.where else recipe
+            origin_text = str(origin) if where == origin.where else recipe
             style = "dim" if origin.kind == "default" else "bold"
-            line = Text.assemble((name, "cyan"), ": ", (text, style), (f"   {said}", "dim"))
+            line = Text.assemble((name, "cyan"), ": ", (text, style), (f"   {origin_text}", "dim"))
             node.add(line)
 
 
 # ----------------------------------------------------------------------------- what follows
 
 
-def derived(loaded: LoadedRecord[Run]) -> dict[str, Any]:
-    """Return what follows from a run's values: sizes, FLOPs, tokens, learning rates."""
+def derived_values(loaded: LoadedRecord[Run]) -> dict[str, Any]:
+    """Return figures derived from a run's values: sizes, FLOPs, tokens, learning rates."""
     run = loaded.record
     decoder, train = run.decoder(), run.train
     counts, seq = count(decoder), run.data.seq
@@ -248,8 +250,8 @@ def derived(loaded: LoadedRecord[Run]) -> dict[str, Any]:
 def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for span in facts["layers"]:
         numbers = range(span["first"], span["last"] + 1)
-        yield _layers(numbers), f"attention {_one_line(span['attention'])}"
-        yield "", f"ffn {_one_line(span['ffn'])}"
+        yield _format_layers(numbers), f"attention {_format_record(span['attention'])}"
+        yield "", f"ffn {_format_record(span['ffn'])}"
     total, active = facts["parameters"], facts["active_parameters"]
     yield "parameters", f"{total:,}; {active:,} active per token ({100 * active / total:.1f} %)"
     yield "", ", ".join(f"{name} {words.count(n)}" for name, n in facts["parts"].items())
@@ -266,14 +268,14 @@ def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str
     yield "identity", facts["identity"][:16]
 
 
-def _one_line(data: Mapping[str, Any]) -> str:
+def _format_record(data: Mapping[str, Any]) -> str:
     """Format a record in one line, its kind first, without fields that are None or false."""
     parts = [str(data["kind"])] if "kind" in data else []
     for key, value in data.items():
         if isinstance(value, Mapping):
-            parts.append(f"{key} ({_one_line(value)})")
+            parts.append(f"{key} ({_format_record(value)})")
         elif isinstance(value, list):
-            items = [_one_line(v) if isinstance(v, Mapping) else str(v) for v in value]
+            items = [_format_record(v) if isinstance(v, Mapping) else str(v) for v in value]
             parts.append(f"{key} [{'; '.join(items)}]")
         elif key != "kind" and value not in (None, False):
             parts.append(key if value is True else f"{key} {value}")
@@ -284,7 +286,7 @@ def _one_line(data: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Picture:
+class LayoutReport:
     """A layout over a number of ranks, as far as it is legal, and its violations."""
 
     sizes: Sizes
@@ -292,7 +294,7 @@ class Picture:
     folding: Folding | None
     """None if the sizes do not fit the number of ranks."""
     stages: Stages | None
-    """None if they are not a legal pipeline of the model."""
+    """None if the model cannot be split into them."""
     way: Way
     """The assignment of stages to ranks."""
     experts: tuple[Ranks, ...] | None
@@ -300,11 +302,11 @@ class Picture:
     violations: tuple[Violation, ...]
 
     @classmethod
-    def of(cls, run: Run, world: int | None = None) -> "Picture":
-        """Return the picture of a run's layout, legal or not (default ``world``: the fewest)."""
+    def of(cls, run: Run, world: int | None = None) -> "LayoutReport":
+        """Describe a run's layout, legal or not (default ``world``: the minimum)."""
         layout, sizes = run.layout, run.layout.split
         model, count = needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
-        found = size_violations(sizes, model, world, layout.order, layout.stages)
+        violations = size_violations(sizes, model, world, layout.order, layout.stages)
         world = sizes.smallest_world if world is None else world
         fits = not folding_violations(sizes, world, layout.order)
         stages = None
@@ -313,20 +315,21 @@ class Picture:
                 stages = layout.stages_of(model.layers, model.multi_token)
         if stages is not None and stages.faults(count, model.mixtures, model.multi_token):
             stages = None
-        held = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
-        dealt = (tuple(range(e * min(held), (e + 1) * min(held))) for e in range(sizes.ep))
+        per_rank = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
+        n = min(per_rank, default=0)
+        expert_ids = tuple(tuple(range(e * n, (e + 1) * n)) for e in range(sizes.ep))
         return cls(
             sizes,
             world,
             Folding(sizes, world, layout.order) if fits else None,
             stages,
             layout.ordered_by.way,
-            tuple(dealt) if held else None,
-            tuple(v if v.path == ("world",) else v.under("layout") for v in found),
+            expert_ids if per_rank else None,
+            tuple(v if v.path == ("world",) else v.under("layout") for v in violations),
         )
 
-    def facts(self) -> dict[str, Any]:
-        """Return all facts for ``--json``, including the ranks of every group."""
+    def to_json(self) -> dict[str, Any]:
+        """Return everything for ``--json``, including the ranks of every group."""
         folding, stages = self.folding, self.stages
         answer: dict[str, Any] = {"sizes": self.sizes.text, "world": self.world}
         answer["violations"] = [
@@ -346,51 +349,51 @@ class Picture:
             answer["experts"] = self.experts
         return answer
 
-    def show(self, console: Console) -> None:
+    def print(self, console: Console) -> None:
         """Print the layout: grids, stages, experts, kinds of groups, and violations."""
         for title, table in self._tables():
             console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
             console.print(table)
         if self.violations:
-            said = f"\nnot legal: {self.sizes} on {self.world:,} ranks"
-            console.print(Text(said, style="bold red"))
+            text = f"\nnot legal: {self.sizes} on {self.world:,} ranks"
+            console.print(Text(text, style="bold red"))
         for line in (line for item in self.violations for line in format_violation(item)):
             console.print(Text(line), soft_wrap=True)
 
     def _tables(self) -> Iterator[tuple[str, Table]]:
-        """Yield the tables that can be drawn, each with its title."""
+        """Yield the available tables, each with its title."""
         folding, stages, sizes = self.folding, self.stages, self.sizes
         if folding is not None:
-            yield _grid(ATTENTION, folding.attention)
-            yield _grid(EXPERTS, folding.experts)
+            yield _grid_table(ATTENTION, folding.attention)
+            yield _grid_table(EXPERTS, folding.experts)
         if stages is not None and sizes.pp > 1:
-            dealt = stages.table(sizes.pp, self.way)
+            by_rank = stages.table(sizes.pp, self.way)
             titles = [f"virtual {v}" for v in range(sizes.vpp)] if sizes.vpp > 1 else ["holds"]
-            rows = [(f"pp{rank}", *map(_places, parts)) for rank, parts in enumerate(dealt)]
+            rows = [(f"pp{rank}", *map(_format_stage, parts)) for rank, parts in enumerate(by_rank)]
             yield f"stages: {stages.text}", _table(["", *titles], rows)
         if self.experts is not None and sizes.ep > 1:
-            rows = [(f"ep{at}", ranks_text(held)) for at, held in enumerate(self.experts)]
+            rows = [(f"ep{at}", format_ranks(ids)) for at, ids in enumerate(self.experts)]
             yield "experts of a layer, by expert-parallel rank", _table(["", ""], rows)
         if folding is not None:
             title = f"groups of {folding.world:,} ranks, in the order {folding.order}"
-            yield title, _kinds(folding)
+            yield title, _group_table(folding)
 
 
 def _table(
     titles: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Sequence[str] = (),
-    most: int = ROWS,
+    most: int = MAX_ROWS,
 ) -> Table:
     """Return a table whose first column names the rows; rows beyond ``most`` are abridged."""
-    shown = [["…"] * len(titles) if row is None else row for row in _some(rows, most)]
+    shown = [["…"] * len(titles) if row is None else row for row in _abridge(rows, most)]
     table = plain_table(*titles, right=right, header=any(titles), rows=shown)
     table.columns[0].style, table.columns[0].no_wrap = "bold", True
     return table
 
 
-def _grid(name: str, grid: Grid) -> tuple[str, Table]:
-    """Return a grid's title and table, with a rank in each cell; axes of size 1 are left out."""
+def _grid_table(name: str, grid: Grid) -> tuple[str, Table]:
+    """Return a grid's title and table of ranks; axes of size 1 are omitted."""
     down, across = GRID_AXES[name]
     title = " ".join(f"{axis}{grid.sizes[axis]}" for axis in (*down, *across))
 
@@ -398,7 +401,7 @@ def _grid(name: str, grid: Grid) -> tuple[str, Table]:
         longer = [axis for axis in axes if grid.sizes[axis] > 1]
         return "…" if rank is None else " ".join(f"{a}{grid.coordinate(rank, a)}" for a in longer)
 
-    columns = list(_some(grid.offsets(across), COLUMNS))
+    columns = list(_abridge(grid.offsets(across), MAX_COLUMNS))
     titles = [place(column, across) for column in columns]
     rows = [
         (place(row, down), *("…" if column is None else str(row + column) for column in columns))
@@ -407,12 +410,12 @@ def _grid(name: str, grid: Grid) -> tuple[str, Table]:
     return f"{name}: {title}", _table(["", *titles], rows, right=titles)
 
 
-def _kinds(folding: Folding) -> Table:
-    """Return a table of the kinds of groups: size, number, the first ones, purpose."""
+def _group_table(folding: Folding) -> Table:
+    """Return a table of the kinds of groups: size, number, first groups, purpose."""
     rows = []
     for kind, first in folding.same().items():
         groups = folding.groups(kind)
-        ranks = f"same as {first}" if first != kind else groups_text(groups)
+        ranks = f"same as {first}" if first != kind else format_groups(groups)
         figures = str(len(groups[0])), f"{len(groups):,}"
         rows.append((kind, *figures, ranks, KINDS[kind].purpose))
     titles = ("kind", "size", "number", "ranks", "for")
@@ -421,7 +424,7 @@ def _kinds(folding: Folding) -> Table:
     return table
 
 
-def _some(items: Sequence[Any], most: int) -> Iterator[Any]:
+def _abridge(items: Sequence[Any], most: int) -> Iterator[Any]:
     """Yield items; if more than ``most``, the first ones, None for a gap, and the last."""
     if len(items) <= most:
         yield from items
@@ -431,35 +434,35 @@ def _some(items: Sequence[Any], most: int) -> Iterator[Any]:
     yield items[-1]
 
 
-def _places(stage: Sequence[Place]) -> str:
+def _format_stage(stage: Sequence[Place]) -> str:
     """Format the content of a stage: ``embedding, layers 0–1``."""
-    said = []
+    parts = []
     for kind, same in groupby(stage, key=lambda place: place.kind):
         numbers = tuple(place.index for place in same)
-        more = f"multi-token {ranks_text(numbers)}"
-        said.append({"layer": _layers(numbers), "multi_token": more}.get(kind, kind))
-    return ", ".join(said) or "nothing"
+        more = f"multi-token {format_ranks(numbers)}"
+        parts.append({"layer": _format_layers(numbers), "multi_token": more}.get(kind, kind))
+    return ", ".join(parts) or "nothing"
 
 
-def _layers(numbers: Sequence[int]) -> str:
-    """Format numbers of layers: ``layer 0``, ``layers 0–1``."""
-    return f"layer{'s' * (len(numbers) > 1)} {ranks_text(numbers)}"
+def _format_layers(numbers: Sequence[int]) -> str:
+    """Format layer numbers: ``layer 0``, ``layers 0–1``."""
+    return f"layer{'s' * (len(numbers) > 1)} {format_ranks(numbers)}"
 
 
-def groups_text(groups: Sequence[Ranks]) -> str:
+def format_groups(groups: Sequence[Ranks]) -> str:
     """Format groups of ranks in short form: ``0–3 | 4–7 | … | 28–31``."""
     if len(groups[0]) == 1:
         return "each rank alone"
-    return " | ".join("…" if g is None else ranks_text(g) for g in _some(groups, GROUPS))
+    return " | ".join("…" if g is None else format_ranks(g) for g in _abridge(groups, MAX_GROUPS))
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Format ascending numbers in short form: ``0–3 8–11``, ``0 4 … 28`` if evenly spaced."""
     first, second, last = ranks[0], ranks[min(1, len(ranks) - 1)], ranks[-1]
     step = second - first
-    if step > 1 and len(ranks) > RUNS and list(ranks) == list(range(first, last + 1, step)):
+    if step > 1 and len(ranks) > MAX_RUNS and list(ranks) == list(range(first, last + 1, step)):
         return f"{first} {second} … {last}"
     runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     texts = [str(s[0]) if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in spans]
-    return " ".join("…" if text is None else text for text in _some(texts, RUNS))
+    return " ".join("…" if text is None else text for text in _abridge(texts, MAX_RUNS))

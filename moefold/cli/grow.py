@@ -41,8 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "hidden-times": "factor on the hidden size and on heads (default: 1)",
         "width-times": "factor on the feed-forward width (default: 1)",
     }
-    for name, said in numbers.items():
-        parser.add_argument(f"--{name}", metavar="N", type=_positive, help=said)
+    for name, text in numbers.items():
+        parser.add_argument(f"--{name}", metavar="N", type=_positive_int, help=text)
     text = "scale of cut feed-forwards: keeps the dense output, or the published cube root"
     parser.add_argument("--scale", choices=("exact", "cube_root"), default="exact", help=text)
     text = "with fewer experts: text file whose tokens decide which are kept (default: none)"
@@ -64,36 +64,36 @@ def run(args: argparse.Namespace) -> int:
     demand_new(args.folder)
     import_plugins(args.uses)
     names = ("experts", "top_k", "granularity", "layers", "hidden_times", "width_times")
-    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if not asked:
+    sizes = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if not sizes:
         raise ValueError("nothing to grow: give --experts, --layers or another size")
-    wanted = Growth(**asked, scale=args.scale, seed=args.seed)
-    with ExitStack() as opened:
-        made, first = _made(args, wanted, opened)
+    growth = Growth(**sizes, scale=args.scale, seed=args.seed)
+    with ExitStack() as stack:
+        grown, first = _build_model(args, growth, stack)
         own = (first.source.folder / "tokenizer.json").is_file()
         tokenizer = from_path(str(first.source.folder)) if own else None
         stored = {info.dtype for info in first.source.tensors.values()}
         dtype = args.dtype or ("bfloat16" if "BF16" in stored else "float32")
         notes = export_folder(
-            made.decoder, made, args.folder, tokenizer, dtype, special_tokens=first.special_tokens
+            grown.decoder, grown, args.folder, tokenizer, dtype, special_tokens=first.special_tokens
         )
-    shape = made.model.shape
-    facts = {"folder": str(args.folder), "family": made.model.model_type, "layers": shape.layers}
+    shape = grown.model.shape
+    facts = {"folder": str(args.folder), "family": grown.model.model_type, "layers": shape.layers}
     facts |= {"experts": shape.experts, "top_k": shape.top_k, "dtype": dtype}
-    print_conversion(facts | {"notes": [*made.notes, *first.notes, *notes]}, args.json)
+    print_conversion(facts | {"notes": [*grown.notes, *first.notes, *notes]}, args.json)
     return 0
 
 
-def _positive(text: str) -> int:
+def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
-def _made(
-    args: argparse.Namespace, wanted: "Growth", opened: ExitStack
+def _build_model(
+    args: argparse.Namespace, growth: "Growth", stack: ExitStack
 ) -> tuple["Grown", "Imported"]:
-    """Return the new model, and the first of its sources."""
+    """Build the new model; return it and its first source."""
     from moefold.convert.growth import grow, upcycle
     from moefold.convert.importer import import_folder
 
@@ -108,38 +108,38 @@ def _made(
             raise ValueError(
                 f"sources must be one MoE model, or dense ones ({', '.join(MOE_FAMILY)})"
             )
-        if wanted.granularity > 1:
+        if growth.granularity > 1:
             raise ValueError("--granularity cuts dense feed-forwards, not experts: leave it out")
         reading = read_config(args.sources[0], multi_token=False)
-        found = opened.enter_context(import_folder(args.sources[0], reading=reading))
-        return grow(reading, found.tensors, wanted, _loads(args)), found
-    _demand_alike(args.sources, configs)
-    sizes = wanted.experts, wanted.top_k, wanted.granularity
+        imported = stack.enter_context(import_folder(args.sources[0], reading=reading))
+        return grow(reading, imported.tensors, growth, _expert_loads(args)), imported
+    _require_compatible(args.sources, configs)
+    sizes = growth.experts, growth.top_k, growth.granularity
     readings = [read_dense(config, *sizes) for config in configs]
     sources = [
-        opened.enter_context(import_folder(folder, reading=plain))
+        stack.enter_context(import_folder(folder, reading=plain))
         for folder, (plain, _) in zip(args.sources, readings, strict=True)
     ]
-    return upcycle(readings[0][1], [one.tensors for one in sources], wanted), sources[0]
+    return upcycle(readings[0][1], [source.tensors for source in sources], growth), sources[0]
 
 
-def _demand_alike(folders: list[Path], configs: list[dict[str, Any]]) -> None:
+def _require_compatible(folders: list[Path], configs: list[dict[str, Any]]) -> None:
     """Raise ``ValueError`` if dense models differ in more than names, versions and dtypes."""
-    aside = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"}
-    for one, other in combinations(range(len(folders)), 2):
-        names = sorted({*configs[one], *configs[other]} - aside)
-        differ = [n for n in names if configs[one].get(n) != configs[other].get(n)]
+    ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"}
+    for i, j in combinations(range(len(folders)), 2):
+        names = sorted({*configs[i], *configs[j]} - ignored)
+        differ = [n for n in names if configs[i].get(n) != configs[j].get(n)]
         if differ:
-            said = ", ".join(
-                f"{n} is {configs[one].get(n)!r} and {configs[other].get(n)!r}" for n in differ[:5]
+            values = ", ".join(
+                f"{n} is {configs[i].get(n)!r} and {configs[j].get(n)!r}" for n in differ[:5]
             )
             raise ValueError(
-                f"{folders[one]} and {folders[other]} cannot be merged: {said}; merge models that "
-                "were trained from the same one"
+                f"{folders[i]} and {folders[j]} cannot be merged: {values}; merge models "
+                "that were trained from the same one"
             )
 
 
-def _loads(args: argparse.Namespace) -> Mapping[int, list[float]] | None:
+def _expert_loads(args: argparse.Namespace) -> Mapping[int, list[float]] | None:
     """Return each expert's load on the text of ``--text``, by layer; None without a text."""
     if args.text is None:
         return None

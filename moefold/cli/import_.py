@@ -59,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
     from moefold.convert.importer import import_folder
     from moefold.training.model_checkpoint import MODEL, describe
 
-    with import_folder(args.source, args.weights) as found, progress_bars(on_stderr()) as show:
-        source, count = found.tensors, len(found.tensors)
-        tokenizer = _tokenizer(args, found)
-        meta = describe(found.decoder, tokenizer)
+    with import_folder(args.source, args.weights) as imported, progress_bars(on_stderr()) as show:
+        source, count = imported.tensors, len(imported.tensors)
+        tokenizer = _tokenizer(args, imported)
+        meta = describe(imported.decoder, tokenizer)
         if tokenizer is None:  # else they are among its files
-            meta |= {"special_tokens": dict(found.special_tokens)}
+            meta |= {"special_tokens": dict(imported.special_tokens)}
 
         def read(name: str, number: int) -> "Tensor":
             """Read a tensor of the folder, and advance the progress bar."""
@@ -78,29 +78,29 @@ def run(args: argparse.Namespace) -> int:
         path = save(args.folder, 0, tensors, meta)
     facts = {
         "checkpoint": str(path),
-        "family": found.model.model_type,
+        "family": imported.model.model_type,
         "parameters": sum(math.prod(t.shape) for t in tensors.values()),
         "tensors": len(tensors),
-        "notes": list(found.notes),
+        "notes": list(imported.notes),
     }
     print_conversion(facts, args.json)
     return 0
 
 
-def _tokenizer(args: argparse.Namespace, found: "Imported") -> Tokenizer | None:
+def _tokenizer(args: argparse.Namespace, imported: "Imported") -> Tokenizer | None:
     """Return the folder's tokenizer, or None.
 
     Raises:
         ValueError: if no token ends a document, or the embedding has too few rows.
     """
-    own = (args.source / "tokenizer.json").is_file()
-    at = args.source if own else base_folder(args.source)
-    if not (at / "tokenizer.json").is_file():
+    has_own = (args.source / "tokenizer.json").is_file()
+    folder = args.source if has_own else base_folder(args.source)
+    if not (folder / "tokenizer.json").is_file():
         return None
-    tokenizer = from_path(str(at), args.end, args.start)
-    if tokenizer.size > found.decoder.vocab:
+    tokenizer = from_path(str(folder), args.end, args.start)
+    if tokenizer.size > imported.decoder.vocab:
         raise ValueError(
             f"{args.source}: the tokenizer has ids up to {tokenizer.size - 1}, "
-            f"but the embedding has {found.decoder.vocab} rows"
+            f"but the embedding has {imported.decoder.vocab} rows"
         )
     return tokenizer

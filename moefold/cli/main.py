@@ -2,9 +2,9 @@
 
 A command is one file in this folder. The file's docstring is its help: the first line in the list
 of commands, the rest in ``moefold COMMAND --help``. ``add(parser)`` adds its arguments,
-``run(args)`` runs it and returns the exit status. Only the requested command's file is imported.
-It loads without torch, which functions import once the arguments are checked. Files whose name
-starts with ``_`` are shared by commands.
+``run(args)`` runs it and returns the exit status. Only the requested command's file is imported,
+and without torch, which functions import once the arguments are checked. Files whose name starts
+with ``_`` are shared by commands.
 
 Exit status: the command's; 2 for wrong input, 130 after Ctrl-C, 141 for a broken pipe, 1 for bugs.
 """
@@ -28,8 +28,8 @@ import moefold
 
 WRONG_INPUT, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 TRACEBACK = "--traceback"
-# System errors are shown as text, except for lost connections and these, which indicate bugs.
-OURS = {errno.EBADF, errno.EFAULT, errno.ECHILD, errno.ESRCH, errno.ENOTSOCK, errno.EDEADLK, None}
+# System errors are printed as text, except lost connections and these, which indicate bugs.
+BUGS = {errno.EBADF, errno.EFAULT, errno.ECHILD, errno.ESRCH, errno.ENOTSOCK, errno.EDEADLK, None}
 REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "symbolic links form a loop: remove one of them",
@@ -46,11 +46,11 @@ REMEDIES = {
 }
 
 
-class Help(argparse.HelpFormatter):
+class HelpFormatter(argparse.HelpFormatter):
     """Help formatter: paragraphs are wrapped, lists keep their lines, defaults are shown.
 
-    A default value is appended to its option's help; one that is computed when the command runs
-    is part of the help text itself.
+    A default value is appended to its option's help; one that is computed at run time is part of
+    the help text itself.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -59,18 +59,18 @@ class Help(argparse.HelpFormatter):
         return "\n\n".join(p if "\n  " in p else fill(p, width, indent) for p in parts)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        said = action.help or ""
-        shown = action.option_strings and action.nargs != 0 and "default" not in said
+        text = action.help or ""
+        shown = action.option_strings and action.nargs != 0 and "default" not in text
         if shown and action.default not in (None, [], argparse.SUPPRESS):
-            said += " (default: %(default)s)"
-        return said
+            text += " (default: %(default)s)"
+        return text
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser of the program or of a command, with help formatted by :class:`Help`."""
+class CommandParser(argparse.ArgumentParser):
+    """Parser of the program or of a command, with help formatted by :class:`HelpFormatter`."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=Help, **options)
+        super().__init__(formatter_class=HelpFormatter, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != TRACEBACK]
     try:
         with _interruptible():
-            status = _carry_out(words)
+            status = _run_command(words)
             sys.stdout.flush()  # raises here if the reader has closed the pipe
         return status
     except KeyboardInterrupt as stopped:
@@ -101,13 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _broken_pipe()
         raise
     except (ValueError, OSError) as error:
-        if traceback or isinstance(error, ConnectionError) or getattr(error, "errno", 0) in OURS:
+        if traceback or isinstance(error, ConnectionError) or getattr(error, "errno", 0) in BUGS:
             raise
         _print_error(error)
         return WRONG_INPUT
 
 
-def _carry_out(words: list[str]) -> int:
+def _run_command(words: list[str]) -> int:
     parser, command = build_parser(next((word for word in words if word[:1] != "-"), None))
     args, rest = parser.parse_known_args(words)
     # Overrides k=v may also follow options, where argparse does not expect them.
@@ -148,11 +148,11 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:
-    """Return the parser, and the module of the command ``asked`` if it exists."""
+def build_parser(requested: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:
+    """Return the parser, and the module of the ``requested`` command if it exists."""
     files = command_files()
     listed = "".join(f"\n  {name:<12}{_summary(file)}" for name, file in files.items())
-    parser = Parser(
+    parser = CommandParser(
         prog="moefold",
         description=(moefold.__doc__ or "").partition("\n")[0],
         epilog=f"commands:{listed}\n\n`moefold COMMAND --help` describes one of them.",
@@ -164,7 +164,7 @@ def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType
     subparsers = parser.add_subparsers(metavar="COMMAND", help="a command from the list below")
     command = None
     for name, file in files.items():
-        if name == asked:
+        if name == requested:
             command = import_module(f"{__package__}.{file.stem}")
             about = (command.__doc__ or "").partition("\n")[2]
             command.add(subparsers.add_parser(name, description=about))
@@ -180,13 +180,13 @@ def command_files() -> dict[str, Path]:
 
 
 def _summary(file: Path) -> str:
-    """Return a command's line in the help: its file's first docstring line without the name."""
+    """Return a command's help line: the first line of its docstring, without the name."""
     text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
     return text.partition("\n")[0].partition("``: ")[2].rstrip(".")
 
 
 def _broken_pipe() -> int:
-    """Return the exit status after the reader of standard output closed the pipe (`| head`)."""
+    """Return the exit status after the reader of stdout closed the pipe (`| head`)."""
     # Otherwise Python would report the broken pipe again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

@@ -23,11 +23,11 @@ from moefold.planner.goodput import DAY, Price
 from moefold.planner.page import facts, page
 from moefold.training import words
 
-BAR = 24
-SMALL = 0.005
-"""Parts with a smaller share of the whole are not listed."""
+BAR_WIDTH = 24
+MIN_FRACTION = 0.005
+"""Parts below this fraction of the total are not listed."""
 TRILLION = 1e12
-LACKING = "not supported by training yet, or only with another package"
+UNSUPPORTED = "not supported by training yet, or only with another package"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     numbers = ("batch", "seq", "load", "memory", "tokens")
     demand_numbers(**{f"--{name}": getattr(args, name) for name in numbers})
-    found = planned(
+    plan = planned(
         args.source,
         args.cluster,
         batch=args.batch,
@@ -68,68 +68,69 @@ def run(args: argparse.Namespace) -> int:
         price=Price(args.price),
         overrides=overrides_of(args),
     )
-    tokens = args.tokens or found.task.tokens or TRILLION
+    tokens = args.tokens or plan.task.tokens or TRILLION
     if args.html:
-        write_text(Path(args.html), page(found, tokens))
+        write_text(Path(args.html), page(plan, tokens))
     if args.json:
-        print_json(facts(found, tokens))
+        print_json(facts(plan, tokens))
         return 0
     console = Console(highlight=False)
-    for part in _said(found, tokens):
+    for part in _plan_parts(plan, tokens):
         console.print(part, soft_wrap=isinstance(part, Text))
     if args.html:
         console.print(Text(args.html), soft_wrap=True)
     return 0
 
 
-def _said(found: Plan, tokens: float) -> Iterator[Text | Table]:
-    yield from _asked(found)
-    yield from _given(found)
-    if found.best is None:
+def _plan_parts(plan: Plan, tokens: float) -> Iterator[Text | Table]:
+    yield from _task_part(plan)
+    yield from _given_layout_part(plan)
+    if plan.best is None:
         yield Text("\nnothing fits: no legal layout leaves 5 % of memory free", style="bold red")
     else:
         yield Text("\nfastest layouts that fit, 5 % of memory left free", style="bold")
-        rows = list(_rows(found))
-        yield _table(rows)
+        rows = list(_table_rows(plan))
+        yield _layout_table(rows)
         names = dict.fromkeys(policy for _, layout in rows for policy in layout.not_yet)
         if names:
-            yield Text(f"* {LACKING}: {', '.join(names)}", style="yellow")
-        for layout in found.published:
+            yield Text(f"* {UNSUPPORTED}: {', '.join(names)}", style="yellow")
+        for layout in plan.published:
             if layout.published_tflops:
-                told = f"{layout.published_tflops:.0f} TFLOP/s measured with other software"
-                yield Text(f"published {layout.layout}: {told}; {layout.source}", style="dim")
+                text = f"{layout.published_tflops:.0f} TFLOP/s measured with other software"
+                yield Text(f"published {layout.layout}: {text}; {layout.source}", style="dim")
         yield Text("")
-        yield from _close(found.best, "fastest")
-        yield from _run_file(found)
-        yield from _long(found, tokens)
-    yield from _next(found)
+        yield from _layout_detail(plan.best, "fastest")
+        yield from _run_file_part(plan)
+        yield from _long_run_part(plan, tokens)
+    yield from _changes_part(plan)
 
 
-def _run_file(found: Plan) -> Iterator[Text]:
-    """Yield the fastest layout that training executes, in the form of a run file."""
-    best, today = found.best, found.today
+def _run_file_part(plan: Plan) -> Iterator[Text]:
+    """Yield the fastest layout that training supports, as a run file."""
+    best, today = plan.best, plan.today
     if best and best.not_yet:
-        text = f"the fastest layout uses features {LACKING}: {', '.join(best.not_yet)}"
+        text = f"the fastest layout uses features {UNSUPPORTED}: {', '.join(best.not_yet)}"
         yield Text(f"\n{text}", style="yellow")
     if today is None:
-        yield Text(f"no run file: {found.today_problem}", style="yellow")
+        yield Text(f"no run file: {plan.today_problem}", style="yellow")
         return
     yield Text.assemble(
         ("\nrun file", "bold"),
-        f"  of the fastest layout that training supports: {_three(today.step_time_s)} s per step, "
+        "  of the fastest layout that training supports: "
+        f"{_three_digits(today.step_time_s)} s per step, "
         f"{today.memory_gb:,.1f} of {today.room_gb:.1f} GB",
     )
-    yield Text(yaml.safe_dump(found.run_file, sort_keys=False).rstrip())
+    yield Text(yaml.safe_dump(plan.run_file, sort_keys=False).rstrip())
 
 
-def _given(found: Plan) -> Iterator[Text | Table]:
-    """Yield the given layout: in full if it fits, or if no other layout does."""
-    given = found.given
+def _given_layout_part(plan: Plan) -> Iterator[Text | Table]:
+    """Yield the given layout, in full if it fits or no other layout does."""
+    given = plan.given
     if given is None:
-        yield Text(f"\nno given layout: {found.given_problem}", style="yellow")
-    elif given.fits or found.best is None:
+        yield Text(f"\nno given layout: {plan.given_problem}", style="yellow")
+    elif given.fits or plan.best is None:
         yield Text("")
-        yield from _close(given, "given")
+        yield from _layout_detail(given, "given")
     else:
         yield Text.assemble(
             (f"\ngiven: {given.layout}", "bold"),
@@ -138,8 +139,8 @@ def _given(found: Plan) -> Iterator[Text | Table]:
         )
 
 
-def _asked(found: Plan) -> Iterator[Text]:
-    task, device = found.task, found.task.cluster.device
+def _task_part(plan: Plan) -> Iterator[Text]:
+    task, device = plan.task, plan.task.cluster.device
     yield Text.assemble(
         (task.name, "bold"),
         f" on {task.cluster.devices:,} {device.name}, "
@@ -150,26 +151,26 @@ def _asked(found: Plan) -> Iterator[Text]:
         f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes usable), "
         f"{task.cluster.domain} connected by fast links",
         f"expert load {task.load:g} (fullest rank over the mean)",
-        f"software {stack}, CUDA graphs {found.graphs}",
+        f"software {stack}, CUDA graphs {plan.graphs}",
     )
     yield Text("  " + " · ".join(inputs), style="dim")
     for note in task.assumed:
         yield Text(f"  {note}", style="yellow")
 
 
-def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
+def _layout_detail(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
     """Yield one layout in full: policies, memory and time by part."""
     yield Text.assemble((f"{name}: {layout.layout}", "bold"), f"  {layout.policies}")
-    wall = "fits" if layout.fits else "does not fit"
+    verdict = "fits" if layout.fits else "does not fit"
     style = "green" if layout.fits else "bold red"
-    sure = "" if layout.sure else ", within the error of planned memory: try it"
+    caveat = "" if layout.sure else ", within the error of planned memory: try it"
     margin = f"{abs(layout.margin_gb):,.1f} GB {'free' if layout.fits else 'too much'}"
     yield Text.assemble(
-        f"  {_three(layout.step_time_s)} s per step ±{layout.time.uncertainty:.0%}, "
-        f"{_three(layout.tflops_per_gpu)} TFLOP/s per device, "
+        f"  {_three_digits(layout.step_time_s)} s per step ±{layout.time.uncertainty:.0%}, "
+        f"{_three_digits(layout.tflops_per_gpu)} TFLOP/s per device, "
         f"{words.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
         f"{layout.room_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
-        (f"{wall}, {margin}{sure}", style),
+        (f"{verdict}, {margin}{caveat}", style),
         f"; bound by {layout.binds}",
     )
     memory = {name: value / GB for name, value in layout.memory.parts.items()}
@@ -177,40 +178,40 @@ def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
         yield Text(f"  {name}: {value / GB:,.1f} GB per rank", style="dim")
     grid = Table.grid(padding=(0, 4))
     grid.add_row(
-        _bars("memory, GB", memory, "{:,.1f}".format),
-        _bars("time, s", dict(layout.time.parts), _three),
+        _bar_chart("memory, GB", memory, "{:,.1f}".format),
+        _bar_chart("time, s", dict(layout.time.parts), _three_digits),
     )
     yield grid
-    away = [f"{size / GB:,.1f} GB on {at}" for at, size in layout.memory.away.items()]
-    if away:
-        yield Text(f"offloaded activations per device: {', '.join(away)}")
+    offloaded = [f"{size / GB:,.1f} GB on {at}" for at, size in layout.memory.away.items()]
+    if offloaded:
+        yield Text(f"offloaded activations per device: {', '.join(offloaded)}")
 
 
-def _bars(title: str, parts: dict[str, float], form: Callable[[float], str]) -> Table:
+def _bar_chart(title: str, parts: dict[str, float], form: Callable[[float], str]) -> Table:
     whole = sum(parts.values()) or 1.0
     table = Table.grid(padding=(0, 1))
     table.add_row(Text(title, style="cyan"))
     for name, value in sorted(parts.items(), key=lambda item: -item[1]):
-        if value > SMALL * whole:
-            bar = "█" * max(1, round(BAR * value / whole))
+        if value > MIN_FRACTION * whole:
+            bar = "█" * max(1, round(BAR_WIDTH * value / whole))
             table.add_row(name, Text(form(value), justify="right"), Text(bar, style="blue"))
     return table
 
 
-def _three(value: float) -> str:
-    """Format a number in three digits."""
+def _three_digits(value: float) -> str:
+    """Format a number with three digits."""
     return f"{value:#,.3g}".rstrip(".") if value < 1e3 else f"{value:,.0f}"
 
 
-def _rows(found: Plan) -> Iterator[tuple[str, PlannedLayout]]:
+def _table_rows(plan: Plan) -> Iterator[tuple[str, PlannedLayout]]:
     """Yield every layout of the table once, with its name."""
     seen = set()
     groups: list[tuple[str, Iterable[PlannedLayout]]] = [
-        ("", found.layouts),
-        ("same format", found.same_format),
-        ("today", filter(None, [found.today])),
-        ("given", filter(None, [found.given])),
-        ("published", found.published),
+        ("", plan.layouts),
+        ("same format", plan.same_format),
+        ("today", filter(None, [plan.today])),
+        ("given", filter(None, [plan.given])),
+        ("published", plan.published),
     ]
     for name, layouts in groups:
         for n, layout in enumerate(layouts):
@@ -219,7 +220,7 @@ def _rows(found: Plan) -> Iterator[tuple[str, PlannedLayout]]:
                 yield name or f"{n + 1}", layout
 
 
-def _table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
+def _layout_table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
     titles = ("", "step s", "TFLOP/s", "GB", "bound by", "layout and policies")
     table = plain_table(*titles, right=titles[1:4])
     table.columns[0].no_wrap = table.columns[4].no_wrap = True
@@ -227,8 +228,8 @@ def _table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
         marked = f"{name} *" if layout.not_yet else name
         table.add_row(
             marked,
-            _three(layout.step_time_s),
-            _three(layout.tflops_per_gpu),
+            _three_digits(layout.step_time_s),
+            _three_digits(layout.tflops_per_gpu),
             Text(f"{layout.memory_gb:,.0f}", style="" if layout.fits else "red"),
             layout.binds,
             Text.assemble((layout.layout, "bold"), (f"  {layout.policies}", "dim")),
@@ -236,15 +237,15 @@ def _table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
     return table
 
 
-def _long(found: Plan, tokens: float) -> Iterator[Text]:
+def _long_run_part(plan: Plan, tokens: float) -> Iterator[Text]:
     """Yield time and cost of a long run in the fastest layout."""
-    best = found.best
+    best = plan.best
     assert best is not None
-    expected = found.expected
+    expected = plan.expected
     if not expected.ettr:
         yield Text("\nno progress: failures and restarts take all the time", "bold red")
         return
-    cost = found.bill(best, tokens)
+    cost = plan.bill(best, tokens)
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else words.clock(cost.days * DAY)
     energy = "" if cost.energy_mwh is None else f", at most {cost.energy_mwh:,.0f} MWh"
     money = "" if cost.cost is None else f", cost {cost.cost:,.0f}"
@@ -253,22 +254,22 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
         f"{cost.device_hours:,.0f} device-hours{energy}{money}; "
         f"save every {words.clock(min(expected.interval_s, 1e7))}, "
         f"{expected.ettr:.1%} of the time is spent training "
-        f"({found.faults.per_device_day:.1e} failures per device and day, "
-        f"{found.faults.restart_s:.0f} s per restart, {found.faults.stall_s:g} s per save)",
+        f"({plan.faults.per_device_day:.1e} failures per device and day, "
+        f"{plan.faults.restart_s:.0f} s per restart, {plan.faults.stall_s:g} s per save)"
     )
 
 
-def _next(found: Plan) -> Iterator[Text | Table]:
-    given = found.given
-    if given and not given.fits and not any(change.fits for change in found.changes):
+def _changes_part(plan: Plan) -> Iterator[Text | Table]:
+    given = plan.given
+    if given and not given.fits and not any(change.fits for change in plan.changes):
         yield Text("\nno single change makes the given layout fit", style="bold")
         return
-    if not found.changes:
+    if not plan.changes:
         return
     which = "given" if given else "fastest"
     yield Text(f"\nwhat to change next in the {which} layout", style="bold")
     table = plain_table("", "time", "memory", " ", right=("time", "memory"))
-    for change in found.changes:
+    for change in plan.changes:
         table.add_row(
             change.what,
             f"{-change.faster:+.0%}",

@@ -26,10 +26,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     if not args.folder.is_dir():
         raise FileNotFoundError(2, "no such folder", str(args.folder))
-    found = (json.dumps(line) for line in lines(args.folder, args.tokens))
+    rows = (json.dumps(line) for line in lines(args.folder, args.tokens))
     if args.out is None:
-        for line in found:
-            print(line)
+        for row in rows:
+            print(row)
     else:
-        write_text(args.out, "\n".join(found) + "\n")
+        write_text(args.out, "\n".join(rows) + "\n")
     return 0

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._common import add_json, print_json
-from moefold.cli._speaking import add_speaker, beginning, drawing, speaking
+from moefold.cli._generation import add_options, check_options, first_messages, sampling
 from moefold.training.words import harmless
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_speaker(parser)
+    add_options(parser)
     text = "text to continue; repeatable (default: empty)"
     parser.add_argument("--prompt", metavar="TEXT", action="append", help=text)
     text = "treat each prompt as a user's message in the model's chat template"
@@ -28,19 +28,19 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     if args.system and not args.chat:
         raise ValueError("--system is only for conversations: add --chat")
-    path = speaking(args)  # fails before torch is loaded
+    path = check_options(args)  # fails before torch is loaded
 
     from moefold.training.speaker import Speaker
 
     prompts, speaker = args.prompt or [""], Speaker.open(path, args.uses)
     if args.chat:
-        asked = ([*beginning(args), {"role": "user", "content": text}] for text in prompts)
-        ids = [speaker.prompt(messages) for messages in asked]
+        chats = ([*first_messages(args), {"role": "user", "content": text}] for text in prompts)
+        ids = [speaker.prompt(messages) for messages in chats]
     else:
         ids = [speaker.tokenizer.encode_prompt(text) for text in prompts]
     if not all(ids):
         raise ValueError("--prompt must have text: this tokenizer has no token that begins a text")
-    continued = speaker.write(ids, args.tokens, **drawing(args))
+    continued = speaker.write(ids, args.tokens, **sampling(args))
     texts = [(speaker.tokenizer.decode(new), len(new)) for new in continued]
     if args.json:
         rows = [

@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    run, info = asked(args)
+    run, info = parse_run(args)
 
     from moefold.cli._training import elastic_rank
     from moefold.comm.elastic import launch_elastic
@@ -78,16 +78,16 @@ def run(args: argparse.Namespace) -> int:
     if nproc == 1 and record is None:
         return _train(run, args, None)
     args.folder = args.folder or str(free_folder(run.name))
-    how = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
+    options = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
     if record is None:
-        return launch(rank, nproc, args, **how)
-    return launch_elastic(elastic_rank, nproc, rank, record, args, record=record, **how)
+        return launch(rank, nproc, args, **options)
+    return launch_elastic(elastic_rank, nproc, rank, record, args, record=record, **options)
 
 
 # --------------------------------------------------------------------- before torch is imported
 
 
-def asked(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
+def parse_run(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
     """Return the run, and this process's rank if a launcher such as torchrun started it.
 
     Raises:
@@ -103,15 +103,15 @@ def asked(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
             raise ValueError(f"--{flag.replace('_', '-')} is only for forks: add --fork NEW")
     if args.nproc is not None and args.nproc < 1:
         raise ValueError(f"--nproc {args.nproc}: must be at least 1")
-    run = asked_run(args)
+    run = load_requested_run(args)
     if info is None or info.world_size == 1:
         demand_fit(run, args.nproc or 1)
-        _demand_disk(run)
+        _require_writable_disk(run)
         if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
             from moefold.planner.from_run import demand_limit
             from moefold.planner.hardware import cluster
 
-            # Whether some policy of recompute fits the stated limit.
+            # Check that some recompute policy fits the limit.
             demand_limit(run, cluster(f"h100x{args.nproc or 1}"))
         return run, None
     if args.nproc is not None:
@@ -121,7 +121,7 @@ def asked(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
     return run, info
 
 
-def _demand_disk(run: Run) -> None:
+def _require_writable_disk(run: Run) -> None:
     """Raise ``OffloadError`` if files cannot be created in the folders for offloaded tensors."""
     layout = run.layout
     folders = [layout.state.folder]
@@ -132,16 +132,16 @@ def _demand_disk(run: Run) -> None:
     for folder in filter(None, folders):
         path = Path(os.path.expandvars(folder))
         if "$" not in str(path):
-            new = [one for one in (path, *path.parents) if not one.exists()]
+            new = [p for p in (path, *path.parents) if not p.exists()]
             DiskFile(folder, 0, "a file")
             remove_empty(new)
 
 
-def asked_run(args: argparse.Namespace) -> Run:
-    """Return the run of the arguments; without RUN, the one in the given folder."""
+def load_requested_run(args: argparse.Namespace) -> Run:
+    """Load the run of the arguments; without RUN, the one in ``--folder``."""
     overrides, source = overrides_of(args), args.source
     if source is not None and "=" in source and not Path(source).exists():
-        overrides.insert(0, source)  # an override in the position of RUN
+        overrides.insert(0, source)  # an override in the place of RUN
         source = None
     if source is not None:
         return load_run(source, overrides)
@@ -151,9 +151,9 @@ def asked_run(args: argparse.Namespace) -> Run:
     if is_checkpoint(folder):  # as the source of a fork
         folder = folder.parent
     if not (folder / RUN_FILE).is_file():
-        held = folder.is_dir() and newest(folder) is not None
-        what = "an imported model, not a run" if held else "no run to resume"
-        flags = f"--folder {folder}" + " --fork NEW" * held
+        has_checkpoint = folder.is_dir() and newest(folder) is not None
+        what = "an imported model, not a run" if has_checkpoint else "no run to resume"
+        flags = f"--folder {folder}" + " --fork NEW" * has_checkpoint
         raise ValueError(f"{folder} holds {what}; start one with moefold train RUN {flags}")
     # Older runs were saved with paths relative to the working folder.
     return load(Run, folder / RUN_FILE, overrides, folder=Path.cwd()).record
@@ -167,7 +167,7 @@ def rank(info: RankInfo, args: argparse.Namespace, memory: "MemoryCheckpoint | N
     from moefold.comm.agree import run_on_first
     from moefold.training.distributed import world_of
 
-    run = asked_run(args)
+    run = load_requested_run(args)
     folder = Path(args.fork or args.folder or f"runs/{run.name}")
     with world_of(run, info, folder) as world:
         if args.folder is None:
@@ -181,7 +181,7 @@ def _train(
     world: "World | None",
     memory: "MemoryCheckpoint | None" = None,
 ) -> int:
-    from moefold.cli._training import open_job, print_answer, train_to_end
+    from moefold.cli._training import open_job, print_summary, train_to_end
     from moefold.training.fork import fork
 
     first = world is None or world.rank == 0
@@ -189,21 +189,21 @@ def _train(
     folder = Path(args.fork or args.folder or free_folder(run.name))
     if args.dry_run:
         return _dry_run(run, folder, args, console, world)
-    how = {"world": world, "memory": memory, "forks": args.fork is not None}
-    with open_job(run, folder, console, **how) as job:
-        began = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
-        if args.fork is not None and not began:
-            said = fork(job, Path(args.folder), args.weights_only, args.new_tokenizer)
+    options = {"world": world, "memory": memory, "forks": args.fork is not None}
+    with open_job(run, folder, console, **options) as job:
+        resumed = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
+        if args.fork is not None and not resumed:
+            forked = fork(job, Path(args.folder), args.weights_only, args.new_tokenizer)
             lines = [
-                f"forked from {said['from']} with its {', '.join(said['taken'])}; starts at step "
-                f"{said['step']}; tokenizer: {said['tokenizer']}",
-                *(f"  {line}" for line in said["changed"]),
+                f"forked from {forked['from']} with its {', '.join(forked['taken'])}; starts at "
+                f"step {forked['step']}; tokenizer: {forked['tokenizer']}",
+                *(f"  {line}" for line in forked["changed"]),
             ]
             console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
-        _set_last_step(job, args.until, began)
-        status = train_to_end(job, console, forks=args.fork is not None)
+        _set_last_step(job, args.until, resumed)
+        status = train_to_end(job, console, is_fork=args.fork is not None)
     if args.json and first:
-        print_answer(folder, status)
+        print_summary(folder, status)
     return status
 
 
@@ -220,7 +220,7 @@ def _dry_run(
         if world is not None:  # One folder for all ranks of a machine.
             shared = Path(broadcast_from_first(own, world.on_host))
             scratch = shared if shared.is_dir() else scratch
-        run = _with_files_in(run, str(scratch))
+        run = _with_disk_folder(run, str(scratch))
         with open_job(run, folder, console, world=world, scratch=scratch) as job:
             _set_last_step(job, args.until)
             if args.json and job.world.rank == 0:
@@ -230,7 +230,7 @@ def _dry_run(
     return 0
 
 
-def _with_files_in(run: Run, folder: str) -> Run:
+def _with_disk_folder(run: Run, folder: str) -> Run:
     """Return the run with another folder for activations offloaded to disk."""
     layout, update = run.layout, dict[str, Any]()
     if layout.offload is not None and layout.offload.disk is not None:
@@ -241,11 +241,11 @@ def _with_files_in(run: Run, folder: str) -> Run:
     return run.model_copy(update={"layout": layout.model_copy(update=update)})
 
 
-def _set_last_step(job: "Trainer", until: int | None, began: bool = False) -> None:
-    """Let the run stop at ``--until``; ``began``: it is resumed after the loss of a rank."""
+def _set_last_step(job: "Trainer", until: int | None, resumed: bool = False) -> None:
+    """Let the run stop at ``--until``; ``resumed``: after the loss of a rank."""
     if until is None:
         return
-    if not began and not job.step_number < until <= job.last_step:
+    if not resumed and not job.step_number < until <= job.last_step:
         raise ValueError(
             f"--until {until}: must be above {job.step_number}, the steps already done, and at "
             f"most {job.last_step}, which is train.steps"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moefold.proof.verify import LayoutVerdict, Proof
 
 FAILED = 1
-LINE = 160
+MAX_LINE = 160
 """Maximum number of characters of a problem shown on one line."""
 
 
@@ -51,17 +51,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    run = _asked_run(args)
+    run = _requested_run(args)
 
     from moefold.proof import verify as proving
 
     if run is None:
         rules = args.matrix or list(RULES)
-        cases = [case for name, found in matrix().items() if name in rules for case in found]
+        cases = [case for name, group in matrix().items() if name in rules for case in group]
         cases = [case for case in cases if args.world in (None, case.world)]
         if not cases:
-            said = "none of the matrix's layouts has this number of ranks"
-            raise ValueError(f"--world {args.world}: {said}")
+            problem = "none of the matrix's layouts has this number of ranks"
+            raise ValueError(f"--world {args.world}: {problem}")
     else:
         cases = proving.cases_of(run, args.layout, args.world, args.as_run)
     console = Console(soft_wrap=True)
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
         proof = proving.prove(cases, progress.show)
     controls = proving.controls_of(cases, proof, progress.show_control) if args.controls else []
     if args.json:
-        print_json(facts(proof, controls))
+        print_json(results_json(proof, controls))
     else:
         _print_summary(console, proof, controls)
     noticed = all(control.noticed for control in controls)
     return 0 if proof.passed and noticed else FAILED
 
 
-def _asked_run(args: argparse.Namespace) -> Run | None:
+def _requested_run(args: argparse.Namespace) -> Run | None:
     """Check the arguments; return the run to prove, or None for the matrix."""
     if args.matrix is None:
         if args.source is None:
@@ -100,13 +100,13 @@ def _asked_run(args: argparse.Namespace) -> Run | None:
 
 
 class VerdictPrinter:
-    """Prints each verdict when its layout ends."""
+    """Prints each verdict when its layout finishes."""
 
     def __init__(self, console: Console, total: int, quiet: bool) -> None:
         self._console, self._total, self._quiet, self._done = console, total, quiet, 0
 
     def show(self, verdict: "LayoutVerdict") -> None:
-        """Print one line: whether it passed, and the quantity with the worst error."""
+        """Print one line: whether the layout passed, and the quantity with the largest error."""
         self._done += 1
         if self._quiet:
             return
@@ -129,16 +129,16 @@ class VerdictPrinter:
     def show_control(self, control: "Control") -> None:
         """Print one line: the fault, whether the proof noticed it, and by which quantity."""
         if not self._quiet:
-            said = ("noticed ", "green") if control.noticed else ("MISSED ", "bold red")
-            line = Text.assemble(said, control.broken.words)
+            verdict = ("noticed ", "green") if control.noticed else ("MISSED ", "bold red")
+            line = Text.assemble(verdict, control.broken.words)
             line.append(f"  in {control.case}, by {_last_line(control.said)}", style="dim")
             self._console.print(line)
 
 
 def _last_line(problem: str) -> str:
-    """Return the last line of a problem, which in a traceback is the error, shortened."""
+    """Return the last line of a problem (the error, in a traceback), truncated."""
     line = problem.strip().splitlines()[-1]
-    return line if len(line) <= LINE else line[: LINE - 1] + "…"
+    return line if len(line) <= MAX_LINE else line[: MAX_LINE - 1] + "…"
 
 
 def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control]") -> None:
@@ -168,7 +168,7 @@ def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control
     console.print(Text(words, style="bold red" if failed else "bold green"))
 
 
-def facts(proof: "Proof", controls: "Sequence[Control]") -> dict[str, Any]:
+def results_json(proof: "Proof", controls: "Sequence[Control]") -> dict[str, Any]:
     """Return all results, for ``--json``."""
     layouts = []
     for verdict in proof.verdicts:

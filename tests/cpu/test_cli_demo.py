@@ -38,22 +38,22 @@ def test_the_demo_ends_with_a_card(here: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(("step_s", "steps"), [(0.2, 500), (0.45, 500), (0.9, 250), (9.0, 150)])
 def test_as_many_steps_as_fit(step_s: float, steps: int) -> None:
     """A fast machine takes all, a slower one fewer, and none fewer than 150."""
-    assert demo.fitting(500, step_s) == steps
-    assert demo.fitting(20, step_s) == 20
+    assert demo.affordable_steps(500, step_s) == steps
+    assert demo.affordable_steps(20, step_s) == 20
 
 
 def test_a_slow_machine_takes_fewer_steps_and_says_so(
     here: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The run that is trained, and saved, is the shorter one; it goes on as that one."""
-    monkeypatch.setattr(demo, "rehearsed", lambda run, cache: 60.0)
-    monkeypatch.setattr(demo, "FEWEST", 3)
+    monkeypatch.setattr(demo, "measure_step_s", lambda run, cache: 60.0)
+    monkeypatch.setattr(demo, "MIN_STEPS", 3)
     assert main(["demo", "--folder", "slow"]) == 0
     said = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
     asked = re.search(r"steps 3 of the recipe's (\d+), as a step takes 1:00 on this machine", said)
     assert asked and f"train.steps={asked[1]} runs all" in said
     assert "done step 3," in said
-    monkeypatch.delattr(demo, "rehearsed")  # what has begun is not measured again
+    monkeypatch.delattr(demo, "measure_step_s")  # what has begun is not measured again
     assert main(["demo", "--folder", "slow"]) == 0
     assert "step 3 is done already" in capsys.readouterr().out
 
@@ -63,7 +63,7 @@ def test_steps_that_are_asked_for_are_taken(
     here: Path, monkeypatch: Any, capsys: Any, override: str
 ) -> None:
     """No machine overrules ``train.steps``."""
-    monkeypatch.setattr(demo, "FEWEST", 1)
-    monkeypatch.setattr(demo, "STEPS_S", 0)
+    monkeypatch.setattr(demo, "MIN_STEPS", 1)
+    monkeypatch.setattr(demo, "STEPS_BUDGET_S", 0)
     assert main(["demo", override]) == 0
     assert "done step 4," in re.sub(r"[│\s]+", " ", capsys.readouterr().out)

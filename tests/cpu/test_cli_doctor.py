@@ -44,7 +44,7 @@ def test_only_what_is_needed_and_missing_fails(capsys: pytest.CaptureFixture[str
     assert report(capsys, "--need", "gloo", "--need", "torch")[0] == 0
     if not torch.cuda.is_available():
         status, answer = report(capsys, "--need", "cuda", "--need", "gloo")
-        assert (status, answer["missing"]) == (doctor.MISSING, ["cuda"])
+        assert (status, answer["missing"]) == (doctor.UNUSABLE, ["cuda"])
 
 
 def test_an_unknown_need_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,13 +75,13 @@ def test_a_grouped_product_that_is_wrong_is_not_chosen(monkeypatch: pytest.Monke
 def test_without_torch_the_rest_is_still_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = doctor.is_there
-    monkeypatch.setattr(doctor, "is_there", lambda name: name != "torch" and there(name))
+    there = doctor.is_installed
+    monkeypatch.setattr(doctor, "is_installed", lambda name: name != "torch" and there(name))
     by_name = {found.name: found for found in doctor.probe_all()}
     assert not by_name["torch"].found and "pip install torch" in by_name["torch"].why
     assert by_name["numpy"].found and "cuda" not in by_name
     status, answer = report(capsys, "--need", "cuda")
-    assert (status, answer["missing"]) == (doctor.MISSING, ["cuda"])
+    assert (status, answer["missing"]) == (doctor.UNUSABLE, ["cuda"])
 
 
 def test_the_table_shows_remedies_untouched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 import moefold
 from moefold.cli.main import main
-from moefold.cli.plan import _long
+from moefold.cli.plan import _long_run_part
 from moefold.config.check import check
 from moefold.parallel.config import Layout
 from moefold.planner.goodput import Faults
@@ -149,7 +149,7 @@ def test_python_refuses_what_the_command_does(given: dict, why: str) -> None:
 
 def test_a_cluster_that_only_fails_is_said_and_not_divided_by() -> None:
     found = moefold.plan(moefold.load_run("tiny"), cluster="h100x1", batch=32, top=1)
-    (said,) = _long(replace(found, faults=Faults(restart_s=1e9)), 1e9)
+    (said,) = _long_run_part(replace(found, faults=Faults(restart_s=1e9)), 1e9)
     assert "no progress" in str(said)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.cli.explain import groups_text, ranks_text
+from moefold.cli.explain import format_groups, format_ranks
 from moefold.cli.main import main
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import KINDS, Folding
@@ -131,9 +131,9 @@ def test_another_mistake_in_the_run_is_said_first(capsys: Any) -> None:
     ],
 )  # fmt: skip
 def test_ranks_in_short(ranks: tuple[int, ...], text: str) -> None:
-    assert ranks_text(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 def test_groups_in_short() -> None:
-    assert groups_text([(0,), (1,)]) == "each rank alone"
-    assert groups_text([(i, i + 1) for i in range(0, 12, 2)]) == "0–1 | 2–3 | … | 10–11"
+    assert format_groups([(0,), (1,)]) == "each rank alone"
+    assert format_groups([(i, i + 1) for i in range(0, 12, 2)]) == "0–1 | 2–3 | … | 10–11"

@@ -9,7 +9,7 @@ from moefold.cli._common import add_plugins
 from moefold.model.families.peft import is_hub_folder
 
 
-def add_speaker(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the model's folder and the sampling options."""
     text = "a run's folder, a checkpoint, a Hugging Face folder, or a PEFT adapter's folder"
     parser.add_argument("checkpoint", metavar="FOLDER", help=text)
@@ -26,8 +26,8 @@ def add_speaker(parser: argparse.ArgumentParser) -> None:
     add_plugins(parser)
 
 
-def speaking(args: argparse.Namespace) -> Path:
-    """Check the arguments, and return the model's folder."""
+def check_options(args: argparse.Namespace) -> Path:
+    """Check the arguments; return the model's folder."""
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: must be at least 1")
     if args.temperature is not None and not args.temperature >= 0:
@@ -40,11 +40,11 @@ def speaking(args: argparse.Namespace) -> Path:
     return path if is_hub_folder(path) else checkpoint_in(path)
 
 
-def drawing(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options; those not given are None."""
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling options, None where unset."""
     return {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed")}
 
 
-def beginning(args: argparse.Namespace) -> list[dict[str, str]]:
-    """Return the first messages of a conversation: the system message, if given."""
+def first_messages(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the initial messages of a conversation: the system message, if any."""
     return [{"role": "system", "content": args.system}] if args.system else []
