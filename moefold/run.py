@@ -62,7 +62,7 @@ class Run(Record):
             rule = f"needs an elementwise optimizer, such as adamw; optim.kind is {self.optim.kind}"
             yield Violation(("layout", "state", "step"), "host", rule, "device")
         dispatch = self.layout.dispatch
-        if self.deterministic and isinstance(dispatch, Dispatch) and not dispatch.repeatable:
+        if self.deterministic and isinstance(dispatch, Dispatch) and not dispatch.deterministic:
             rule = f"must be false with layout.dispatch {dispatch.kind}, which is not deterministic"
             yield Violation(("deterministic",), True, rule, False)
         try:

@@ -88,7 +88,7 @@ def main(deep_ep: str, transformer_engine: str, deep_gemm: str) -> None:
     every: dict[str, Any] = {}
     for record, paths in SOURCES.items():
         repository = transformer_engine if record is NcclEp else deep_ep
-        wanted = {name for name, _ in record.calls}
+        wanted = {name for name, _ in record.required_calls}
         for revision, path in paths.items():
             source = dict(definitions(ast.parse(_git(repository, "show", f"{revision}:{path}"))))
             every.setdefault(record.model_fields["kind"].default, {})[revision] = {

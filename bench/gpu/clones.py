@@ -14,7 +14,7 @@ import torch
 from gpu.device import Bench, drawn
 from gpu.steps import profiled
 
-from moefold.moe.clones import lay, quotas, shares
+from moefold.moe.clones import place_clones, quotas, send_counts
 from moefold.moe.dispatch.config import Clones
 
 LINK = 450e9
@@ -44,8 +44,8 @@ def planned(bench: Bench, ranks: int, experts: int) -> Mapping[str, Any]:
 
     def plan() -> None:
         quota_EP = quotas(counts_XE.sum(0), ranks, Clones(slots=2))
-        lay(quota_EP, 2)
-        shares(counts_XE, quota_EP, 0)
+        place_clones(quota_EP, 2)
+        send_counts(counts_XE, quota_EP, 0)
 
     took = bench.timed({"graph": plan, "host": plan}, graphed=("graph",))
     launches = profiled(plan, bench.device, 1)["kernels"]

@@ -10,7 +10,7 @@ from moefold.layers.linear import Linear
 from moefold.layers.norm import NORMS, RmsNorm
 from moefold.model.config import Block, Decoder
 from moefold.moe.layer import MoeFfn
-from moefold.moe.rows import Apart, MoeInput
+from moefold.moe.rows import MoeInput, SeparateOutput
 from moefold.spec.decoder import has_routing
 
 
@@ -48,8 +48,8 @@ class DecoderBlock(nn.Module):
             self.ffn = build(record.ffn, hidden)
         self._residual_scale, self._shared_norm = record.residual_scale, record.norms == "shared"
         if self.moe is not None:
-            self.moe.apart = self.ffn_out_norm is not None
-            self.moe.residual_scale *= 1.0 if self.moe.apart else record.residual_scale
+            self.moe.separate_output = self.ffn_out_norm is not None
+            self.moe.residual_scale *= 1.0 if self.moe.separate_output else record.residual_scale
         self._name = f"layers.{layer}"
         self._ffn_name = f"{self._name}.{'ffn' if self.moe is None else 'moe'}"
 
@@ -73,7 +73,7 @@ class DecoderBlock(nn.Module):
             with flow.world.recorder.module(self._ffn_name):
                 return route(rows, flow)
 
-        return (start, *rest, self._finish) if self.moe.apart else (start, *rest)
+        return (start, *rest, self._finish) if self.moe.separate_output else (start, *rest)
 
     def _attend(self, x_TD: Tensor, flow: Flow) -> MoeInput:
         """Return the residual rows after attention, and the rows that the feed-forward reads."""
@@ -92,7 +92,7 @@ class DecoderBlock(nn.Module):
         """Return a sublayer's output, normed if ``norm`` is given, and scaled for the residual."""
         return scaled(out_TD if norm is None else norm(out_TD, flow), self._residual_scale)
 
-    def _finish(self, rows: BlockOutput | Apart, flow: Flow) -> BlockOutput:
+    def _finish(self, rows: BlockOutput | SeparateOutput, flow: Flow) -> BlockOutput:
         if isinstance(rows, BlockOutput):
             return rows
         added_TD = self._scale_output(self.ffn_out_norm, rows.added_TD, flow)

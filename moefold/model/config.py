@@ -65,7 +65,7 @@ class Block(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Refuse norms after sublayers with zero-computation experts, which bypass such a norm."""
-        idle = getattr(getattr(self.ffn, "router", None), "unsent", None)
+        idle = getattr(getattr(self.ffn, "router", None), "idle_experts", None)
         if idle is not None and self.norms in ("after", "both"):
             rule = "must be before or shared: zero-computation experts bypass a norm after them"
             yield Violation(("norms",), self.norms, rule, "before")

@@ -21,8 +21,8 @@ BALANCE = Slot("balance term")
 class Groups(Record):
     """Group-limited routing: only experts of the ``keep`` best groups can be chosen.
 
-    The score of a group differs by model: the maximum of its experts' scores in DeepSeek-V2, the
-    sum of the best two in DeepSeek-V3.
+    A group's score differs by model: the maximum of its experts' scores in DeepSeek-V2, the sum of
+    the best two in DeepSeek-V3.
     """
 
     count: Size
@@ -32,19 +32,19 @@ class Groups(Record):
     """Number of scores of a group that ``sum_best`` adds."""
 
     @property
-    def summed(self) -> int:
-        """Number of best scores whose sum ranks a group."""
+    def summed_scores(self) -> int:
+        """Number of best scores whose sum is a group's score."""
         return self.best if self.score == "sum_best" else 1
 
     def rules(self) -> Iterator[Violation]:
-        """Keep at most as many groups as there are."""
+        """Require at most ``count`` groups to keep."""
         if self.keep > self.count:
             rule = f"must be at most count ({self.count})"
             yield Violation(("keep",), self.keep, rule, self.count)
 
 
 class Idle(Record):
-    """Zero-computation experts: choices besides the experts, for which no row is dispatched.
+    """Zero-computation experts: further choices, for which no row is dispatched.
 
     Used by LongCat-Flash (arXiv 2509.01322: identities) and MoE++ (arXiv 2410.07348, whose
     constants also mix in the token by a learned weight, unlike here).
@@ -74,9 +74,9 @@ class Router(Record):
 
     kind: Literal["topk"] = "topk"
     experts: Annotated[int, Field(ge=0)] = 0
-    """Experts of a layer; 0 under a family, whose shape states their number."""
+    """Experts of a layer; 0 under a family, whose shape states the number."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Experts per token; 0 under a family, whose shape states their number."""
+    """Experts per token; 0 under a family, whose shape states the number."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["score_first", "topk_first"] = "score_first"
     """Whether scores are computed over all experts or, after the choice, over the chosen ones."""
@@ -96,25 +96,25 @@ class Router(Record):
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Half-width around 1 of random factors on the router's input in training (Switch)."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Dtype of the scores, unless that of the rows is wider."""
+    """Dtype of the scores, unless the rows' dtype is wider."""
 
     owner = "moefold.moe.router:Router"
     partial: ClassVar[bool] = False
-    """Whether decisions in training may leave places of a token empty."""
+    """Whether decisions in training may leave a token's places empty."""
 
     @property
-    def unsent(self) -> Idle | None:
+    def idle_experts(self) -> Idle | None:
         """Zero-computation experts, numbered after the experts; None if there are none."""
         return None
 
     @property
     def choices(self) -> int:
         """Number of choices: experts and zero-computation experts."""
-        return self.experts + (self.unsent.count if self.unsent else 0)
+        return self.experts + (self.idle_experts.count if self.idle_experts else 0)
 
     @property
     def eligible(self) -> int:
-        """Number of choices that one token can reach: those in the groups that are kept."""
+        """Number of choices open to one token: those in the kept groups."""
         if self.groups is None:
             return self.choices
         return self.experts // self.groups.count * self.groups.keep
@@ -130,7 +130,7 @@ class Router(Record):
         return f"top {self.top_k}"
 
     def weights(self, hidden: int) -> Iterable[Weight]:
-        """Return further parameters of a router from outside, by their names in it, in order."""
+        """Return a plug-in router's further parameters, by their names in it, in order."""
         return ()
 
     def rules(self) -> Iterator[Violation]:
@@ -173,7 +173,7 @@ class IdleRouter(Router):
     idle: Idle = Idle(identity=1)
 
     @property
-    def unsent(self) -> Idle:
+    def idle_experts(self) -> Idle:
         """Zero-computation experts, numbered after the experts."""
         return self.idle
 
@@ -183,15 +183,15 @@ class IdleRouter(Router):
         return f"top {self.top_k} of these and {self.idle.count} idle"
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of top-k; refuse groups, which contain experts only."""
+        """Apply the rules of top-k; refuse groups, which contain only experts."""
         yield from super().rules()
         if self.groups is not None:
             rule = "cannot be combined with idle: zero-computation experts have no group"
             yield Violation(("groups",), self.groups, rule, None)
 
 
-class _OwnChoice(Router):
-    """Base of routers with a rule of choice of their own, without selection bias or groups."""
+class _CustomChoice(Router):
+    """Base of routers that choose by another rule, without selection bias or groups."""
 
     def rules(self) -> Iterator[Violation]:
         """Apply the rules of top-k; refuse groups and a selection bias."""
@@ -202,10 +202,10 @@ class _OwnChoice(Router):
 
 
 @ROUTER.register
-class Sinkhorn(_OwnChoice):
-    """In training, top-k of scores that Sinkhorn iterations scale to equal demand for all experts.
+class Sinkhorn(_CustomChoice):
+    """In training, top-k of scores scaled by Sinkhorn iterations to equal demand for all experts.
 
-    The scaling is over the micro-batch (BASE layers, arXiv 2103.16716; scaling as in arXiv
+    Scaling covers the micro-batch (BASE layers, arXiv 2103.16716; scaling as in arXiv
     2202.01169). Outside training each token chooses by its own scores.
     """
 
@@ -217,8 +217,8 @@ class Sinkhorn(_OwnChoice):
 
 
 @ROUTER.register
-class Hash(_OwnChoice):
-    """Chooses by a hash of token id and layer number (hash layers, arXiv 2106.04426).
+class Hash(_CustomChoice):
+    """Choice by a hash of token id and layer number (hash layers, arXiv 2106.04426).
 
     Scores only determine the weights.
     """
@@ -229,10 +229,10 @@ class Hash(_OwnChoice):
 
 
 @ROUTER.register
-class RoundRobin(_OwnChoice):
-    """Assigns experts to tokens in turn, for benchmarks of balanced load.
+class RoundRobin(_CustomChoice):
+    """Experts assigned to tokens in turn, for benchmarks of balanced load.
 
-    With ``skew`` tokens choose at random by unequal odds, for benchmarks of unbalanced load.
+    With ``skew`` tokens choose at random with unequal odds, for benchmarks of unbalanced load.
     """
 
     kind: Literal["round_robin"] = "round_robin"  # type: ignore[assignment]
@@ -243,7 +243,7 @@ class RoundRobin(_OwnChoice):
 
 
 @ROUTER.register
-class ExpertChoice(_OwnChoice):
+class ExpertChoice(_CustomChoice):
     """In training, each expert chooses the fraction ``top_k / experts`` of the micro-batch's tokens
     that score highest for it (arXiv 2202.09368).
 
@@ -255,8 +255,8 @@ class ExpertChoice(_OwnChoice):
     kind: Literal["expert_choice"] = "expert_choice"  # type: ignore[assignment]
     renormalise: bool = False
     most: Annotated[int, Field(ge=0)] = 0
-    """Most experts per token: of those that chose it, it keeps the best; 0 is no bound. On one rank
-    the dispatched rows have space for so many copies of each token."""
+    """Most experts per token, the best of those that chose it; 0 is no bound. On one rank the
+    dispatched rows have space for this many copies of each token."""
 
     owner = "moefold.moe.routers:ExpertChoiceRouter"
     partial = True
@@ -286,15 +286,15 @@ class ExpertChoice(_OwnChoice):
 
 
 class Capacity(Record):
-    """A bound on tokens per expert: ``ceil(tokens * top_k / experts * factor)`` per micro-batch."""
+    """Bound on tokens per expert: ``ceil(tokens * top_k / experts * factor)`` per micro-batch."""
 
     factor: Annotated[float, Field(gt=0)]
     drop: Literal["probs", "position", "random"] = "probs"
     """Which choices an overfull expert drops: the least probable, the latest, or random ones
     (random token selection, arXiv 2109.10465)."""
 
-    def copies(self, tokens: int, top_k: int, experts: int) -> int:
-        """Return the most copies that one expert takes of ``tokens`` valid tokens.
+    def max_copies(self, tokens: int, top_k: int, experts: int) -> int:
+        """Return the most copies that one expert takes from ``tokens`` valid tokens.
 
         The factor is read as a decimal fraction: 1.1 * 50 is 55, where binary floats lead to 56.
         """
@@ -302,7 +302,7 @@ class Capacity(Record):
 
 
 class Shared(Record):
-    """A dense SwiGLU expert that sees every token."""
+    """Dense SwiGLU expert for every token."""
 
     width: Size
     gate: bool = False
@@ -345,7 +345,7 @@ class Z(Record):
 
 @BALANCE.register
 class Quantile(Record):
-    """Moves the selection bias, once per step, towards the one that would have balanced the load.
+    """Moves the selection bias once per step towards the value that would have balanced the load.
 
     For a micro-batch of m tokens, with a_t the (K+1)-th largest biased score of token t, an
     expert's balancing bias is minus the (m K / E + 1)-th largest of its scores minus a_t. The mean
@@ -369,8 +369,8 @@ class Bias(Record):
     owner = "moefold.moe.balance:BiasUpdate"
 
 
-FREE = {"coefficient": 0.0, "rate": 0.0}
-"""Fields to ignore when two entries are compared: they do not make two terms of one."""
+IGNORED_FIELDS = {"coefficient": 0.0, "rate": 0.0}
+"""Fields that do not distinguish two entries of ``balance``."""
 
 
 @FFN.register
@@ -389,12 +389,12 @@ class Moe(MoeSpec):
     activation: Activation | None = None
     """Activation of the routed experts; None is SwiGLU."""
     expert_bias: bool = False
-    """Whether both matrix products of a routed expert have biases."""
+    """Whether both products of a routed expert have biases."""
     weigh: Literal["output", "input"] = "output"
     """Whether routing weights multiply the experts' outputs or their inputs."""
     latent: Size | None = None
-    """Width to which rows are projected before dispatch, and from which their sums are projected
-    back; router, shared and idle experts read full rows (LatentMoE, arXiv 2601.18089)."""
+    """Width to which rows are projected before dispatch, and from which sums are projected back;
+    router, shared and idle experts read full rows (LatentMoE, arXiv 2601.18089)."""
 
     owner = "moefold.moe.layer:MoeFfn"
     caches = True
@@ -413,13 +413,13 @@ class Moe(MoeSpec):
     def drops(self) -> bool:
         """Whether a row may be sent to fewer experts than a decision has places."""
         router = self.router
-        return self.capacity is not None or router.partial or router.unsent is not None
+        return self.capacity is not None or router.partial or router.idle_experts is not None
 
     @property
     def draws(self) -> bool:
         """Whether routing depends on random numbers: jitter or random drops."""
-        by_chance = self.capacity is not None and self.capacity.drop == "random"
-        return bool(self.router.jitter) or by_chance
+        random_drops = self.capacity is not None and self.capacity.drop == "random"
+        return bool(self.router.jitter) or random_drops
 
     @property
     def compares_rows(self) -> bool:
@@ -428,8 +428,8 @@ class Moe(MoeSpec):
         return by_scores or isinstance(self.router, ExpertChoice)
 
     @property
-    def formed(self) -> bool:
-        """Whether routed experts are more than SwiGLU with weighted outputs."""
+    def has_expert_variant(self) -> bool:
+        """Whether routed experts need more than plain SwiGLU with weighted outputs."""
         return self.expert_bias or self.activation is not None or self.weigh == "input"
 
     @property
@@ -447,32 +447,32 @@ class Moe(MoeSpec):
 
         Routing weight and auxiliary loss then do not depend on the logits; other terms may.
         """
-        alone = self.router.choices == 1 and self.router.score == "softmax"
-        if alone and all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):
+        single = self.router.choices == 1 and self.router.score == "softmax"
+        if single and all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):
             yield "router.weight", "a softmax over one expert is always 1"
 
     def rules(self) -> Iterator[Violation]:
-        """Require experts, a selection bias for its updates, and no term twice."""
+        """Require experts, a selection bias if an entry updates it, and no term twice."""
         for name in ("experts", "top_k"):
             if not getattr(self.router, name):
                 yield Violation(("router", name), 0, "must be at least 1", 1)
         seen: list[Record] = []
         for i, term in enumerate(self.balance):
-            moves = isinstance(term, Bias | Quantile)
-            if moves and not self.router.selection_bias:
+            updates_bias = isinstance(term, Bias | Quantile)
+            if updates_bias and not self.router.selection_bias:
                 rule = f"must be on: balance kind {term.kind} updates the selection bias"
                 yield Violation(("router", "selection_bias"), False, rule, True)
-            if moves and any(isinstance(one, Bias | Quantile) for one in seen):
+            if updates_bias and any(isinstance(other, Bias | Quantile) for other in seen):
                 rule = "only one entry may update the selection bias"
                 yield Violation(("balance", i), term, rule, REMOVE)
             if isinstance(term, Quantile) and self.router.eligible <= self.router.top_k:
                 rule = f"must be below the reachable experts ({self.router.eligible}) for quantile"
                 most = self.router.eligible - 1
                 yield Violation(("router", "top_k"), self.router.top_k, rule, most)
-            if term.model_copy(update=FREE) in seen:
+            if term.model_copy(update=IGNORED_FIELDS) in seen:
                 rule = "repeats an earlier entry of the list"
                 yield Violation(("balance", i), term, rule, REMOVE)
-            seen.append(term.model_copy(update=FREE))
+            seen.append(term.model_copy(update=IGNORED_FIELDS))
         if self.weigh == "input" and self.shared is not None and self.shared.two_way:
             rule = "must be output: shared.two_way weights the experts' outputs"
             yield Violation(("weigh",), self.weigh, rule, "output")

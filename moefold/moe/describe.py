@@ -1,4 +1,4 @@
-"""Description of an MoE feed-forward, without torch: weights, operations and saved tensors.
+"""Weights, operations and saved tensors of an MoE feed-forward, described without torch.
 
 T rows, D hidden features, E experts of width F, K experts per row.
 """
@@ -30,12 +30,12 @@ from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
 ROUTER_PASSES = 25
 """Reads and writes of a row of scores: scores, top-k, map, counts, balance."""
-EXPERTS, TOP_K, GROUPS = 8, 4, 4
+SMALL_EXPERTS, SMALL_TOP_K, SMALL_GROUPS = 8, 4, 4
 """Experts, experts per token and groups of experts in the small models of ``verify``."""
 
 
 class MoeSpec(LayerSpec):
-    """Base of :class:`moefold.moe.config.Moe`, whose fields it declares for type checking."""
+    """Base of :class:`moefold.moe.config.Moe`; declares its fields for type checking."""
 
     if TYPE_CHECKING:
         width: Any
@@ -43,7 +43,7 @@ class MoeSpec(LayerSpec):
         shared: Any
         latent: Any
         expert_bias: Any
-        formed: ClassVar[Any]
+        has_expert_variant: ClassVar[Any]
         populations: ClassVar[Any]
         keeps_logits: ClassVar[Any]
 
@@ -53,26 +53,26 @@ class MoeSpec(LayerSpec):
 
     @property
     def routing(self) -> RoutingSpec:
-        """The router as planner and dispatchers read it."""
+        """The router's sizes, for planner and dispatchers."""
         router, groups = self.router, self.router.groups
-        kept = (groups.count, groups.keep) if groups else (1, None)
-        return RoutingSpec(router.experts, router.top_k, self.latent, *kept, router.places)
+        limits = (groups.count, groups.keep) if groups else (1, None)
+        return RoutingSpec(router.experts, router.top_k, self.latent, *limits, router.places)
 
-    def _experts(self) -> tuple[Units, Units]:
+    def _expert_units(self) -> tuple[Units, Units]:
         return (
             Units("ep", self.router.experts, "the number of experts"),
             Units("etp", self.width, "the expert width"),
         )
 
-    def _shared(self) -> Units:
+    def _shared_units(self) -> Units:
         return Units("tp", self.shared.width, "the shared expert width")
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the weights of router, experts, latent projections, shared and idle experts."""
         number, width = self.router.experts, self.width
-        experts, columns = self._experts()
+        experts, columns = self._expert_units()
         inner, gates = self.latent or hidden, (self.gates,) if self.gates > 1 else ()
-        choices, idle = self.router.choices, self.router.unsent
+        choices, idle = self.router.choices, self.router.idle_experts
         yield Weight("router.weight", (choices, hidden), (), "router", product=False)
         if self.router.bias:
             yield Weight("router.bias", (choices,), (), "router", product=False)
@@ -88,16 +88,16 @@ class MoeSpec(LayerSpec):
             start="output",
         )
         if self.expert_bias:
-            of, shape = "experts", (number, *gates, width)
+            part, shape = "experts", (number, *gates, width)
             cuts = ((0, experts), (len(gates) + 1, columns))
             small: dict[str, Any] = {"product": False, "summed": True, "start": "zeros"}
-            yield Weight("experts.in_bias", shape, cuts, of, **small)
-            yield Weight("experts.out_bias", (number, inner), ((0, experts),), of, **small)
+            yield Weight("experts.in_bias", shape, cuts, part, **small)
+            yield Weight("experts.out_bias", (number, inner), ((0, experts),), part, **small)
         if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "experts")
             yield Weight("up.weight", (hidden, inner), (), "experts", start="normal", added=True)
         if self.shared is not None:
-            shared, units = self.shared.width, self._shared()
+            shared, units = self.shared.width, self._shared_units()
             shape, cut = (*gates, shared, hidden), ((len(gates), units),)
             yield Weight("shared.w_in", shape, cut, "shared")
             shape, cut, gated = (hidden, shared), ((1, units),), self.shared.gate
@@ -110,20 +110,20 @@ class MoeSpec(LayerSpec):
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the router, the experts' products and activation, and optional parts."""
-        router, columns = self.router, self._experts()[1]
+        router, columns = self.router, self._expert_units()[1]
         # Scores are fp32: each pass moves twice the bytes of a bf16 feature.
         passes = 2 * ROUTER_PASSES
         scores = Traffic(router.choices, passes, passes, "own")
-        own = (f"router.{weight.name}" for weight in router.weights(hidden) if weight.product)
-        matmuls = tuple(Matmul((name,), "own") for name in ("router.weight", *own))
+        further = (f"router.{weight.name}" for weight in router.weights(hidden) if weight.product)
+        matmuls = tuple(Matmul((name,), "own") for name in ("router.weight", *further))
         yield Operation("router", matmuls, traffic=(scores,), launches=15, wide=True)
         products = (Matmul(("experts.w_in",), "routed"), Matmul(("experts.w_out",), "routed"))
         yield Operation("experts", products)
         activation = gated_traffic(self.width, "routed", columns, self.gates)
-        extra = self._unfused(hidden)
+        extra = self._unfused_traffic(hidden)
         yield Operation("moe_act", traffic=(activation, *extra), launches=2)
-        if router.unsent is not None:
-            learned = router.unsent.constant > 0
+        if router.idle_experts is not None:
+            learned = router.idle_experts.constant > 0
             constants = (Matmul(("idle.constant_bias",), "own"),) * learned
             traffic = (Traffic(hidden, 3, 5, "own"),)
             yield Operation("idle", constants, traffic=traffic, launches=8, wide=True)
@@ -132,17 +132,19 @@ class MoeSpec(LayerSpec):
             yield Operation("latent", narrow, launches=4)
         if self.shared is not None:
             products = (Matmul(("shared.w_in",)), Matmul(("shared.w_out",)))
-            activation = gated_traffic(self.shared.width, units=self._shared(), gates=self.gates)
+            activation = gated_traffic(
+                self.shared.width, units=self._shared_units(), gates=self.gates
+            )
             yield Operation("shared", products, traffic=(activation,), launches=4)
             if self.shared.gate:
                 gate = (Matmul(("shared.gate.weight",), "own"),) * (1 + self.shared.two_way)
                 yield Operation("gate", gate, launches=0, wide=True)
 
-    def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
-        """Return the traffic of separate torch kernels for biases and activations but SwiGLU."""
-        if not self.formed:
+    def _unfused_traffic(self, hidden: int) -> tuple[Traffic, ...]:
+        """Return the traffic of separate torch kernels for biases and other activations."""
+        if not self.has_expert_variant:
             return ()
-        columns = self._experts()[1]
+        columns = self._expert_units()[1]
         return (Traffic(self.width, 24, 40, "routed", columns), Traffic(hidden, 5, 5, "routed"))
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
@@ -157,7 +159,7 @@ class MoeSpec(LayerSpec):
         yield from self._saved_routing(shape)
         inner = self.latent or shape.hidden
         rows_in = received * inner * shape.width
-        # With ep or etp the copies are made from received rows, which nothing else saves.
+        # With ep or etp the copies are of received rows, which nothing else saves.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
         room = 0 if shape.room is None else received
         part = Saved("experts.input", rows_in, dropped, module="experts", rows=room)
@@ -176,7 +178,7 @@ class MoeSpec(LayerSpec):
                 dropped = frozenset(("shared",))
                 size = shape.rows * (shape.hidden + 1) * shape.width
                 yield Saved("shared.gated", size, dropped, module="shared")
-        # Run as a segment of its own, combine is not recomputed, and saves the rows' destinations.
+        # As a separate segment combine is not recomputed, and saves the rows' destinations.
         places, back = shape.rows * self.router.places + shape.places, received
         if shape.room is None and shape.ep * shape.etp > 1:
             # Copies are sorted twice: before they are sent, and after they are received.
@@ -203,7 +205,7 @@ class MoeSpec(LayerSpec):
                 size += chosen * STATISTIC
             yield Saved("router.two_way", size, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
-        if (idle := router.unsent) is not None:  # masks and weights of zero-computation experts
+        if (idle := router.idle_experts) is not None:  # masks and weights
             yield Saved("idle.sent", chosen, module="moe")
             if idle.identity:
                 yield Saved("idle.identities", chosen + shape.rows * shape.width, module="moe")
@@ -212,12 +214,12 @@ class MoeSpec(LayerSpec):
                 share = shape.rows * (idle.constant + 1) * STATISTIC
                 yield Saved("idle.shares", share, module="moe", operand=("idle.constant_bias",))
         if shape.clones:
-            seats = chosen + shape.ep * shape.clones
+            indices = chosen + shape.ep * shape.clones
             # Plus a stand-in for the master of each weight.
-            size = seats * INDEX + (4 if self.expert_bias else 2) * STATISTIC
+            size = indices * INDEX + (4 if self.expert_bias else 2) * STATISTIC
             yield Saved("clones", size, saved=False, module="moe")
-        seats = router.experts // shape.ep + shape.clones
-        part = Saved("offsets", seats * 4, saved=shape.apart, module="moe")
+        local = router.experts // shape.ep + shape.clones
+        part = Saved("offsets", local * 4, saved=shape.apart, module="moe")
         yield replace(part, operand=("experts.w_in", "experts.w_out"))
         if self.populations:
             yield from self._saved_balance(shape)
@@ -225,7 +227,7 @@ class MoeSpec(LayerSpec):
             yield Saved("balance.logits", scores + shape.rows * STATISTIC, module="moe")
 
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
-        """Yield what auxiliary losses save, with one sequence in each population."""
+        """Yield tensors saved by auxiliary losses, for one sequence per population."""
         router, populations = self.router, self.populations
         if router.selection_bias or router.groups or router.kind not in ("topk", "idle"):
             plain = shape.rows * router.top_k * INDEX
@@ -242,17 +244,17 @@ class MoeSpec(LayerSpec):
     def shrunk(self, by: Sizes) -> Self:
         """Return a record with few experts, few groups and small widths."""
         router, groups = self.router, self.router.groups
-        top_k = min(router.top_k, TOP_K)
-        count = min(groups.count, GROUPS) if groups else 1
+        top_k = min(router.top_k, SMALL_TOP_K)
+        count = min(groups.count, SMALL_GROUPS) if groups else 1
         if groups and router.experts % count:
             count = groups.count
         # Both ep and the groups divide the number of experts.
-        experts = max(rounded_up(min(router.experts, EXPERTS), lcm(by.ep, count)), top_k)
+        experts = max(rounded_up(min(router.experts, SMALL_EXPERTS), lcm(by.ep, count)), top_k)
         experts = rounded_up(experts, lcm(by.ep, count))
         small: dict[str, Any] = {"experts": experts, "top_k": top_k}
-        if router.unsent is not None:
-            few = {name: min(number, 2) for name, number in router.unsent}
-            small["idle"] = router.unsent.model_copy(update=few)
+        if router.idle_experts is not None:
+            few = {name: min(number, 2) for name, number in router.idle_experts}
+            small["idle"] = router.idle_experts.model_copy(update=few)
         if groups is not None:
             size = experts // count
             keep = max(1, groups.keep * count // groups.count, -(-top_k // size))

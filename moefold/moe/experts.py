@@ -21,15 +21,15 @@ from moefold.kernels.swiglu.variant import ExpertVariant
 from moefold.layers.config import Activation
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
-from moefold.moe.clone_weights import CloneGradients, bring, leaves
+from moefold.moe.clone_weights import CloneGradients, append_clones, leaf_operands
 from moefold.moe.config import Moe
 
-EXPERT = 53
-"""Bit at which the expert's number starts, above the row's number, in dropout's numbers."""
+EXPERT_BIT = 53
+"""First bit of the expert's number in dropout's numbers, above the bits of the row's number."""
 
 
 class Experts(Adaptable):
-    """E experts of width F, computed by a grouped product or one after another."""
+    """E experts of width F, computed by a grouped product or in a loop."""
 
     def __init__(self, record: Moe, hidden: int, kernel: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Experts(Adaptable):
             self.in_bias = nn.Parameter(torch.empty(experts, 2, width))
             self.out_bias = nn.Parameter(torch.empty(experts, hidden))
         self._kernel, self._activation = kernel, record.activation
-        self._formed, self._on_input = record.formed, record.weigh == "input"
+        self._has_variant, self._on_input = record.has_expert_variant, record.weigh == "input"
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> GroupedKernel:
         """Return the kernel that runs for rows of ``dtype`` on ``device``, and why."""
@@ -49,23 +49,23 @@ class Experts(Adaptable):
         return choose_kernel(self._kernel, dtype, *dims, device=device)
 
     @property
-    def by_micro_batch(self) -> bool:
+    def shares_scales(self) -> bool:
         """Whether an expert's rows of a micro-batch share blocks and scales across ranks."""
         return any(not narrow.by_rank for narrow in self.narrow.values())
 
     @property
     def wire(self) -> RowCodes | None:
-        """Codes for dispatched rows, and for gradients of their results; None sends them wide."""
+        """Codes for dispatched rows and gradients of their results; None sends them unquantised."""
         narrow = self.narrow.get("w_in")
         return RowCodes(narrow.recipe.form("rows")) if narrow and narrow.recipe.wire else None
 
-    def _numbers(self, offs_E: Tensor, sent_R: Tensor | None) -> Tensor | None:
+    def _dropout_numbers(self, offs_E: Tensor, row_number_R: Tensor | None) -> Tensor | None:
         """Return a number for each pair of row and expert, if adapters have dropout."""
-        if sent_R is None or not self.drops:
+        if row_number_R is None or not self.drops:
             return None
-        expert_R = expert_of_rows(offs_E, sent_R.shape[0])
+        expert_R = expert_of_rows(offs_E, row_number_R.shape[0])
         (first,) = {place.first_expert for place in self.drops.values()}
-        return sent_R.to(torch.int64) + ((expert_R + first) << EXPERT)
+        return row_number_R.to(torch.int64) + ((expert_R + first) << EXPERT_BIT)
 
     def forward(
         self,
@@ -73,12 +73,12 @@ class Experts(Adaptable):
         offs_E: Tensor,
         probs_R: Tensor,
         flow: Flow,
-        sent_R: Tensor | None = None,
+        row_number_R: Tensor | None = None,
         clones: Tensor | None = None,
     ) -> Tensor:
         """Return ``y_RD``, weighted by ``probs_R``; rows past the last offset are unspecified.
 
-        ``sent_R`` are the rows' numbers in the step, if they were sent. With ``clones`` (see
+        ``row_number_R`` are the rows' numbers in the step, if they were sent. With ``clones`` (see
         :class:`Dispatched`), the rows after those of this rank's experts belong to the clones.
         Saves for backward: ``x_RD``, the routing and, unless recomputed, the pre-activation.
         """
@@ -90,68 +90,69 @@ class Experts(Adaptable):
 
             narrow = self.narrow["w_in"]
             hidden, first_expert = narrow.recipe.hidden_form, narrow.first_expert or 0
-            rows = RowRuns.of_groups(offs_E, flow.rows.first, first_expert, sent_R)
+            rows = RowRuns.of_groups(offs_E, flow.rows.first, first_expert, row_number_R)
 
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
                 return narrow_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R, hidden)
 
             return flow.keeper.run("experts", experts, x_RD, probs_R)
-        number_R, sink = self._numbers(offs_E, sent_R), flow.sink
+        number_R, sink = self._dropout_numbers(offs_E, row_number_R), flow.sink
         w_in, w_out = (self.operand(name, flow, None, number_R) for name in ("w_in", "w_out"))
         biases = [flow.operand(b, b.dtype) for b in (self.in_bias, self.out_bias) if b is not None]
         if clones is not None:
             w_in, w_out, *biases = self._with_clones(clones, biases, flow)
             sink = AUTOGRAD_SINK
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
-        again = flow.keeper.wants("experts")
+        recompute = flow.keeper.wants("experts")
         # The library's product may not support the adapter's rank as a width.
-        asked = "auto" if self._kernel == "grouped" else self._kernel
+        name = "auto" if self._kernel == "grouped" else self._kernel
         dims = [
             size for low in (w_in.low_rank, w_out.low_rank) if low for size in low.a.value.shape[1:]
         ]
-        slim = choose_kernel(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
-        low = None if slim is None else grouped_products(slim, offs_E)
+        kernel = choose_kernel(name, x_RD.dtype, *dims, device=x_RD.device) if dims else None
+        adapters = None if kernel is None else grouped_products(kernel, offs_E)
         form = self._form(offs_E, biases, flow)
         with flow.keeper.scope("experts", ends=offs_E):
-            return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, again, low, form)
+            return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, recompute, adapters, form)
 
     def _form(self, offs_E: Tensor, biases: Sequence[Operand], flow: Flow) -> ExpertVariant | None:
-        """Return biases, activation and weighting around the products; None is plain SwiGLU."""
-        if not self._formed:
+        """Return biases, activation and weighting around the products; None for plain SwiGLU."""
+        if not self._has_variant:
             return None
         b_in, b_out = biases or (None, None)
         form = self._activation or Activation()
-        # Outputs are summed over etp: each of its ranks adds a share of the output bias.
+        # Outputs are summed over etp: each of its ranks adds a part of the output bias.
         share = 1 / flow.world.group("etp").size
-        how = form.alpha, form.limit, form.offset
-        return ExpertVariant(offs_E, *how, b_in, b_out, share, self._on_input)
+        constants = form.alpha, form.limit, form.offset
+        return ExpertVariant(offs_E, *constants, b_in, b_out, share, self._on_input)
 
     def _with_clones(
         self, expert_Ps: Tensor, biases: Sequence[Operand], flow: Flow
     ) -> list[Operand]:
-        """Return weights and biases with the clones' appended; backward fetches these again."""
+        """Return weights and biases with those of clones appended, which backward fetches again."""
         ranks = flow.world.group("ep")
         label = ranks.recorder.label
 
-        def read() -> list[Operand]:
-            return leaves([self.operand("w_in", flow), self.operand("w_out", flow)])
+        def read_weights() -> list[Operand]:
+            return leaf_operands([self.operand("w_in", flow), self.operand("w_out", flow)])
 
-        def bring_again() -> tuple[Tensor, ...]:
-            return bring([one.value for one in read()], expert_Ps, ranks, label)
+        def fetch_again() -> tuple[Tensor, ...]:
+            return append_clones([w.value for w in read_weights()], expert_Ps, ranks, label)
 
-        here = read()
+        local = read_weights()
         with torch.no_grad():
-            values = bring([one.value for one in here], expert_Ps, ranks)
-            shifts = bring([one.value for one in biases], expert_Ps, ranks) if biases else ()
-        if not (flow.keeper.again or flow.keeper.block):  # What is recomputed fetches them anyway.
-            flow.keeper.discard("clones", values, bring_again)
-        masters = [one.master for one in (*here, *biases)]
+            values = append_clones([w.value for w in local], expert_Ps, ranks)
+            added = append_clones([b.value for b in biases], expert_Ps, ranks) if biases else ()
+        if not (flow.keeper.again or flow.keeper.block):  # Recomputation fetches them anyway.
+            flow.keeper.discard("clones", values, fetch_again)
+        masters = [operand.master for operand in (*local, *biases)]
         stand_ins = CloneGradients.apply(expert_Ps, ranks, flow.sink, *masters)
-        both = iter(map(Operand, stand_ins, (*values, *shifts)))
-        found = []
-        for one in (self.operand("w_in", flow), self.operand("w_out", flow)):
-            made, low = next(both), one.low_rank
+        operands = iter(map(Operand, stand_ins, (*values, *added)))
+        weights = []
+        for own in (self.operand("w_in", flow), self.operand("w_out", flow)):
+            weight, low = next(operands), own.low_rank
             if low is not None:
-                made = replace(made, low_rank=replace(low, a=next(both), b=next(both)))
-            found.append(made)
-        return [*found, *both]
+                low = replace(low, a=next(operands), b=next(operands))
+                weight = replace(weight, low_rank=low)
+            weights.append(weight)
+        return [*weights, *operands]

@@ -17,15 +17,15 @@ from moefold.moe.rows import MoeInput
 
 
 class IdleExperts(Adaptable):
-    """Output of choices beyond the E experts: identities first, then constants, then zeros.
+    """Outputs of choices numbered from E on: identities first, then constants, then zeros.
 
     ``constant_bias`` [D, C] has a column for each constant; None without constants.
     """
 
     def __init__(self, record: Router, hidden: int) -> None:
         super().__init__()
-        assert record.unsent is not None
-        self.experts, self.record = record.experts, record.unsent
+        assert record.idle_experts is not None
+        self.experts, self.record = record.experts, record.idle_experts
         constants = self.record.constant
         self.constant_bias = nn.Parameter(torch.empty(hidden, constants)) if constants else None
 
@@ -38,19 +38,19 @@ class IdleExperts(Adaptable):
         residual_TD, x_TD = rows
         if record.identity:
             kept_TK = (ids_TK >= 0) & (ids_TK < record.identity)
-            share_T1 = torch.where(kept_TK, weights_TK, 0).sum(1, keepdim=True)
-            residual_TD = residual_TD + scaled(x_TD * share_T1.to(x_TD.dtype), factor)
+            weight_T1 = torch.where(kept_TK, weights_TK, 0).sum(1, keepdim=True)
+            residual_TD = residual_TD + scaled(x_TD * weight_T1.to(x_TD.dtype), factor)
         if self.constant_bias is not None:
             place_TK = ids_TK - record.identity
             kept_TK = (place_TK >= 0) & (place_TK < record.constant)
             place_TK = torch.where(kept_TK, place_TK, record.constant)
-            share_TC = weights_TK.new_zeros(len(x_TD), record.constant + 1)
-            share_TC = share_TC.scatter_add(1, place_TK, weights_TK)[:, :-1]
-            given_DC = self.operand("constant_bias", flow, share_TC.dtype)
-            added_TD = linear(share_TC, given_DC, n_valid=flow.n_valid, sink=flow.sink)
+            weight_TC = weights_TK.new_zeros(len(x_TD), record.constant + 1)
+            weight_TC = weight_TC.scatter_add(1, place_TK, weights_TK)[:, :-1]
+            constant_DC = self.operand("constant_bias", flow, weight_TC.dtype)
+            added_TD = linear(weight_TC, constant_DC, n_valid=flow.n_valid, sink=flow.sink)
             residual_TD = residual_TD + scaled(added_TD.to(x_TD.dtype), factor)
-        here_TK = ids_TK < 0
-        sent_TK = torch.where(here_TK, sent_TK, self.experts)
-        weights_TK = torch.where(here_TK, weights_TK, 0)
-        left = replace(routed, sent_TK=sent_TK, weights_TK=weights_TK)
-        return MoeInput(residual_TD, x_TD), left
+        routed_TK = ids_TK < 0
+        sent_TK = torch.where(routed_TK, sent_TK, self.experts)
+        weights_TK = torch.where(routed_TK, weights_TK, 0)
+        without_idle = replace(routed, sent_TK=sent_TK, weights_TK=weights_TK)
+        return MoeInput(residual_TD, x_TD), without_idle

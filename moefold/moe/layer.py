@@ -19,7 +19,7 @@ from moefold.moe.experts import Experts
 from moefold.moe.idle import IdleExperts
 from moefold.moe.layer_dispatch import LayerDispatch
 from moefold.moe.router import Router
-from moefold.moe.rows import Apart, DispatchedRows, ExpertRows, MoeInput, RoutedRows
+from moefold.moe.rows import DispatchedRows, ExpertRows, MoeInput, RoutedRows, SeparateOutput
 
 
 class MoeFfn(nn.Module):
@@ -37,16 +37,16 @@ class MoeFfn(nn.Module):
     """Router class that subclasses use in place of the one that the record names."""
     residual_scale = 1.0
     """Factor on the output before it is added to the residual; set by the block."""
-    apart = False
-    """Whether the output is returned apart from the residual, since the block norms it first."""
+    separate_output = False
+    """Whether the output is returned without the residual, because the block norms it first."""
 
     def __init__(
         self, record: Moe, hidden: int, layer: int, dispatch: Record, expert_kernel: str
     ) -> None:
         super().__init__()
         self.record, self.residual_scale = record, record.scale
-        make = self.router_type or build
-        self.router: Router = make(record.router, hidden, record.capacity)
+        build_router = self.router_type or build
+        self.router: Router = build_router(record.router, hidden, record.capacity)
         self.router.layer = layer
         inner = record.latent or hidden
         self.experts = Experts(record, inner, expert_kernel)
@@ -59,30 +59,30 @@ class MoeFfn(nn.Module):
             else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         )
         self._two_way = record.shared is not None and record.shared.two_way
-        self.idle = IdleExperts(record.router, hidden) if record.router.unsent else None
+        self.idle = IdleExperts(record.router, hidden) if record.router.idle_experts else None
         self.balance = Balance(record)
         self._key = f"layers.{layer}"
-        self.sending = LayerDispatch(dispatch, record.router.experts, self._key, self.experts)
+        self.dispatcher = LayerDispatch(dispatch, record.router.experts, self._key, self.experts)
 
     @property
     def terms(self) -> dict[str, float]:
         """Coefficient of each router term by name, in the order of ``terms_N``."""
         return self.balance.coefficients
 
-    def forward(self, rows: MoeInput, flow: Flow) -> BlockOutput | Apart:
-        """Return residual and experts' output, added up unless ``apart``, and router terms."""
+    def forward(self, rows: MoeInput, flow: Flow) -> BlockOutput | SeparateOutput:
+        """Return residual plus output (separate if ``separate_output``), and router terms."""
         routed = self.route(rows, flow)
         dispatched = self.dispatch(routed, flow)
-        done = self.combine(self.run_experts(dispatched, flow), flow)
-        return self.finish(done, flow) if isinstance(done, ExpertRows) else done
+        combined = self.combine(self.run_experts(dispatched, flow), flow)
+        return self.finish(combined, flow) if isinstance(combined, ExpertRows) else combined
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return ``forward`` as segments, between which a schedule may run other work."""
+        """Return the steps of ``forward``, between which a schedule may run other work."""
         steps = (self.route, Exchange(self.dispatch), self.run_experts, Exchange(self.combine))
         return steps if self.up is None else (*steps, self.finish)
 
     def route(self, rows: MoeInput, flow: Flow) -> RoutedRows:
-        """Route the rows, or replay the micro-batch's decision, and compute the router terms."""
+        """Route the rows, or replay the micro-batch's decision, and compute router terms."""
         with flow.keeper.scope("moe", *rows):
             routed = self.router(rows.x_TD, flow, flow.decisions.made(self._key))
             flow.decisions[self._key], terms = self.balance(routed, flow)
@@ -100,45 +100,45 @@ class MoeFfn(nn.Module):
     def dispatch(self, rows: RoutedRows, flow: Flow) -> DispatchedRows:
         """Send copies of the rows to the ranks of their experts."""
         residual_TD, x_TD, terms_N, weights_TK, experts_TK, inner_TL = rows
-        given = x_TD if inner_TL is None else inner_TL
-        tokens = RoutedTokens(given, weights_TK, experts_TK, self._no_drop(flow))
+        rows_TL = x_TD if inner_TL is None else inner_TL
+        tokens = RoutedTokens(rows_TL, weights_TK, experts_TK, self._no_drop(flow))
         draws = flow.training and bool(self.experts.drops)
-        sent = self.sending.send(tokens, flow, self.experts.by_micro_batch, draws)
+        sent = self.dispatcher.send(tokens, flow, self.experts.shares_scales, draws)
         return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
-        """Run this rank's experts on the dispatched rows, and the shared one on its own rows."""
+        """Run this rank's experts on dispatched rows, and the shared expert on local rows."""
         residual_TD, shared_TD = rows.residual_TD, None
         with flow.world.recorder.module(f"{self._key}.moe.experts"):
-            y_RD, handle = self.sending.run(rows.sent, self.experts, flow)
+            y_RD, handle = self.dispatcher.run(rows.sent, self.experts, flow)
             if self.shared is not None:
                 shared_TD = self.shared(rows.x_TD, flow)
-                if not self.apart:
+                if not self.separate_output:
                     residual_TD = residual_TD + scaled(shared_TD, self.residual_scale)
                     shared_TD = None
         return ExpertRows(residual_TD, shared_TD, rows.terms_N, y_RD, handle)
 
-    def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart | ExpertRows:
-        """Return the experts' results to the ranks of their rows, and sum them for each row."""
-        out_TL = self.sending.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
+    def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput | SeparateOutput | ExpertRows:
+        """Send results back to the ranks of their tokens, and sum them by token."""
+        out_TL = self.dispatcher.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
         if self.up is not None:
             return rows._replace(y_RD=out_TL, handle=())
-        return self._added(rows, out_TL)
+        return self._add_to_residual(rows, out_TL)
 
-    def finish(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart:
-        """Project the sums of results from the latent width L to D."""
+    def finish(self, rows: ExpertRows, flow: Flow) -> BlockOutput | SeparateOutput:
+        """Project the summed results from the latent width L to D."""
         assert self.up is not None
         with flow.keeper.scope("moe"):
             out_TD = self.up(rows.y_RD, flow)
-        return self._added(rows, out_TD)
+        return self._add_to_residual(rows, out_TD)
 
-    def _added(self, rows: ExpertRows, out_TD: Tensor) -> BlockOutput | Apart:
+    def _add_to_residual(self, rows: ExpertRows, out_TD: Tensor) -> BlockOutput | SeparateOutput:
         out_TD = out_TD if rows.shared_TD is None else out_TD + rows.shared_TD
         added_TD = scaled(out_TD, self.residual_scale)
-        if self.apart:
-            return Apart(rows.residual_TD, added_TD, rows.terms_N)
+        if self.separate_output:
+            return SeparateOutput(rows.residual_TD, added_TD, rows.terms_N)
         return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)
 
     def _no_drop(self, flow: Flow) -> bool:
-        """Whether it is known on the host that every row goes to exactly K experts."""
+        """Whether the host knows that every row goes to exactly K experts."""
         return flow.valid_T is None and not self.record.drops

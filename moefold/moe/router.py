@@ -23,18 +23,18 @@ from moefold.layers.linear import Adaptable
 from moefold.layers.precision import ExactBuffers
 from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
-from moefold.moe.draws import DROP, drawn, jitter
+from moefold.moe.draws import DROP, make_jitter, uniform
 from moefold.moe.scoring import scores, weights
-from moefold.moe.topk import count, demand_places, drop, select
+from moefold.moe.topk import capacity_mask, count, require_places, select
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The routing decision for the rows of a micro-batch: made once, then replayed.
+    """Routing decision for the rows of a micro-batch: made once, then replayed.
 
-    Of a decision that was recorded in another run, ``experts_TK`` alone is required.
+    A decision recorded in another run needs only ``experts_TK``.
     """
 
     experts_TK: Tensor
@@ -42,7 +42,7 @@ class Decision:
     kept_TK: Tensor | None = None
     """bool, False for copies dropped by capacity and rows that are not valid; None if dropless."""
     plain_TK: Tensor | None = None
-    """int64 top-k of the scores alone (no bias, no groups), which auxiliary losses count."""
+    """int64 top-k of plain scores (no bias, no groups), which auxiliary losses count."""
     counts: Mapping[str, Tensor] | None = None
     """int64 [N, E] plain choices by population and expert, over all ranks, for each kind of
     population; None until the layer's counters have counted the decision."""
@@ -70,7 +70,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class RoutingContext:
-    """What a router may read besides scores when it chooses experts."""
+    """Inputs of a router's choice other than scores."""
 
     record: RouterRecord
     bias_E: Tensor | None
@@ -94,14 +94,14 @@ class RoutingContext:
     def gather(self, rows_TX: Tensor) -> Tensor:
         """All-gather rows over the ranks that share the micro-batch: a collective.
 
-        On one rank it returns its argument, not a copy.
+        On one rank it returns the argument itself.
         """
         if self.ranks.size == 1:
             return rows_TX
         return gather(rows_TX, self.ranks).flatten(0, 1)
 
     def own(self, gathered_TX: Tensor) -> Tensor:
-        """Return this rank's rows out of those that :meth:`gather` returned."""
+        """Return this rank's rows of a result of :meth:`gather`."""
         return gathered_TX.unflatten(0, (self.ranks.size, -1))[self.ranks.index]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class RoutingContext:
 
 
 class Router(ExactBuffers, Adaptable):
-    """Top-k router, and base of every router: plug-ins override :meth:`scores`, :meth:`choose`.
+    """Top-k router and base of all routers: plug-ins override :meth:`scores` or :meth:`choose`.
 
     ``weight`` [E, D] is the master parameter. ``selection_bias`` [E], if the record has one, is a
     buffer that stays float32 when the model is cast; it affects choices, never weights.
@@ -127,9 +127,9 @@ class Router(ExactBuffers, Adaptable):
         self.register_buffer("selection_bias", bias_E)
 
     def forward(self, x_TD: Tensor, flow: Flow, decision: Decision | None = None) -> Routed:
-        """Route the rows, with the choices and drops of ``decision`` if it is given.
+        """Route the rows; a ``decision`` to replay supplies choices and drops.
 
-        Non-finite logits in valid rows lead to an arbitrary but deterministic choice.
+        For non-finite logits in valid rows the choice is arbitrary but deterministic.
         """
         logits_TE = self._logits(x_TD, flow)
         scores_TE = self.scores(logits_TE)
@@ -166,10 +166,10 @@ class Router(ExactBuffers, Adaptable):
         """Return logits [T, E] in the wider of the record's and the rows' dtype."""
         dtype = torch.promote_types(DTYPES[self.record.dtype], x_TD.dtype)
         weight = self.operand("weight", flow, dtype)
-        given: dict[str, Any] = {"n_valid": flow.n_valid, "sink": flow.sink}
+        options: dict[str, Any] = {"n_valid": flow.n_valid, "sink": flow.sink}
         if self.record.jitter and flow.training:
-            given["drawn"] = jitter(self.record.jitter, self.layer, flow)
-        logits_TE = linear(x_TD, weight, **given)
+            options["drawn"] = make_jitter(self.record.jitter, self.layer, flow)
+        logits_TE = linear(x_TD, weight, **options)
         if self.bias is not None:
             bias = flow.operand(self.bias, dtype)
             logits_TE = add_bias(logits_TE, bias, n_valid=flow.n_valid, sink=flow.sink)
@@ -181,27 +181,28 @@ class Router(ExactBuffers, Adaptable):
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
         experts_TK = self.choose(scores_TE, self._context(flow))
-        demand_places(type(self).__name__, experts_TK, self.record, flow.training)
+        require_places(type(self).__name__, experts_TK, self.record, flow.training)
         plain = type(self).choose is Router.choose and self.record.groups is None
         plain = plain and self.selection_bias is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
 
     def _context(self, flow: Flow) -> RoutingContext:
-        seen = flow.rows, flow.world.group("tp_cp")
-        return RoutingContext(self.record, self.selection_bias, *seen, flow.training, self.layer)
+        shared = flow.rows, flow.world.group("tp_cp")
+        return RoutingContext(self.record, self.selection_bias, *shared, flow.training, self.layer)
 
     def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:
-        """Return which copies are kept; copies of the whole micro-batch compete, on all ranks."""
+        """Return the copies to keep; those of the whole micro-batch compete, over all ranks."""
         assert self.capacity is not None
         top_k, experts = self.record.top_k, self.record.choices
-        limit = self.capacity.copies(flow.rows.population, top_k, experts)
+        limit = self.capacity.max_copies(flow.rows.population, top_k, experts)
         by_weight = weights_TK.detach() if self.capacity.drop == "probs" else None
         if self.capacity.drop == "random":
-            by_weight = drawn(flow, top_k, self.layer, DROP, weights_TK)
+            by_weight = uniform(flow, top_k, self.layer, DROP, weights_TK)
         context = self._context(flow)
         experts_TK = context.gather(decision.experts_TK)
         by_weight = None if by_weight is None else context.gather(by_weight)
-        kept = drop(experts_TK, by_weight, context.gather(flow.rows.token_T), limit, experts)
+        token_T = context.gather(flow.rows.token_T)
+        kept = capacity_mask(experts_TK, by_weight, token_T, limit, experts)
         # Idle experts have no capacity.
         idle_TK = (decision.experts_TK >= self.record.experts) & (decision.experts_TK < experts)
         return context.own(kept) | idle_TK

@@ -1,4 +1,4 @@
-"""Routers that choose by other criteria than a row's own scores.
+"""Routers that do not choose by a row's scores alone.
 
 T token rows, E experts, K experts per token.
 """
@@ -14,21 +14,21 @@ from moefold.moe.topk import select
 
 
 class SinkhornRouter(Router):
-    """Top-k of scores that are rescaled in training until demand for all experts is equal."""
+    """Top-k of scores, rescaled in training until demand for all experts is equal."""
 
     record: Sinkhorn
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """Choose by rescaled scores in training, else by plain scores."""
+        """Choose by rescaled scores in training, and by plain scores otherwise."""
         if not context.training:
             return super().choose(scores_TE, context)
         if self.record.order == "topk_first":
             scores_TE = scores_TE.softmax(1)
-        least = torch.finfo(scores_TE.dtype).tiny
+        tiny = torch.finfo(scores_TE.dtype).tiny
         for _ in range(self.record.rounds):
-            wanted_E = context.sum(context.valid(scores_TE).sum(0))
-            scores_TE = scores_TE / wanted_E.clamp(min=least)
-            scores_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=least)
+            demand_E = context.sum(context.valid(scores_TE).sum(0))
+            scores_TE = scores_TE / demand_E.clamp(min=tiny)
+            scores_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=tiny)
         return super().choose(scores_TE, context)
 
 
@@ -38,27 +38,27 @@ class ExpertChoiceRouter(Router):
     record: ExpertChoice
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """Let experts choose in training, else tokens."""
+        """Let experts choose in training, and tokens otherwise."""
         if not context.training:
             return super().choose(scores_TE, context)
         record, rows = self.record, context.rows
-        taken = Capacity(factor=1.0).copies(rows.population, record.top_k, record.experts)
-        real_T1 = rows.valid_T[:, None]
-        masked_TE = torch.where(real_T1, scores_TE, -torch.inf)
+        per_expert = Capacity(factor=1.0).max_copies(rows.population, record.top_k, record.experts)
+        valid_T1 = rows.valid_T[:, None]
+        masked_TE = torch.where(valid_T1, scores_TE, -torch.inf)
         all_TE, token_T = (context.gather(part) for part in (masked_TE, rows.token_T))
         # Ties go to the earliest token over all ranks.
         row_T = token_T.argsort(stable=True)
         order_TE = all_TE[row_T].sort(dim=0, descending=True, stable=True).indices
         chosen_TE = torch.zeros_like(all_TE, dtype=torch.bool)
-        chosen_TE.scatter_(0, row_T[order_TE[:taken]], True)
-        own_TE = torch.where(context.own(chosen_TE) & real_T1, scores_TE, -torch.inf)
+        chosen_TE.scatter_(0, row_T[order_TE[:per_expert]], True)
+        own_TE = torch.where(context.own(chosen_TE) & valid_T1, scores_TE, -torch.inf)
         best_TE, experts_TE = own_TE.sort(dim=1, descending=True, stable=True)
         experts_TE = torch.where(best_TE == -torch.inf, record.experts, experts_TE)
         return experts_TE[:, : record.places].contiguous()
 
 
 class HashRouter(Router):
-    """Chooses the experts with the largest random numbers, which token id and layer determine."""
+    """Chooses the experts with the largest hashes of token id, layer and expert."""
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Choose independently of the scores."""
@@ -68,7 +68,7 @@ class HashRouter(Router):
 
 
 class RoundRobinRouter(Router):
-    """Chooses the next K experts for each token of the step or, with skew, random ones."""
+    """Chooses the next K experts for each token of the step, or random ones with ``skew``."""
 
     record: RoundRobin
 
@@ -78,13 +78,13 @@ class RoundRobinRouter(Router):
         if skew:
             token_T, key = context.rows.token_T, (SKEW, context.layer)
             odds_1E, drawn_TE = (
-                chance(of, range(experts), key, word).to(scores_TE.dtype).clamp_min_(2.0**-17)
-                for word, of in enumerate((torch.zeros_like(token_T[:1]), token_T))
+                chance(ids, range(experts), key, word).to(scores_TE.dtype).clamp_min_(2.0**-17)
+                for word, ids in enumerate((torch.zeros_like(token_T[:1]), token_T))
             )
             # Gumbel-max trick: the top of log-odds plus Gumbel noise is a draw by the odds.
             drawn_TE = torch.special.ndtri(odds_1E) * skew - drawn_TE.log().neg_().log_()
             return select(drawn_TE, top_k, valid_T=context.valid_T)
-        turn_K = torch.arange(top_k, device=scores_TE.device)
-        chosen_TK = (context.rows.token_T[:, None] * top_k + turn_K) % experts
+        place_K = torch.arange(top_k, device=scores_TE.device)
+        chosen_TK = (context.rows.token_T[:, None] * top_k + place_K) % experts
         valid_T = context.valid_T
         return chosen_TK if valid_T is None else chosen_TK.where(valid_T[:, None], experts)

@@ -1,4 +1,4 @@
-"""Records that travel from one step of an MoE layer to the next.
+"""Tensors passed from one step of an MoE layer to the next.
 
 T rows, D hidden, K experts per token, R rows after dispatch, N router terms.
 """
@@ -31,7 +31,7 @@ class RoutedRows(NamedTuple):
     experts_TK: Tensor
     """int64 expert ids; E for copies that are not sent."""
     inner_TL: Tensor | None = None
-    """Rows projected to the latent width, which are sent in place of ``x_TD``."""
+    """Rows projected to the latent width, sent instead of ``x_TD``."""
 
 
 class DispatchedRows(NamedTuple):
@@ -42,23 +42,23 @@ class DispatchedRows(NamedTuple):
     """Rows of this rank: input of the shared expert."""
     terms_N: Tensor
     sent: Dispatched | RoutedTokens
-    """Rows from all ranks for this rank's experts; or this rank's rows, to be sent in rounds."""
+    """Rows from all ranks for this rank's experts, or this rank's rows to be sent in rounds."""
 
 
 class ExpertRows(NamedTuple):
     """Output of the experts, input of ``combine``."""
 
     residual_TD: Tensor
-    """Residual rows plus the shared expert's output, unless that is in ``shared_TD``."""
+    """Residual rows, plus the shared expert's output unless ``shared_TD`` holds it."""
     shared_TD: Tensor | None
-    """Output of the shared expert where the block adds to the residual after a norm."""
+    """Output of the shared expert if the block norms the sum before adding it."""
     terms_N: Tensor
     y_RD: Tensor
     handle: Handle
 
 
-class Apart(NamedTuple):
-    """Output of the layer where the block norms it before adding it to the residual."""
+class SeparateOutput(NamedTuple):
+    """Output of the layer if the block norms it before adding it to the residual."""
 
     residual_TD: Tensor
     added_TD: Tensor

@@ -18,7 +18,7 @@ from moefold.moe.config import Router
 def scores(logits_TE: Tensor, record: Router) -> Tensor:
     """Return the scores [T, E] by which experts are chosen, in the logits' dtype.
 
-    If the softmax follows the choice (``topk_first``), these are the logits.
+    With ``topk_first``, where softmax follows the choice, they are the logits.
     """
     if record.order == "topk_first":
         return logits_TE
@@ -26,22 +26,22 @@ def scores(logits_TE: Tensor, record: Router) -> Tensor:
         case "softmax":
             return logits_TE.softmax(1)
         case "sigmoid":
-            return _in_whole_vectors(torch.sigmoid, logits_TE)
+            return _apply_padded(torch.sigmoid, logits_TE)
         case "sqrt_softplus":
             # The lower bound keeps the gradient finite where softplus underflows.
-            soft_TE = _in_whole_vectors(F.softplus, logits_TE)
+            soft_TE = _apply_padded(F.softplus, logits_TE)
             return soft_TE.clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
 
 
-def _in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply an elementwise function so that results do not depend on the number of values.
+def _apply_padded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply an elementwise function, padded so that results do not depend on the element count.
 
-    On a CPU torch computes the remainder after the last whole vectors by another formula.
+    On a CPU torch computes the elements after the last full vector by another formula.
     """
-    left_over = -values.numel() % 32  # two vectors of the widest CPU, as torch steps
-    if left_over == 0 or values.device.type != "cpu":
+    padding = -values.numel() % 32  # two vectors of the widest CPU, as torch steps
+    if padding == 0 or values.device.type != "cpu":
         return function(values)
-    padded = F.pad(values.flatten(), (0, left_over))
+    padded = F.pad(values.flatten(), (0, padding))
     return function(padded)[: values.numel()].view_as(values)
 
 
@@ -58,12 +58,12 @@ def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: Router) -> Tenso
 def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
     """Return the weights [T, K] of the chosen experts, differentiable in the scores.
 
-    With ``topk_first`` the softmax over the chosen ones sums to 1 already, so that ``renormalise``
+    With ``topk_first`` the softmax over the chosen experts already sums to 1, so ``renormalise``
     and ``epsilon`` have no effect. The sentinel E gets an arbitrary finite weight.
     """
     if uses_triton(scores_TE) and scores_TE.dtype == torch.float32 and not record.floor:
-        shares = kernels.NORMALISED if record.renormalise else kernels.UNCHANGED
-        rule = kernels.SOFTMAX if record.order == "topk_first" else shares
+        plain = kernels.NORMALISED if record.renormalise else kernels.UNCHANGED
+        rule = kernels.SOFTMAX if record.order == "topk_first" else plain
         return kernels.routing_weights(scores_TE, experts_TK, rule, record.epsilon, record.scale)
     weights_TK = scores_TE.gather(1, experts_TK.clamp(max=scores_TE.shape[1] - 1))
     if record.order == "topk_first":

@@ -11,8 +11,8 @@ from moefold.kernels.fused import uses_triton
 from moefold.kernels.routing import fused as kernels
 from moefold.moe.config import Groups, Router
 
-FEW = 1024
-"""Most values for which one sort on a CPU is faster than k calls for maxima."""
+SORT_LIMIT = 1024
+"""Most values for which one sort on a CPU is faster than k maxima."""
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def select(
     lowest id; NaN is the largest value. Rows that are not valid hold E.
     """
     if uses_triton(scores_TE) and scores_TE.dtype == torch.float32:
-        limits = (1, 1, 1) if groups is None else (groups.count, groups.keep, groups.summed)
+        limits = (1, 1, 1) if groups is None else (groups.count, groups.keep, groups.summed_scores)
         return kernels.select(scores_TE, bias_E, valid_T, top_k, *limits)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if groups is not None:
@@ -40,38 +40,38 @@ def select(
         else:
             score_TG = choice_TGe.topk(groups.best, dim=2).values.sum(2)
         chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool)
-        chosen_TG.scatter_(1, best(score_TG, groups.keep), True)
+        chosen_TG.scatter_(1, stable_topk(score_TG, groups.keep), True)
         choice_TE = torch.where(chosen_TG[:, :, None], choice_TGe, -torch.inf).flatten(1)
-    experts_TK = best(choice_TE, top_k)
+    experts_TK = stable_topk(choice_TE, top_k)
     if valid_T is None:
         return experts_TK
     return torch.where(valid_T[:, None], experts_TK, scores_TE.shape[1])
 
 
 @torch.no_grad()
-def best(values_TE: Tensor, k: int) -> Tensor:
+def stable_topk(values_TE: Tensor, k: int) -> Tensor:
     """Return the ids [T, k] of the k largest of each row, largest first, ties by lowest id.
 
     ``torch.topk`` does not define ties. On a CPU k maxima (torch guarantees their first index) take
     as long as one ``topk`` and a third of a stable sort; elsewhere, and for few values, one sort.
     """
-    if values_TE.device.type != "cpu" or values_TE.numel() <= FEW:
+    if values_TE.device.type != "cpu" or values_TE.numel() <= SORT_LIMIT:
         return values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
     # Selected values become -inf, below all remaining ones.
-    left_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
+    remaining_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
     picks = []
     for _ in range(k):
-        pick_T1 = left_TE.max(dim=1, keepdim=True).indices
-        left_TE.scatter_(1, pick_T1, -torch.inf)
+        pick_T1 = remaining_TE.max(dim=1, keepdim=True).indices
+        remaining_TE.scatter_(1, pick_T1, -torch.inf)
         picks.append(pick_T1)
     return torch.cat(picks, dim=1)
 
 
 @torch.no_grad()
-def drop(
+def capacity_mask(
     experts_TK: Tensor, weights_TK: Tensor | None, token_T: Tensor, limit: int, experts: int
 ) -> Tensor:
-    """Return bool [T, K]: the copies that are kept if no expert takes more than ``limit`` of them.
+    """Return bool [T, K]: the copies kept if each expert takes at most ``limit``.
 
     The largest weights are kept, ties by lowest global token id; without weights the lowest token
     ids. Copies for the sentinel ``experts`` are never kept.
@@ -98,7 +98,7 @@ def drop(
 def count(experts_TK: Tensor, experts: int) -> Tensor:
     """Return int64 [E]: the number of copies for each expert, without those of the sentinel E.
 
-    Integer sums are exact in any order, so that atomics on a device are deterministic.
+    Integer sums are exact in any order, so atomics on a device are deterministic.
     """
     if uses_triton(experts_TK) and experts <= kernels.MAX_BUCKETS:
         return kernels.count(experts_TK, experts)
@@ -107,11 +107,11 @@ def count(experts_TK: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(0, expert_C, torch.ones_like(expert_C))[:experts].clone()
 
 
-def demand_places(router: str, experts_TK: Tensor, record: Router, training: bool) -> None:
-    """Refuse a choice [T, K] whose K is not the record's ``places``, on which dispatch relies.
+def require_places(router: str, experts_TK: Tensor, record: Router, training: bool) -> None:
+    """Require that a choice [T, K] in training has as many columns as the record's ``places``.
 
     Raises:
-        ValueError: in training; outside it a router may choose another number.
+        ValueError: if not, since dispatch relies on it. Outside training K may differ.
     """
     chosen, places = experts_TK.shape[1], record.places
     if training and chosen != places:

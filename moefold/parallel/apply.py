@@ -129,7 +129,7 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     locate(model, shards)
     if layout.clones is not None:
         for _, mixture in model.moe_layers():
-            mixture.sending.open_slots(layout.clones, sizes.ep)
+            mixture.dispatcher.enable_clones(layout.clones, sizes.ep)
     secondary = world.secondary if table.has_pairs else None
     for kind, inner in layout.split_groups:
         world.split(kind, inner)

@@ -16,7 +16,14 @@ from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ri
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import divisors, size_violations
 from moefold.mesh.pipeline import Stages
-from moefold.moe.dispatch.config import DISPATCH, AllToAll, Clones, Dispatch, FixedRoom, Foreign
+from moefold.moe.dispatch.config import (
+    DISPATCH,
+    AllToAll,
+    Clones,
+    Dispatch,
+    FixedShape,
+    ThirdParty,
+)
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
@@ -107,14 +114,14 @@ class Layout(Record):
             yield from (found.under("context") for found in broken)
         if isinstance(self.dispatch, Dispatch):
             yield from (broken.under("dispatch") for broken in self.dispatch.violations(self.split))
-        if isinstance(self.dispatch, FixedRoom) and rows is not None:
+        if isinstance(self.dispatch, FixedShape) and rows is not None:
             yield from self._room_violations(self.dispatch, model, rows)
         if self.clones is not None:
             yield from self._clone_violations(self.clones, model.experts)
         if self.offload is not None:
             found = self.offload.violations(model.modules, self.recompute)
             yield from (broken.under("offload") for broken in found)
-            roomy = isinstance(self.dispatch, FixedRoom) and self.split.ep * self.split.etp > 1
+            roomy = isinstance(self.dispatch, FixedShape) and self.split.ep * self.split.etp > 1
             if self.offload.pages is not None and not roomy:
                 rule = "needs dispatch padded or spread, with ep or etp above 1: only these state "
                 rule += "how many rows a rank can receive"
@@ -138,7 +145,7 @@ class Layout(Record):
             away.host or away.disk or (away.pages and away.pages.spill)
         )
         leaves |= isinstance(again, Auto) and bool(again.host or again.disk)
-        sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedRoom)
+        sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedShape)
         draws = any(spec.draws for spec in model.specs)
         pairs = self.ordered_by.paired
         broken = (
@@ -179,7 +186,7 @@ class Layout(Record):
             yield from broken[-1]
 
     def _room_violations(
-        self, dispatch: FixedRoom, model: ModelNeeds, rows: int
+        self, dispatch: FixedShape, model: ModelNeeds, rows: int
     ) -> Iterator[Violation]:
         """Yield a capacity that is too small even for perfectly balanced routing."""
         sizes = self.split
@@ -187,9 +194,9 @@ class Layout(Record):
         routings = (s.routing for s in model.specs if not getattr(s, "drops", False))
         top_k = max((one.top_k for one in routings if one is not None), default=0)
         sent = rows // (sizes.tp * sizes.cp) * top_k
-        least = -(-sent // sizes.ep) if dispatch.of_pair else sent
+        least = -(-sent // sizes.ep) if dispatch.per_pair else sent
         if sizes.ep * sizes.etp > 1 and dispatch.max_rows < least:
-            where = "between two ranks" if dispatch.of_pair else "on each rank"
+            where = "between two ranks" if dispatch.per_pair else "on each rank"
             rule = f"must be at least {least}, the rows {where} if routing is perfectly balanced"
             yield Violation(("dispatch", "max_rows"), dispatch.max_rows, rule, least)
 
@@ -200,7 +207,7 @@ class Layout(Record):
             rule = "needs ep above 1: clones are on other ranks of ep"
             yield Violation(("clones",), clones, rule, None)
             return
-        if isinstance(self.dispatch, Foreign):
+        if isinstance(self.dispatch, ThirdParty):
             rule = f"needs another dispatch: {self.dispatch.kind} does not support clones"
             yield Violation(("clones",), clones, rule, None)
         most = min((n - n // ep for n in experts), default=clones.slots)

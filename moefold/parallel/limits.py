@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import max_, sum_
 from moefold.data.batch import MicroBatch
-from moefold.moe.dispatch.config import Dispatch, FixedRoom
+from moefold.moe.dispatch.config import Dispatch, FixedShape
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts
 
@@ -21,7 +21,7 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
         ValueError: if not, on all ranks, before any row is sent.
     """
     dispatch = placed.layout.dispatch
-    if not isinstance(dispatch, Dispatch) or not dispatch.even_rows:
+    if not isinstance(dispatch, Dispatch) or not dispatch.needs_equal_rows:
         return
     said = torch.tensor([(1, b.rows, b.rows**2) for b in batches])
     said = said.to(placed.world.device, non_blocking=True)
@@ -38,7 +38,7 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
 def repeats(placed: ModelParts) -> bool:
     """Return whether a step that exceeded the dispatcher's capacity is repeated without one."""
     dispatch = placed.layout.dispatch
-    return isinstance(dispatch, FixedRoom) and dispatch.on_overflow == "again"
+    return isinstance(dispatch, FixedShape) and dispatch.on_overflow == "again"
 
 
 def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
@@ -46,7 +46,7 @@ def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | Non
 
     None: there is no capacity. With pages, a second number: the missing pages, in thousandths.
     """
-    if not isinstance(placed.layout.dispatch, FixedRoom):
+    if not isinstance(placed.layout.dispatch, FixedShape):
         return None
     none = torch.zeros((), dtype=torch.int64, device=placed.world.device)
     rows, stash = torch.stack([none, *overflow]).amax(), placed.offload and placed.offload.stash
@@ -68,7 +68,7 @@ def enough_room(placed: ModelParts, missing: Tensor) -> Enough:
     A collective call, made once any rank exceeded its capacity. ``missing``: this rank's excess.
     """
     dispatch, offload = placed.layout.dispatch, placed.layout.offload
-    assert isinstance(dispatch, FixedRoom)
+    assert isinstance(dispatch, FixedShape)
     with placed.world.recorder.module("room"):
         most = max_(missing.clone(), placed.world.group("world"))
         rows, *parts = map(round, read_scalars(*most.reshape(-1).unbind()))
@@ -81,7 +81,7 @@ def enough_room(placed: ModelParts, missing: Tensor) -> Enough:
 def no_room(placed: ModelParts, needed: Enough) -> ValueError:
     """Return the error for a run that exceeded its capacity; it names a sufficient setting."""
     dispatch, offload = placed.layout.dispatch, placed.layout.offload
-    assert isinstance(dispatch, FixedRoom)
+    assert isinstance(dispatch, FixedShape)
     if not needed.needed_rows:
         assert offload is not None and offload.pages is not None
         return ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from moefold.config.base import to_dict
 from moefold.config.errors import RunError, Violation, dotted
-from moefold.moe.dispatch.config import DISPATCH, FixedRoom
+from moefold.moe.dispatch.config import DISPATCH, FixedShape
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
 from moefold.planner.from_run import (
@@ -429,7 +429,7 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
     if choice.sizes.ep * choice.sizes.etp > 1:
         each = choice.sizes.ep // layout.case.expert_domains
         node = {"node": each} if choice.dispatch == "two_level" else {}
-        fixed = issubclass(DISPATCH.kinds[choice.dispatch], FixedRoom)
+        fixed = issubclass(DISPATCH.kinds[choice.dispatch], FixedShape)
         room = {"max_rows": choice.max_rows} if fixed else {}
         said["dispatch"] = {"kind": choice.dispatch, **node, **room}
     if choice.clones:

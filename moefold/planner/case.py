@@ -20,7 +20,7 @@ from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.model.config import Block, Decoder
-from moefold.moe.dispatch.config import DISPATCH, FixedRoom
+from moefold.moe.dispatch.config import DISPATCH, FixedShape
 from moefold.optim.config import AdamW, Optim
 from moefold.planner.hardware import Cluster
 from moefold.planner.network import even_domains
@@ -290,10 +290,10 @@ class Case:
         return even_domains(self.cluster, self.sizes.ep, self.sizes.etp)
 
     @property
-    def room(self) -> FixedRoom | None:
+    def room(self) -> FixedShape | None:
         """The dispatcher's record if its room is stated, else None."""
         record = DISPATCH.kinds[self.dispatch]
-        if self.max_rows is None or not issubclass(record, FixedRoom):
+        if self.max_rows is None or not issubclass(record, FixedShape):
             return None
         return record.model_validate({"max_rows": self.max_rows})
 

@@ -117,9 +117,9 @@ class BiasedMoe(Moe):
 
     untrained = "experts with biases"
 
-    def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
+    def _unfused_traffic(self, hidden: int) -> tuple[Traffic, ...]:
         """Return the traffic of separate kernels for biases, clamped gates and scaled rows."""
-        columns = self._experts()[1]
+        columns = self._expert_units()[1]
         return (
             Traffic(self.width, 16, 24, "routed", columns),
             Traffic(hidden, 6, 8, "routed"),

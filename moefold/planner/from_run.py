@@ -16,7 +16,7 @@ from moefold.layers.config import Auto, Context, Full, Kind, Offload, Offloaded,
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder, MultiToken
-from moefold.moe.dispatch.config import DISPATCH, FixedRoom, Foreign
+from moefold.moe.dispatch.config import DISPATCH, FixedShape, ThirdParty
 from moefold.parallel.config import Layout
 from moefold.planner.case import (
     Case,
@@ -49,7 +49,7 @@ LOAD = 1.2
 """Default of the rows of the fullest expert rank over the mean: between forced balance, 1, and
 routers early in training, near 1.6 by published pairs of runs."""
 SEQ = 4096
-OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
+OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, ThirdParty))
 """Dispatchers that need another package and have never been run with it."""
 UNMEASURED = (
     "the time model is not fitted to moefold on a GPU: times and their ± use rates measured with "
@@ -161,7 +161,7 @@ class Choice:
         """Return the CUDA graphs; they include experts if all passes have equally many rows."""
         if self.graphs == "none" or task.cluster.device.cpu:
             return task.software.cuda_graphs
-        fixed = issubclass(DISPATCH.kinds[self.dispatch], FixedRoom)
+        fixed = issubclass(DISPATCH.kinds[self.dispatch], FixedShape)
         known = fixed or self.sizes.ep * self.sizes.etp == 1
         return "full" if self.graphs == "step" else "experts" if known else "partial"
 
@@ -321,7 +321,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
         stages=None if layout.stages is None else Stages.parse(layout.stages),
         context=context,
         order=layout.order,
-        max_rows=layout.dispatch.max_rows if isinstance(layout.dispatch, FixedRoom) else None,
+        max_rows=layout.dispatch.max_rows if isinstance(layout.dispatch, FixedShape) else None,
         clones=0 if layout.clones is None else layout.clones.slots,
         graphs=layout.graphs,
     )

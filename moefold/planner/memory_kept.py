@@ -69,8 +69,8 @@ def shape_of(case: Case) -> Shape:
         sizes.cp,
         case.context,
         sizes.ep,
-        None if fixed is None else fixed.arriving(sizes),
-        0 if fixed is None else fixed.places(sizes),
+        None if fixed is None else fixed.buffer_rows(sizes),
+        0 if fixed is None else fixed.saved_indices(sizes),
         case.schedule.paired or case.graphs_of_parts,
         case.clones,
     )

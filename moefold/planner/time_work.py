@@ -155,7 +155,7 @@ class LayerPolicy(NamedTuple):
         kept = case.keeping
         host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
         pages = kept.page > 0 and "block" not in kept.recompute
-        hops = case.room.hops(case.sizes.ep) if case.room else ()
+        hops = case.room.rows_per_hop(case.sizes.ep) if case.room else ()
         more = case.context, case.clones, pages, kept.spill * pages, hops
         return cls(case.dispatch, kept.recompute, *host, *disk, *more)
 

@@ -29,7 +29,7 @@ from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.moe.config import Shared
-from moefold.moe.dispatch.config import DISPATCH, Clones, FixedRoom, Foreign
+from moefold.moe.dispatch.config import DISPATCH, Clones, FixedShape, ThirdParty
 from moefold.optim.config import OPTIMIZER, AdamW, QkClip
 from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.case import ProofCase, Subject, enough
@@ -70,7 +70,7 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
 
 def dispatches() -> list[Record]:
     """Return every dispatcher that needs no GPU, with sufficient room."""
-    return [one for one in kinds(DISPATCH, max_rows=ROOM) if not isinstance(one, Foreign)]
+    return [one for one in kinds(DISPATCH, max_rows=ROOM) if not isinstance(one, ThirdParty)]
 
 
 Rule = Callable[[], Iterator[ProofCase]]
@@ -347,7 +347,7 @@ def offloads() -> Iterator[ProofCase]:
         more = {"offload": away, "recompute": _again(sizes, *some)}
         yield from _each([latent], [(sizes, world)], **more)
     sizes = [("ep2", 2), ("tp2 ep4", 4), ("pp2 ep2", 4)]
-    for record in (one for one in dispatches() if isinstance(one, FixedRoom)):
+    for record in (one for one in dispatches() if isinstance(one, FixedShape)):
         for spill, of in enumerate((["gqa", "mla"], [deeper])):
             pages = Offload(pages=OffloadToPages(page=8, load=4.0, spill=spill))
             yield from _each(of, sizes, dispatch=record, offload=pages)
@@ -461,7 +461,7 @@ def precisions() -> Iterator[ProofCase]:
 def _dispatched(named: Sequence[tuple[str, Subject]], sizes: str) -> Iterator[ProofCase]:
     """Yield every dispatcher on four ranks."""
     for dispatch in dispatches():
-        if isinstance(dispatch, FixedRoom):
+        if isinstance(dispatch, FixedShape):
             dispatch = dispatch.model_copy(update={"on_overflow": "stop"})
         yield from _each(named, [(sizes, 4)], dispatch=dispatch)
 

@@ -317,7 +317,7 @@ class Shape:
     room: int | None = None
     """Rows of the dispatcher's receive buffer, if its shapes are fixed."""
     places: int = 0
-    """Further indices that such a dispatcher saves (``FixedRoom.places``)."""
+    """Further indices that such a dispatcher saves (``FixedShape.saved_indices``)."""
     apart: bool = False
     """Whether a schedule runs a block's exchanges as separate segments, to overlap them."""
     clones: int = 0

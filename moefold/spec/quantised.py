@@ -9,7 +9,7 @@ from moefold.config.errors import REMOVE, Violation
 from moefold.kernels.quantise.config import Fp8Tensor, Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
-from moefold.moe.dispatch.config import FixedRoom, Foreign
+from moefold.moe.dispatch.config import FixedShape, ThirdParty
 from moefold.optim.config import Optim, matches
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import ModelNeeds, halves, model_weights, needs
@@ -173,8 +173,8 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
     yield from _draw_violations(layout, "train.quantise", cuts.experts, experts)
     dispatch, sizes = layout.dispatch, layout.split
-    moves = getattr(dispatch, "moves_codes", False) or sizes.ep * sizes.etp == 1
-    if record.wire == "codes" and not (moves or isinstance(dispatch, Foreign)):
+    moves = getattr(dispatch, "supports_codes", False) or sizes.ep * sizes.etp == 1
+    if record.wire == "codes" and not (moves or isinstance(dispatch, ThirdParty)):
         rule = "cannot send quantised rows, which train.quantise.wire: codes requires"
         yield Violation(("dispatch",), getattr(dispatch, "kind", ""), rule, "alltoall")
 
@@ -209,11 +209,11 @@ def _draw_violations(
     if layout.graphs != "none":
         rule = f"replays recorded random numbers, but {what} needs new ones in each step"
         yield Violation(("graphs",), layout.graphs, rule, "none")
-    again = isinstance(layout.dispatch, FixedRoom) and layout.dispatch.on_overflow == "again"
+    again = isinstance(layout.dispatch, FixedShape) and layout.dispatch.on_overflow == "again"
     if again and together and layout.split.ep * layout.split.etp > 1:
         rule = f"repeats a step in rounds that send no row numbers, which {what} needs"
         yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
-    if isinstance(layout.dispatch, Foreign) and experts:
+    if isinstance(layout.dispatch, ThirdParty) and experts:
         rule = f"sends only bf16 rows, but {what} also needs their exact row numbers"
         yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")
 
@@ -227,7 +227,7 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
     at = ("train", "quantise")
     if any(one.adapters for one in (decoder, *decoder.blocks)):
         yield Violation(at, kind, "cannot be combined with adapters", REMOVE)
-    if any(getattr(block.ffn, "formed", False) for block in decoder.blocks):
+    if any(getattr(block.ffn, "has_expert_variant", False) for block in decoder.blocks):
         rule = "needs experts with plain SwiGLU, without biases, and with weigh: output"
         yield Violation(at, kind, rule, REMOVE)
     if record.scaling == "delayed" and not isinstance(record, Fp8Tensor):

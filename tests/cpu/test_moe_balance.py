@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow
-from moefold.moe.balance import Balance, Observed, Term, count_by, sum_by
+from moefold.moe.balance import Balance, Observed, Term, count_choices, sum_rows
 from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Groups, Moe, Z
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.router import Decision, Router
@@ -622,8 +622,8 @@ def test_sums_and_counts_by_population_equal_loops(data: st.DataObject) -> None:
     given_T = None if populations == 1 else population_T
     values_TE = torch.randn(rows, 4, dtype=torch.float64, requires_grad=True)
     experts_TK = torch.rand(rows, 4).argsort(dim=1)[:, :2]
-    sums_NE = sum_by(values_TE, given_T, populations)
-    counts_NE = count_by(experts_TK, given_T, populations, 4)
+    sums_NE = sum_rows(values_TE, given_T, populations)
+    counts_NE = count_choices(experts_TK, given_T, populations, 4)
     for n in range(populations):
         mine = [t for t in range(rows) if population[t] == n]
         expected_E = values_TE[mine].sum(0)

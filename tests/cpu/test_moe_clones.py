@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.moe.clones import ClonePlan, lay, plan_clones, quotas, shares
+from moefold.moe.clones import ClonePlan, place_clones, plan_clones, quotas, send_counts
 from moefold.moe.dispatch.config import Clones, Spread
 from moefold.planner.case import EVENED
 from tests.pure.test_moe_dispatch_config import dealt
@@ -59,7 +59,7 @@ def check_plan(counts_XE: Tensor, ranks: int, record: Clones) -> float:
     assert not clone_EP.any() or int(quota_EP[clone_EP].min()) >= record.least_rows
     before, after = int(counts_E.view(ranks, -1).sum(1).max()), int(quota_EP.sum(0).max())
     assert after <= before
-    seat_EP, expert_Ps = lay(quota_EP, record.slots)
+    seat_EP, expert_Ps = place_clones(quota_EP, record.slots)
     per_rank = each + record.slots
     for expert, rank in quota_EP.nonzero().tolist():
         at, place = divmod(int(seat_EP[expert, rank]), per_rank)
@@ -67,7 +67,7 @@ def check_plan(counts_XE: Tensor, ranks: int, record: Clones) -> float:
         there = int(expert_Ps[rank, place - each]) if place >= each else rank * each + place
         assert there == expert
     assert int((expert_Ps < experts).sum()) == int(clone_EP.sum())
-    sent_XEP = torch.stack([shares(counts_XE, quota_EP, x) for x in range(len(counts_XE))])
+    sent_XEP = torch.stack([send_counts(counts_XE, quota_EP, x) for x in range(len(counts_XE))])
     assert bool((sent_XEP >= 0).all()) and torch.equal(sent_XEP.sum(2), counts_XE)
     assert torch.equal(sent_XEP.sum(0), quota_EP)
     own_PE = counts_XE.unflatten(0, (ranks, -1)).sum(1)
@@ -78,8 +78,8 @@ def check_plan(counts_XE: Tensor, ranks: int, record: Clones) -> float:
         sent_PP = sent_XEP[at::slices].sum(1).numpy()
         rows = int(max(sent_PP.sum(0).max(), sent_PP.sum(1).max()))
         room = Spread(max_rows=max(rows, 1))
-        assert room.dealt(ranks) * ranks >= rows
-        assert int(dealt(sent_PP[None]).max()) <= room.between(ranks)
+        assert room.dealt_rows(ranks) * ranks >= rows
+        assert int(dealt(sent_PP[None]).max()) <= room.rows_per_pair(ranks)
     return after * ranks / max(int(counts_E.sum()), 1)
 
 
@@ -142,5 +142,5 @@ def test_a_copy_goes_where_its_share_says() -> None:
     plan = plan_clones(experts_TK, experts, Clones(slots=2), World.single())
     assert isinstance(plan, ClonePlan)
     sent = experts_TK < experts
-    assert torch.equal(plan.seats_TK[sent], experts_TK[sent])
-    assert bool((plan.seats_TK[~sent] == experts + 2).all())
+    assert torch.equal(plan.physical_TK[sent], experts_TK[sent])
+    assert bool((plan.physical_TK[~sent] == experts + 2).all())

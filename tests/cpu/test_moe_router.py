@@ -16,7 +16,7 @@ from moefold.moe.dispatch.config import LocalExperts
 from moefold.moe.layer import MoeFfn
 from moefold.moe.router import Decision, Routed, Router, RoutingContext
 from moefold.moe.scoring import probabilities
-from moefold.moe.topk import best, count, drop, select
+from moefold.moe.topk import capacity_mask, count, select, stable_topk
 from tests.cpu.routing import (
     distribution_by_loop,
     drawn,
@@ -194,7 +194,7 @@ def test_ties_take_the_lowest_id(values: list[list[float]], k: int) -> None:
     """``best`` is the head of a stable sort, with as many ties and infinities as one likes."""
     values_TE = torch.tensor(values).reshape(-1, 7)
     expected = [sorted(range(7), key=lambda e: (-row[e], e))[:k] for row in values]
-    assert best(values_TE, k).tolist() == expected
+    assert stable_topk(values_TE, k).tolist() == expected
     by_sort = values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k]
     assert by_sort.tolist() == expected
 
@@ -323,7 +323,7 @@ def test_capacity_is_a_share_of_the_copies_rounded_up() -> None:
     table = [(16, 2, 8, 1.0, 4), (17, 2, 8, 1.0, 5), (50, 1, 1, 1.1, 55), (0, 2, 8, 1.25, 0)]
     table += [(1, 1, 64, 1.0, 1), (4096, 8, 64, 1.25, 640), (10, 1, 1, 1e-5, 1)]
     for tokens, top_k, experts, factor, expected in table:
-        assert Capacity(factor=factor).copies(tokens, top_k, experts) == expected
+        assert Capacity(factor=factor).max_copies(tokens, top_k, experts) == expected
 
 
 @given(data=st.data())
@@ -343,7 +343,7 @@ def test_drops_equal_a_plain_loop(data: st.DataObject) -> None:
     experts_TK[~torch.tensor(valid, dtype=torch.bool)] = 4
     weights_TK = torch.tensor(weights).reshape(rows, 2) if by_weight else None
     token_T = torch.tensor(token, dtype=torch.int64)
-    kept_TK = drop(experts_TK, weights_TK, token_T, limit, 4)
+    kept_TK = capacity_mask(experts_TK, weights_TK, token_T, limit, 4)
     there = [[e if ok else -1 for e in row] for row, ok in zip(experts, valid, strict=True)]
     stays = drop_by_loop(there, weights if by_weight else None, token, limit)
     assert {(t, k) for t in range(rows) for k in range(2) if kept_TK[t, k]} == stays

@@ -12,7 +12,7 @@ from lone_rank import META, ROWS, apart, data_of, micro_batch
 
 from moefold.comm import fake_world
 from moefold.mesh.folding import Folding
-from moefold.moe.topk import best
+from moefold.moe.topk import stable_topk
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
@@ -135,5 +135,5 @@ def test_micro_batches_that_are_done_keep_their_rows_alone(layout: dict[str, Any
 
 def test_the_choice_of_experts_keeps_no_more_than_it_says() -> None:
     """And not the whole order of all experts behind a view of its head."""
-    chosen_TK = best(torch.empty(ROWS, 128, device=META), 8)
+    chosen_TK = stable_topk(torch.empty(ROWS, 128, device=META), 8)
     assert chosen_TK.untyped_storage().nbytes() == chosen_TK.numel() * 8

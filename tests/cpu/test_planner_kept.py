@@ -167,7 +167,7 @@ UNEVEN = ("jitter, experts choose", "idle experts")
 CODED = {
     name: one
     for name, one in BLOCKS.items()
-    if not getattr(one.ffn, "formed", False) and name not in UNEVEN
+    if not getattr(one.ffn, "has_expert_variant", False) and name not in UNEVEN
 }
 """Those that may have products on codes, whose experts can all get all rows."""
 

@@ -12,7 +12,7 @@ from moefold.config.base import Record
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.clones import quotas
-from moefold.moe.dispatch.config import Clones, FixedRoom, LocalExperts, Padded, Spread
+from moefold.moe.dispatch.config import Clones, FixedShape, LocalExperts, Padded, Spread
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.layer_dispatch import LayerDispatch
 from tests.cpu.small import padded_rows
@@ -54,7 +54,7 @@ class Came(NamedTuple):
     excess: int
 
 
-def room_for(way: str, counts_XE: Tensor, world: World, clones: Clones | None) -> FixedRoom:
+def room_for(way: str, counts_XE: Tensor, world: World, clones: Clones | None) -> FixedShape:
     """Return a record with the least room that a routing needs."""
     ep, etp = world.group("ep").size, world.group("etp").size
     counts_E = counts_XE.sum(0)
@@ -103,17 +103,17 @@ def came(rank: int, sizes: str, ranks: int, way: str, slots: int) -> dict[str, C
         sending = LayerDispatch(record, E, "layer")
         if clones is not None:
             flow.decisions.clear()
-            sending.open_slots(clones, ep.size)
+            sending.enable_clones(clones, ep.size)
         sent = sending.send(RoutedTokens(mine.x_TD, mine.weights_TK, mine.experts_TK), flow)
         given = Given(world)
         y_RD, handle = sending.run(sent, given, flow)  # type: ignore[arg-type]
         out_TD = sending.fetch(y_RD, handle, False, flow)
-        assert isinstance(record, FixedRoom)
+        assert isinstance(record, FixedShape)
         found[routing] = Came(
             float((out_TD - whole.out_TD.split(ROWS)[place]).abs().max()),
             *given.rows,
-            record.arriving(world.folding.sizes),
-            record.filled(world.folding.sizes),
+            record.buffer_rows(world.folding.sizes),
+            record.max_rows_received(world.folding.sizes),
             int(flow.overflow[len(found)]),
         )
     return found

@@ -13,7 +13,7 @@ from moefold.comm.world import World
 from moefold.layers.config import Full
 from moefold.mesh.folding import Folding
 from moefold.model.init import initial_values
-from moefold.moe.clone_weights import take_home
+from moefold.moe.clone_weights import reduce_clone_gradients
 from moefold.moe.dispatch.config import Clones, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -133,7 +133,7 @@ def added(rank: int) -> bool:
         for at in range(4)
     ]
     at_Ps = torch.zeros(4, 1, dtype=torch.int64)
-    (home,) = take_home([parts[rank]], at_Ps, 4, world.group("ep"), "clones")
+    (home,) = reduce_clone_gradients([parts[rank]], at_Ps, 4, world.group("ep"), "clones")
     want = sum(parts, torch.zeros(1, 3, 5))
     return torch.equal(home, want) if rank == 0 else not home.any()
 

@@ -16,7 +16,7 @@ from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.init import initial_values
-from moefold.moe.dispatch.config import AllToAll, FixedRoom, Padded, Spread
+from moefold.moe.dispatch.config import AllToAll, FixedShape, Padded, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
@@ -151,7 +151,7 @@ def test_a_step_without_room_ends_with_the_number_that_is_enough() -> None:
     assert re.search("is 1, but [0-9]+ is needed", answers[0][1])
 
 
-SHORT: tuple[tuple[str, int, FixedRoom, Any, Precision], ...] = (
+SHORT: tuple[tuple[str, int, FixedShape, Any, Precision], ...] = (
     ("ep2", 0, Padded(max_rows=29), "1f1b", "fp64"),
     ("ep2", 3, Padded(max_rows=29), "zb_h1", "bf16"),
     ("ep4", 1, Spread(max_rows=12), "1f1b", "fp64"),

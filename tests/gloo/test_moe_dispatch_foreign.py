@@ -18,7 +18,7 @@ import torch
 
 from moefold.config import slot
 from moefold.data.batch import assemble
-from moefold.moe.dispatch.config import DeepEp, Foreign, HybridEp, LocalExperts, NcclEp
+from moefold.moe.dispatch.config import DeepEp, HybridEp, LocalExperts, NcclEp, ThirdParty
 from moefold.moe.dispatch.third_party import check_rows
 from moefold.parallel.config import Layout
 from moefold.training import step
@@ -36,7 +36,7 @@ from tests.gloo.dispatching import (
 )
 from tests.gloo.harness import run_ranks
 
-WAYS: dict[str, Foreign] = {
+WAYS: dict[str, ThirdParty] = {
     "deep_ep": DeepEp(),
     "hybrid_ep": HybridEp(),
     "nccl_ep": NcclEp(max_rows=16),
@@ -50,7 +50,7 @@ Seen = dict[tuple[str, str], tuple[list[float], list[Call]]]
 
 
 @contextmanager
-def installed(record: Foreign, module: ModuleType) -> Iterator[None]:
+def installed(record: ThirdParty, module: ModuleType) -> Iterator[None]:
     """While open, a module stands for an adapter's package, on CPUs."""
     names = record.module.split(".")
     outer = {".".join(names[:n]): ModuleType(names[n - 1]) for n in range(1, len(names))}
@@ -105,7 +105,7 @@ def test_adapters_give_what_one_rank_gives_by_calls_that_packages_take() -> None
             assert len(errors) == 2 * len(CASES[way]) and max(errors) <= 4 * 2**-8
             assert all(by_place == 0 for _, by_place, _ in log), log
             assert all(stated(WAYS[way], name, set(words)) for name, _, words in log), log
-            assert {name for name, _, _ in log} == {name for name, _ in WAYS[way].calls}
+            assert {name for name, _, _ in log} == {name for name, _ in WAYS[way].required_calls}
             made = [name for name, _, _ in log if name in ("Buffer", "HybridEPBuffer")]
             begun = [name for name, _, _ in log if name in ("ep_bootstrap", "ep_finalize")]
             assert len(made) == (way != "nccl_ep"), "one buffer for whatever number of rows"
@@ -116,10 +116,12 @@ def test_adapters_give_what_one_rank_gives_by_calls_that_packages_take() -> None
                 assert ("num_topk" in given) == ("num_topk" in takes)
 
 
-def stated(record: Foreign, name: str, words: set[str]) -> bool:
+def stated(record: ThirdParty, name: str, words: set[str]) -> bool:
     """Say whether the record names the arguments of a call."""
     known = (
-        set(given.replace("?", "").split()) for called, given in record.calls if called == name
+        set(given.replace("?", "").split())
+        for called, given in record.required_calls
+        if called == name
     )
     return any(words <= given for given in known)
 
@@ -152,7 +154,7 @@ def test_a_package_whose_functions_take_something_else_is_refused(
             pytest.raises(ValueError, match=f"its {name} takes other arguments") as error,
         ):
             slot.build(WAYS[way], E)
-        assert WAYS[way].remedy in str(error.value)
+        assert WAYS[way].install in str(error.value)
 
 
 @pytest.mark.parametrize("fault", [AssertionError("No libnccl.so found"), AssertionError()])
@@ -189,7 +191,7 @@ def test_b40_different_numbers_of_rows_are_refused_before_anything_is_sent() -> 
 def test_a_missing_package_is_named_with_how_to_get_it(way: str) -> None:
     with pytest.raises(ValueError, match=f"{way} needs") as error:
         slot.build(WAYS[way], E)
-    assert WAYS[way].remedy in str(error.value)
+    assert WAYS[way].install in str(error.value)
     assert "alltoall_once" in str(error.value)
 
 

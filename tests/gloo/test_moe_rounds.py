@@ -151,5 +151,9 @@ def test_b65_products_of_rounds_leave_no_rows_waiting() -> None:
 def test_room_that_a_rank_is_sent_is_what_is_stated() -> None:
     """Of `padded` all pairs' rooms; of `spread` that of a rank, without what dealing rounds up."""
     sizes = Sizes(ep=4, etp=2)
-    assert Padded(max_rows=3).filled(sizes) == 24 == Padded(max_rows=3).arriving(sizes)
-    assert Spread(max_rows=10).filled(sizes) == 20 < Spread(max_rows=10).arriving(sizes)
+    assert (
+        Padded(max_rows=3).max_rows_received(sizes) == 24 == Padded(max_rows=3).buffer_rows(sizes)
+    )
+    assert (
+        Spread(max_rows=10).max_rows_received(sizes) == 20 < Spread(max_rows=10).buffer_rows(sizes)
+    )

@@ -112,8 +112,8 @@ PLANTS = (
         "the term pools the layers it has seen",
         BALANCE + "test_b08_layers_that_collapse_differently_do_not_cancel",
         "moe/balance.py",
-        "        probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])\n",
-        "        probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])\n"
+        "        probability_NE = sum_rows(probability_TE, segment_T, counts_NE.shape[0])\n",
+        "        probability_NE = sum_rows(probability_TE, segment_T, counts_NE.shape[0])\n"
         "        seen = AuxLoss.__dict__.get('seen', ()) + ((counts_NE, probability_NE),)\n"
         "        counts_NE, probability_NE = (sum(part) for part in zip(*seen))\n"
         "        probability_NE, AuxLoss.seen = probability_NE / len(seen), seen\n",
@@ -123,7 +123,7 @@ PLANTS = (
         "all layers share one set of counters",
         STEP + "test_b08_layers_that_collapse_onto_different_experts_do_not_cancel",
         "moe/balance.py",
-        "        self.counters = Counters(record.router.choices, bool(self._averaged))\n",
+        "        self.counters = Counters(record.router.choices, bool(self._target_updates))\n",
         "        Balance.one = Balance.__dict__.get('one') or Counters(record.router.choices)\n"
         "        self.counters = Balance.one\n",
     ),

@@ -94,9 +94,9 @@ PLANTS = (
         ROUNDS + "test_b65_no_rank_has_more_rows_than_its_room_whatever_is_routed",
         "moe/rounds.py",
         "            part_TD = checkpoint(\n"
-        "                one, *tokens[:2], number, use_reentrant=False, preserve_rng_state=False\n"
+        "                step, *tokens[:2], number, use_reentrant=False, preserve_rng_state=False\n"
         "            )\n",
-        "            part_TD = one(*tokens[:2], number)\n",
+        "            part_TD = step(*tokens[:2], number)\n",
     ),
     Plant(
         "b65",
@@ -139,16 +139,16 @@ PLANTS = (
         "tests/gloo/test_moe_clones.py::"
         "test_b67_gradients_of_clones_are_added_in_the_order_of_ranks",
         "moe/clone_weights.py",
-        "zip(expert_Ps.unbind(), came.chunk(ranks.size), strict=True):",
-        "reversed([*zip(expert_Ps.unbind(), came.chunk(ranks.size), strict=True)]):",
+        "zip(expert_Ps.unbind(), received.chunk(ranks.size), strict=True):",
+        "reversed([*zip(expert_Ps.unbind(), received.chunk(ranks.size), strict=True)]):",
     ),
     Plant(
         "b67",
         "clones have the weights of an earlier micro-batch's",
         CLONES,
         "moe/experts.py",
-        "            values = bring([one.value for one in here], expert_Ps, ranks)\n",
-        "            values = bring([one.value for one in here], expert_Ps, ranks)\n"
+        "            values = append_clones([w.value for w in local], expert_Ps, ranks)\n",
+        "            values = append_clones([w.value for w in local], expert_Ps, ranks)\n"
         '            values = self.__dict__.setdefault("_kept", values)\n',
     ),
     Plant(
@@ -156,8 +156,8 @@ PLANTS = (
         "a rank's own rows count twice",
         PLANS + "test_b66_plans_keep_rows_and_slots",
         "moe/clones.py",
-        "left_XE, free_EP = (counts_PSE - own_PSE).flatten(0, 1),",
-        "left_XE, free_EP = counts_PSE.flatten(0, 1),",
+        "remaining_XE, free_EP = (counts_PSE - own_PSE).flatten(0, 1),",
+        "remaining_XE, free_EP = counts_PSE.flatten(0, 1),",
     ),
     Plant(
         "b66",
@@ -189,16 +189,16 @@ PLANTS = (
         "a clone's gradient is lost",
         CLONES,
         "moe/clone_weights.py",
-        "precomputed(one[:here] + back)",
-        "precomputed(one[:here].clone())",
+        "precomputed(grad[:own] + clones)",
+        "precomputed(grad[:own].clone())",
     ),
     Plant(
         "b67",
         "a clone's gradient is added twice",
         CLONES,
         "moe/clone_weights.py",
-        "precomputed(one[:here] + back)",
-        "precomputed(one[:here] + 2 * back)",
+        "precomputed(grad[:own] + clones)",
+        "precomputed(grad[:own] + 2 * clones)",
     ),
     Plant(
         "b67",
@@ -229,8 +229,8 @@ PLANTS = (
         "weights of clones are kept for backward",
         CLONES,
         "moe/experts.py",
-        "        if not (flow.keeper.again or flow.keeper.block):  # What",
-        "        if flow.keeper.again or flow.keeper.block:  # What",
+        "        if not (flow.keeper.again or flow.keeper.block):  # Recomputation",
+        "        if flow.keeper.again or flow.keeper.block:  # Recomputation",
     ),
     Plant(
         "b30",
@@ -261,8 +261,8 @@ PLANTS = (
         "weights that went to other ranks get no gradient",
         EDGES + "test_b21_the_router_is_fed_through_every_way",
         "moe/dispatch/routing_plan.py",
-        "torch.where(there_NK, order.rows(tokens.weights_TK), 0)",
-        "torch.where(there_NK, tokens.weights_TK.detach()[order.token_R], 0)",
+        "torch.where(sent_NK, order.rows(tokens.weights_TK), 0)",
+        "torch.where(sent_NK, tokens.weights_TK.detach()[order.token_R], 0)",
     ),
     Plant(
         "b32",
@@ -279,7 +279,8 @@ PLANTS = (
         "every rank is taken to have as many rows as this one",
         EDGES + "test_b40_ranks_with_different_numbers_of_rows",
         "moe/dispatch/allgather.py",
-        "        every = self.hand_on(",
-        "        rows = [tokens.x_TD.shape[0]] * ranks.size\n        every = self.hand_on(",
+        "        gathered = self.exchange_tokens(",
+        "        rows = [tokens.x_TD.shape[0]] * ranks.size\n"
+        "        gathered = self.exchange_tokens(",
     ),
 )

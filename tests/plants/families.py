@@ -22,7 +22,7 @@ PLANTS = (
         "the shared expert's output goes past the norm after experts",
         B23,
         "moe/layer.py",
-        "if not self.apart:",
+        "if not self.separate_output:",
         "if True:",
     ),
     Plant(

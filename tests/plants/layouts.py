@@ -39,15 +39,15 @@ PLANTS = (
         "a rank divides by its own rows where the micro-batch's are meant",
         BUGS + "test_b10_ranks_with_different_numbers_of_rows_share_their_terms",
         "moe/balance.py",
-        "total = (share_NE * probability_NE).sum() / observed.population",
-        "total = (share_NE * probability_NE).sum() / len(probability_TE)",
+        "total = (fraction_NE * probability_NE).sum() / observed.population",
+        "total = (fraction_NE * probability_NE).sum() / len(probability_TE)",
     ),
     Plant(
         "b10",
         "the mean that terms from outside take is that of the rows here",
         EXAMPLES + "test_b10_an_example_computes_in_a_layout_what_one_rank_does",
         "moe/balance.py",
-        "(sum_by(self.valid(values_T), None, 1).sum() / self.population)",
+        "(sum_rows(self.valid(values_T), None, 1).sum() / self.population)",
         "self.valid(values_T).mean()",
     ),
     Plant(

@@ -43,8 +43,8 @@ PLANTS = (
         "padding rows make capacity larger",
         B12_MODEL,
         "moe/router.py",
-        "limit = self.capacity.copies(flow.rows.population, top_k, experts)",
-        "limit = self.capacity.copies(flow.rows.rows, top_k, experts)",
+        "limit = self.capacity.max_copies(flow.rows.population, top_k, experts)",
+        "limit = self.capacity.max_copies(flow.rows.rows, top_k, experts)",
     ),
     Plant(
         "b12",
@@ -59,8 +59,8 @@ PLANTS = (
         "padding rows are tokens in the terms",
         B12_TERMS,
         "moe/balance.py",
-        "total = (share_NE * probability_NE).sum() / observed.population",
-        "total = (share_NE * probability_NE).sum() / len(observed.logits_TE)",
+        "total = (fraction_NE * probability_NE).sum() / observed.population",
+        "total = (fraction_NE * probability_NE).sum() / len(observed.logits_TE)",
     ),
     Plant(
         "b12",
@@ -141,8 +141,8 @@ PLANTS = (
         "the kept counts of the step so far go on counting",
         BALANCE + "test_b16_the_step_so_far_is_the_one_of_the_first_run",
         "moe/balance.py",
-        "so_far_E = self.plain_E + by_rank_DE[: rank + 1].sum(0)",
-        "so_far_E = self.plain_E",
+        "cumulative_E = self.plain_E + by_rank_DE[: rank + 1].sum(0)",
+        "cumulative_E = self.plain_E",
     ),
     Plant(
         "b19",
@@ -345,8 +345,8 @@ PLANTS = (
         "experts take a share of the rank's tokens",
         "tests/gloo/test_moe_routers.py::test_b86_routers_are_the_same_on_ranks",
         "moe/routers.py",
-        "copies(rows.population, record.top_k",
-        "copies(rows.n_valid, record.top_k",
+        "max_copies(rows.population, record.top_k",
+        "max_copies(rows.n_valid, record.top_k",
     ),
     Plant(
         "b86",

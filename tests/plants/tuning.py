@@ -114,8 +114,8 @@ PLANTS = (
         "dropout counts the experts of each rank from zero",
         B61_SAME,
         "moe/experts.py",
-        "((expert_R + first) << EXPERT)",
-        "(expert_R << EXPERT)",
+        "((expert_R + first) << EXPERT_BIT)",
+        "(expert_R << EXPERT_BIT)",
     ),
     Plant(
         "b61",

@@ -194,7 +194,7 @@ def test_b65_spread_has_room_for_every_routing(ranks: int) -> None:
             rows = max(routing.sum(0).max(), routing.sum(1).max())
             if rows:
                 record = Spread(max_rows=int(rows))
-                assert record.dealt(ranks) * ranks >= routing.sum(1).max()
-                assert got.max() <= record.between(ranks)
-                most = max(most, got.max() / record.between(ranks))
+                assert record.dealt_rows(ranks) * ranks >= routing.sum(1).max()
+                assert got.max() <= record.rows_per_pair(ranks)
+                most = max(most, got.max() / record.rows_per_pair(ranks))
     assert most > 0.5

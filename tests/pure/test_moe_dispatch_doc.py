@@ -130,9 +130,9 @@ def room(way: str, copies: int, load: float, ep: int) -> int:
         case "alltoall":
             return round(copies * load)
         case "padded" | "pages":
-            return Padded(max_rows=ceil(copies * load / ep)).arriving(Sizes(ep=ep))
+            return Padded(max_rows=ceil(copies * load / ep)).buffer_rows(Sizes(ep=ep))
         case "spread":
-            return Spread(max_rows=ceil(copies * load)).arriving(Sizes(ep=ep))
+            return Spread(max_rows=ceil(copies * load)).buffer_rows(Sizes(ep=ep))
         case _:
             return room("spread", copies, evened(load, SLOTS), ep)
 

@@ -11,7 +11,7 @@ from proof_selection import selection
 from moefold.layers.config import CONTEXT, RECOMPUTE
 from moefold.mesh.config import ORDERS
 from moefold.moe.config import BALANCE, Aux
-from moefold.moe.dispatch.config import DISPATCH, Dispatch, Foreign
+from moefold.moe.dispatch.config import DISPATCH, Dispatch, ThirdParty
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase
@@ -22,7 +22,7 @@ from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE
 
 WANTED = 150
-OWN_DISPATCHERS = {k for k, record in DISPATCH.kinds.items() if not issubclass(record, Foreign)}
+OWN_DISPATCHERS = {k for k, record in DISPATCH.kinds.items() if not issubclass(record, ThirdParty)}
 """Those of other packages send bf16 rows of GPUs, and nothing in fp64 on a CPU."""
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from moefold.kernels.uses_triton import force_triton
 from torch import Tensor
 
-from moefold.kernels.fused import force_triton
 from moefold.kernels.routing import exchange
-from moefold.moe.dispatch.routing_plan import sort_arrived
+from moefold.moe.dispatch.routing_plan import sort_received
 from tests.triton.values import watched
 
 
@@ -25,10 +25,10 @@ def test_b44_what_arrives_stands_as_a_stable_sort_puts_it(
     counts_Xe[0, 0] = 0
     rows = int(counts_Xe.sum())
     with force_triton(False):
-        want = sort_arrived(counts_Xe, rows)
+        want = sort_received(counts_Xe, rows)
 
     def ours() -> tuple[Tensor, ...]:
-        return tuple(sort_arrived(counts_Xe, rows))
+        return tuple(sort_received(counts_Xe, rows))
 
     for got, theirs in zip(watched(ours, whole=rows > 0, waste=None), want, strict=True):
         assert got.dtype == theirs.dtype and torch.equal(got, theirs)
@@ -38,7 +38,7 @@ def test_counts_of_more_senders_than_a_program_takes_go_the_plain_way() -> None:
     counts_Xe = torch.zeros(700, 9, dtype=torch.int64)
     counts_Xe[699, 8], counts_Xe[3, 0] = 1, 1
     with force_triton(True):
-        assert sort_arrived(counts_Xe, 2).offs_B.tolist() == [1] * 8 + [2]
+        assert sort_received(counts_Xe, 2).offs_B.tolist() == [1] * 8 + [2]
 
 
 @pytest.mark.parametrize("rank", (0, 2))

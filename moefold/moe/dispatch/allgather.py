@@ -35,12 +35,12 @@ class AllGatherDispatch(Dispatcher[AllGather]):
         counts_PSC = gather_counts(torch.cat([rows_1, copies_P]), world)
         rows_PS, copies_PS = counts_PSC[..., 0], counts_PSC[..., 1 + ep.index]
         *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))()
-        every = self.hand_on(tokens, partial(gather_rows, group=ranks, counts=rows))
-        slots_AK = every.experts_TK - ep.index * per_rank
-        here_AK = (slots_AK >= 0) & (slots_AK < per_rank)
-        slots_AK = torch.where(here_AK, slots_AK, per_rank)
-        here = permute(every._replace(experts_TK=slots_AK), per_rank, copies)
-        return here._replace(handle=(*here.handle, rows))
+        gathered = self.exchange_tokens(tokens, partial(gather_rows, group=ranks, counts=rows))
+        slots_AK = gathered.experts_TK - ep.index * per_rank
+        local_AK = (slots_AK >= 0) & (slots_AK < per_rank)
+        slots_AK = torch.where(local_AK, slots_AK, per_rank)
+        sent = permute(gathered._replace(experts_TK=slots_AK), per_rank, copies)
+        return sent._replace(handle=(*sent.handle, rows))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Sum results by token locally, then over ranks; return this rank's rows."""

@@ -2,7 +2,7 @@
 
 T rows, D hidden, K experts per token, E experts, e of them local, R rows after dispatch, N rows
 sent, P ranks of ``ep``, S of ``etp``. Ranks of ``etp`` hold slices of the same experts: each needs
-the rows received by all of them, and their results are summed.
+the rows that any of them receives, and their results are summed.
 """
 
 from functools import partial
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import unpermute_rows
-from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, in_order, permute
+from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute, sort_rows
 from moefold.moe.dispatch.config import AllToAll, AllToAllOnce
 from moefold.moe.dispatch.routing_plan import (
     ExchangePlan,
     RoutedTokens,
-    counts_between,
+    exchange_counts,
     gather_counts,
     host_counts,
     pack,
     rank_of_expert,
-    sort_arrived,
     sort_copies,
+    sort_received,
     sort_tokens,
 )
 from moefold.moe.topk import count
@@ -37,29 +37,29 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
         x_TD, weights_TK, experts_TK, no_drop = tokens
         ep, etp = world.group("ep"), world.group("etp")
         order = sort_copies(experts_TK, self._experts, no_drop)
-        asked, coming_Xe = counts_between(order, world)
-        read = host_counts(asked)
+        counts, incoming_Xe = exchange_counts(order, world)
+        read_counts = host_counts(counts)
         if not no_drop:
-            order = order.first(sum(read()[: ep.size]))
+            order = order.first(sum(read_counts()[: ep.size]))
         # Without drops, copies are sorted before the host knows the split sizes.
         x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
-        numbers = read()
+        numbers = read_counts()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
-        x_RD, p_R = plan.out(x_RD, ep, etp, self.wire), plan.out(p_R, ep, etp)
-        arrived = sort_arrived(coming_Xe, sum(plan.slices))
-        here = in_order(x_RD, p_R[:, None], arrived, no_drop=True)
-        return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
+        x_RD, p_R = plan.send_rows(x_RD, ep, etp, self.wire), plan.send_rows(p_R, ep, etp)
+        by_expert = sort_received(incoming_Xe, sum(plan.slices))
+        sent = sort_rows(x_RD, p_R[:, None], by_expert, no_drop=True)
+        return sent._replace(handle=(order.token_R, order.row_TK, *sent.handle, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Send each copy's result back, and sum the results of each token."""
         token_N, row_TK, token_R, row_R1, plan = handle
         y_RD = unpermute_rows(y_RD, token_R, row_R1, True)
-        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)
+        y_ND = plan.return_rows(y_RD, world.group("ep"), world.group("etp"), self.wire)
         return unpermute_rows(y_ND, token_N, row_TK, no_drop)
 
 
 class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
-    """Sends a token once to each rank with any of its experts, and copies it there.
+    """Sends a token once to each rank with any of its experts; copies are made there.
 
     The number of rows sent is exactly the sum over tokens of their distinct ranks.
     """
@@ -76,14 +76,14 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
         *numbers, copies = host_counts(torch.cat(parts))()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
         order = order.first(sum(plan.send))
-        sent = pack(tokens, order, rank_TK, per_rank)
-        come = self.hand_on(sent, partial(plan.out, group=ep, etp=etp))
-        here = permute(come, per_rank, copies)
-        return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
+        packed = pack(tokens, order, rank_TK, per_rank)
+        received = self.exchange_tokens(packed, partial(plan.send_rows, group=ep, etp=etp))
+        sent = permute(received, per_rank, copies)
+        return sent._replace(handle=(order.token_R, order.row_TK, *sent.handle, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Sum a token's results on each rank, send the sums back, and sum these."""
+        """Sum a token's results on each expert rank, send the sums back, and add them up."""
         token_N, row_TK, token_R, row_NK, plan = handle
         y_RD = unpermute_rows(y_RD, token_R, row_NK)
-        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)
+        y_ND = plan.return_rows(y_RD, world.group("ep"), world.group("etp"), self.wire)
         return unpermute_rows(y_ND, token_N, row_TK)

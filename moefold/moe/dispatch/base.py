@@ -1,9 +1,9 @@
-"""Base of dispatchers: they send token rows to the ranks of their experts, and results back.
+"""Base of dispatchers, which send token rows to the ranks of their experts and results back.
 
 T rows, D hidden, K experts per token, E local experts, R rows after dispatch.
 
 A dispatcher holds no state between ``dispatch`` and ``combine``: what ``combine`` needs is in the
-handle, so that the two can be run, recomputed and scheduled separately.
+handle, so the two can be run, recomputed and scheduled separately.
 """
 
 from collections.abc import Callable
@@ -35,35 +35,35 @@ class Dispatched(NamedTuple):
     """Routing weight of each row, differentiable; unspecified past the last offset."""
     handle: Handle
     overflow: Tensor | None = None
-    """int64 number of rows by which the fullest rank, or pair of ranks, exceeds its room; excess
-    rows are missing. None if the dispatcher has no limit."""
+    """int64 rows by which the fullest rank, or pair of ranks, exceeds its room; excess rows are
+    missing. None if the dispatcher has no limit."""
     source: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
     """A smaller tensor, and a function that recomputes ``x_RD`` from it."""
-    sent_R: Tensor | None = None
-    """Number of each row in the step (micro-batch and place), for dropout and products on codes."""
+    row_number_R: Tensor | None = None
+    """Number of each row in the step (micro-batch and position), for dropout and codes."""
     clones: Tensor | None = None
     """int64 [P, s] expert cloned in each slot of each rank. Rows for this rank's clones follow
-    those of its own experts."""
+    those for its own experts."""
 
 
 class Dispatcher(Generic[Config]):
-    """Base of all dispatchers: ``dispatch`` and ``combine``; by itself it communicates nothing.
+    """Base of all dispatchers, for local experts: ``dispatch`` and ``combine``.
 
     If all experts are local, dispatch is a permutation without host read or communication: copies
-    are sorted by expert and, within an expert, by token. A subclass defines how rows are sent to
-    other ranks of ``ep`` and ``etp`` (``send``), and how results return (``fetch``).
+    are sorted by expert, then by token. A subclass defines how rows are sent to other ranks of
+    ``ep`` and ``etp`` (``send``) and how results return (``fetch``).
     """
 
     wire: RowCodec | None = None
-    """Codes in which rows for experts, and gradients of results, are sent; None: as they are."""
+    """Codec of rows and of gradients of results; None sends them unquantised."""
 
     def __init__(self, record: Config, experts: int) -> None:
         self._record, self._experts = record, experts
 
-    def hand_on(self, sent: RoutedTokens, exchange: Callable[..., Tensor]) -> RoutedTokens:
-        """Run ``exchange`` on rows (encoded by ``wire``), weights and expert ids; return the result."""
-        x_ND = exchange(sent.x_TD, codec=self.wire)
-        return RoutedTokens(x_ND, exchange(sent.weights_TK), exchange(sent.experts_TK))
+    def exchange_tokens(self, tokens: RoutedTokens, send: Callable[..., Tensor]) -> RoutedTokens:
+        """Return rows (encoded by ``wire``), weights and expert ids after ``send``."""
+        x_ND = send(tokens.x_TD, codec=self.wire)
+        return RoutedTokens(x_ND, send(tokens.weights_TK), send(tokens.experts_TK))
 
     def dispatch(
         self,
@@ -86,14 +86,16 @@ class Dispatcher(Generic[Config]):
         if world.group("tp_ep").size > 1:
             return self.send(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), world)
         order = sort_copies(experts_TK, self._experts, no_drop)
-        # Bind two tensors of the order, so that the others are freed.
-        again = partial(permute_rows, token_R=order.token_R, row_TK=order.row_TK, complete=no_drop)
-        return in_order(x_TD, weights_TK, order, no_drop)._replace(source=(x_TD, again))
+        # Bind only two tensors of the order, so the others are freed.
+        recompute = partial(
+            permute_rows, token_R=order.token_R, row_TK=order.row_TK, complete=no_drop
+        )
+        return sort_rows(x_TD, weights_TK, order, no_drop)._replace(source=(x_TD, recompute))
 
     def combine(
         self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
     ) -> Tensor:
-        """Return ``out_TD``, the sum of each token's results, which are weighted already."""
+        """Return ``out_TD``, the sum of each token's results, which are already weighted."""
         if world.group("tp_ep").size > 1:
             return self.fetch(y_RD, handle, no_drop, world)
         token_R, row_TK = handle
@@ -111,16 +113,16 @@ class Dispatcher(Generic[Config]):
 def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Dispatched:
     """Sort copies by local expert: the last step of every dispatch.
 
-    ``experts`` is the number of local experts, and the id of entries for others; ``rows`` is the
-    number of copies if the host knows it, else T * K. The handle (token_R, row_TK) is what
-    ``unpermute_rows`` needs to sum the results by token.
+    ``experts`` is the number of local experts and the id of entries for other ranks; ``rows`` is
+    the number of copies if the host knows it, else T * K. The handle (token_R, row_TK) is the input
+    of ``unpermute_rows``, which sums results by token.
     """
     order = sort_copies(tokens.experts_TK, experts, tokens.no_drop)
     x_TD, weights_TK, _, no_drop = tokens
-    return in_order(x_TD, weights_TK, order if rows is None else order.first(rows), no_drop)
+    return sort_rows(x_TD, weights_TK, order if rows is None else order.first(rows), no_drop)
 
 
-def in_order(x_TD: Tensor, weights_TK: Tensor, order: Permutation, no_drop: bool) -> Dispatched:
-    """Return copies in the order given, sorted by expert; the handle is that of :func:`permute`."""
+def sort_rows(x_TD: Tensor, weights_TK: Tensor, order: Permutation, no_drop: bool) -> Dispatched:
+    """Return copies in ``order``, sorted by expert; the handle is that of :func:`permute`."""
     x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
     return Dispatched(x_RD, order.offs_B, p_R, (order.token_R, order.row_TK))

@@ -14,38 +14,38 @@ DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 
 
 class Clones(Record):
-    """Copies of hot experts on other ranks of ``ep``, chosen for each layer and micro-batch."""
+    """Copies of hot experts on other ranks of ``ep``, chosen per layer and micro-batch."""
 
     slots: Size = 2
-    """Most clones that a rank holds in addition to its own experts."""
+    """Most clones that a rank holds besides its own experts."""
     least_rows: Size = 1
-    """Fewest rows for which a clone is made."""
+    """Fewest rows that justify a clone."""
 
 
 class Dispatch(Record):
-    """How rows are sent to the ranks of their experts and back; base of dispatchers' records."""
+    """Sends rows to the ranks of their experts and back; base of dispatchers' records."""
 
     kind: str
-    even_rows: ClassVar[bool] = False
-    """Whether all ranks must have equally many rows in each micro-batch of a step."""
-    repeatable: ClassVar[bool] = True
-    """Whether the dispatcher is allowed if torch must be deterministic."""
-    moves_codes: ClassVar[bool] = False
-    """Whether rows can be sent quantised, as codes and scales."""
+    needs_equal_rows: ClassVar[bool] = False
+    """Whether all ranks need equally many rows in each micro-batch of a step."""
+    deterministic: ClassVar[bool] = True
+    """Whether results are reproducible, as torch's deterministic mode requires."""
+    supports_codes: ClassVar[bool] = False
+    """Whether rows can be sent as codes and scales."""
 
     @property
     def splits(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of groups to split in two levels, each with the number of neighbours in a part."""
+        """Kinds of groups to split in two levels, each with the number of neighbours per part."""
         return ()
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
-        """Yield values of the record that do not fit the sizes of a layout."""
+        """Yield values of the record that do not fit a layout's sizes."""
         yield from ()
 
 
 @DISPATCH.register
 class LocalExperts(Dispatch):
-    """For experts that are all on this rank: rows are permuted, and nothing is sent."""
+    """For experts that are all on this rank: rows are permuted, none is sent."""
 
     kind: Literal["local"] = "local"
 
@@ -63,7 +63,7 @@ class AllToAll(Dispatch):
     """Each copy of a token is sent directly to the rank of its expert."""
 
     kind: Literal["alltoall"] = "alltoall"
-    moves_codes = True
+    supports_codes = True
 
     owner = "moefold.moe.dispatch.alltoall:AllToAllDispatch"
 
@@ -73,7 +73,7 @@ class AllToAllOnce(Dispatch):
     """De-duplicated all-to-all: a token is sent once to each rank with any of its experts."""
 
     kind: Literal["alltoall_once"] = "alltoall_once"
-    moves_codes = True
+    supports_codes = True
 
     owner = "moefold.moe.dispatch.alltoall:DeduplicatedDispatch"
 
@@ -83,7 +83,7 @@ class TwoLevel(Dispatch):
     """A token is sent once to each node with any of its experts, then once to each rank there."""
 
     kind: Literal["two_level"] = "two_level"
-    moves_codes = True
+    supports_codes = True
     node: Size
     """Number of neighbouring ranks of ``ep`` on one node."""
 
@@ -106,71 +106,71 @@ class AllGather(Dispatch):
     """Every rank gathers all rows and selects the copies for its own experts."""
 
     kind: Literal["allgather"] = "allgather"
-    moves_codes = True
+    supports_codes = True
 
     owner = "moefold.moe.dispatch.allgather:AllGatherDispatch"
 
 
-class FixedRoom(Dispatch):
-    """Base of dispatchers of fixed shapes, with space for the number of rows that the run states.
+class FixedShape(Dispatch):
+    """Base of dispatchers with fixed shapes, which hold as many rows as the run states.
 
     A pass reads nothing on the host. Overflow is detected at the end of the step.
     """
 
-    moves_codes = True
-    of_pair: ClassVar[bool] = False
+    supports_codes = True
+    per_pair: ClassVar[bool] = False
     """Whether ``max_rows`` is per pair of ranks."""
     max_rows: Size
     on_overflow: Literal["again", "stop"] = "again"
-    """What happens to a step whose rows did not fit, before any update: ``again`` repeats it by
+    """Action before the update of a step whose rows did not fit: ``again`` repeats it by
     ``alltoall``, in rounds that need no more space; ``stop`` ends the run with an error that states
     the space needed."""
 
-    def between(self, ranks: int) -> int:
-        """Return the rows of each of the equal splits that a rank receives from ``ranks``."""
+    def rows_per_pair(self, ranks: int) -> int:
+        """Return the rows in each of the equal splits that a rank receives from ``ranks``."""
         raise NotImplementedError
 
-    def hops(self, ranks: int) -> tuple[int, ...]:
+    def rows_per_hop(self, ranks: int) -> tuple[int, ...]:
         """Return the rows that a rank sends to all ``ranks``, including itself, in each hop."""
-        return (ranks * self.between(ranks),)
+        return (ranks * self.rows_per_pair(ranks),)
 
-    def arriving(self, sizes: Sizes) -> int:
-        """Return the rows of a rank's buffer after dispatch, filled or not."""
-        return sizes.etp * sizes.ep * self.between(sizes.ep)
+    def buffer_rows(self, sizes: Sizes) -> int:
+        """Return the rows of a rank's buffer after dispatch, filled or empty."""
+        return sizes.etp * sizes.ep * self.rows_per_pair(sizes.ep)
 
-    def filled(self, sizes: Sizes) -> int:
-        """Return the most rows that a rank can be sent without overflow."""
-        return self.arriving(sizes)
+    def max_rows_received(self, sizes: Sizes) -> int:
+        """Return the most rows that a rank can receive without overflow."""
+        return self.buffer_rows(sizes)
 
-    def places(self, sizes: Sizes) -> int:
-        """Return how many indices of rows a rank saves for combine, besides those of entries and
-        of arrived rows: the token of each row sent, and the sorted position of each arrived one.
+    def saved_indices(self, sizes: Sizes) -> int:
+        """Return the row indices that a rank saves for combine, besides those of entries and of
+        received rows: the token of each row sent, and the sorted position of each received one.
         """
-        return sizes.ep * self.between(sizes.ep) + self.arriving(sizes)
+        return sizes.ep * self.rows_per_pair(sizes.ep) + self.buffer_rows(sizes)
 
 
 @DISPATCH.register
-class Padded(FixedRoom):
+class Padded(FixedShape):
     """All-to-all of token copies in equal, padded splits, without host reads."""
 
-    of_pair = True
+    per_pair = True
     kind: Literal["padded"] = "padded"
     max_rows: Size
     """Most token copies from one rank to another in a micro-batch."""
 
     owner = "moefold.moe.dispatch.padded:PaddedDispatch"
 
-    def between(self, ranks: int) -> int:
+    def rows_per_pair(self, ranks: int) -> int:
         """Return ``max_rows``."""
         return self.max_rows
 
 
 @DISPATCH.register
-class Spread(FixedRoom):
-    """Padded all-to-all in two hops, so that the bound is on rows per rank, not per pair of ranks.
+class Spread(FixedShape):
+    """Padded all-to-all in two hops, bounded by rows per rank instead of per pair of ranks.
 
     Copies are dealt evenly to all ranks, which forward them. Any routing fits in which no rank
-    receives more than ``max_rows``, whichever ranks send them, at twice the bytes.
+    receives more than ``max_rows``, whichever ranks send them; twice the bytes are sent.
     """
 
     kind: Literal["spread"] = "spread"
@@ -179,54 +179,54 @@ class Spread(FixedRoom):
 
     owner = "moefold.moe.dispatch.spread:SpreadDispatch"
 
-    def dealt(self, ranks: int) -> int:
+    def dealt_rows(self, ranks: int) -> int:
         """Return the copies that a rank deals to each of ``ranks``."""
         return -(-self.max_rows // ranks)
 
-    def between(self, ranks: int) -> int:
-        """Return the most copies for one rank that another is dealt, rounded up per source."""
-        return self.dealt(ranks) + ranks
+    def rows_per_pair(self, ranks: int) -> int:
+        """Return the most copies for one rank dealt to another, rounded up per source."""
+        return self.dealt_rows(ranks) + ranks
 
-    def hops(self, ranks: int) -> tuple[int, ...]:
+    def rows_per_hop(self, ranks: int) -> tuple[int, ...]:
         """Return the rows that are dealt, and those that are forwarded."""
-        return (ranks * self.dealt(ranks), *super().hops(ranks))
+        return (ranks * self.dealt_rows(ranks), *super().rows_per_hop(ranks))
 
-    def filled(self, sizes: Sizes) -> int:
-        """Return ``max_rows`` of all ``etp`` ranks that share the experts."""
+    def max_rows_received(self, sizes: Sizes) -> int:
+        """Return ``max_rows`` for all ``etp`` ranks that share the experts."""
         return sizes.etp * self.max_rows
 
-    def places(self, sizes: Sizes) -> int:
+    def saved_indices(self, sizes: Sizes) -> int:
         """Return the indices of both hops."""
-        return super().places(sizes) + 2 * sizes.ep * self.dealt(sizes.ep)
+        return super().saved_indices(sizes) + 2 * sizes.ep * self.dealt_rows(sizes.ep)
 
 
-class Foreign(Dispatch):
-    """Base of dispatchers of other packages, which send bf16 rows on GPUs."""
+class ThirdParty(Dispatch):
+    """Base of dispatchers by other packages, which send bf16 rows on GPUs."""
 
     module: ClassVar[str]
     """Module to import."""
-    calls: ClassVar[tuple[tuple[str, str], ...]]
-    """Functions called, each with its keyword arguments; one with a question mark is passed only if
-    the function accepts it."""
-    remedy: ClassVar[str]
+    required_calls: ClassVar[tuple[tuple[str, str], ...]]
+    """Functions called, each with its keyword arguments; those with a question mark are passed only
+    if the function accepts them."""
+    install: ClassVar[str]
     """How to install the package, and which versions accept these calls."""
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
-        """Refuse ``etp``, for which these packages do not gather rows."""
+        """Refuse ``etp``, over which these packages do not gather rows."""
         if sizes.etp > 1:
             rule = f"{self.kind} needs etp1, not etp{sizes.etp}: it sends rows over ep only"
             yield Violation(("kind",), self.kind, rule, "alltoall_once")
 
 
 @DISPATCH.register
-class DeepEp(Foreign):
+class DeepEp(ThirdParty):
     """DeepEP's normal kernels: a token is sent once to each rank, over NVLink and RDMA."""
 
     kind: Literal["deep_ep"] = "deep_ep"
 
     owner = "moefold.moe.dispatch.deep_ep:DeepEpDispatch"
     module = "deep_ep"
-    calls = (
+    required_calls = (
         ("Buffer", "group num_nvl_bytes num_rdma_bytes"),
         ("Buffer.get_dispatch_config", "num_ranks"),
         ("Buffer.get_combine_config", "num_ranks"),
@@ -239,8 +239,8 @@ class DeepEp(Foreign):
         ("Buffer.dispatch", "x handle"),
         ("Buffer.combine", "x handle topk_weights"),
     )
-    remedy = "Build 1.2.1 or 2.1.0 from github.com/deepseek-ai/DeepEP"
-    repeatable = False
+    install = "Build 1.2.1 or 2.1.0 from github.com/deepseek-ai/DeepEP"
+    deterministic = False
 
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """Refuse numbers of ranks for which DeepEP has no settings."""
@@ -252,14 +252,14 @@ class DeepEp(Foreign):
 
 
 @DISPATCH.register
-class HybridEp(Foreign):
+class HybridEp(ThirdParty):
     """HybridEP: sends rows across nodes, then over NVLink, and sorts them by expert."""
 
     kind: Literal["hybrid_ep"] = "hybrid_ep"
 
     owner = "moefold.moe.dispatch.hybrid_ep:HybridEpDispatch"
     module = "deep_ep"
-    calls = (
+    required_calls = (
         (
             "HybridEPBuffer",
             "group hidden_dim max_num_of_tokens_per_rank num_local_experts use_fp8",
@@ -271,12 +271,12 @@ class HybridEp(Foreign):
         ("HybridEPBuffer.dispatch_with_permute", "hidden handle num_permuted_tokens"),
         ("HybridEPBuffer.combine_with_unpermute", "hidden probs handle"),
     )
-    remedy = "Build the branch hybrid-ep of github.com/deepseek-ai/DeepEP, at 94a9f8f"
-    even_rows = True
+    install = "Build the branch hybrid-ep of github.com/deepseek-ai/DeepEP, at 94a9f8f"
+    needs_equal_rows = True
 
 
 @DISPATCH.register
-class NcclEp(Foreign):
+class NcclEp(ThirdParty):
     """NCCL EP through Transformer Engine, in fixed shapes."""
 
     kind: Literal["nccl_ep"] = "nccl_ep"
@@ -285,7 +285,7 @@ class NcclEp(Foreign):
 
     owner = "moefold.moe.dispatch.nccl_ep:NcclEpDispatch"
     module = "transformer_engine.pytorch.ep"
-    calls = (
+    required_calls = (
         (
             "ep_bootstrap",
             "ep_group num_experts max_tokens_per_rank recv_capacity_per_rank hidden_dim num_topk?",
@@ -298,4 +298,4 @@ class NcclEp(Foreign):
         ("ep_combine", "buffer expert_out num_local_tokens"),
         ("ep_finalize", ""),
     )
-    remedy = "Install transformer-engine[pytorch] 2.17 to 2.19 built with NVTE_WITH_NCCL_EP=ON"
+    install = "Install transformer-engine[pytorch] 2.17 to 2.19 built with NVTE_WITH_NCCL_EP=ON"

@@ -30,7 +30,7 @@ LEAST_BYTES = 2
 
 
 class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
-    """Sends a token once to each rank, and copies it there."""
+    """Sends a token once to each rank; copies are made there."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Send rows with their weights and ids; copy and sort the received rows."""
@@ -39,7 +39,7 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         buffer, per_rank = self._buffer(x_TD, world), self._experts // world.group("ep").size
         ids_TK = torch.where(experts_TK < self._experts, experts_TK, -1)
 
-        def there(x_TD: Tensor, weights_TK: Tensor) -> NativeArrival:
+        def send(x_TD: Tensor, weights_TK: Tensor) -> NativeArrival:
             by_rank, by_node, by_expert, is_in_rank, _ = buffer.get_dispatch_layout(
                 topk_idx=ids_TK, num_experts=self._experts
             )
@@ -54,43 +54,43 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
             )
             return (x_ND, weights_NK), (ids_NK, sum(counts)), native
 
-        def back(native: Handle, dx_ND: Tensor, dweights_NK: Tensor, *_: Any) -> Handle:
+        def reverse(native: Handle, dx_ND: Tensor, dweights_NK: Tensor, *_: Any) -> Handle:
             dweights_NK = dweights_NK.float().contiguous()
             sums = buffer.combine(x=dx_ND.contiguous(), handle=native, topk_weights=dweights_NK)
             return sums[:2]
 
-        sent = NativeExchange.apply(there, back, x_TD.contiguous(), weights_TK.float())
+        sent = NativeExchange.apply(send, reverse, x_TD.contiguous(), weights_TK.float())
         x_ND, weights_NK, ids_NK, copies, *native = sent  # type: ignore[misc]
         slots_NK = torch.where(ids_NK < 0, per_rank, ids_NK.to(torch.int64))
-        here = permute(RoutedTokens(x_ND, weights_NK, slots_NK), per_rank, copies)
-        return here._replace(handle=(*here.handle, *native))
+        dispatched = permute(RoutedTokens(x_ND, weights_NK, slots_NK), per_rank, copies)
+        return dispatched._replace(handle=(*dispatched.handle, *native))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Sum a token's results on each rank, and let ``combine`` sum these over ranks."""
+        """Sum a token's results on each rank; ``combine`` sums these over ranks."""
         token_R, row_NK, *parts = handle
         y_ND = unpermute_rows(y_RD, token_R, row_NK)
         buffer, native = self._buffer(y_ND, world), native_handle(*parts)
 
-        def there(y_ND: Tensor) -> NativeArrival:
+        def send(y_ND: Tensor) -> NativeArrival:
             out_TD, *_ = buffer.combine(x=y_ND.contiguous(), handle=native)
             return (out_TD,), (), native
 
-        def back(native: Handle, dout_TD: Tensor, *_: Any) -> Handle:
+        def reverse(native: Handle, dout_TD: Tensor, *_: Any) -> Handle:
             return buffer.dispatch(x=dout_TD.contiguous(), handle=native)[:1]
 
-        return NativeExchange.apply(there, back, y_ND)[0]  # type: ignore[index]
+        return NativeExchange.apply(send, reverse, y_ND)[0]  # type: ignore[index]
 
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
         """Return the buffer shared by all rows of this size; it holds no rows between calls."""
-        kind, group = self._module.Buffer, world.group("ep")
+        buffer_type, group = self._module.Buffer, world.group("ep")
         ranks, row_bytes = group.size, x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
 
         def make() -> Any:
             """Make a buffer of the size that DeepEP's configurations suggest."""
-            asked = kind.get_dispatch_config, kind.get_combine_config
-            configs = [config(num_ranks=ranks) for config in asked]
+            getters = buffer_type.get_dispatch_config, buffer_type.get_combine_config
+            configs = [get(num_ranks=ranks) for get in getters]
             nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
             rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
-            return kind(group=group.handle, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
+            return buffer_type(group=group.handle, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
 
-        return world.cached((kind, row_bytes), make)
+        return world.cached((buffer_type, row_bytes), make)

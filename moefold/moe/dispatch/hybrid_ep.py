@@ -38,22 +38,22 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         chosen_TE = chosen_TE.scatter(1, experts_TK, True)[:, :-1].contiguous()
         probs_TE = weights_TK.new_zeros(rows, self._experts + 1, dtype=torch.float32)
         probs_TE = probs_TE.scatter(1, experts_TK, weights_TK.float())[:, :-1].contiguous()
-        here = self._experts // world.group("ep").size
+        per_rank = self._experts // world.group("ep").size
 
-        def there(x_TD: Tensor, probs_TE: Tensor) -> NativeArrival:
+        def send(x_TD: Tensor, probs_TE: Tensor) -> NativeArrival:
             x_RD, probs_R, _, counts_E, native = buffer.dispatch_with_permute(
                 hidden=x_TD,
                 routing_map=chosen_TE,
                 probs=probs_TE,
-                num_of_experts_per_rank=here,
+                num_of_experts_per_rank=per_rank,
             )
             return (x_RD, probs_R), (counts_E,), native
 
-        def back(native: Handle, dx_RD: Tensor, dprobs_R: Tensor, *_: Any) -> Handle:
+        def reverse(native: Handle, dx_RD: Tensor, dprobs_R: Tensor, *_: Any) -> Handle:
             dx_RD, dprobs_R = dx_RD.contiguous(), dprobs_R.float().contiguous()
             return buffer.combine_with_unpermute(hidden=dx_RD, probs=dprobs_R, handle=native)
 
-        sent = NativeExchange.apply(there, back, x_TD.contiguous(), probs_TE)
+        sent = NativeExchange.apply(send, reverse, x_TD.contiguous(), probs_TE)
         x_RD, probs_R, counts_E, *handle = sent  # type: ignore[misc]
         return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, tuple(handle))
 
@@ -61,26 +61,26 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         """Send each copy's result back, and sum the results of each token."""
         buffer, native, copies = self._buffer(y_RD, world), native_handle(*handle), y_RD.shape[0]
 
-        def there(y_RD: Tensor) -> NativeArrival:
+        def send(y_RD: Tensor) -> NativeArrival:
             out_TD, _ = buffer.combine_with_unpermute(hidden=y_RD.contiguous(), handle=native)
             return (out_TD,), (), native
 
-        def back(native: Handle, dout_TD: Tensor, *_: Any) -> Handle:
+        def reverse(native: Handle, dout_TD: Tensor, *_: Any) -> Handle:
             return buffer.dispatch_with_permute(
                 hidden=dout_TD.contiguous(), handle=native, num_permuted_tokens=copies
             )[:1]
 
-        return NativeExchange.apply(there, back, y_RD)[0]  # type: ignore[index]
+        return NativeExchange.apply(send, reverse, y_RD)[0]  # type: ignore[index]
 
     def _buffer(self, x_XD: Tensor, world: World) -> Any:
-        """Return the buffer for rows of this width, sized for the first ones.
+        """Return the buffer for rows of this width, sized for the first call.
 
-        It accepts fewer rows, and grows by itself for more.
+        It accepts fewer rows, and grows for more.
         """
-        kind, group, hidden = self._module.HybridEPBuffer, world.group("ep"), x_XD.shape[1]
+        buffer_type, group, hidden = self._module.HybridEPBuffer, world.group("ep"), x_XD.shape[1]
         return world.cached(
-            (kind, hidden, self._experts),
-            lambda: kind(
+            (buffer_type, hidden, self._experts),
+            lambda: buffer_type(
                 group=group.handle,
                 hidden_dim=hidden,
                 max_num_of_tokens_per_rank=x_XD.shape[0],

@@ -1,8 +1,8 @@
 """Dispatch by NCCL EP, through Transformer Engine's ``transformer_engine.pytorch.ep``. Needs GPUs.
 
 Uses ``ep_bootstrap`` once per process, an ``EpBuffer`` per call, and the differentiable functions
-``ep_dispatch`` and ``ep_combine``. Rows arrive sorted by local expert, with space for the most that
-can arrive: all copies of all ranks. Nothing is read on the host.
+``ep_dispatch`` and ``ep_combine``. Rows arrive sorted by local expert, with space for the most
+possible: all copies of all ranks. Nothing is read on the host.
 
 T rows, D hidden, K experts per token, E experts, R rows after dispatch.
 """
@@ -69,11 +69,11 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
         }
 
         def start() -> None:
-            """Initialise the back end once per process; all layers must have one size."""
-            takes = signature(ep.ep_bootstrap).parameters
-            more = {"num_topk": top_k} if "num_topk" in takes else {}
+            """Initialise the back end once per process; all layers must have equal sizes."""
+            accepted = signature(ep.ep_bootstrap).parameters
+            more = {"num_topk": top_k} if "num_topk" in accepted else {}
             ep.ep_bootstrap(ep_group=group.handle, num_experts=self._experts, **sizes, **more)
 
         world.cached((ep, self._experts, top_k, *sizes.values()), start, ep.ep_finalize)
-        here = self._experts // group.size
-        return ep.EpBuffer(top_k=top_k, num_local_experts=here, **sizes)
+        per_rank = self._experts // group.size
+        return ep.EpBuffer(top_k=top_k, num_local_experts=per_rank, **sizes)

@@ -1,11 +1,11 @@
-"""Destinations of rows: copies sorted by destination, and the counts that ranks exchange.
+"""Destinations of rows: copies sorted by destination, and counts exchanged between ranks.
 
 T token rows, D hidden, K experts per token, B buckets (experts, ranks or nodes), R = T * K copies,
 N rows sent, P ranks of ``ep``, S of ``etp``, C counts, X senders, E local experts.
 
-A de-duplicated dispatch sends a token once to each rank with any of its experts, together with its
-weights and its experts, numbered from the first one of the destination rank (or node). Copies are
-made on arrival, and results are summed before they return.
+A de-duplicated dispatch sends a token once to each rank with any of its experts, with its weights
+and expert ids, numbered from the first expert of the destination rank (or node). Copies are made by
+the receiver, which also sums results before it sends them back.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class RoutedTokens(NamedTuple):
     weights_TK: Tensor
     """Differentiable routing weights; 0 for entries that are "none"."""
     experts_TK: Tensor
-    """int64 expert ids, from the first reachable expert on; one past the last is "none"."""
+    """int64 expert ids, counted from the first reachable expert; one past the last is "none"."""
     no_drop: bool = False
     """Whether the host knows that no entry is "none"."""
 
@@ -54,7 +54,7 @@ class Permutation(NamedTuple):
         return torch.diff(ends_B, prepend=ends_B.new_zeros(1))
 
     def first(self, rows: int) -> "Permutation":
-        """Return the first ``rows`` copies: those that have a bucket."""
+        """Return only the first ``rows`` copies: those with a bucket."""
         return self._replace(token_R=self.token_R[:rows], copy_R=self.copy_R[:rows])
 
     def rows(self, x_TD: Tensor, no_drop: bool = False) -> Tensor:
@@ -98,24 +98,24 @@ def gather_counts(counts_C: Tensor, world: World) -> Tensor:
 def host_counts(counts: Tensor) -> Callable[[], list[int]]:
     """Start an asynchronous copy of counts to the host; the returned function waits for it.
 
-    This is the only host read of an exact dispatch. It waits for the counts alone: kernels launched
-    after this call run while the host prepares the exchange.
+    An exact dispatch reads nothing else on the host. The wait is for the counts alone: kernels
+    launched after this call run while the host prepares the exchange.
     """
     if counts.device.type != "cuda":
         return counts.tolist
-    there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-    there.copy_(counts, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def numbers() -> list[int]:
-        arrived.synchronize()
-        return there.tolist()
+    def wait() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
 
-    return numbers
+    return wait
 
 
-def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
+def exchange_counts(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
     """Exchange the counts of rows sorted by expert with all ranks that hold experts.
 
     Returns:
@@ -129,14 +129,14 @@ def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
         return exchange.exchange_counts(ends_PSB, order.offs_B, local, rank)
     counts_B = order.counts_B
     counts_PSPe = gather_counts(counts_B, world).unflatten(2, (sizes.ep, -1))
-    coming_SPe = counts_PSPe[:, :, rank].transpose(0, 1)
-    going_P = counts_B.view(sizes.ep, -1).sum(1)
-    numbers = torch.cat([going_P, coming_SPe.sum(2).flatten()])
-    return numbers, coming_SPe.flatten(0, 1)
+    incoming_SPe = counts_PSPe[:, :, rank].transpose(0, 1)
+    outgoing_P = counts_B.view(sizes.ep, -1).sum(1)
+    numbers = torch.cat([outgoing_P, incoming_SPe.sum(2).flatten()])
+    return numbers, incoming_SPe.flatten(0, 1)
 
 
-def sort_arrived(counts_Xe: Tensor, rows: int) -> Permutation:
-    """Return the permutation to order by expert of ``rows`` rows sorted by sender, then expert."""
+def sort_received(counts_Xe: Tensor, rows: int) -> Permutation:
+    """Return the permutation by expert of ``rows`` rows sorted by sender, then expert."""
     senders, experts = counts_Xe.shape
     if not (device_uses_triton(counts_Xe.device.type) and exchange.fits(senders, experts)):
         ids_X = torch.arange(experts, device=counts_Xe.device).repeat(senders)
@@ -157,38 +157,42 @@ class ExchangePlan(NamedTuple):
     """Rows received by each rank of ``etp``; each of these ranks needs all of them."""
 
     @classmethod
-    def of(cls, send: list[int], coming: list[int], etp: Group) -> "ExchangePlan":
-        """Make a plan from counts; ``coming``: rows from each rank, for each etp rank in turn."""
+    def of(cls, send: list[int], incoming: list[int], etp: Group) -> "ExchangePlan":
+        """Make a plan from counts; ``incoming``: rows from each rank, for each etp rank in turn."""
         ranks = len(send)
-        slices = [coming[i : i + ranks] for i in range(0, len(coming), ranks)]
+        slices = [incoming[i : i + ranks] for i in range(0, len(incoming), ranks)]
         return cls(send, slices[etp.index], [sum(rows) for rows in slices])
 
-    def out(self, x_ND: Tensor, group: Group, etp: Group, codec: RowCodec | None = None) -> Tensor:
-        """Send rows, differentiably; return all rows for the experts, gathered over ``etp``."""
+    def send_rows(
+        self, x_ND: Tensor, group: Group, etp: Group, codec: RowCodec | None = None
+    ) -> Tensor:
+        """Send rows; return the experts' rows, gathered over ``etp``. Differentiable."""
         x_ND = all_to_all(x_ND, group, self.send, self.receive, codec)
         return gather_rows(x_ND, etp, self.slices, codec)
 
-    def back(self, y_RD: Tensor, group: Group, etp: Group, codec: RowCodec | None = None) -> Tensor:
-        """Reduce-scatter the rows' partial results over ``etp``, and send the rows back."""
+    def return_rows(
+        self, y_RD: Tensor, group: Group, etp: Group, codec: RowCodec | None = None
+    ) -> Tensor:
+        """Reduce-scatter partial results over ``etp``, and send them back."""
         y_ND = scatter_rows(y_RD, etp, self.slices, codec)
         return all_to_all(y_ND, group, self.receive, self.send, codec, combine=True)
 
 
 def rank_of_expert(experts_TK: Tensor, per_rank: int) -> Tensor:
-    """Return each expert's rank, for ``per_rank`` consecutive experts on a rank; P for "none"."""
+    """Return each expert's rank, given ``per_rank`` consecutive experts per rank; P for "none"."""
     return experts_TK.div(per_rank, rounding_mode="floor")
 
 
-def distinct(rank_TK: Tensor, ranks: int) -> Tensor:
-    """Return [T, K] the distinct ranks of each token; repetitions become ``ranks``, "none"."""
+def distinct_ranks(rank_TK: Tensor, ranks: int) -> Tensor:
+    """Return each token's distinct ranks [T, K]; repetitions become ``ranks``, "none"."""
     entries = range(rank_TK.shape[1])
-    again = [(rank_TK[:, :k] == rank_TK[:, k : k + 1]).any(1) for k in entries]
-    return torch.where(torch.stack(again, 1), ranks, rank_TK)
+    repeated = [(rank_TK[:, :k] == rank_TK[:, k : k + 1]).any(1) for k in entries]
+    return torch.where(torch.stack(repeated, 1), ranks, rank_TK)
 
 
 def sort_tokens(tokens: RoutedTokens, per_rank: int, ranks: int) -> tuple[Permutation, Tensor]:
-    """Return rows sorted by rank, each token once per rank, and its distinct ranks [T, K]."""
-    rank_TK = distinct(rank_of_expert(tokens.experts_TK, per_rank), ranks)
+    """Return tokens sorted by rank, once per rank, and each token's distinct ranks [T, K]."""
+    rank_TK = distinct_ranks(rank_of_expert(tokens.experts_TK, per_rank), ranks)
     return sort_copies(rank_TK, ranks), rank_TK
 
 
@@ -196,7 +200,7 @@ def pack(tokens: RoutedTokens, order: Permutation, rank_TK: Tensor, per_rank: in
     """Return the rows to send in this order, with weights and ids for their destination only."""
     rank_N = rank_TK.flatten().index_select(0, order.copy_R)
     slot_NK = tokens.experts_TK.index_select(0, order.token_R) - rank_N[:, None] * per_rank
-    there_NK = (slot_NK >= 0) & (slot_NK < per_rank)
-    weights_NK = torch.where(there_NK, order.rows(tokens.weights_TK), 0)
-    slot_NK = torch.where(there_NK, slot_NK, per_rank)
+    sent_NK = (slot_NK >= 0) & (slot_NK < per_rank)
+    weights_NK = torch.where(sent_NK, order.rows(tokens.weights_TK), 0)
+    slot_NK = torch.where(sent_NK, slot_NK, per_rank)
     return RoutedTokens(order.rows(tokens.x_TD), weights_NK, slot_NK)

@@ -1,4 +1,4 @@
-"""Base of dispatchers of other packages, which are imported only if chosen."""
+"""Base of dispatchers by other packages, which are imported only if chosen."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -12,15 +12,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moefold.moe.dispatch.base import Dispatcher, Handle
-from moefold.moe.dispatch.config import Foreign
+from moefold.moe.dispatch.config import ThirdParty
 
 DEVICE = "cuda"
 """Device type on which the back ends run."""
-Backend = TypeVar("Backend", bound=Foreign)
+Backend = TypeVar("Backend", bound=ThirdParty)
 
 
 class ThirdPartyDispatch(Dispatcher[Backend]):
-    """A dispatcher over ``ep`` by another package, which sends bf16 rows on GPUs."""
+    """Dispatcher over ``ep`` by another package, which sends bf16 rows on GPUs."""
 
     def __init__(self, record: Backend, experts: int) -> None:
         super().__init__(record, experts)
@@ -28,75 +28,75 @@ class ThirdPartyDispatch(Dispatcher[Backend]):
 
 
 NativeArrival = tuple[tuple[Tensor, ...], Handle, Handle]
-"""Received rows and weights, other results, and the native handle of the back end."""
+"""Received rows and weights, other results, and the back end's native handle."""
 
 
 class NativeExchange(Function):
     """Autograd function of a back end's exchange, whose backward reuses the native handle.
 
     Takes the call that sends, the call that returns gradients by a handle, and the tensors to send.
-    Returns the results, then the handle: its settings, with None for each tensor, and its tensors.
+    Returns the results, then the handle as settings (None for each tensor) and tensors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, there: Callable[..., NativeArrival], back: Callable[..., Handle], *sent: Tensor
+        ctx: Any, send: Callable[..., NativeArrival], reverse: Callable[..., Handle], *sent: Tensor
     ) -> tuple[Any, ...]:
         """Run the exchange."""
-        came, beside, native = there(*sent)
+        received, extra, native = send(*sent)
         settings = tuple(None if isinstance(part, Tensor) else (part,) for part in native)
         tensors = [part for part in native if isinstance(part, Tensor)]
-        ctx.back, ctx.settings = back, settings
+        ctx.reverse, ctx.settings = reverse, settings
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*tensors, *(x for x in beside if isinstance(x, Tensor)))
-        return *came, *beside, settings, *tensors
+        ctx.mark_non_differentiable(*tensors, *(x for x in extra if isinstance(x, Tensor)))
+        return *received, *extra, settings, *tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Return gradients by the reverse exchange."""
-        return None, None, *ctx.back(native_handle(ctx.settings, *ctx.saved_tensors), *gradients)
+        return None, None, *ctx.reverse(native_handle(ctx.settings, *ctx.saved_tensors), *gradients)
 
 
 def native_handle(settings: Handle, *tensors: Tensor) -> Handle:
     """Reassemble the native handle from its settings and tensors."""
-    left = iter(tensors)
-    return tuple(next(left) if part is None else part[0] for part in settings)
+    remaining = iter(tensors)
+    return tuple(next(remaining) if part is None else part[0] for part in settings)
 
 
-def load(record: Foreign) -> Any:
-    """Import the package of a back end, and check the signatures of the functions called.
+def load(record: ThirdParty) -> Any:
+    """Import a back end's package, and check the signatures of the functions called.
 
     Raises:
-        ValueError: if it cannot be imported or its version does not fit; states how to install it.
+        ValueError: if the import fails or the version does not fit; states how to install it.
     """
     try:
         module = import_module(record.module)
-        why = "; ".join(filter(None, (_mismatch(module, *call) for call in record.calls)))
-    except Exception as error:  # packages look for their libraries here, each in its own way
+        why = "; ".join(filter(None, (_mismatch(module, *call) for call in record.required_calls)))
+    except Exception as error:  # packages fail in different ways when they load libraries
         why = str(error).partition("\n")[0] or f"its import fails with {type(error).__name__}"
     if why:
         raise ValueError(
-            f"layout.dispatch: {record.kind} needs {record.module}: {why}. {record.remedy}, "
+            f"layout.dispatch: {record.kind} needs {record.module}: {why}. {record.install}, "
             "or choose dispatch: alltoall_once, which sends the same rows"
         )
     return module
 
 
-def _mismatch(module: Any, name: str, arguments: str) -> str:
-    """Return why a function of a module does not accept these arguments; empty if it does."""
+def _mismatch(module: Any, function: str, arguments: str) -> str:
+    """Return why a module's function does not accept these arguments; empty if it does."""
     try:
-        takes = signature(attrgetter(name)(module))
+        takes = signature(attrgetter(function)(module))
     except AttributeError:
-        return f"it has no {name}"
-    given = ["self"] if "self" in takes.parameters else []
+        return f"it has no {function}"
+    passed = ["self"] if "self" in takes.parameters else []
     for argument in arguments.split():
-        wanted = argument.removesuffix("?")
-        given += [wanted] if wanted == argument or wanted in takes.parameters else []
+        name = argument.removesuffix("?")
+        passed += [name] if name == argument or name in takes.parameters else []
     try:
-        takes.bind(**dict.fromkeys(given))
+        takes.bind(**dict.fromkeys(passed))
     except TypeError as error:
-        return f"its {name} takes other arguments: {error}"
+        return f"its {function} takes other arguments: {error}"
     return ""
 
 
@@ -105,7 +105,7 @@ def row_ends(counts_E: Tensor, device: torch.device) -> Tensor:
     return counts_E.to(device).cumsum(0, dtype=torch.int64).to(torch.int32)
 
 
-def check_rows(record: Foreign, x_TD: Tensor) -> None:
+def check_rows(record: ThirdParty, x_TD: Tensor) -> None:
     """Refuse rows that the back ends cannot send.
 
     Raises:

@@ -1,8 +1,8 @@
-"""De-duplicated dispatch in two hops: once to each node, and there once to each rank.
+"""De-duplicated dispatch in two hops: once to each node, then once to each rank there.
 
 T rows, D hidden, K experts per token, E experts, R rows after dispatch, P ranks of ``ep``, S of
 ``etp``; N nodes of I ranks each. A row is sent to the rank of equal index on the other node, which
-forwards it within the node, so that a token crosses the slow links once per node.
+forwards it within the node: a token crosses slow links once per node.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from moefold.moe.dispatch.config import TwoLevel
 from moefold.moe.dispatch.routing_plan import (
     ExchangePlan,
     RoutedTokens,
-    distinct,
+    distinct_ranks,
     gather_counts,
     host_counts,
     pack,
@@ -44,47 +44,47 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         send, receive, second = numbers[:nodes], numbers[nodes : 2 * nodes], numbers[2 * nodes :]
         plan = ExchangePlan.of(second[:ranks], second[ranks:], etp)
         order = order.first(sum(send))
-        sent = pack(tokens, order, node_TK, per_node)
+        packed = pack(tokens, order, node_TK, per_node)
         hop = partial(all_to_all, group=across, send=send, receive=receive)
-        relayed = self.hand_on(sent, hop)
+        relayed = self.exchange_tokens(packed, hop)
         onward, rank_NK = sort_tokens(relayed, per_rank, ranks)
         onward = onward.first(sum(plan.send))
-        sent = pack(relayed, onward, rank_NK, per_rank)
-        come = self.hand_on(sent, partial(plan.out, group=inside, etp=etp))
-        here = permute(come, per_rank, copies)
+        packed = pack(relayed, onward, rank_NK, per_rank)
+        received = self.exchange_tokens(packed, partial(plan.send_rows, group=inside, etp=etp))
+        sent = permute(received, per_rank, copies)
         orders = (order.token_R, order.row_TK, onward.token_R, onward.row_TK)
-        return here._replace(handle=(*orders, *here.handle, send, receive, plan))
+        return sent._replace(handle=(*orders, *sent.handle, send, receive, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Sum a token's results on each expert rank, then on each node, then here."""
+        """Sum a token's results on each expert rank, on each node, then on its own rank."""
         inside, across = world.split("ep", self._record.node)
         token_T, row_T, token_N, row_N, token_R, row_R, send, receive, plan = handle
         y_RD, etp, wire = unpermute_rows(y_RD, token_R, row_R), world.group("etp"), self.wire
-        y_ND = unpermute_rows(plan.back(y_RD, inside, etp, wire), token_N, row_N)
+        y_ND = unpermute_rows(plan.return_rows(y_RD, inside, etp, wire), token_N, row_N)
         y_ND = all_to_all(y_ND, across, receive, send, wire, combine=True)
         return unpermute_rows(y_ND, token_T, row_T)
 
     def _counts(self, nodes_N: Tensor, experts_TK: Tensor, per_rank: int, world: World) -> Tensor:
         """Return rows to and from each node, to and from each rank of this node, and copies.
 
-        What a rank forwards depends on rows that it has yet to receive, so that all ranks first
-        exchange how many of their tokens need which node and which rank.
+        What a rank forwards depends on rows that it has yet to receive, so all ranks first
+        exchange how many of their tokens need each node and each rank.
         """
         inside, across = world.split("ep", self._record.node)
         ep, etp, node, place = world.group("ep"), world.group("etp"), across.index, inside.index
         rank_TK = rank_of_expert(experts_TK, per_rank)
-        ranks_P = count(distinct(rank_TK, ep.size), ep.size)
+        ranks_P = count(distinct_ranks(rank_TK, ep.size), ep.size)
         counts = gather_counts(torch.cat([nodes_N, ranks_P, count(rank_TK, ep.size)]), world)
         nodes_PSN, ranks_PSP, copies_PSP = counts.split([across.size, ep.size, ep.size], 2)
         level = (across.size, inside.size)
         nodes_NISN = nodes_PSN.unflatten(0, level)
-        mine_NISI = ranks_PSP.unflatten(0, level).unflatten(3, level)[:, :, :, node]
+        local_NISI = ranks_PSP.unflatten(0, level).unflatten(3, level)[:, :, :, node]
         return torch.cat(
             [
                 nodes_N,
                 nodes_NISN[:, place, etp.index, node],
-                mine_NISI[:, place, etp.index].sum(0),
-                mine_NISI[..., place].sum(0).t().flatten(),
+                local_NISI[:, place, etp.index].sum(0),
+                local_NISI[..., place].sum(0).t().flatten(),
                 copies_PSP[:, :, ep.index].sum()[None],
             ]
         )

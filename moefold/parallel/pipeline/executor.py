@@ -19,7 +19,7 @@ from moefold.layers.flow import Flow
 from moefold.layers.stash import Pages
 from moefold.layers.unshard import UnshardHooks
 from moefold.model.config import Block
-from moefold.moe.dispatch.config import FixedRoom
+from moefold.moe.dispatch.config import FixedShape
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
@@ -223,9 +223,9 @@ def run_step(
 def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
     """Return the page pools that a step needs, with ``rows`` per micro-batch on this rank."""
     layout, decoder, sizes = placed.layout, placed.model.record, placed.layout.split
-    assert isinstance(layout.dispatch, FixedRoom)
+    assert isinstance(layout.dispatch, FixedShape)
     width = placed.model.recipe.dtype.itemsize
-    room = layout.dispatch.arriving(sizes)
+    room = layout.dispatch.buffer_rows(sizes)
     shape = Shape(
         decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
     )

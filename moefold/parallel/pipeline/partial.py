@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefold.kernels.gradients import DeferredSink, GradientSink
 from moefold.layers.flow import Flow
-from moefold.moe.dispatch.config import FixedRoom
+from moefold.moe.dispatch.config import FixedShape
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.recording import (
@@ -145,7 +145,7 @@ class PartGraphs:
         """All passes with graphs, as many as were ever in flight at once."""
         layout, handles = data.placed.layout, set[Tensor]()
         self._alone = layout.split.ep * layout.split.etp == 1
-        self._fixed = self._alone or isinstance(layout.dispatch, FixedRoom)
+        self._fixed = self._alone or isinstance(layout.dispatch, FixedShape)
         for bucket in data.buckets:
             bucket.gradients_stay = True
             handles.update(bucket.handles.values())
