@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if nproc == 1 and record is None:
         return _train(run, args, None)
     args.folder = args.folder or str(free_folder(run.name))
-    options = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
+    options = {"time_out_s": time_out_s, "device": device_kind(nproc), "messages": WORDS}
     if record is None:
         return launch(rank, nproc, args, **options)
     return launch_elastic(elastic_rank, nproc, rank, record, args, record=record, **options)
