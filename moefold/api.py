@@ -15,7 +15,7 @@ from moefold.config.check import check
 from moefold.config.plugins import import_plugins
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
-from moefold.convert.stream import BUCKET_BYTES, TensorBatch, stream
+from moefold.convert.stream import BUCKET_BYTES, TensorBatch, stream_weights
 from moefold.files import free_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
@@ -203,7 +203,7 @@ def export_stream(
         ValueError: if no known family fits the model, a bucket is too small for one row of a
             tensor, or the run trains adapters.
     """
-    return stream(job.data, dtype, layout, bucket_bytes)
+    return stream_weights(job.data, dtype, layout, bucket_bytes)
 
 
 def verify(

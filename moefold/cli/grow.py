@@ -21,8 +21,8 @@ from moefold.model.families.dense import MOE_FAMILY, read_dense
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
 
 if TYPE_CHECKING:
-    from moefold.convert.growth import Grown, Growth
-    from moefold.convert.importer import Imported
+    from moefold.convert.growth import GrownModel, Growth
+    from moefold.convert.importer import ImportedFolder
 
 PIECE = 512
 """Tokens per segment when a text's tokens are counted by expert."""
@@ -58,10 +58,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the new folder; print what it is and whether it computes what its source does."""
-    from moefold.convert.exporter import demand_new, export_folder
+    from moefold.convert.exporter import export_folder, require_new_folder
     from moefold.convert.growth import Growth
 
-    demand_new(args.folder)
+    require_new_folder(args.folder)
     import_plugins(args.uses)
     names = ("experts", "top_k", "granularity", "layers", "hidden_times", "width_times")
     sizes = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -92,7 +92,7 @@ def _positive_int(text: str) -> int:
 
 def _build_model(
     args: argparse.Namespace, growth: "Growth", stack: ExitStack
-) -> tuple["Grown", "Imported"]:
+) -> tuple["GrownModel", "ImportedFolder"]:
     """Build the new model; return it and its first source."""
     from moefold.convert.growth import grow, upcycle
     from moefold.convert.importer import import_folder
@@ -111,13 +111,13 @@ def _build_model(
         if growth.granularity > 1:
             raise ValueError("--granularity cuts dense feed-forwards, not experts: leave it out")
         reading = read_config(args.sources[0], multi_token=False)
-        imported = stack.enter_context(import_folder(args.sources[0], reading=reading))
+        imported = stack.enter_context(import_folder(args.sources[0], config=reading))
         return grow(reading, imported.tensors, growth, _expert_loads(args)), imported
     _require_compatible(args.sources, configs)
     sizes = growth.experts, growth.top_k, growth.granularity
     readings = [read_dense(config, *sizes) for config in configs]
     sources = [
-        stack.enter_context(import_folder(folder, reading=plain))
+        stack.enter_context(import_folder(folder, config=plain))
         for folder, (plain, _) in zip(args.sources, readings, strict=True)
     ]
     return upcycle(readings[0][1], [source.tensors for source in sources], growth), sources[0]

@@ -21,7 +21,7 @@ from moefold.model.families.peft import base_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.convert.importer import Imported
+    from moefold.convert.importer import ImportedFolder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(args: argparse.Namespace, imported: "Imported") -> Tokenizer | None:
+def _tokenizer(args: argparse.Namespace, imported: "ImportedFolder") -> Tokenizer | None:
     """Return the folder's tokenizer, or None.
 
     Raises:

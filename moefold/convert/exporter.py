@@ -13,7 +13,7 @@ from torch import Tensor
 from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, Named, TensorSlice, pack, write_shard
-from moefold.convert.plan import Dtype, Sent, contract, targets
+from moefold.convert.plan import Dtype, ExportTensor, contract, meta_state_dict
 from moefold.convert.source import INDEX, ConvertError
 from moefold.data.config import GENERATION_CONFIG
 from moefold.data.tokenizer import Tokenizer
@@ -40,10 +40,10 @@ def export_folder(
     """Write a folder that ``transformers`` loads; return notes on what it cannot represent.
 
     Args:
-        decoder: the description.
+        decoder: the model's description.
         tensors: exactly the decoder's tensors; each is read once per file that needs it.
         folder: a new or empty folder.
-        tokenizer: written into the folder too.
+        tokenizer: also written to the folder.
         dtype: dtype of the weights; the selection bias stays fp32, as in transformers.
         layout: one tensor per expert, which most programs read, or all experts in one tensor.
         special_tokens: ``eos_token_id`` and similar; by default those of the tokenizer's files.
@@ -55,17 +55,16 @@ def export_folder(
         ValueError: if no known family has this decoder.
     """
     folder = Path(folder)
-    demand_new(folder)
+    require_new_folder(folder)
     family = family_of(decoder)
-    wanted = targets(decoder)
-    reader = _Reader(folder, tensors, wanted)
-    named: dict[str, TensorSlice] = {}
-    for sent in contract(decoder, dtype, layout, exact="selection_bias"):
-        assert sent.name not in named, sent.name
-        lazy = LazyTensor(sent.dtype, sent.shape, partial(reader.read, sent))
-        named[sent.name] = TensorSlice.whole(lazy)
-    files = pack(list(named.items()), shard_bytes)
-    with staged_for(folder) as staged:
+    reader = _ExportReader(folder, tensors, meta_state_dict(decoder))
+    slices: dict[str, TensorSlice] = {}
+    for entry in contract(decoder, dtype, layout, exact="selection_bias"):
+        assert entry.name not in slices, entry.name
+        lazy = LazyTensor(entry.dtype, entry.shape, partial(reader.read, entry))
+        slices[entry.name] = TensorSlice.whole(lazy)
+    files = pack(list(slices.items()), shard_bytes)
+    with staging_folder(folder) as staged:
         config = family.to_hf(decoder) | {"torch_dtype": dtype}
         tokens = {k: v for k, v in (special_tokens or {}).items() if k in SPECIAL}
         if tokenizer is not None:
@@ -78,15 +77,15 @@ def export_folder(
     return export_notes(decoder)
 
 
-def demand_new(folder: Path) -> None:
-    """Raise ``ConvertError`` if a folder to write exists and is not empty."""
+def require_new_folder(folder: Path) -> None:
+    """Raise ``ConvertError`` if an output folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvertError(folder, ["already exists; name a new or empty folder"])
 
 
 @contextmanager
-def staged_for(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``folder`` if the context succeeds."""
+def staging_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to ``folder`` if no exception is raised."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     staged.mkdir()
@@ -101,48 +100,48 @@ def staged_for(folder: Path) -> Iterator[Path]:
 
 
 def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
-    """Write the safetensors files under their usual names, with an index if there are several."""
+    """Write safetensors files under their usual names, with an index if there are several."""
     names = ["model.safetensors"]
     if len(files) > 1:
         names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
-    for name, held in zip(names, files, strict=True):
-        write_shard(DISK, folder / name, held, CHUNK_BYTES, 0)
+    for name, tensors in zip(names, files, strict=True):
+        write_shard(DISK, folder / name, tensors, CHUNK_BYTES, 0)
     if len(files) > 1:
-        where = {tensor: n for n, held in zip(names, files, strict=True) for tensor, _ in held}
-        total = sum(part.size for held in files for _, part in held)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        weight_map = {name: n for n, file in zip(names, files, strict=True) for name, _ in file}
+        total = sum(part.size for file in files for _, part in file)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX, index)
 
 
-class _Reader:
-    """Cuts tensors on disk out of the model's; caches the last one, whose parts are consecutive.
+class _ExportReader:
+    """Slices exported tensors out of the model's; caches the last, as its parts are consecutive.
 
     Raises:
         ConvertError: unless the tensors are exactly the decoder's; shapes are checked when read.
     """
 
     def __init__(
-        self, folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+        self, folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> None:
         self._folder, self._tensors = folder, tensors
-        self._held: tuple[str, Tensor] | None = None
+        self._cached: tuple[str, Tensor] | None = None
         names = set(tensors)  # `in` on the mapping itself may read a tensor
-        problems = [f"tensor {n} is missing" for n in wanted if n not in names]
-        problems += [f"tensor {n} is not part of the model" for n in tensors if n not in wanted]
+        problems = [f"tensor {n} is missing" for n in expected if n not in names]
+        problems += [f"tensor {n} is not part of the model" for n in tensors if n not in expected]
         if problems:
             raise ConvertError(folder, problems)
 
-    def read(self, sent: Sent) -> Tensor:
-        """Return a tensor on disk, from parts of one or more of the model's tensors."""
-        made = None
-        for one in (sent, *sent.others):
-            if self._held is None or self._held[0] != one.ours:
-                self._held = None  # freed before the next is read
-                tensor = self._tensors[one.ours].detach().cpu()
-                if tensor.shape != one.whole:
-                    shapes = f"{list(tensor.shape)}, expected {list(one.whole)}"
-                    raise ConvertError(self._folder, [f"{one.ours} has shape {shapes}"])
-                self._held = (one.ours, tensor)
-            made = one.to_hf(self._held[1][one.index], made)
-        assert made is not None
-        return made.to(sent.dtype)
+    def read(self, entry: ExportTensor) -> Tensor:
+        """Return an exported tensor, from parts of one or more of the model's tensors."""
+        stored = None
+        for part in (entry, *entry.others):
+            if self._cached is None or self._cached[0] != part.param:
+                self._cached = None  # freed before the next is read
+                tensor = self._tensors[part.param].detach().cpu()
+                if tensor.shape != part.full_shape:
+                    shapes = f"{list(tensor.shape)}, expected {list(part.full_shape)}"
+                    raise ConvertError(self._folder, [f"{part.param} has shape {shapes}"])
+                self._cached = (part.param, tensor)
+            stored = part.to_hf(self._cached[1][part.index], stored)
+        assert stored is not None
+        return stored.to(entry.dtype)

@@ -1,18 +1,18 @@
-"""Larger and smaller mixtures from trained models: upcycling, copies, pruning, depth and width.
+"""Larger and smaller MoE models from trained models: upcycling, copies, pruning, depth and width.
 
-Every rule is a function from the name of a tensor of the new model to its values, computed from
-those of the old one; rules compose, and hold one tensor at a time.
+Each rule is a function from the name of a tensor in the new model to its values, computed from the
+source's. Rules compose, and keep one tensor in memory at a time.
 
 - *Upcycling* (arXiv 2212.05055): experts are copies of a dense feed-forward. With granularity G
-  (arXiv 2410.07524) it is cut into G shards, expert ``g * C + c`` is shard g of copy c of C, and
-  the router's rows for a copy's shards are equal, so that a token's ``top_k = G * k`` experts are
-  all shards of k copies. Their weights sum to 1, a shard's share is 1 / G of its copy's, and a
-  factor G on ``w_out`` reproduces the dense output whatever is chosen. The published factor, the
-  cube root of G on each of three matrices, does not.
-- *Copies* of a mixture's experts, m consecutive ones of each: m times ``top_k`` are chosen.
-- *Depth*: a new layer repeats the one before it with zero output weights, and so changes no row.
-- *Width* (Net2Net, arXiv 1511.05641): outputs of a product are repeated m times, and weights on
-  its repeated inputs divided by m.
+  (arXiv 2410.07524) it is split into G shards: expert ``g * C + c`` is shard g of copy c of C. The
+  router's rows of a copy's shards are equal, so that a token's ``top_k = G * k`` experts are all
+  shards of k copies. Their weights sum to 1, a shard's weight is 1 / G of its copy's, and a factor
+  G on ``w_out`` reproduces the dense output for any choice. The published factor, the cube root of
+  G on each of three matrices, does not.
+- *Copies* of an MoE model's experts, m consecutive ones of each: ``top_k`` is multiplied by m.
+- *Depth*: a new layer repeats the previous one with zero output weights, and so changes no row.
+- *Width* (Net2Net, arXiv 1511.05641): outputs of a product are repeated m times, and weights of
+  repeated inputs are divided by m.
 
 Shapes: E experts, F width, D hidden.
 """
@@ -25,14 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.convert.plan import targets
+from moefold.convert.plan import meta_state_dict
 from moefold.kernels.swiglu import activation
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, ParsedConfig, raise_violations
 from moefold.model.families.sizes import first_moe
 from moefold.spec.decoder import has_routing
 
-Read = Callable[[str], Tensor]
+Reader = Callable[[str], Tensor]
 ROUTER, W_IN, W_OUT = ".moe.router.weight", ".moe.experts.w_in", ".moe.experts.w_out"
 EXPERT_OUTPUTS = (W_OUT, ".moe.experts.out_bias")
 OUTPUTS = (
@@ -44,14 +44,14 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class Growth:
-    """Changes of size for a new model; 1 and None leave a size unchanged."""
+    """Changes of size for a new model; 1 and None keep a size."""
 
     experts: int | None = None
     top_k: int | None = None
-    """Experts per token; None: two copies of a dense model, or the source's times the copies."""
+    """Experts per token; None: two copies of a dense model, or copies times the source's."""
     granularity: int = 1
     scale: Literal["exact", "cube_root"] = "exact"
-    """Factors of virtual groups: G on ``w_out``, or its cube root on each matrix."""
+    """Factor of granularity G: G on ``w_out``, or its cube root on each matrix."""
     layers: int | None = None
     hidden_times: int = 1
     """Factor on hidden dims and heads."""
@@ -61,12 +61,12 @@ class Growth:
     """Seed of a new router's weights."""
 
 
-class Grown(Mapping[str, Tensor]):
+class GrownModel(Mapping[str, Tensor]):
     """The new model's tensors by name, each computed on access."""
 
-    def __init__(self, model: Family, decoder: Decoder, read: Read, notes: Sequence[str]) -> None:
+    def __init__(self, model: Family, decoder: Decoder, read: Reader, notes: Sequence[str]) -> None:
         self.model, self.decoder, self.notes = model, decoder, tuple(notes)
-        self._read, self._targets = read, targets(decoder)
+        self._read, self._targets = read, meta_state_dict(decoder)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
@@ -76,86 +76,86 @@ class Grown(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         """Compute one tensor."""
-        return tiled(name, self._read(name), self._targets[name].shape)
+        return tile(name, self._read(name), self._targets[name].shape)
 
 
 def upcycle(
-    mixture: ParsedConfig, sources: Sequence[Mapping[str, Tensor]], wanted: Growth
-) -> Grown:
-    """Return a mixture whose experts are copies of dense models' feed-forwards, in turn.
+    config: ParsedConfig, sources: Sequence[Mapping[str, Tensor]], growth: Growth
+) -> GrownModel:
+    """Return an MoE model whose experts are copies of dense models' feed-forwards, alternating.
 
-    All other tensors are the mean over the models.
+    All other tensors are means over the models.
 
     Raises:
         ValueError: if the experts cannot be divided evenly among the models.
     """
-    router = mixture.model.effective_router
-    shards, copies = wanted.granularity, router.experts // wanted.granularity
+    router = config.model.effective_router
+    shards, copies = growth.granularity, router.experts // growth.granularity
     if copies % len(sources):
         unit = len(sources) * shards
         nearest = max(1, round(copies / len(sources))) * unit
         raise ValueError(f"--experts: must be a multiple of {unit}; nearest: {nearest}")
     root = shards ** (1 / 3)
-    into, out = (root, root) if wanted.scale == "cube_root" else (1.0, float(shards))
+    in_scale, out_scale = (root, root) if growth.scale == "cube_root" else (1.0, float(shards))
 
     def read(name: str) -> Tensor:
         if name.endswith(ROUTER):
-            shape, std = (copies, mixture.decoder.hidden), mixture.decoder.init_std
-            draw = torch.Generator().manual_seed(wanted.seed * 1_000_003 + int(name.split(".")[1]))
-            return (std * torch.randn(shape, generator=draw)).repeat(shards, 1)
+            shape, std = (copies, config.decoder.hidden), config.decoder.init_std
+            rng = torch.Generator().manual_seed(growth.seed * 1_000_003 + int(name.split(".")[1]))
+            return (std * torch.randn(shape, generator=rng)).repeat(shards, 1)
         if not name.endswith((W_IN, W_OUT)):
-            return torch.stack([one[name] for one in sources]).mean(0)
-        at, factor = (-2, into) if name.endswith(W_IN) else (-1, out)
-        whole = [one[name.replace(".moe.experts.", ".ffn.")] for one in sources]
-        cut = [one.mul(factor).chunk(shards, at) for one in whole]
+            return torch.stack([source[name] for source in sources]).mean(0)
+        dim, factor = (-2, in_scale) if name.endswith(W_IN) else (-1, out_scale)
+        dense = [source[name.replace(".moe.experts.", ".ffn.")] for source in sources]
+        cut = [tensor.mul(factor).chunk(shards, dim) for tensor in dense]
         return torch.stack([cut[c % len(cut)][g] for g in range(shards) for c in range(copies)])
 
     notes: list[str] = []
     if len(sources) > 1:
         notes.append("outputs differ from every source's: weights outside MoE layers are averaged")
-    elif wanted.scale == "cube_root" and shards > 1:
-        off = step0_error(read, sources[0], shards, copies)
-        notes.append(f"the first feed-forward's output has a relative error of {off:.3g} at step 0")
-    return deepened(mixture.model, mixture.decoder, read, wanted, notes)
+    elif growth.scale == "cube_root" and shards > 1:
+        err = step0_error(read, sources[0], shards, copies)
+        notes.append(f"the first feed-forward's output has a relative error of {err:.3g} at step 0")
+    return resize(config.model, config.decoder, read, growth, notes)
 
 
-def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: int) -> float:
+def step0_error(read: Reader, dense: Mapping[str, Tensor], shards: int, copies: int) -> float:
     """Return the relative error of the first layer's experts against the dense output.
 
-    On 64 random rows, in fp64; all shards of one copy are chosen, as in any routing.
+    It is computed on 64 random rows in fp64, with all shards of one copy chosen, as in any routing.
     """
-    draw = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1], generator=draw).double()
+    rng = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1], generator=rng).double()
 
     def ffn(w_in: Tensor, w_out: Tensor) -> Tensor:
         h_T2F = F.linear(x_TD, w_in.flatten(0, 1).double())
         return F.linear(activation.forward(h_T2F, None), w_out.double())
 
-    want_TD = ffn(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
+    expected_TD = ffn(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
     w_in, w_out = (read(f"layers.0{name}")[::copies] for name in (W_IN, W_OUT))
-    have_TD = sum(map(ffn, w_in, w_out), torch.zeros(())) / shards
-    return float((have_TD - want_TD).norm() / want_TD.norm())
+    actual_TD = sum(map(ffn, w_in, w_out), torch.zeros(())) / shards
+    return float((actual_TD - expected_TD).norm() / expected_TD.norm())
 
 
 def grow(
     source: ParsedConfig,
     tensors: Mapping[str, Tensor],
-    wanted: Growth,
+    growth: Growth,
     loads: Mapping[int, Sequence[float]] | None = None,
-) -> Grown:
-    """Return a mixture with more or fewer experts, and more layers or width.
+) -> GrownModel:
+    """Return an MoE model with more or fewer experts, and more layers or width.
 
     Args:
-        source: the mixture, as read from its ``config.json``.
+        source: the model, as described by its ``config.json``.
         tensors: its tensors.
-        wanted: sizes of the new one.
-        loads: tokens of each expert by layer number, to keep the busiest experts.
+        growth: sizes of the new model.
+        loads: tokens per expert by layer number, to keep the experts with the most tokens.
 
     Raises:
         ValueError: if there is no such model.
     """
     router, notes = source.model.effective_router, list[str]()
-    have, want = router.experts, wanted.experts or router.experts
+    have, want = router.experts, growth.experts or router.experts
     times = want // have
     if want != have and router.groups is not None:
         raise ValueError("--experts: cannot be changed in a model with group-limited routing")
@@ -164,98 +164,100 @@ def grow(
         raise ValueError(f"--experts: not a multiple of the source's {have}; nearest: {nearest}")
     if want < have and loads is None:
         raise ValueError(f"--experts: fewer than {have} need --text, to decide which are kept")
-    top_k = wanted.top_k or min(want, router.top_k * max(1, times))
-    if want < have or top_k != router.top_k * times or not (times == 1 or _shared_out(source)):
+    top_k = growth.top_k or min(want, router.top_k * max(1, times))
+    same = times == 1 or _copies_preserve_output(source)
+    if want < have or top_k != router.top_k * times or not same:
         notes.append("outputs differ from those of the source: other experts or routing weights")
-    # Routing weights without normalisation would sum to ``times`` as much over the copies.
-    free = router.score != "softmax" and not router.renormalise
-    share = 1 / times if times > 1 and free else 1.0
+    # Without normalisation, routing weights would sum to ``times`` as much over the copies.
+    unnormalised = router.score != "softmax" and not router.renormalise
+    scale = 1 / times if times > 1 and unnormalised else 1.0
     shape = source.model.shape.model_copy(update={"experts": want, "top_k": top_k})
     dense = not all(has_routing(block.ffn) for block in source.decoder.blocks)
     shared = first_moe(source.decoder).shared is not None
-    for name, there in (("dense_width", dense), ("shared_width", shared)):
-        if there and getattr(shape, name, 0) is None:  # its default may depend on top_k
+    for name, used in (("dense_width", dense), ("shared_width", shared)):
+        if used and getattr(shape, name, 0) is None:  # its default may depend on top_k
             value = getattr(source.model.shape, f"resolved_{name}")
             shape = shape.model_copy(update={name: value})
 
     def read(name: str) -> Tensor:
-        found = tensors[name]
+        tensor = tensors[name]
         if want == have or not (".moe.experts." in name or ".moe.router." in name):
-            return found
+            return tensor
         if want > have:
             kept = torch.arange(want) // times
         else:
             load = torch.tensor((loads or {})[int(name.split(".")[1])], dtype=torch.float64)
             kept = load.argsort(descending=True, stable=True)[:want].sort().values
-        return found[kept] * share if name.endswith(EXPERT_OUTPUTS) else found[kept]
+        return tensor[kept] * scale if name.endswith(EXPERT_OUTPUTS) else tensor[kept]
 
     model = source.model.model_copy(update={"shape": shape})
-    return deepened(model, model.describe(source.decoder.vocab), read, wanted, notes)
+    return resize(model, model.describe(source.decoder.vocab), read, growth, notes)
 
 
-def deepened(
-    source: Family, decoder: Decoder, read: Read, wanted: Growth, notes: Sequence[str]
-) -> Grown:
-    """Return a model with more layers, spread evenly after leading dense ones, and more width."""
-    blocks, shape, times = decoder.blocks, source.shape, wanted.hidden_times
-    layers = wanted.layers or len(blocks)
+def resize(
+    source: Family, decoder: Decoder, read: Reader, growth: Growth, notes: Sequence[str]
+) -> GrownModel:
+    """Return a wider model with more layers, inserted evenly after the leading dense ones."""
+    blocks, shape, times = decoder.blocks, source.shape, growth.hidden_times
+    layers = growth.layers or len(blocks)
     if layers < len(blocks):
         raise ValueError(f"--layers: {layers} must be at least the source's {len(blocks)}")
     first = next(n for n, block in enumerate(blocks) if has_routing(block.ffn))
-    spread = (len(blocks) - first) / (layers - first)
-    origin = [n if n < first else first + int((n - first) * spread) for n in range(layers)]
+    step = (len(blocks) - first) / (layers - first)
+    origin = [n if n < first else first + int((n - first) * step) for n in range(layers)]
     update: dict[str, Any] = {"layers": layers}
     for name, value in shape:
         if isinstance(value, tuple):  # numbers of layers
             update[name] = tuple(n for n in range(layers) if origin[n] in value)
-    deep = source.model_copy(update={"shape": shape.model_copy(update=update)})
-    if [blocks[n] for n in origin] != list(deep.describe(decoder.vocab).blocks):
+    deeper = source.model_copy(update={"shape": shape.model_copy(update=update)})
+    if [blocks[n] for n in origin] != list(deeper.describe(decoder.vocab).blocks):
         raise ValueError("--layers: repeated layers do not fit the family's pattern of layer kinds")
     widths = ("expert_width", "dense_width", "shared_width")
     for name in ("hidden", "heads", "kv_heads", *widths):
         if value := getattr(shape, name, None):
-            update[name] = value * (wanted.width_times if name in widths else times)
+            update[name] = value * (growth.width_times if name in widths else times)
     model = source.model_copy(update={"shape": shape.model_copy(update=update)})
-    raise_violations((broken.under("shape") for broken in model.shape.rules()), "the new model: ")
+    raise_violations((v.under("shape") for v in model.shape.rules()), "the new model: ")
     raise_violations(model.rules(), "the new model: ")
     if times > 1 and decoder.tied:
         raise ValueError("--hidden-times: cannot be used with a tied head: logits would be larger")
 
-    def deep_read(name: str) -> Tensor:
+    def read_layer(name: str) -> Tensor:
         if not name.startswith("layers."):
             return read(name)
         _, number, rest = name.split(".", 2)
         layer = origin[int(number)]
-        found = read(f"layers.{layer}.{rest}")
-        new = int(number) > 0 and origin[int(number) - 1] == layer
-        return torch.zeros_like(found) if new and name.endswith(OUTPUTS) else found
+        tensor = read(f"layers.{layer}.{rest}")
+        inserted = int(number) > 0 and origin[int(number) - 1] == layer
+        return torch.zeros_like(tensor) if inserted and name.endswith(OUTPUTS) else tensor
 
-    return Grown(model, model.describe(decoder.vocab), deep_read, notes)
+    return GrownModel(model, model.describe(decoder.vocab), read_layer, notes)
 
 
-def tiled(name: str, found: Tensor, shape: Sequence[int]) -> Tensor:
+def tile(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Repeat a weight to ``shape``, divided by the repeats of the dim over which its product sums.
 
     That is the last dim of a matrix, except for the embedding, which is looked up.
 
     Raises:
-        ValueError: if a dim is no multiple.
+        ValueError: if a dim is not a multiple of the old one.
     """
-    if tuple(found.shape) == tuple(shape):
-        return found
-    times = [new // old for new, old in zip(shape, found.shape, strict=True)]
-    if [old * n for old, n in zip(found.shape, times, strict=True)] != list(shape):
-        raise ValueError(f"{name} of shape {list(found.shape)} cannot be repeated to {list(shape)}")
-    summed = found.dim() > 1 and name != "embed.weight" and not name.endswith("bias")
-    return found.repeat(times) / (times[-1] if summed else 1)
+    old = tensor.shape
+    if tuple(old) == tuple(shape):
+        return tensor
+    times = [new // size for new, size in zip(shape, old, strict=True)]
+    if [size * n for size, n in zip(old, times, strict=True)] != list(shape):
+        raise ValueError(f"{name} of shape {list(old)} cannot be repeated to {list(shape)}")
+    summed = tensor.dim() > 1 and name != "embed.weight" and not name.endswith("bias")
+    return tensor.repeat(times) / (times[-1] if summed else 1)
 
 
-def _shared_out(source: ParsedConfig) -> bool:
-    """Return whether copies of an expert are chosen together and together give its output."""
+def _copies_preserve_output(source: ParsedConfig) -> bool:
+    """Return whether copies of an expert are chosen together, and their sum is its output."""
     router, moe = source.model.effective_router, first_moe(source.decoder)
-    soft = router.score == "softmax"
-    if soft and router.order == "score_first" and router.selection_bias:
+    softmax = router.score == "softmax"
+    if softmax and router.order == "score_first" and router.selection_bias:
         return False  # probabilities are divided by the copies, the bias is not
-    if moe.weigh == "input" and (soft or router.renormalise):
+    if moe.weigh == "input" and (softmax or router.renormalise):
         return False
-    return soft or not router.renormalise or max(router.epsilon, router.floor) < 1e-12
+    return softmax or not router.renormalise or max(router.epsilon, router.floor) < 1e-12

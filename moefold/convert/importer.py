@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moefold.convert.adapter import AdapterTensors, identity
 from moefold.convert.pickled import PickledWeights
-from moefold.convert.plan import CODES, SCALES, ImportPlan, make_plan, targets
-from moefold.convert.source import BESIDE, ConvertError, SafetensorsWeights, Weights
+from moefold.convert.plan import MXFP4_CODES, MXFP4_SCALES, ImportPlan, meta_state_dict, plan_import
+from moefold.convert.source import NON_TEXT, ConvertError, SafetensorsWeights, Weights
 from moefold.data.config import TOKENIZER_CONFIG
 from moefold.files import read_json
 from moefold.kernels.quantise.elements import E8M0, unpack, value_e2m1
@@ -31,7 +31,7 @@ _HEAD, _EMBED = "head.weight", "embed.weight"
 
 
 class FolderTensors(Mapping[str, Tensor]):
-    """The model's tensors by name, each read from the folder on access and not cached."""
+    """The model's tensors by name, each read from the folder on access, without a cache."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._source, self._plan, self._copies = source, plan, copies
         self._adapter = adapter
         self.targets = plan.targets
-        """Each tensor's shape and dtype, without values."""
+        """Shape and dtype of each tensor, on the meta device."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.targets)
@@ -52,18 +52,18 @@ class FolderTensors(Mapping[str, Tensor]):
         return len(self.targets)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.targets  # the inherited one would read the tensor
+        return name in self.targets  # the inherited method would read the tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one whole tensor by :meth:`part`."""
-        return self.part(name, tuple((0, size) for size in self.targets[name].shape))
+        """Read one full tensor by :meth:`read_box`."""
+        return self.read_box(name, tuple((0, size) for size in self.targets[name].shape))
 
     def identity(self) -> str:
-        """Return a digest that identifies the folder's weights."""
-        return identity({name: tuple(t.shape) for name, t in self.targets.items()}, self.part)
+        """Return the digest that identifies the folder's weights."""
+        return identity({name: tuple(t.shape) for name, t in self.targets.items()}, self.read_box)
 
-    def part(self, name: str, box: Box) -> Tensor:
-        """Read only a box of one tensor, in the dtype of the model's parameter.
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Read a box of one tensor, in the dtype of the model's parameter.
 
         For an adapter's folder, the adapter is merged into the weight.
 
@@ -71,76 +71,76 @@ class FolderTensors(Mapping[str, Tensor]):
             ConvertError: if it contains NaN, from the folder or because a part was not filled.
         """
         target = self.targets[name]
-        wanted = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
+        tensor = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
         used: list[TensorPiece] = []
         for piece in self._plan.parts[name]:
             outer, inner = box[: len(piece.index)], box[len(piece.index) :]
-            placed = tuple(zip(piece.index, outer, strict=True))
-            if not all(start <= at < end for at, (start, end) in placed):
+            indices = tuple(zip(piece.index, outer, strict=True))
+            if not all(start <= i < end for i, (start, end) in indices):
                 continue
             used.append(piece)
-            into = wanted[tuple(at - start for at, (start, _) in placed)]
-            into.copy_(self._read(piece, target.shape[len(outer) :], inner))
-        if bool(wanted.isnan().any()):
+            part = tensor[tuple(i - start for i, (start, _) in indices)]
+            part.copy_(self._read_piece(piece, target.shape[len(outer) :], inner))
+        if bool(tensor.isnan().any()):
             names = [piece.name for piece in used]
-            here = [n for n in names if n in self._source.tensors]
-            sick = [n for n in here if bool(self._source.read(n).isnan().any())] or names
-            raise ConvertError(self._source.folder, [f"{n} contains NaN" for n in sick])
+            present = [n for n in names if n in self._source.tensors]
+            with_nan = [n for n in present if bool(self._source.read(n).isnan().any())] or names
+            raise ConvertError(self._source.folder, [f"{n} contains NaN" for n in with_nan])
         for copy in self._copies.get(name, ()):
-            if not torch.equal(self._source.read_box(copy, box).to(wanted.dtype), wanted):
-                whose = "embedding" if name == _EMBED else "head"
+            if not torch.equal(self._source.read_box(copy, box).to(tensor.dtype), tensor):
+                original = "embedding" if name == _EMBED else "head"
                 field = MULTI_TOKEN_FIELD if ".layers." in copy else "tie_word_embeddings"
-                said = f"{copy} must equal the {whose} ({field} in config.json)"
-                raise ConvertError(self._source.folder, [said])
-        low = None if self._adapter is None else self._adapter.found.adapters.get(name)
-        if self._adapter is None or low is None:
-            return wanted
+                problem = f"{copy} must equal the {original} ({field} in config.json)"
+                raise ConvertError(self._source.folder, [problem])
+        low_rank = None if self._adapter is None else self._adapter.peft.adapters.get(name)
+        if self._adapter is None or low_rank is None:
+            return tensor
         a, b = (self._adapter[name + end] for end in (LORA_A, LORA_B))
-        a = a[tuple(slice(*at) for at in (*box[: a.dim() - 2], (0, low.rank), box[-1]))]
-        b = b[tuple(slice(*at) for at in box[:-1])]
-        return merge_adapter(wanted, a, b, low.scale)
+        a = a[tuple(slice(*dim) for dim in (*box[: a.dim() - 2], (0, low_rank.rank), box[-1]))]
+        b = b[tuple(slice(*dim) for dim in box[:-1])]
+        return merge_adapter(tensor, a, b, low_rank.scale)
 
-    def _read(self, piece: TensorPiece, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Return a box of ``piece``, a tensor on disk that has ``shape`` in the model."""
+    def _read_piece(self, piece: TensorPiece, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Return a box of ``piece``, a tensor on disk whose shape in the model is ``shape``."""
         scale = self._plan.scales.get(piece.name)
         if scale is not None and self._plan.block is not None:
             codes, scales = self._source.read(piece.name), self._source.read(scale)
-            whole = piece.from_hf(dequantise(codes, scales, self._plan.block), shape)
-            return whole[tuple(slice(start, end) for start, end in box)]
+            full = piece.from_hf(dequantise_fp8(codes, scales, self._plan.block), shape)
+            return full[tuple(slice(start, end) for start, end in box)]
         if piece.rows is not None:
-            places = dict.fromkeys(piece.rows.disk_rows(*box[0]))
-            starts = [n for n in places if n - 1 not in places]
-            ends = [n + 1 for n in places if n + 1 not in places]
-            spans = zip(starts, ends, strict=True)
-            return torch.cat([self._source.read_box(piece.name, (s, *box[1:])) for s in spans])
-        if piece.perm:  # dims on disk are permuted, so whole experts are read
-            stored = self._experts(piece.name + CODES if scale else piece.name, box)
-            stored = multiplied(stored, self._experts(scale, box)) if scale else stored
-            ours = piece.from_hf(stored, (len(stored), *shape[1:]))
-            return ours[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
+            rows = dict.fromkeys(piece.rows.disk_rows(*box[0]))
+            starts = [n for n in rows if n - 1 not in rows]
+            ends = [n + 1 for n in rows if n + 1 not in rows]
+            ranges = zip(starts, ends, strict=True)
+            return torch.cat([self._source.read_box(piece.name, (r, *box[1:])) for r in ranges])
+        if piece.perm:  # dims on disk are permuted, so full experts are read
+            stored = self._read_experts(piece.name + MXFP4_CODES if scale else piece.name, box)
+            stored = dequantise_mxfp4(stored, self._read_experts(scale, box)) if scale else stored
+            experts = piece.from_hf(stored, (len(stored), *shape[1:]))
+            return experts[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
         if piece.shape == shape:
             return self._source.read_box(piece.name, box)
         if len(piece.shape) > len(shape):  # additional dims of size 1
-            small = self._source.read(piece.name).reshape(shape)
-            return small[tuple(slice(*bounds) for bounds in box)]
+            full = self._source.read(piece.name).reshape(shape)
+            return full[tuple(slice(*bounds) for bounds in box)]
         # [E, 2, F, D] in the model, [E, 2 * F, D] on disk; or both without E
-        (*experts, halves, rows, columns), width = box, shape[-2]
+        (*experts, gate_up, rows, columns), width = box, shape[-2]
         parts = [
             self._source.read_box(
-                piece.name, (*experts, (h * width + rows[0], h * width + rows[1]), columns)
+                piece.name, (*experts, (i * width + rows[0], i * width + rows[1]), columns)
             )
-            for h in range(*halves)
+            for i in range(*gate_up)
         ]
         return torch.stack(parts, len(experts))
 
-    def _experts(self, name: str, box: Box) -> Tensor:
-        """Return the whole experts of a box from a tensor on disk."""
+    def _read_experts(self, name: str, box: Box) -> Tensor:
+        """Return the full matrices of a box's experts from a tensor on disk."""
         rest = self._source.tensors[name].shape[1:]
         return self._source.read_box(name, (box[0], *((0, size) for size in rest)))
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedFolder:
     """An opened Hugging Face folder."""
 
     decoder: Decoder
@@ -154,7 +154,7 @@ class Imported:
     left_out: tuple[str, ...]
     """The notes about files and tensors left out, each with the folder."""
     source: Weights
-    """Holds the files open."""
+    """The open files."""
     adapter: AdapterTensors | None = None
     """The adapter, if the folder is an adapter's."""
 
@@ -165,78 +165,78 @@ class Imported:
         self.close()
 
     def close(self) -> None:
-        """Close the files; tensors already read stay."""
+        """Close the files; tensors already read stay valid."""
         self.source.close()
         if self.adapter is not None:
             self.adapter.close()
 
 
 def import_folder(
-    folder: str | Path, weights: str | Path | None = None, reading: ParsedConfig | None = None
-) -> Imported:
+    folder: str | Path, weights: str | Path | None = None, config: ParsedConfig | None = None
+) -> ImportedFolder:
     """Open a Hugging Face folder and match all its tensors with the model's, without reading any.
 
     For an adapter's folder, the base is opened, with the adapter merged into the weights.
     ``weights`` is a pickled checkpoint to read instead (:mod:`moefold.convert.pickled`);
-    ``reading`` describes the model if no family reads its ``config.json``. The result is a context
-    manager, which is closed when the tensors are no longer needed.
+    ``config`` describes the model if no family reads its ``config.json``. The result is a context
+    manager that keeps the files open.
 
     Raises:
         ValueError: if ``config.json`` has anything unsupported.
         ConvertError: with every tensor that is missing, unexpected, or of another shape.
     """
     own, folder = Path(folder), base_folder(Path(folder))
-    reading = reading or read_config(folder)
-    names = {row.param: row.hf_names[0] for row in reading.model.tensors}
+    config = config or read_config(folder)
+    names = {mapping.param: mapping.hf_names[0] for mapping in config.model.tensors}
     source: Weights
     if weights is None:
         source = SafetensorsWeights(folder)
-        if reading.from_multimodal:
-            source.enter()
+        if config.from_multimodal:
+            source.strip_language_prefix()
     else:
         source = PickledWeights(Path(weights), names[_EMBED])
     try:
-        known = _copies(reading, names[_HEAD])
-        copies = {ours: [n for n in those if n in source.tensors] for ours, those in known.items()}
+        known = _redundant_copies(config, names[_HEAD])
+        copies = {name: [n for n in known[name] if n in source.tensors] for name in known}
 
-        def ignored(name: str) -> str | None:
-            if reading.decoder.tied and name == names[_HEAD]:
+        def ignore_reason(name: str) -> str | None:
+            if config.decoder.tied and name == names[_HEAD]:
                 return "tied to the embedding"
-            if any(name in those for those in copies.values()):
+            if any(name in redundant for redundant in copies.values()):
                 return "copies of embedding or head"
-            if reading.from_multimodal and BESIDE.match(name):
+            if config.from_multimodal and NON_TEXT.match(name):
                 return "not part of the language model"
-            return reading.model.ignore_reason(name)
+            return config.model.ignore_reason(name)
 
-        plan = make_plan(
+        plan = plan_import(
             folder,
-            resolve_rows(reading.model.tensors, reading.decoder),
-            targets(reading.decoder),
+            resolve_rows(config.model.tensors, config.decoder),
+            meta_state_dict(config.decoder),
             source.tensors,
-            ignored=ignored,
-            block=reading.fp8_block,
+            ignore_reason=ignore_reason,
+            block=config.fp8_block,
         )
-        said = list(_about_tokenizer(folder))
+        tokenizer_notes = list(_tokenizer_notes(folder))
         base = FolderTensors(source, plan, copies)
-        adapter = None if own == folder else open_adapter(own, folder, reading.decoder, base)
+        adapter = None if own == folder else open_adapter(own, folder, config.decoder, base)
     except BaseException:
         source.close()
         raise
-    left_out = (*source.notes, *_left_out(plan))
-    four = sum(scale.endswith(SCALES) for scale in plan.scales.values())
-    counts = {"FP8": len(plan.scales) - four, "MXFP4": four}
+    left_out = (*source.notes, *_ignored_notes(plan))
+    mxfp4 = sum(scale.endswith(MXFP4_SCALES) for scale in plan.scales.values())
+    counts = {"FP8": len(plan.scales) - mxfp4, "MXFP4": mxfp4}
     scaled = [
         f"{kind} tensors dequantised with their block scales: {number}"
         for kind, number in counts.items()
         if number
     ]
-    notes = (*reading.notes, *left_out, *scaled, *said)
+    notes = (*config.notes, *left_out, *scaled, *tokenizer_notes)
     tensors = FolderTensors(source, plan, copies, adapter)
-    return Imported(
-        reading.decoder,
-        reading.model,
+    return ImportedFolder(
+        config.decoder,
+        config.model,
         tensors,
-        reading.special_tokens,
+        config.special_tokens,
         notes,
         tuple(f"{folder}: {note}" for note in left_out),
         source,
@@ -244,12 +244,12 @@ def import_folder(
     )
 
 
-def _copies(reading: ParsedConfig, head: str) -> dict[str, tuple[str, ...]]:
-    """Return names on disk of redundant copies of the embedding or head, by the model's name."""
-    found = dict(reading.model.copies(reading.decoder))
-    if reading.decoder.tied:
-        found[_EMBED] = (*found.get(_EMBED, ()), head, *found.pop(_HEAD, ()))
-    return found
+def _redundant_copies(config: ParsedConfig, head: str) -> dict[str, tuple[str, ...]]:
+    """Return the names on disk of redundant copies of embedding or head, by parameter."""
+    copies = dict(config.model.copies(config.decoder))
+    if config.decoder.tied:
+        copies[_EMBED] = (*copies.get(_EMBED, ()), head, *copies.pop(_HEAD, ()))
+    return copies
 
 
 def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors) -> AdapterTensors:
@@ -258,21 +258,21 @@ def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors
     Raises:
         ConvertError: if the adapter belongs to another base.
     """
-    found = AdapterTensors(read_adapter(own, decoder))
+    adapter = AdapterTensors(read_adapter(own, decoder))
     try:
-        if found.found.identity not in (None, tensors.identity()):
+        if adapter.peft.identity not in (None, tensors.identity()):
             problem = (
                 f"was trained on a base model with other weights than {base}; use that base model, "
                 "or train an adapter for this one"
             )
             raise ConvertError(own, [problem])
     except BaseException:
-        found.close()
+        adapter.close()
         raise
-    return found
+    return adapter
 
 
-def _about_tokenizer(folder: Path) -> Iterator[str]:
+def _tokenizer_notes(folder: Path) -> Iterator[str]:
     """Yield notes on a folder's tokenizer."""
     config = folder / TOKENIZER_CONFIG
     if not (folder / "tokenizer.json").is_file():
@@ -281,26 +281,26 @@ def _about_tokenizer(folder: Path) -> Iterator[str]:
         yield f"auto_map in {config.name} refers to Python code in the folder, which is never run"
 
 
-def _left_out(plan: ImportPlan) -> Iterator[str]:
+def _ignored_notes(plan: ImportPlan) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
-    for name, reason in plan.left_out.items():
+    for name, reason in plan.ignored.items():
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         more = f" and {len(names) - 1} more" if names[1:] else ""
         yield f"tensors left out ({reason}): {names[0]}{more}"
 
 
-def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+def dequantise_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """Dequantise FP8 codes [R, C] with a scale per ``block`` of (rows, columns); return fp32.
 
     The arithmetic is that of DeepSeek-V3's release (arXiv 2412.19437, section 3.3).
     """
     rows, columns = codes.shape
-    spread = scales.float().repeat_interleave(block[0], 0)[:rows]
-    return codes.float() * spread.repeat_interleave(block[1], 1)[:, :columns]
+    scales = scales.float().repeat_interleave(block[0], 0)[:rows]
+    return codes.float() * scales.repeat_interleave(block[1], 1)[:, :columns]
 
 
-def multiplied(codes: Tensor, scales: Tensor) -> Tensor:
+def dequantise_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """Dequantise MXFP4 codes [E, O, I / 32, 16] with E8M0 scales; return fp32 [E, I, O].
 
     A byte has two E2M1 numbers, the first in its low half (OCP Microscaling Formats 1.0).

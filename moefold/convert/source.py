@@ -1,7 +1,7 @@
-"""A Hugging Face folder as a source of tensors: lists them by headers, and reads single ones.
+"""A Hugging Face folder as a source of tensors: lists them by headers, and reads them one by one.
 
-Nothing in the folder is trusted: file names must stay inside it, headers are bounded, pickles are
-refused and code is never run.
+The folder is not trusted: file names must stay inside it, headers are bounded, pickles are refused
+and code is never run.
 """
 
 import json
@@ -23,14 +23,14 @@ from moefold.model.families.folder import INDEX, INDEX_LIMIT
 
 SINGLE = "model.safetensors"
 PLAIN_NAME = re.compile(r"[^/\\:\0]*\.safetensors")
-"""File names without a path, in the notation of any system."""
-_INNER = re.compile(r"^(model\.)?language_model\.")
+"""File names without a path, on any operating system."""
+_LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
 """Prefix of the language model's tensor names in a multimodal model."""
-BESIDE = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|mm_projector)")
+NON_TEXT = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|mm_projector)")
 """Tensor names of other parts of a multimodal model."""
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-SHOWN = 40
+MAX_LISTED = 40
 """Most problems that one message lists; the rest are counted."""
 
 DTYPES = {name: STORED[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3")}
@@ -38,31 +38,31 @@ DTYPES = {name: STORED[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3"
 
 
 class ConvertError(ValueError):
-    """A folder cannot be converted; the text has the place and all reasons."""
+    """A folder cannot be converted; the message has its path and all problems."""
 
-    def __init__(self, where: Path | str, problems: Sequence[str]) -> None:
+    def __init__(self, path: Path | str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        listed = "".join(f"\n  {p}" for p in self.problems[:SHOWN])
-        left = len(self.problems) - SHOWN
-        super().__init__(f"{where}:{listed}" + (f"\n  and {left} more" if left > 0 else ""))
+        listed = "".join(f"\n  {p}" for p in self.problems[:MAX_LISTED])
+        more = len(self.problems) - MAX_LISTED
+        super().__init__(f"{path}:{listed}" + (f"\n  and {more} more" if more > 0 else ""))
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor on disk, as described by its file's header."""
+    """A tensor on disk, as its file's header describes it."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
-    stored: str | None = None
-    """Its name on disk, if different."""
+    disk_name: str | None = None
+    """The name on disk, if different."""
 
 
 class Weights(ABC):
     """A source of a model's tensors, which are read one at a time.
 
     Args:
-        folder: their folder.
+        folder: the folder.
         tensors: every tensor in it, by name.
         notes: notes on the folder for the user.
     """
@@ -82,22 +82,21 @@ class Weights(ABC):
     def close(self) -> None:
         """Close the files; tensors already read stay valid."""
 
-    def enter(self) -> None:
-        """Rename the language model's tensors of a multimodal model as in a text-only one."""
-        inner = {name: _INNER.sub(r"\1", name) for name in self.tensors}
-        twice = [name for name in self.tensors if inner[name] != name and inner[name] in inner]
+    def strip_language_prefix(self) -> None:
+        """Rename a multimodal model's language tensors as in a text-only model."""
+        new = {name: _LANGUAGE_MODEL.sub(r"\1", name) for name in self.tensors}
+        twice = [name for name in self.tensors if new[name] != name and new[name] in new]
         if twice:
-            said = [f"{n} in {self.tensors[n].file} is also stored as {inner[n]}" for n in twice]
-            raise ConvertError(self.folder, said)
-        named = {inner[n]: replace(info, stored=n) for n, info in self.tensors.items()}
-        self.tensors = named
+            problems = [f"{n} in {self.tensors[n].file} is also stored as {new[n]}" for n in twice]
+            raise ConvertError(self.folder, problems)
+        self.tensors = {new[n]: replace(info, disk_name=n) for n, info in self.tensors.items()}
 
 
 class SafetensorsWeights(Weights):
-    """The tensors of a folder's safetensors files, found by headers and mapped into memory.
+    """The tensors of a folder's safetensors files, listed by headers and mapped into memory.
 
     Raises:
-        ConvertError: if the index and the files contradict each other, or there are no files.
+        ConvertError: if index and files contradict each other, or there are no files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,7 +104,7 @@ class SafetensorsWeights(Weights):
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
         try:
-            self._find(_files(folder, self.notes))
+            self._read_headers(_weight_files(folder, self.notes))
         except BaseException:
             self._stack.close()
             raise
@@ -117,19 +116,19 @@ class SafetensorsWeights(Weights):
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of one tensor as stored; only its pages are read."""
-        stored = self.tensors[name]
+        info = self.tensors[name]
         try:
-            view = self._file(stored.file).get_slice(stored.stored or name)
+            view = self._open_file(info.file).get_slice(info.disk_name or name)
             return view[tuple(slice(start, end) for start, end in box)]
         except SafetensorError as error:
-            raise ConvertError(self.folder / stored.file, [f"{name}: {error}"]) from None
+            raise ConvertError(self.folder / info.file, [f"{name}: {error}"]) from None
 
-    def _find(self, files: dict[str, set[str] | None]) -> None:
-        """Fill ``tensors``; ``files`` has the names of each file by the index, or None without."""
+    def _read_headers(self, files: dict[str, set[str] | None]) -> None:
+        """Fill ``tensors``; ``files`` has each file's tensor names, or None without an index."""
         problems: list[str] = []
         for file, indexed in files.items():
             try:
-                opened = self._file(file)
+                opened = self._open_file(file)
                 names = list(opened.keys())
             except (OSError, SafetensorError) as error:
                 problems.append(f"{file}: {error}")
@@ -146,24 +145,24 @@ class SafetensorsWeights(Weights):
         if problems:
             raise ConvertError(self.folder, problems)
 
-    def _file(self, file: str) -> Any:
+    def _open_file(self, file: str) -> Any:
         if file not in self._open:
             opened = safe_open(self.folder / file, framework="pt")
             self._open[file] = self._stack.enter_context(opened)
         return self._open[file]
 
 
-def _files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
-    """Return the files of weights, each with its tensors' names by the index, or None without."""
+def _weight_files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
+    """Return the weight files, each with its tensor names by the index, or None without one."""
     if not folder.is_dir():
         raise ConvertError(folder, ["is not a folder"])
     present = sorted(p.name for p in folder.iterdir())
-    pickled = [name for name in present if name.endswith(PICKLES)]
+    pickled = [name for name in present if name.endswith(PICKLE_SUFFIXES)]
     files: dict[str, set[str] | None] = {SINGLE: None}
     if INDEX in present:
         if SINGLE in present:
             raise ConvertError(folder, [f"has both {INDEX} and {SINGLE}; remove the stale one"])
-        files = dict(_indexed(folder))
+        files = dict(_read_index(folder))
     elif SINGLE not in present:
         problem = f"has neither {SINGLE} nor {INDEX}"
         if pickled:
@@ -173,21 +172,21 @@ def _files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
             )
         raise ConvertError(folder, [problem])
     stray = [n for n in present if n.endswith(".safetensors") and n not in files]
-    for what, found in (
+    for note, names in (
         ("Python code in the folder is never run", [n for n in present if n.endswith(".py")]),
         ("pickled files are not read", pickled),
         ("other safetensors files are not read", stray),
     ):
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        notes += [f"{what}: {', '.join(found[:3])}{more}"] if found else []
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        notes += [f"{note}: {', '.join(names[:3])}{more}"] if names else []
     return files
 
 
-def _indexed(folder: Path) -> dict[str, set[str]]:
+def _read_index(folder: Path) -> dict[str, set[str]]:
     """Read the index; return the tensor names of each file.
 
     Raises:
-        ConvertError: if it is malformed, or a file name leads out of the folder.
+        ConvertError: if it is malformed, or a file name is a path out of the folder.
     """
     try:
         weight_map = read_json(folder / INDEX, limit=INDEX_LIMIT).get("weight_map")

@@ -21,7 +21,7 @@ from moefold.config.check import check
 from moefold.config.errors import RunError
 from moefold.config.plugins import import_plugins
 from moefold.convert.adapter import AdapterTensors, identity, write_adapter
-from moefold.convert.importer import Imported, import_folder, open_adapter
+from moefold.convert.importer import ImportedFolder, import_folder, open_adapter
 from moefold.convert.plan import Dtype
 from moefold.convert.source import ConvertError
 from moefold.data.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ class StoredModel:
         own, notes = identity(shapes, self.tensors.part), [f"adapter only; its base: {base}"]
         if (Path(base) / "config.json").is_file():
             reading = read_config(Path(base), said.get("multi_token") != [])
-            with import_folder(base, reading=reading) as found:
+            with import_folder(base, config=reading) as found:
                 if own != found.tensors.identity():
                     what = f"the weights in {base} are not those that the run was trained on"
                     raise ConvertError(folder, [what + remedy])
@@ -240,7 +240,7 @@ def fill_start_values(
         data.fill(begin)
         return ()
     with ExitStack() as opened:
-        base = opened.enter_context(import_folder(source.path, reading=source.read_config()))
+        base = opened.enter_context(import_folder(source.path, config=source.read_config()))
         first: AdapterTensors | None = None
         if run.adapter is not None and run.adapter.start is not None:
             start, of = Path(run.adapter.start), (base.source.folder, base.decoder, base.tensors)
@@ -251,7 +251,7 @@ def fill_start_values(
 
 
 def fill_from(
-    imported: Imported, data: ShardedState, adapters: Callable[[Shard], Tensor] | None = None
+    imported: ImportedFolder, data: ShardedState, adapters: Callable[[Shard], Tensor] | None = None
 ) -> None:
     """Fill weights from an open Hugging Face folder, and A and B of adapters from ``adapters``."""
     tensors = imported.tensors
@@ -261,6 +261,6 @@ def fill_from(
         """Return the values of a shard."""
         if adapters is not None and piece.name.endswith((LORA_A, LORA_B)):
             return adapters(piece)
-        return tensors.part(piece.name, piece.box)
+        return tensors.read_box(piece.name, piece.box)
 
     data.fill(value, buffers=True)

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
-from moefold.convert.plan import targets
+from moefold.convert.plan import meta_state_dict
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import registry
 from moefold.model.families.names import find_mappings, pieces, resolve_rows
@@ -44,7 +44,7 @@ def weights_of(decoder: Decoder, dtype: torch.dtype = torch.float32) -> dict[str
     generator = torch.Generator().manual_seed(1)
     return {
         name: torch.randn(target.shape, generator=generator).to(dtype).to(target.dtype)
-        for name, target in targets(decoder).items()
+        for name, target in meta_state_dict(decoder).items()
     }
 
 

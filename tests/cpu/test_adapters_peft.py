@@ -70,7 +70,7 @@ def base_model() -> DecoderModel:
 def test_b78_an_adapter_of_peft_gives_its_logits(kind: str) -> None:
     base = base_model()
     with stored(PEFT / kind) as held:
-        model = DecoderModel(adapted(base.record, held.found.adapters), "fp64")
+        model = DecoderModel(adapted(base.record, held.peft.adapters), "fp64")
         values = dict(base.named_parameters()) | dict(base.named_buffers())
         with torch.no_grad():
             for name, target in (*model.named_parameters(), *model.named_buffers()):
@@ -85,12 +85,12 @@ def test_b78_an_adapter_of_peft_gives_its_logits(kind: str) -> None:
 def test_b78_adapters_go_to_peft_bit_for_bit(kind: str, tmp_path: Path) -> None:
     decoder = base_model().record
     with stored(PEFT / kind) as held:
-        write_adapter(decoder, held.found.adapters, held, tmp_path / "out", ("base", "id"))
+        write_adapter(decoder, held.peft.adapters, held, tmp_path / "out", ("base", "id"))
         want, found = (load_file(at / TENSORS) for at in (PEFT / kind, tmp_path / "out"))
         assert want.keys() == found.keys()
         assert all(same_bits(want[name], found[name]) for name in want)
         with stored(tmp_path / "out") as back:
-            assert back.found.adapters == held.found.adapters and back.found.identity == "id"
+            assert back.peft.adapters == held.peft.adapters and back.peft.identity == "id"
             assert all(same_bits(back[name], held[name]) for name in held)
     said, theirs = (read_json(at / CONFIG) for at in (tmp_path / "out", PEFT / kind))
     assert set(said["target_parameters"]) == set(theirs["target_parameters"])
@@ -120,7 +120,7 @@ def test_adapters_of_older_releases_are_of_the_transposed_matrix(tmp_path: Path)
         stored(PEFT / "whole") as held,
         stored(turned(PEFT / "whole", tmp_path / "old", "0.18.1")) as old,
     ):
-        assert held.found.adapters == old.found.adapters
+        assert held.peft.adapters == old.peft.adapters
         assert all(same_bits(held[name], old[name]) for name in held)
 
 
@@ -155,7 +155,7 @@ def test_b78_an_adapters_folder_is_its_base_and_the_scaled_product_in_it(tmp_pat
         for name in base.tensors:
             more = found.tensors[name] - base.tensors[name]
             if not name.startswith("layers.1.moe.experts."):
-                assert bool(more.any()) == (name in found.adapter.found.adapters)  # type: ignore[union-attr]
+                assert bool(more.any()) == (name in found.adapter.peft.adapters)  # type: ignore[union-attr]
                 continue
             at = "base_model.model.model.layers.1.mlp.experts" + ".base_layer" * ("w_in" in name)
             a, b = (raw[f"{at}.lora_{which}.weight"] for which in "AB")
@@ -164,7 +164,7 @@ def test_b78_an_adapters_folder_is_its_base_and_the_scaled_product_in_it(tmp_pat
         box = ((1, 3), (0, 2), (2, 5), (4, 9))
         cut = tuple(slice(*at) for at in box)
         name = "layers.1.moe.experts.w_in"
-        torch.testing.assert_close(found.tensors.part(name, box), found.tensors[name][cut])
+        torch.testing.assert_close(found.tensors.read_box(name, box), found.tensors[name][cut])
 
 
 def edited(folder: Path, **changes: Any) -> None:

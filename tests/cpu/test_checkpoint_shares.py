@@ -22,7 +22,7 @@ from moefold.checkpoint.manifest import tiles
 from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import LazyTensor, TensorSlice
 from moefold.convert.importer import import_folder
-from moefold.convert.plan import targets
+from moefold.convert.plan import meta_state_dict
 from moefold.model.config import MODEL
 from moefold.parallel.data.sharding import LocalSlice
 from moefold.training.model_checkpoint import MODEL as PREFIX
@@ -147,7 +147,7 @@ def test_export_and_import_hold_at_most_twice_the_largest_group(tmp_path: Path) 
     data = {"family": "olmoe", "context": 64, "shape": shape | {"expert_width": 512}}
     record = MODEL.kinds["olmoe"].model_validate(data)
     decoder = record.describe(512)  # type: ignore[attr-defined]
-    wanted = targets(decoder)
+    wanted = meta_state_dict(decoder)
     largest = max(math.prod(t.shape) * t.dtype.itemsize for t in wanted.values())
     total = sum(math.prod(t.shape) * t.dtype.itemsize for t in wanted.values())
     assert total > 4 * largest and largest >= 16 * MIB, "the bound says something"
@@ -171,7 +171,7 @@ def test_export_and_import_hold_at_most_twice_the_largest_group(tmp_path: Path) 
 def _written(decoder: object, path: Path) -> None:
     """Write a checkpoint as four ranks would: experts in slices, by expert and by width."""
     parts = {}
-    for name, target in targets(decoder).items():  # type: ignore[arg-type]
+    for name, target in meta_state_dict(decoder).items():  # type: ignore[arg-type]
         tensor = torch.rand(target.shape).to(target.dtype)
         whole = [tuple(slice(None) for _ in target.shape)]
         if name.endswith("experts.w_in"):

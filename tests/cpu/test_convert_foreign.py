@@ -117,7 +117,7 @@ def test_every_tensor_arrives_exactly(
             assert same_bits(tensor, weights[name]), name
             box = tuple((size // 3, size) for size in tensor.shape)
             part = weights[name][tuple(slice(*side) for side in box)]
-            assert same_bits(found.tensors.part(name, box).contiguous(), part.contiguous())
+            assert same_bits(found.tensors.read_box(name, box).contiguous(), part.contiguous())
     assert not (tmp_path / "mark").exists()
 
 

@@ -59,7 +59,7 @@ def ours(folder: Path) -> Tensor:
 def plain(folder: Path) -> Tensor:
     """Return the logits of a dense model by our own layers, all of them in fp64."""
     reading, _ = read_dense(read_json(folder / "config.json"), 2, 2, 1)
-    with import_folder(folder, reading=reading) as found:
+    with import_folder(folder, config=reading) as found:
         model = DecoderModel(found.decoder, "fp64")
         fill(model, found.tensors)
     return model.logits(IDS).detach()

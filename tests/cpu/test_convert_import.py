@@ -201,7 +201,7 @@ def test_a_box_is_read_as_it_stands_in_the_whole_and_nothing_beside_it(
                     box = [(0, n) for n in whole.shape]
                     box[dim] = cut
                     elements.clear()
-                    part = found.tensors.part(name, tuple(box))
+                    part = found.tensors.read_box(name, tuple(box))
                     assert same_bits(part, whole[tuple(slice(*ends) for ends in box)])
                     heads = 2 if decoder.tied and name == "embed.weight" else 1
                     assert sum(elements) <= heads * part.numel()

@@ -82,5 +82,5 @@ def test_a_run_states_what_further_tokens_weigh_or_leaves_them_out(
     assert of([]).record.describe(VOCAB) == with_multi_token(decoder, ())
     (broken,) = of(own * 2).violations
     assert broken.path == ("multi_token",) and "block of the folder (1), or none" in broken.rule
-    with import_folder(tmp_path, reading=of([]).record.read_config()) as found:
+    with import_folder(tmp_path, config=of([]).record.read_config()) as found:
         assert len(found.decoder.blocks) == 3 and len(found.left_out) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.convert.importer import import_folder, multiplied
+from moefold.convert.importer import dequantise_mxfp4, import_folder
 from moefold.convert.source import ConvertError
 from moefold.model.config import MODEL, Decoder
 from tests.cpu.hubs import on_disk, weights_of, write_hub
@@ -47,7 +47,7 @@ def coded(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_codes_are_what_transformers_makes_of_them() -> None:
     codes = torch.tensor(STORED["blocks"], dtype=torch.uint8).unflatten(2, (1, 16))
     scales = torch.tensor(STORED["scales"], dtype=torch.uint8)[..., None]
-    assert torch.equal(multiplied(codes, scales), torch.tensor(STORED["values"]))
+    assert torch.equal(dequantise_mxfp4(codes, scales), torch.tensor(STORED["values"]))
 
 
 def test_b24_codes_arrive_as_numbers_in_their_places(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_b24_codes_arrive_as_numbers_in_their_places(tmp_path: Path) -> None:
         assert "MXFP4 tensors dequantised with their block scales: 2" in found.notes
         w_in, w_out = (found.tensors[f"layers.1.moe.experts.{n}"] for n in ("w_in", "w_out"))
         half = ((1, 2), (1, 2), (4, 20), (7, 40))
-        part = found.tensors.part("layers.1.moe.experts.w_in", half)
+        part = found.tensors.read_box("layers.1.moe.experts.w_in", half)
     assert torch.equal(part, w_in[1:2, 1:2, 4:20, 7:40])
     for name, matrix in (("gate_up_proj", w_in), ("down_proj", w_out)):
         codes, scales = (stored[f"{AT}{name}_{end}"].tolist() for end in ("blocks", "scales"))

@@ -20,7 +20,7 @@ from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.plan import contract
 from moefold.convert.source import ConvertError
-from moefold.convert.stream import TensorBatch, stream
+from moefold.convert.stream import TensorBatch, stream_weights
 from moefold.data.batch import from_ids
 from moefold.mesh.folding import Folding
 from moefold.optim.config import AdamW
@@ -86,7 +86,7 @@ def trained(folder: Path, layout: Layout, world: World) -> ShardedState:
     """Bring a folder's weights into a layout, each rank its own pieces, and make the steps."""
     with import_folder(folder) as found:
         data = ShardedState(build(found.decoder, "fp32", layout, world, "meta"))
-        data.fill(lambda piece: found.tensors.part(piece.name, piece.box), buffers=True)
+        data.fill(lambda piece: found.tensors.read_box(piece.name, piece.box), buffers=True)
     optimizer = data.optimizer(ADAMW)
     mine = [from_ids(x) for x in ids()][world.attention.dp :: world.folding.dp]
     for _ in range(STEPS):
@@ -146,7 +146,7 @@ def test_b37_weights_are_handed_on_from_any_layout_as_they_are(
             data = trained(source, layout, world)
             save_all(data, tmp_path / "run")
             for turn, dtype in enumerate(("bfloat16", "bfloat16", "float32")):
-                found, most = taken(stream(data, dtype, "per_expert", 1500))  # type: ignore[arg-type]
+                found, most = taken(stream_weights(data, dtype, "per_expert", 1500))  # type: ignore[arg-type]
                 assert (ranks.index == 0) == bool(found)
                 if found:
                     save_file(found, tmp_path / f"turn-{turn}")
@@ -185,8 +185,8 @@ def test_b23_matrices_that_share_a_tensor_come_and_go_by_parts(
         with World.open(Folding(layout.split, 2), "cpu", 30.0) as world:
             with import_folder(tmp_path / "theirs") as found:
                 data = ShardedState(build(found.decoder, "fp32", layout, world, "meta"))
-                data.fill(lambda piece: found.tensors.part(piece.name, piece.box), buffers=True)
-            handed, _ = taken(stream(data, "float32"))
+                data.fill(lambda piece: found.tensors.read_box(piece.name, piece.box), buffers=True)
+            handed, _ = taken(stream_weights(data, "float32"))
             if ranks.index == 0:
                 save_file(handed, tmp_path / "handed")
 
@@ -215,15 +215,15 @@ def test_a_consumer_notices_bytes_that_are_not_as_sent(theirs: tuple[Path, Any])
     with import_folder(theirs[0]) as found:
         world = World.single()
         data = ShardedState(build(found.decoder, "fp32", Layout(), world, "meta"))
-        data.fill(lambda piece: found.tensors.part(piece.name, piece.box), buffers=True)
-    bucket = next(iter(stream(data, "float32")))
+        data.fill(lambda piece: found.tensors.read_box(piece.name, piece.box), buffers=True)
+    bucket = next(iter(stream_weights(data, "float32")))
     assert isinstance(bucket, TensorBatch)
     list(bucket.tensors())
     bucket.data[bucket.spans[1].offset] ^= 1
     with pytest.raises(ConvertError, match=bucket.spans[1].sent.name):
         list(bucket.tensors())
     with pytest.raises(ValueError, match=r"bucket_bytes is 8; .* needs at least"):
-        next(iter(stream(data, "float32", "per_expert", 8)))
+        next(iter(stream_weights(data, "float32", "per_expert", 8)))
 
 
 def code(layer: int, expert: int) -> float:

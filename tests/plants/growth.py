@@ -11,8 +11,8 @@ PLANTS = (
         "rows of the router are not repeated",
         UPCYCLED,
         "convert/growth.py",
-        "torch.randn(shape, generator=draw)).repeat(shards, 1)",
-        "torch.randn(shards * copies, shape[1], generator=draw))",
+        "torch.randn(shape, generator=rng)).repeat(shards, 1)",
+        "torch.randn(shards * copies, shape[1], generator=rng))",
     ),
     Plant(
         "b85",
@@ -35,8 +35,8 @@ PLANTS = (
         "a new layer adds what the one before it adds",
         SAME,
         "convert/growth.py",
-        "return torch.zeros_like(found) if new and name.endswith(OUTPUTS) else found",
-        "return found",
+        "return torch.zeros_like(tensor) if inserted and name.endswith(OUTPUTS) else tensor",
+        "return tensor",
     ),
     Plant(
         "b85",
@@ -51,7 +51,7 @@ PLANTS = (
         "copies of an expert are as many times as much",
         SAME,
         "convert/growth.py",
-        "share = 1 / times if times > 1 and free else 1.0",
-        "share = 1.0",
+        "scale = 1 / times if times > 1 and unnormalised else 1.0",
+        "scale = 1.0",
     ),
 )

@@ -75,7 +75,7 @@ class Distill(LossRecord):
 
     owner = "moefold.training.losses.distill:distillation"
 
-    def reading(self) -> ParsedConfig:
+    def read_config(self) -> ParsedConfig:
         """Return the teacher's description, without multi-token prediction.
 
         Raises:
@@ -93,7 +93,7 @@ class Distill(LossRecord):
         yield from super().violations(run)
         path = ("train", "loss", "teacher")
         try:
-            teacher = self.reading().decoder
+            teacher = self.read_config().decoder
         except ValueError as error:
             rule = f"must be a Hugging Face folder that can be read: {error}"
             yield Violation(path, self.teacher, rule)

@@ -64,10 +64,10 @@ class Distillation(Objective):
                     f"{ours!r}; both need one tokenizer: set data.tokenizer to "
                     f"{{kind: file, path: {folder}}}"
                 )
-        reading, layout = record.reading(), record.layout(job.run.layout)
+        reading, layout = record.read_config(), record.layout(job.run.layout)
         decoder, precision = freeze(trainable(reading.decoder), ("*",)), job.precision.precision
         data = ShardedState(build(decoder, precision, layout, job.world, "meta"))
-        with import_folder(record.teacher, reading=reading) as imported:
+        with import_folder(record.teacher, config=reading) as imported:
             fill_from(imported, data)
         self.teacher = data.placed
         return self
@@ -216,7 +216,7 @@ def _file(folder: Path, dp: int) -> Path:
 
 def _asked(record: Distill, job: Any) -> dict[str, Any]:
     """Return the settings that identify stored probabilities."""
-    with import_folder(record.teacher, reading=record.reading()) as found:
+    with import_folder(record.teacher, config=record.read_config()) as found:
         teacher = found.tensors.identity()
     return {
         "teacher": teacher,
