@@ -232,14 +232,14 @@ def _quantise() -> Finding:
     import torch
 
     from moefold.kernels.quantise.blocks import BLOCKS
-    from moefold.kernels.scaled.choose import paths
+    from moefold.kernels.scaled.choose import describe_backends
     from moefold.kernels.scaled.products import Recipe
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kinds_by_path: dict[str, list[str]] = {}
     for kind in BLOCKS:
-        use = Recipe(kind).use("y", False, torch.bfloat16, device)
-        kinds_by_path.setdefault(", ".join(paths("auto", use)), []).append(kind)
+        use = Recipe(kind).product_spec("y", False, torch.bfloat16, device)
+        kinds_by_path.setdefault(", ".join(describe_backends("auto", use)), []).append(kind)
     why = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in kinds_by_path.items())
     return Finding("quantise", True, torch.__version__, True, why)
 

@@ -17,7 +17,7 @@ from moefold.convert.plan import MXFP4_CODES, MXFP4_SCALES, ImportPlan, meta_sta
 from moefold.convert.source import NON_TEXT, ConvertError, SafetensorsWeights, Weights
 from moefold.data.config import TOKENIZER_CONFIG
 from moefold.files import read_json
-from moefold.kernels.quantise.elements import E8M0, unpack, value_e2m1
+from moefold.kernels.quantise.elements import E8M0, decode_e2m1, unpack
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, ParsedConfig
@@ -305,5 +305,5 @@ def dequantise_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
 
     A byte has two E2M1 numbers, the first in its low half (OCP Microscaling Formats 1.0).
     """
-    numbers = value_e2m1(unpack(codes), torch.float32)
+    numbers = decode_e2m1(unpack(codes), torch.float32)
     return (numbers * scales.view(E8M0).float()[..., None]).flatten(2).transpose(1, 2)

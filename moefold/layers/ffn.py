@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from moefold.kernels.scaled.ffn import narrow_ffn
+from moefold.kernels.scaled.ffn import scaled_ffn
 from moefold.kernels.swiglu.ffn import block_products, dense_products, gated_ffn
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
@@ -39,9 +39,9 @@ class SwiGlu(Adaptable):
                 whole.narrow_operand(getattr(self, name), narrow)
                 for name, narrow in self.narrow.items()
             )
-            x_PD, hidden = flow.gather(x_TD), self.narrow["w_in"].recipe.hidden_form
+            x_PD, hidden = flow.gather(x_TD), self.narrow["w_in"].recipe.hidden_format
             codes = codes_in, codes_out
-            share_PD = narrow_ffn(x_PD, *codes, whole.run, flow.sink, hidden=hidden)
+            share_PD = scaled_ffn(x_PD, *codes, whole.run, flow.sink, hidden=hidden)
         else:
             w_in, w_out = (self.operand(name, whole) for name in ("w_in", "w_out"))
             products = dense_products(whole.n_valid)

@@ -24,8 +24,8 @@ from moefold.data.batch import MicroBatch, contiguous_rows, zigzag_rows
 from moefold.kernels.gradients import AUTOGRAD_SINK, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.kernels.quantise.blocks import Role
-from moefold.kernels.scaled.products import NarrowOperand
-from moefold.kernels.scaled.rows import RowRuns, sent_numbers
+from moefold.kernels.scaled.products import QuantisedOperand
+from moefold.kernels.scaled.rows import RowRuns, encode_row_ids
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.keeper import Decisions, Keeper
@@ -171,7 +171,7 @@ class Flow:
         self.keeper.stays(*operand.tensors)
         return operand
 
-    def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> NarrowOperand:
+    def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> QuantisedOperand:
         """Return a parameter as the operand of a quantised product."""
         world, label = self.world, self.world.recorder.label
         own = self.piece is not None
@@ -184,7 +184,7 @@ class Flow:
             return max_(amax, group, label if role == "gradient" else None)
 
         found = self.recipe.narrow_operand(weight, narrow, largest, groups)
-        return found._replace(once=self.keeper.once)
+        return found._replace(cache=self.keeper.once)
 
     @cached_property
     def run(self) -> RowRuns:
@@ -194,7 +194,7 @@ class Flow:
     @cached_property
     def number_T(self) -> Tensor:
         """int64 number of each row in the step, from which random numbers are drawn."""
-        return sent_numbers(self.rows.first, self.rows.full_row_T).to(torch.int64)
+        return encode_row_ids(self.rows.first, self.rows.full_row_T).to(torch.int64)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
         """Return the rows' rotary angles, computed once per pass for each ``rope`` and ``dim``."""

@@ -13,7 +13,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moefold.kernels.operand import Operand
 from moefold.kernels.quantise.blocks import Role
 from moefold.kernels.quantise.config import Fp8Tensor, Quantise
-from moefold.kernels.scaled.products import Draw, Largest, NarrowOperand, NarrowWeight, Recipe
+from moefold.kernels.scaled.products import (
+    QuantisedOperand,
+    QuantisedWeight,
+    Recipe,
+    ReduceAmax,
+    RoundingSeed,
+)
 from moefold.layers.config import Precision
 from moefold.layers.history import AmaxHistory
 from moefold.layers.placement import Shard
@@ -128,7 +134,7 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
                 f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
                 f"exclude the weight with train.quantise.keep=[{name}]"
             )
-        narrow = Narrow(recipe, number, not record.by_run)
+        narrow = Narrow(recipe, number, not record.scales_per_run)
         if isinstance(record, Fp8Tensor) and record.scaling == "delayed":
             held = owner.get_parameter(leaf)
             matrices, latest = held.shape[0] if name in experts else 1, record.amax != "max"
@@ -142,7 +148,7 @@ def recipe_of(record: Quantise) -> Recipe:
     """Return the recipe of quantised products for a record."""
     wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
     more = record.block, wire, record.hidden_block, record.backend
-    return Recipe(record.kind, record.rule, narrow_dw, *more)
+    return Recipe(record.kind, record.scale_rule, narrow_dw, *more)
 
 
 def narrow_products(model: nn.Module) -> dict[str, Narrow]:
@@ -179,7 +185,7 @@ class PrecisionPolicy:
         """Non-finite operands of quantised products in order of execution, as (number of weight,
         role, expert); None unless a fault is being traced."""
 
-    def give(self, weight: Tensor, value: Tensor | Callable[[], NarrowWeight]) -> None:
+    def give(self, weight: Tensor, value: Tensor | Callable[[], QuantisedWeight]) -> None:
         """Use ``value``, or the codes it returns, for the sharded parameter ``weight``.
 
         The caller keeps the value up to date, and may free its memory between uses.
@@ -219,7 +225,7 @@ class PrecisionPolicy:
         dtype = dtype or self.dtype
         if self._given and (value := self._given.get(weight)) is not None:
             if not isinstance(value, Tensor):
-                return Operand(weight, value().wide(dtype).view(weight.shape))
+                return Operand(weight, value().dequantise(dtype).view(weight.shape))
             return Operand(weight, _as_asked(value, weight.dtype, dtype))
         if weight.dtype == dtype:
             return Operand(weight, weight.detach())
@@ -239,8 +245,8 @@ class PrecisionPolicy:
             self.operand(weight, copy.dtype)
 
     def narrow_operand(
-        self, weight: Tensor, narrow: Narrow, largest: Largest, groups: int = 0
-    ) -> NarrowOperand:
+        self, weight: Tensor, narrow: Narrow, largest: ReduceAmax, groups: int = 0
+    ) -> QuantisedOperand:
         """Return the weight as the operand of a quantised product.
 
         The values that a wide product would read are quantised: once per update if the weight is
@@ -253,11 +259,11 @@ class PrecisionPolicy:
             groups: number of leading dims that index matrices; the next dims are outputs.
         """
 
-        def narrowed(value: Tensor) -> NarrowWeight:
-            new = NarrowWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
+        def narrowed(value: Tensor) -> QuantisedWeight:
+            new = QuantisedWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
             return new if narrow.history is not None else replace(new, amax=None)
 
-        def made() -> NarrowWeight:
+        def made() -> QuantisedWeight:
             if (value := self._given.get(weight)) is not None:
                 if not isinstance(value, Tensor):
                     return value()
@@ -269,7 +275,7 @@ class PrecisionPolicy:
                 self._codes[weight] = held
             return held[3]
 
-        def codes() -> NarrowWeight:
+        def codes() -> QuantisedWeight:
             # Codes are made once per update, but their amax belongs to each step that reads them.
             found = made()
             if narrow.history is not None and found.amax is not None:
@@ -281,11 +287,11 @@ class PrecisionPolicy:
             given = self._given.get(weight)
             value = weight.detach() if given is None else given
             if not isinstance(value, Tensor):
-                value = value().wide(self.dtype)
+                value = value().dequantise(self.dtype)
             for group, matrix in enumerate(value if groups else value[None]):
                 note("weight", group, matrix)
-        draw = Draw((self.seed, narrow.number), self.step, narrow.columns)
-        return NarrowOperand(weight, codes, draw, largest, note)
+        draw = RoundingSeed((self.seed, narrow.number), self.step, narrow.columns)
+        return QuantisedOperand(weight, codes, draw, largest, note)
 
     def _note(self, narrow: Narrow, role: str, group: int, values: Tensor) -> None:
         """Record an operand if it is not finite."""

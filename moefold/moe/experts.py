@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from moefold.kernels.gradients import AUTOGRAD_SINK
 from moefold.kernels.grouped.choose import GroupedKernel, choose_kernel
 from moefold.kernels.operand import Operand
-from moefold.kernels.quantise.rows import RowCodes
+from moefold.kernels.quantise.rows import BlockCodec
 from moefold.kernels.rows import expert_of_rows
-from moefold.kernels.scaled.ffn import narrow_ffn
+from moefold.kernels.scaled.ffn import scaled_ffn
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
 from moefold.kernels.swiglu.variant import ExpertVariant
@@ -54,10 +54,10 @@ class Experts(Adaptable):
         return any(not narrow.by_rank for narrow in self.narrow.values())
 
     @property
-    def wire(self) -> RowCodes | None:
+    def wire(self) -> BlockCodec | None:
         """Codes for dispatched rows and gradients of their results; None sends them unquantised."""
         narrow = self.narrow.get("w_in")
-        return RowCodes(narrow.recipe.form("rows")) if narrow and narrow.recipe.wire else None
+        return BlockCodec(narrow.recipe.format("rows")) if narrow and narrow.recipe.wire else None
 
     def _dropout_numbers(self, offs_E: Tensor, row_number_R: Tensor | None) -> Tensor | None:
         """Return a number for each pair of row and expert, if adapters have dropout."""
@@ -89,11 +89,11 @@ class Experts(Adaptable):
             )
 
             narrow = self.narrow["w_in"]
-            hidden, first_expert = narrow.recipe.hidden_form, narrow.first_expert or 0
+            hidden, first_expert = narrow.recipe.hidden_format, narrow.first_expert or 0
             rows = RowRuns.of_groups(offs_E, flow.rows.first, first_expert, row_number_R)
 
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
-                return narrow_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R, hidden)
+                return scaled_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R, hidden)
 
             return flow.keeper.run("experts", experts, x_RD, probs_R)
         number_R, sink = self._dropout_numbers(offs_E, row_number_R), flow.sink

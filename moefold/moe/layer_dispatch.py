@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moefold.config.base import Record
 from moefold.config.slot import build
-from moefold.kernels.quantise.rows import RowCodes
-from moefold.kernels.scaled.rows import sent_numbers
+from moefold.kernels.quantise.rows import BlockCodec
+from moefold.kernels.scaled.rows import encode_row_ids
 from moefold.layers.flow import Flow
 from moefold.moe.clones import ClonePlan, plan_clones
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
@@ -39,7 +39,7 @@ class LayerDispatch:
         self._rounds = Rounds(record, experts, self._name) if bounded else None
 
     @cached_property
-    def _wire(self) -> RowCodes | None:
+    def _wire(self) -> BlockCodec | None:
         """Codes in which rows are sent, if any; row numbers are never sent as codes."""
         return None if self._experts_module is None else self._experts_module.wire
 
@@ -65,7 +65,7 @@ class LayerDispatch:
         ``numbered`` (blocks and scales of codes follow the rows of a micro-batch) on several ranks.
         """
         if self._wire is not None:
-            tokens = tokens._replace(x_TD=self._wire.rounded(tokens.x_TD))
+            tokens = tokens._replace(x_TD=self._wire.fake_quantise(tokens.x_TD))
         single_rank = flow.world.group("tp_ep").size == 1
         if self._rounds is not None and flow.exact and not single_rank:
             return tokens
@@ -110,11 +110,11 @@ class LayerDispatch:
         if handle:
             with flow.world.recorder.module(f"{self._name}.combine"):
                 out_TD = self._row_dispatcher.combine(y_RD, handle, no_drop, flow.world)
-        return out_TD if self._wire is None else self._wire.rounded_gradient(out_TD)
+        return out_TD if self._wire is None else self._wire.fake_quantise_gradient(out_TD)
 
     def _send_row_numbers(self, tokens: RoutedTokens, flow: Flow) -> Tensor:
         """Dispatch the rows' numbers in the step like the rows; return those received."""
-        number_T1 = sent_numbers(flow.rows.first, flow.rows.full_row_T)[:, None]
+        number_T1 = encode_row_ids(flow.rows.first, flow.rows.full_row_T)[:, None]
         numbers = tokens._replace(x_TD=number_T1, weights_TK=tokens.weights_TK.detach())
         with torch.no_grad(), flow.world.recorder.module(f"{self._name}.dispatch"):
             return self._dispatcher.dispatch(*numbers, flow.world).x_RD[:, 0]

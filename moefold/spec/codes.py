@@ -103,7 +103,7 @@ def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
                 # One for each expert and micro-batch.
                 assert spec.routing is not None
                 together = shape.ep * shape.etp // (shape.tp * shape.cp)
-                micro_batches = max(together, 1) if block.codes.by_run else 1
+                micro_batches = max(together, 1) if block.codes.scales_per_run else 1
                 runs = max(spec.routing.experts // shape.ep, 1) * micro_batches
             for weight in weights:
                 outputs, inputs, _ = weight.matrix(shape.tp, shape.ep, shape.etp)
@@ -122,9 +122,9 @@ def rows_of(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
 
 def code_bytes(record: Quantise, features: float, rows: int, runs: int) -> int:
     """Return the bytes of codes along rows [features, rows], with their scales."""
-    length = record.block or record.length
+    length = record.block or record.block_length
     each = MATRIX_SCALE.get(record.kind, 0)
-    if record.length is None or length is None:
+    if record.block_length is None or length is None:
         return round(features * rows) + runs * each
     blocks = runs * ceil(rows / runs / length)
     codes = blocks * length / 2 if record.kind == "nvfp4" else rows
@@ -144,8 +144,8 @@ def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: floa
 
     Delayed scaling also stores the largest magnitude of each matrix.
     """
-    length, each = record.block or record.length, MATRIX_SCALE.get(record.kind, 0)
-    if record.length is None or length is None:
+    length, each = record.block or record.block_length, MATRIX_SCALE.get(record.kind, 0)
+    if record.block_length is None or length is None:
         return matrices * (outputs * inputs + each + STATISTIC * (record.scaling == "delayed"))
     down, across = ceil(outputs / length), ceil(inputs / length)
     if record.kind == "mxfp8":
@@ -172,7 +172,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
         return
     known, record = dict(products(block, shape)), block.codes
     first, sent = "moe.experts.w_in", shape.ep * shape.etp > 1
-    if record.by_run and sent and first in block.narrow:
+    if record.scales_per_run and sent and first in block.narrow:
         yield Saved("experts.order", known[first].rows * INDEX, module="moe")
     # Inputs for recomputing gathered rows that nothing saves.
     gone = {

@@ -67,7 +67,7 @@ class _Cuts(NamedTuple):
     def of(cls, decoder: Decoder, record: Quantise, seq: int) -> "_Cuts":
         """Derive the cuts from the descriptions of quantised weights."""
         names, found = set(narrow_weights(decoder)), list[Units]()
-        block = record.block or record.length or 1
+        block = record.block or record.block_length or 1
         along_rows = block if record.wgrad == "narrow" else 1
         own = experts = False
         for name, weight, rows in _products(decoder):
@@ -82,13 +82,13 @@ class _Cuts(NamedTuple):
                     rule = f"{units.axis} must be 1, or {units.axis} * {outputs} must divide {what}"
                     whole = size // outputs if size % outputs == 0 else 1
                     found.append(Units(units.axis, whole, what, said=f"{rule}: {CUT}"))
-        if not record.by_run:
+        if not record.scales_per_run:
             return cls(tuple(dict.fromkeys(found)), 0, False)
         if along_rows > 1:
             whole = seq // (2 * block) if seq % (2 * block) == 0 else 1
             rule = f"cp must be 1, or 2 * cp * {block} must divide the sequence length ({seq})"
             found.append(Units("cp", whole, "blocks of rows", said=f"{rule}: {CUT}"))
-        tensor_wide = record.of_matrices or along_rows > 1
+        tensor_wide = record.has_matrix_scale or along_rows > 1
         bands = along_rows if own and along_rows > 1 else 0
         return cls(tuple(dict.fromkeys(found)), bands, experts and tensor_wide)
 
@@ -233,7 +233,7 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
     if record.scaling == "delayed" and not isinstance(record, Fp8Tensor):
         rule = "needs fp8_tensor, the only kind with a single scale per matrix"
         yield Violation((*at, "scaling"), record.scaling, rule, "current")
-    if record.wire == "codes" and (record.of_matrices or record.rule == "fp32"):
+    if record.wire == "codes" and (record.has_matrix_scale or record.scale_rule == "fp32"):
         rule = "needs blocks with powers of two as scales: mxfp8, or fp8_block with scales: power"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
     if record.wire == "codes" and not _narrow_experts(decoder):

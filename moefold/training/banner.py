@@ -16,7 +16,7 @@ from rich.text import Text
 
 from moefold.kernels.fused import why_no_triton
 from moefold.kernels.quantise.config import Quantise
-from moefold.kernels.scaled.choose import PRODUCTS, paths
+from moefold.kernels.scaled.choose import PRODUCTS, describe_backends
 from moefold.layers.precision import recipe_of
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
@@ -197,9 +197,10 @@ def _paths(job: Trainer) -> Iterator[Row]:
             three += ", with delayed scaling"
         yield "quantise", f"products of {number} weights: {three}"
         recipe = recipe_of(quantise)
-        use = recipe.use("y", False, dtype, job.device)
+        use = recipe.product_spec("y", False, dtype, job.device)
         yield from (
-            ("", said) for said in paths(recipe.backend, use, PRODUCTS[: 2 + recipe.narrow_dw])
+            ("", said)
+            for said in describe_backends(recipe.backend, use, PRODUCTS[: 2 + recipe.narrow_dw])
         )
     kernels = {}
     for i, mixture in job.model.moe_layers():

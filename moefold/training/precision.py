@@ -14,7 +14,7 @@ from moefold.checkpoint.folder import newest
 from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
 from moefold.kernels.quantise.config import Quantise
-from moefold.kernels.scaled.choose import demand
+from moefold.kernels.scaled.choose import require_available
 from moefold.layers.config import Precision, faster, slowness
 from moefold.run import Run
 from moefold.training.machine import MatrixRate, device_name, machines
@@ -113,7 +113,7 @@ def prepare_products(run: Run, device: torch.device) -> None:
         ValueError: if the back end of quantised products that the run names is not available.
     """
     if isinstance(asked := run.train.quantise, Quantise) and run.train.precision != "fp64":
-        demand(asked.backend, device)
+        require_available(asked.backend, device)
     # Otherwise partial sums may be rounded to bf16 before they are added.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if run.deterministic:

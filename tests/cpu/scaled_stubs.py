@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.quantise.elements import E4M3, E5M2, unpack, value_e2m1
+from moefold.kernels.quantise.elements import E4M3, E5M2, decode_e2m1, unpack
 
 SIGNATURES = json.loads(
     (Path(__file__).parents[1] / "data/deep_gemm_signatures.json").read_text("utf-8")
@@ -46,7 +46,7 @@ def values(codes: Tensor, scales: list[Tensor], recipes: list[Any], swizzles: li
     if codes.dtype == torch.float4_e2m1fn_x2:
         assert (kind, *others) == (S.BlockWise1x16, S.TensorWise) and first.dtype == E4M3
         assert tuple(swizzles) == (W.SWIZZLE_32_4_4, W.NO_SWIZZLE)
-        found = value_e2m1(unpack(codes.view(torch.uint8)), torch.float64)
+        found = decode_e2m1(unpack(codes.view(torch.uint8)), torch.float64)
         spread = unswizzled(first, len(codes), found.shape[1] // 16).repeat_interleave(16, 1)
         assert rest[0].shape == (1,) and rest[0].dtype == torch.float32
         return found * spread * rest[0].double()

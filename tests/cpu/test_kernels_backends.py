@@ -16,17 +16,17 @@ from torch import Tensor
 from moefold.kernels.gradients import DeferredSink
 from moefold.kernels.quantise.blocks import SCALES
 from moefold.kernels.scaled import choose as chooser
-from moefold.kernels.scaled.choose import BACKENDS, PRODUCTS, choose
-from moefold.kernels.scaled.emulated import Emulated, Use
+from moefold.kernels.scaled.choose import BACKENDS, PRODUCTS, choose_backend
+from moefold.kernels.scaled.emulated import Emulated, ProductSpec
 from moefold.kernels.scaled.operands import swizzled
 from moefold.kernels.scaled.products import (
-    Draw,
-    NarrowOperand,
-    NarrowWeight,
+    QuantisedOperand,
+    QuantisedWeight,
     Recipe,
+    RoundingSeed,
     scaled_product,
 )
-from moefold.kernels.scaled.rows import RowRuns, sent_numbers
+from moefold.kernels.scaled.rows import RowRuns, encode_row_ids
 from tests.cpu import scaled_stubs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -47,13 +47,15 @@ def three(recipe: Recipe, dtype: torch.dtype, grouped: bool) -> list[Tensor]:
     rows = RowRuns.dense(170, torch.arange(190))
     if grouped:
         sent = torch.cat(
-            [sent_numbers(first, torch.randperm(95, generator=drawn)) for first in (0, 1000)]
+            [encode_row_ids(first, torch.randperm(95, generator=drawn)) for first in (0, 1000)]
         )
         rows = RowRuns.of_groups(torch.tensor([50, 50, 170], dtype=torch.int32), 0, 0, sent)
     x, master = x.to(dtype).requires_grad_(), w.requires_grad_()
-    made = NarrowWeight.of(w.detach(), recipe)
+    made = QuantisedWeight.of(w.detach(), recipe)
     sink = DeferredSink()
-    y = scaled_product(x, NarrowOperand(master, lambda: made, Draw((1, 2), 3)), rows, sink)
+    y = scaled_product(
+        x, QuantisedOperand(master, lambda: made, RoundingSeed((1, 2), 3)), rows, sink
+    )
     y.backward(dy.to(dtype))
     sink.drain()
     assert x.grad is not None and master.grad is not None
@@ -70,22 +72,24 @@ def same(found: list[Tensor], want: list[Tensor], bounds: tuple[float, ...]) -> 
 @pytest.fixture
 def tried() -> Iterator[None]:
     """While open, libraries are stand-ins on a CPU, and what has been chosen is forgotten."""
-    choose.cache_clear()
+    choose_backend.cache_clear()
     with (
         mock.patch.object(F, "scaled_mm", scaled_stubs.scaled_mm),
         mock.patch.object(F, "scaled_grouped_mm", scaled_stubs.scaled_grouped_mm),
         mock.patch("moefold.kernels.scaled.deep_gemm.DEVICE", "cpu"),
-        mock.patch.object(type(BY_NAME["scaled_grouped_mm"]), "missing", lambda self, device: ""),
+        mock.patch.object(
+            type(BY_NAME["scaled_grouped_mm"]), "why_unavailable", lambda self, device: ""
+        ),
     ):
         yield
-    choose.cache_clear()
+    choose_backend.cache_clear()
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_b57_a_cpu_multiplies_whole_matrices_by_the_library(grouped: bool) -> None:
     """E4M3, and E5M2 of gradients; within fp32 sums."""
     recipe = Recipe("fp8_tensor", backend="scaled_mm")
-    path = recipe.path("dw", grouped, torch.empty(0))
+    path = recipe.choose_backend("dw", grouped, torch.empty(0))
     assert path == (BY_NAME["scaled_mm"], "requested")
     want = three(recipe._replace(backend="emulated"), torch.float32, grouped)
     same(three(recipe, torch.float32, grouped), want, (1e-6, 1e-6, 1e-6))
@@ -98,9 +102,9 @@ def test_b57_the_library_is_given_codes_and_scales_as_it_reads_them(
 ) -> None:
     """Plants: scales not swizzled; those of the other operand; blocks' rows."""
     recipe = Recipe(kind, backend="scaled_mm")
-    with mock.patch.object(type(BY_NAME["scaled_mm"]), "why_not", lambda self, use: ""):
+    with mock.patch.object(type(BY_NAME["scaled_mm"]), "why_unsupported", lambda self, spec: ""):
         for product in PRODUCTS:
-            path = recipe.path(product, grouped, torch.empty(0))
+            path = recipe.choose_backend(product, grouped, torch.empty(0))
             assert path == (BY_NAME["scaled_mm"], "requested")
         found = three(recipe, torch.float32, grouped)
     same(found, three(Recipe(kind), torch.float32, grouped), (1e-6, 1e-6, 1e-6))
@@ -111,13 +115,13 @@ def test_b57_the_grouped_library_is_given_all_groups(kind: str, tried: None) -> 
     """Plants: rows that fill a group are taken for its own; scales of one group for all."""
     backend, dtype = BY_NAME["scaled_grouped_mm"], torch.bfloat16
 
-    def why_not(self: Emulated, use: Use) -> str:
-        return "" if use.product == "y" or (use.product, kind) == ("dx", "mxfp8") else "no"
+    def why_unsupported(self: Emulated, spec: ProductSpec) -> str:
+        return "" if spec.product == "y" or (spec.product, kind) == ("dx", "mxfp8") else "no"
 
-    with mock.patch.object(type(backend), "why_not", why_not):
+    with mock.patch.object(type(backend), "why_unsupported", why_unsupported):
         recipe, rows = Recipe(kind, backend=backend.name), torch.empty(0, dtype=dtype)
-        assert recipe.path("y", True, rows).backend is backend
-        assert (recipe.path("dx", True, rows).backend is backend) == (kind == "mxfp8")
+        assert recipe.choose_backend("y", True, rows).backend is backend
+        assert (recipe.choose_backend("dx", True, rows).backend is backend) == (kind == "mxfp8")
         found = three(recipe, dtype, True)
     same(found, three(Recipe(kind), dtype, True), (4e-3, 4e-3, 1e-6))
 
@@ -131,7 +135,7 @@ def test_b57_deep_gemm_is_called_as_its_source_has_it(
     recipe, dtype = Recipe("fp8_block", backend="deep_gemm"), torch.bfloat16
     with mock.patch.dict(sys.modules, deep_gemm=scaled_stubs.deep_gemm(revision)):
         for product in PRODUCTS:
-            path = recipe.path(product, grouped, torch.empty(0, dtype=dtype))
+            path = recipe.choose_backend(product, grouped, torch.empty(0, dtype=dtype))
             assert path == (BY_NAME["deep_gemm"], "requested")
         found = three(recipe, dtype, grouped)
     same(found, three(Recipe("fp8_block"), dtype, grouped), (4e-3, 4e-3, 1e-6))
@@ -143,11 +147,11 @@ def test_the_library_takes_the_shapes_of_operands(kind: str) -> None:
     meta = torch.device("meta")
     for grouped in (False, True):
         for product in PRODUCTS:
-            use = Recipe(kind).use(product, grouped, torch.bfloat16, meta)
+            use = Recipe(kind).product_spec(product, grouped, torch.bfloat16, meta)
             made, weight, groups = chooser._operands(use)
             for one, group in zip(made, groups, strict=True):
                 matrix = weight.matrix(group) if product != "dw" and grouped else weight
-                y = BY_NAME["scaled_mm"].times(one, matrix, torch.float32)
+                y = BY_NAME["scaled_mm"].multiply(one, matrix, torch.float32)
                 assert y.shape == (one.shape[0], matrix.shape[1])
 
 
@@ -163,27 +167,27 @@ def test_scales_lie_where_blackwell_reads_them() -> None:
 
 
 def test_what_is_chosen_has_a_reason() -> None:
-    use = Recipe("fp8_block").use("y", True, torch.bfloat16, CPU)
-    path = choose("auto", use)
-    assert path.backend.name == "emulated" and "libraries on GPUs, not on cpu" in path.why
-    assert choose("deep_gemm", use._replace(dtype=torch.float64)).why == "fp64 sums"
+    use = Recipe("fp8_block").product_spec("y", True, torch.bfloat16, CPU)
+    path = choose_backend("auto", use)
+    assert path.backend.name == "emulated" and "libraries on GPUs, not on cpu" in path.reason
+    assert choose_backend("deep_gemm", use._replace(dtype=torch.float64)).reason == "fp64 sums"
     for asked, said in {
         "deep_gemm": "runs on NVIDIA.*Install 2.1 or newer from github.com/deepseek-ai/DeepGEMM",
         "scaled_grouped_mm": "needs a GPU. Run on an NVIDIA GPU of sm_90",
     }.items():
         with pytest.raises(ValueError, match=f"backend: {asked} cannot be used: .*{said}.* auto"):
-            choose(asked, use)
+            choose_backend(asked, use)
     with pytest.raises(ValueError, match="No module named 'deep_gemm'"):
-        choose("deep_gemm", use._replace(device=CUDA))
+        choose_backend("deep_gemm", use._replace(device=CUDA))
     with pytest.raises(ValueError, match="cannot be used: it runs on NVIDIA GPUs and CPUs"):
-        choose("scaled_mm", use._replace(device=torch.device("mps")))
-    rest = choose("scaled_mm", Recipe("mxfp8").use("y", False, torch.float32, CPU))
+        choose_backend("scaled_mm", use._replace(device=torch.device("mps")))
+    rest = choose_backend("scaled_mm", Recipe("mxfp8").product_spec("y", False, torch.float32, CPU))
     assert rest == (BY_NAME["emulated"], "scaled_mm: it does not support mxfp8 on CPUs")
 
 
 def test_b57_a_wrong_library_is_not_chosen(tried: None) -> None:
     """Plant: what is tried may be anything."""
-    use = Recipe("fp8_tensor").use("dx", True, torch.bfloat16, CPU)
+    use = Recipe("fp8_tensor").product_spec("dx", True, torch.bfloat16, CPU)
 
     def refuses(*args: object, **named: object) -> Tensor:
         raise RuntimeError("no kernel image\nis there")
@@ -192,7 +196,7 @@ def test_b57_a_wrong_library_is_not_chosen(tried: None) -> None:
         (lambda *a, **b: 1.1 * scaled_stubs.scaled_mm(*a, **b), "relative error of 0.1"),
         (refuses, "no kernel image"),
     ):
-        choose.cache_clear()
+        choose_backend.cache_clear()
         with mock.patch.object(F, "scaled_mm", library):
-            path = choose("scaled_mm", use)
-        assert path.backend.name == "emulated" and path.why.endswith(said), path
+            path = choose_backend("scaled_mm", use)
+        assert path.backend.name == "emulated" and path.reason.endswith(said), path

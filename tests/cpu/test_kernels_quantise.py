@@ -13,7 +13,7 @@ from moefold.kernels.quantise import elements
 from moefold.kernels.quantise.blocks import BLOCKS, SCALES, Quantised, encode, format_of, quantise
 from moefold.kernels.quantise.hadamard import SIGNS, matrix, transform
 from moefold.kernels.quantise.philox import MASK, chance, philox
-from moefold.kernels.quantise.rows import RowCodes
+from moefold.kernels.quantise.rows import BlockCodec
 from tests.quantise_inputs import SQUARE, families
 from tests.quantise_loop import decoded
 
@@ -122,7 +122,7 @@ def test_codes_equal_a_loop(kind: str, rule: str, dim: int) -> None:
             held = elements.unpack(mine.codes) if form.element is None else mine.codes
             assert (bits(held)[:, : along.shape[1]] == codes).all(), (family, role)
             assert torch.equal(mine.factors(torch.float64), torch.from_numpy(read))
-            assert mine.after is None or mine.after.item() == after
+            assert mine.output_scale is None or mine.output_scale.item() == after
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -170,11 +170,11 @@ def test_elements_equal_every_rounding() -> None:
     assert torch.equal(elements.cast_e2m1(x).long(), expected)
     assert torch.equal(elements.unpack(elements.pack(elements.cast_e2m1(x[:64]))), expected[:64])
     exponents = torch.arange(255)
-    powers = elements.power(exponents.to(torch.uint8))
+    powers = elements.power_of_2(exponents.to(torch.uint8))
     assert torch.equal(powers.double(), torch.exp2(exponents.double() - 127))
     above = torch.nextafter(powers, powers * 2)
-    assert torch.equal(elements.exponent_above(powers).long(), exponents)
-    assert torch.equal(elements.exponent_above(above).long(), (exponents + 1).clamp(max=254))
+    assert torch.equal(elements.ceil_exponent(powers).long(), exponents)
+    assert torch.equal(elements.ceil_exponent(above).long(), (exponents + 1).clamp(max=254))
 
 
 def test_transform_is_orthogonal_and_in_order() -> None:
@@ -225,7 +225,7 @@ def test_b50_stochastic_rounding_takes_neighbours_and_averages_out() -> None:
     one = drawn(x, 0)
     assert torch.equal(one.scales.view(torch.uint8), near.scales.view(torch.uint8))
     exact = (x / (near.scales.float().repeat_interleave(16, 1) * near.matrix_scale)).clamp(-6, 6)
-    got = elements.value_e2m1(elements.unpack(one.codes))
+    got = elements.decode_e2m1(elements.unpack(one.codes))
     sizes = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
     below = sizes[(torch.searchsorted(sizes, exact, right=True) - 1).clamp(0, 14)]
     above = sizes[torch.searchsorted(sizes, exact).clamp(0, 14)]
@@ -269,8 +269,8 @@ def test_b55_rows_that_codes_stand_for_lose_nothing(
     powers = torch.randint(-12, 13, (40, 256), generator=draws)
     x_ND = (torch.randn(40, 256, generator=draws) * 2.0**powers).to(dtype)
     x_ND[3], x_ND[5, 7] = 0, torch.nan
-    codes = RowCodes(format_of(asked[0], "rows", asked[1]))
-    once = codes.rounded(x_ND)
+    codes = BlockCodec(format_of(asked[0], "rows", asked[1]))
+    once = codes.fake_quantise(x_ND)
     wanted = quantise(x_ND, asked[0], scales=asked[1]).dequantise(dtype)
     assert torch.equal(once.nan_to_num(1e9), wanted.nan_to_num(1e9))
     sent = codes.pack(once)
@@ -289,6 +289,6 @@ def test_b55_any_number_of_rows_travels(kind: str, shape: tuple[int, int]) -> No
     Plant: bytes of scales lie where they were sent.
     """
     x_ND = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    codes = RowCodes(format_of(kind, "rows"))
+    codes = BlockCodec(format_of(kind, "rows"))
     assert len(codes.pack(x_ND)) == len(x_ND)
-    assert torch.equal(codes.rounded(x_ND), quantise(x_ND, kind).dequantise())
+    assert torch.equal(codes.fake_quantise(x_ND), quantise(x_ND, kind).dequantise())

@@ -14,12 +14,12 @@ from moefold.kernels.quantise.blocks import encode, format_of
 from moefold.kernels.quantise.hadamard import matrix
 from moefold.kernels.quantise.philox import chance
 from moefold.kernels.rows import CPU_CHUNK
-from moefold.kernels.scaled.ffn import narrow_ffn
+from moefold.kernels.scaled.ffn import scaled_ffn
 from moefold.kernels.scaled.products import (
-    Draw,
-    NarrowOperand,
-    NarrowWeight,
+    QuantisedOperand,
+    QuantisedWeight,
     Recipe,
+    RoundingSeed,
     scaled_product,
 )
 from moefold.kernels.scaled.rows import RowRuns
@@ -34,7 +34,7 @@ KINDS = [
     Recipe("mxfp8", "floor", block=4),
     Recipe("nvfp4"),
 ]
-DRAW = Draw((11, 5), 7)
+DRAW = RoundingSeed((11, 5), 7)
 FIRST = 1000
 """Number of the first row."""
 
@@ -48,7 +48,7 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 def read(x: Tensor, recipe: Recipe, role: str, drawn: Tensor | None = None) -> tuple[Tensor, float]:
     """What a loop makes of a matrix, blocks along its last dim, and the scale of all of it."""
-    form = recipe.form(role)
+    form = recipe.format(role)
     if drawn is not None:  # what chance does is tested beside the elements
         made = encode(x, format_of(recipe.kind, role, block=recipe.block), -1, drawn)
         assert made.matrix_scale is not None
@@ -115,12 +115,14 @@ def test_b51_the_three_products_equal_loops(
         x[21:], dy[21:] = torch.nan, 1e30
         w = numbers(3, *(() if isinstance(ends, int) else (groups,)), outputs, inputs)
         rows, master = x.clone().requires_grad_(), w.clone().requires_grad_()
-        made = NarrowWeight.of(w, recipe)
+        made = QuantisedWeight.of(w, recipe)
         where = RowRuns.dense(21, torch.arange(24) + FIRST)
         if not isinstance(ends, int):
             where = RowRuns.of_groups(torch.tensor(ends, dtype=torch.int32), FIRST)
         sink = DeferredSink()
-        y = scaled_product(rows, NarrowOperand(master, lambda made=made: made, DRAW), where, sink)
+        y = scaled_product(
+            rows, QuantisedOperand(master, lambda made=made: made, DRAW), where, sink
+        )
         y.backward(dy)
         assert sink.drain() == 1 and rows.grad is not None and master.grad is not None
         assert not y[21:].any() and not rows.grad[21:].any()
@@ -157,27 +159,27 @@ def test_b51_backward_reads_codes_of_pre_activations(
     Plants: blocks of whole rows; forward reads codes; what is made again is wide.
     """
     monkeypatch.setattr("moefold.kernels.rows.CPU_CHUNK", 160)
-    width, form = 20, recipe.hidden_form
+    width, form = 20, recipe.hidden_format
     assert form is not None
     ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32)
     x_ND, p_N, dy_ND = numbers(1, 24, 16), numbers(2, 24), numbers(3, 24, 16)
     w_in, w_out = numbers(4, 4, 2, width, 16), numbers(5, 4, 16, width)
     where = RowRuns.of_groups(ends, FIRST)
-    codes = [NarrowWeight.of(w.flatten(1, -2), recipe) for w in (w_in, w_out)]
+    codes = [QuantisedWeight.of(w.flatten(1, -2), recipe) for w in (w_in, w_out)]
 
     def leaves(*tensors: Tensor) -> list[Tensor]:
         return [one.clone().requires_grad_() for one in tensors]
 
-    def operands(*masters: Tensor) -> list[NarrowOperand]:
+    def operands(*masters: Tensor) -> list[QuantisedOperand]:
         pairs = zip(masters, codes, strict=True)
-        return [NarrowOperand(one, lambda made=made: made, DRAW) for one, made in pairs]
+        return [QuantisedOperand(one, lambda made=made: made, DRAW) for one, made in pairs]
 
     def both(again: bool) -> tuple[Tensor, ...]:
         given = leaves(x_ND, p_N, w_in, w_out)
 
         def ffn(x_ND: Tensor, p_N: Tensor) -> Tensor:
             first, last = operands(*given[2:])
-            return narrow_ffn(x_ND, first, last, where, AUTOGRAD_SINK, p_N, form)
+            return scaled_ffn(x_ND, first, last, where, AUTOGRAD_SINK, p_N, form)
 
         y_ND = checkpoint(ffn, *given[:2], use_reentrant=False) if again else ffn(*given[:2])
         y_ND.backward(dy_ND)
@@ -224,15 +226,15 @@ def test_sums_do_not_depend_on_their_order() -> None:
 def test_b51_chance_differs_by_step_weight_and_use() -> None:
     """And is the same for the same place. Plant: the same numbers for rows and for columns."""
     at = torch.arange(8) + FIRST
-    made = DRAW.numbers(at, 8, 0)
-    assert torch.equal(made, DRAW.numbers(at, 8, 0))
-    assert torch.equal(made[:, 2:5], DRAW._replace(columns=(range(2, 5),)).numbers(at, 3, 0))
+    made = DRAW.draw(at, 8, 0)
+    assert torch.equal(made, DRAW.draw(at, 8, 0))
+    assert torch.equal(made[:, 2:5], DRAW._replace(columns=(range(2, 5),)).draw(at, 3, 0))
     others = (
-        DRAW.numbers(at, 8, 1),
-        DRAW.numbers(at + (1 << 40), 8, 0),
-        DRAW._replace(step=8).numbers(at, 8, 0),
-        DRAW._replace(key=(11, 6)).numbers(at, 8, 0),
-        DRAW._replace(columns=(range(8, 16),)).numbers(at, 8, 0),
-        DRAW.numbers(at + 8, 8, 0),
+        DRAW.draw(at, 8, 1),
+        DRAW.draw(at + (1 << 40), 8, 0),
+        DRAW._replace(step=8).draw(at, 8, 0),
+        DRAW._replace(key=(11, 6)).draw(at, 8, 0),
+        DRAW._replace(columns=(range(8, 16),)).draw(at, 8, 0),
+        DRAW.draw(at + 8, 8, 0),
     )
     assert all((made != other).float().mean() > 0.9 for other in others)

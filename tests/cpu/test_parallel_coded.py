@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.quantise.elements import pack
-from moefold.kernels.quantise.runs import BlockGrid
-from moefold.kernels.scaled.products import NarrowWeight, Recipe
+from moefold.kernels.quantise.shards import BlockGrid
+from moefold.kernels.scaled.products import QuantisedWeight, Recipe
 from moefold.parallel.data.bucket import lay_out
 
 SHAPES = {
@@ -43,7 +43,7 @@ def drawn() -> dict[str, Tensor]:
 
 def shared(recipe: Recipe, weights: dict[str, Tensor], ranks: int) -> tuple[dict, int]:
     """Return the weights as so many ranks' codes, and how many blocks lie on several ranks."""
-    form = recipe.form("weight")
+    form = recipe.format("weight")
     slots, length = lay_out(((name, shape) for name, (shape, _) in SHAPES.items()), ranks)
     grids = {name: BlockGrid.of(form, *SHAPES[name]) for name in SHAPES}
     runs = [
@@ -52,7 +52,7 @@ def shared(recipe: Recipe, weights: dict[str, Tensor], ranks: int) -> tuple[dict
     amaxes, several = {}, 0
     for name, grid in grids.items():
         flat = weights[name].flatten()
-        told = [grid.largest(flat[slice(*run[name])], run[name][0]) for run in runs]
+        told = [grid.block_amax(flat[slice(*run[name])], run[name][0]) for run in runs]
         amaxes[name] = torch.stack(told).amax(0)
         several += int((torch.stack(told).sign().sum(0) > 1).sum())
     row = torch.zeros(ranks * length, dtype=torch.uint8)
@@ -60,12 +60,12 @@ def shared(recipe: Recipe, weights: dict[str, Tensor], ranks: int) -> tuple[dict
     for slot, run in ((slot, run) for run in runs for slot in slots):
         first, last = run[slot.name]
         part = weights[slot.name].flatten()[first:last]
-        made = grids[slot.name].codes(part, first, amaxes[slot.name], whole[slot.name])
+        made = grids[slot.name].encode(part, first, amaxes[slot.name], whole[slot.name])
         row[slot.start + first : slot.start + last] = made
     per = 1 if form.element else 2
     row = row if per == 1 else pack(row)
     found = {
-        s.name: grids[s.name].read(
+        s.name: grids[s.name].decode(
             row[s.start // per : -(-s.stop // per)], amaxes[s.name], whole[s.name]
         )
         for s in slots
@@ -77,7 +77,7 @@ def shared(recipe: Recipe, weights: dict[str, Tensor], ranks: int) -> tuple[dict
 def test_b55_codes_of_runs_are_those_of_the_whole(recipe: Recipe) -> None:
     weights = drawn()
     wanted = {
-        name: NarrowWeight.of(weights[name].flatten(groups, -2), recipe).along_inputs
+        name: QuantisedWeight.of(weights[name].flatten(groups, -2), recipe).along_inputs
         for name, (_, groups) in SHAPES.items()
     }
     for ranks in (1, 2, 3, 5, 8):
@@ -94,12 +94,12 @@ def test_b55_codes_of_runs_are_those_of_the_whole(recipe: Recipe) -> None:
 
 def test_a_number_that_is_none_reaches_all_ranks() -> None:
     """Its block reads back as NaN, whichever rank holds it; others as they are."""
-    grid = BlockGrid.of(Recipe("fp8_block", block=4).form("weight"), (8, 8), 0)
+    grid = BlockGrid.of(Recipe("fp8_block", block=4).format("weight"), (8, 8), 0)
     values = torch.ones(64)
     values[3] = torch.nan
-    amaxes = torch.maximum(grid.largest(values[:20], 0), grid.largest(values[20:], 20))
-    codes = [grid.codes(values[a:b], a, amaxes, None) for a, b in ((0, 20), (20, 64))]
-    read = grid.read(torch.cat(codes), amaxes, None).dequantise()
+    amaxes = torch.maximum(grid.block_amax(values[:20], 0), grid.block_amax(values[20:], 20))
+    codes = [grid.encode(values[a:b], a, amaxes, None) for a, b in ((0, 20), (20, 64))]
+    read = grid.decode(torch.cat(codes), amaxes, None).dequantise()
     assert read[:4, :4].isnan().all()
     assert torch.equal(read[4:], torch.ones(4, 8)) and torch.equal(read[:4, 4:], torch.ones(4, 4))
-    assert prod(grid.amaxes) == 4
+    assert prod(grid.amax_shape) == 4

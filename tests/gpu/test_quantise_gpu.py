@@ -13,14 +13,14 @@ from moefold.kernels.quantise.philox import chance
 from moefold.kernels.scaled import choose as chooser
 from moefold.kernels.scaled.choose import BACKENDS, PRODUCTS
 from moefold.kernels.scaled.products import (
-    Draw,
-    NarrowOperand,
-    NarrowWeight,
+    QuantisedOperand,
+    QuantisedWeight,
     Recipe,
+    RoundingSeed,
     scaled_product,
 )
 from moefold.kernels.scaled.rows import RowRuns
-from moefold.kernels.scaled.scaled_mm import LEAST
+from moefold.kernels.scaled.scaled_mm import MIN_CAPABILITY
 from tests.quantise_inputs import families
 
 KINDS = ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
@@ -78,8 +78,8 @@ def test_products_in_fp64_have_the_bits_of_the_host(kind: str) -> None:
     for device in ("cpu", "cuda"):
         ends = torch.tensor([17, 17, 45], dtype=torch.int32, device=device)
         rows, master = (one.to(device, copy=True).requires_grad_() for one in (x, w))
-        made = NarrowWeight.of(master.detach(), Recipe(kind))
-        weight = NarrowOperand(master, lambda made=made: made, Draw((1, 2), 3))
+        made = QuantisedWeight.of(master.detach(), Recipe(kind))
+        weight = QuantisedOperand(master, lambda made=made: made, RoundingSeed((1, 2), 3))
         sink = DeferredSink()
         y = scaled_product(rows, weight, RowRuns.of_groups(ends, 100), sink)
         y.backward(dy.to(device))
@@ -100,26 +100,26 @@ def test_back_ends_compute_from_the_codes_what_the_emulation_does(
     device, took = torch.device("cuda"), set[str]()
     for grouped in (False, True):
         for product in PRODUCTS:
-            use = Recipe(kind).use(product, grouped, dtype, device)
+            use = Recipe(kind).product_spec(product, grouped, dtype, device)
             for backend in BACKENDS[:-1]:
-                if not backend.why_not(use):
-                    assert not chooser._wrong(backend, use), (backend.name, use)
+                if not backend.why_unsupported(use):
+                    assert not chooser._test_failure(backend, use), (backend.name, use)
                     took.add(backend.name)
-    if torch.cuda.get_device_capability() >= LEAST[kind] and kind != "fp8_block":
+    if torch.cuda.get_device_capability() >= MIN_CAPABILITY[kind] and kind != "fp8_block":
         assert "scaled_mm" in took
 
 
 def test_the_library_reads_scales_by_its_order() -> None:
     """Those of other blocks of the same rows must show."""
-    use = Recipe("fp8_block").use("y", False, torch.bfloat16, torch.device("cuda"))
+    use = Recipe("fp8_block").product_spec("y", False, torch.bfloat16, torch.device("cuda"))
     backend = BACKENDS[2]
-    if why := backend.why_not(use):
+    if why := backend.why_unsupported(use):
         pytest.skip(why)
     (x,), w, _ = chooser._operands(use)
     turned = replace(x, scales=x.scales.flip(1))
-    want = BACKENDS[-1].times(x, w, torch.float64)
-    assert off(backend.times(x, w, torch.float32), want) < 2e-3
-    assert off(backend.times(turned, w, torch.float32), want) > 2e-2
+    want = BACKENDS[-1].multiply(x, w, torch.float64)
+    assert off(backend.multiply(x, w, torch.float32), want) < 2e-3
+    assert off(backend.multiply(turned, w, torch.float32), want) > 2e-2
 
 
 def off(y: Tensor, want: Tensor) -> float:

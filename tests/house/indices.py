@@ -26,10 +26,10 @@ MAKES_NARROW: set[str] = {
     "moefold/kernels/routing/fused.py::_place",
     "moefold/kernels/routing/fused.py::count_buckets",
     "moefold/kernels/routing/fused.py::_empty_order",
-    "moefold/kernels/scaled/operands.py::along",
-    "moefold/kernels/scaled/operands.py::bare",
-    "moefold/kernels/scaled/deep_gemm.py::each",
-    "moefold/kernels/scaled/scaled_grouped_mm.py::each",
+    "moefold/kernels/scaled/operands.py::contiguous_codes",
+    "moefold/kernels/scaled/operands.py::as_uint8",
+    "moefold/kernels/scaled/deep_gemm.py::multiply_runs",
+    "moefold/kernels/scaled/scaled_grouped_mm.py::multiply_runs",
 }
 # What is narrow wherever it is seen: by contract offsets of groups and of segments are int32.
 BY_CONTRACT = ("offs_", "cu_seqlens")

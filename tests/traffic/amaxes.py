@@ -25,7 +25,7 @@ ROLES = 3
 def amaxes(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield the maxima of a rank in a step, without those of weights that travel as codes."""
     record, told = case.decoder.quantise, 0
-    if not isinstance(record, Quantise) or not record.of_matrices:
+    if not isinstance(record, Quantise) or not record.has_matrix_scale:
         return
     names = set(narrow_weights(case.decoder))
     for number, block in layers_of(case, rank):

@@ -177,13 +177,13 @@ def _amaxes(case: Case, bucket: Bucket, group: str) -> Iterator[Call]:
         for dim, units in weight.cuts:
             shape[dim] //= sizes[units.axis]
         count, rows, columns = prod(shape[:lead]), prod(shape[lead:-1]), shape[-1]
-        block = record.block or record.length or max(rows, columns)
+        block = record.block or record.block_length or max(rows, columns)
         blocks += count * ceil(rows / block) * ceil(columns / block)
         matrices += count
     size = sums(blocks * AMAX, bucket.ranks)
     yield Call(group, "all_reduce_max", size, 1, FORWARD, "weights")
     axis = "etp" if bucket.kind == "edp" else "tp"
-    if record.of_matrices and sizes[axis] > 1:
+    if record.has_matrix_scale and sizes[axis] > 1:
         size = sums(matrices * AMAX, sizes[axis])
         yield Call(axis, "all_reduce_max", size, 1, FORWARD, "weights")
 

@@ -216,7 +216,7 @@ def _fixed(case: Case, record: Moe, row: float, thin: float, make: _Maker) -> It
 
 def _numbered(case: Case) -> bool:
     """Return whether numbers of rows follow these: codes of a micro-batch's rows, in its order."""
-    return isinstance(case.decoder.quantise, Quantise) and case.decoder.quantise.by_run
+    return isinstance(case.decoder.quantise, Quantise) and case.decoder.quantise.scales_per_run
 
 
 def _coded(case: Case, hidden: int) -> int | None:
@@ -224,7 +224,7 @@ def _coded(case: Case, hidden: int) -> int | None:
     record = case.decoder.quantise
     if not isinstance(record, Quantise) or record.wire != "codes":
         return None
-    blocks = -(-hidden // (record.block or record.length or hidden))
+    blocks = -(-hidden // (record.block or record.block_length or hidden))
     return hidden + blocks * (1 if record.kind == "mxfp8" else STATISTIC)
 
 

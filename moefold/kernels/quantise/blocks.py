@@ -1,11 +1,11 @@
 """Quantised tensors: low-precision codes, a scale per block, and for some kinds one per matrix.
 
-Kinds, with the block of rows (activations and gradients) and of weights, across and along the
-summed dim:
+Kinds, with blocks of rows (activations and gradients) and of weights, across and along the summed
+dim:
 
 * ``fp8_tensor``: FP8, the whole matrix; scale 448 / amax in fp32. Gradients are E5M2.
 * ``fp8_block``: E4M3, 1 x 128, weights 128 x 128; scale 448 / amax rounded down to a power of two
-  (TransformerEngine), or not rounded (``scales="fp32"``).
+  (TransformerEngine), or unrounded (``scales="fp32"``).
 * ``mxfp8``: E4M3, 1 x 32; E8M0 of amax / 448 rounded up, or OCP's rule (``scales="floor"``).
 * ``nvfp4``: E2M1, 1 x 16, weights 16 x 16; E4M3 per block and fp32 per matrix.
 
@@ -26,9 +26,9 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.elements import E4M3, E5M2, E8M0, LARGEST, LARGEST_E2M1
 
 Role = Literal["rows", "gradient", "weight"]
-BLOCKS: dict[str, int | None] = {kind: record.length for kind, record in QUANTISE.kinds.items()}  # type: ignore[attr-defined]
+BLOCKS: dict[str, int | None] = {k: r.block_length for k, r in QUANTISE.kinds.items()}  # type: ignore[attr-defined]
 """Elements of a block along the summed dim; None if a matrix is one block."""
-SQUARE = ("fp8_block", "nvfp4")
+SQUARE_BLOCKS = ("fp8_block", "nvfp4")
 """Kinds with square blocks of weights."""
 SCALES = {
     "fp8_tensor": ("fp32",),
@@ -76,7 +76,7 @@ def format_of(kind: str, role: str, scales: str | None = None, block: int | None
     if kind == "fp8_tensor":
         return Format(kind, role, E5M2 if role == "gradient" else E4M3, None, None, rule)
     length = block or BLOCKS[kind]
-    across = length if role == "weight" and kind in SQUARE else 1
+    across = length if role == "weight" and kind in SQUARE_BLOCKS else 1
     return Format(kind, role, None if kind == "nvfp4" else E4M3, across, length, rule)
 
 
@@ -96,53 +96,53 @@ class Quantised:
     shape: torch.Size
 
     @property
-    def after(self) -> Tensor | None:
+    def output_scale(self) -> Tensor | None:
         """fp32 scale of each matrix, applied to a product after summation, or None."""
         return self.scales if self.format.columns is None else self.matrix_scale
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        held = (self.codes, self.scales, self.matrix_scale)
-        return sum(part.nbytes for part in held if part is not None)
+        parts = (self.codes, self.scales, self.matrix_scale)
+        return sum(part.nbytes for part in parts if part is not None)
 
-    def _each(self, change: Callable[[Tensor], Tensor], dim: int) -> "Quantised":
-        after = None if self.matrix_scale is None else change(self.matrix_scale)
-        shape = change(torch.empty(self.shape, device="meta")).shape
-        return Quantised(change(self.codes), change(self.scales), after, self.format, dim, shape)
+    def _map(self, view: Callable[[Tensor], Tensor], dim: int) -> "Quantised":
+        matrix_scale = None if self.matrix_scale is None else view(self.matrix_scale)
+        shape = view(torch.empty(self.shape, device="meta")).shape
+        return Quantised(view(self.codes), view(self.scales), matrix_scale, self.format, dim, shape)
 
     @property
     def mT(self) -> "Quantised":
         """Transpose of the last two dims."""
-        return self._each(lambda part: part.mT, -3 - self.dim)
+        return self._map(lambda part: part.mT, -3 - self.dim)
 
     def matrix(self, index: int) -> "Quantised":
         """Return a matrix of a tensor with three dims."""
-        return self._each(lambda part: part[index], self.dim)
+        return self._map(lambda part: part[index], self.dim)
 
     def factors(self, dtype: torch.dtype) -> Tensor:
         """Return codes times block scales, the factors of a product, exact in fp32 and wider."""
         if self.dim == -2:
             return self.mT.factors(dtype).mT
         if len(self.shape) == 1:
-            return self._each(lambda part: part[None], -1).factors(dtype)[0]
+            return self._map(lambda part: part[None], -1).factors(dtype)[0]
         codes, form = self.codes, self.format
         if form.element is None:
-            values = elements.value_e2m1(elements.unpack(codes), dtype)[..., : self.shape[-1]]
+            values = elements.decode_e2m1(elements.unpack(codes), dtype)[..., : self.shape[-1]]
         else:
             values = codes.to(dtype)
         if form.columns is None:
             return values
         assert form.rows is not None
         scales = self.scales.to(torch.float32).to(dtype)
-        parts = _blocks(values, form.rows, form.columns).mul_(scales[..., :, None, :, None])
-        return _whole(parts, *self.shape[-2:])
+        parts = _to_blocks(values, form.rows, form.columns).mul_(scales[..., :, None, :, None])
+        return _from_blocks(parts, *self.shape[-2:])
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the tensor's numbers in ``dtype``."""
-        after = self.after
+        scale = self.output_scale
         values = self.factors(dtype if dtype == torch.float64 else torch.float32)
-        return (values if after is None else values * after).to(dtype)
+        return (values if scale is None else values * scale).to(dtype)
 
 
 def quantise(
@@ -154,7 +154,7 @@ def quantise(
     scales: str | None = None,
     chance: Tensor | None = None,
 ) -> Quantised:
-    """Quantise a tensor in the way of training.
+    """Quantise a tensor as training does.
 
     Args:
         x: floating point, at least one dim; the last two are a matrix, dims before are batches.
@@ -177,8 +177,8 @@ def quantise(
         raise ValueError(f"chance is for nvfp4 alone, in the shape of x, {tuple(x.shape)}")
     if x.ndim == 1:
         row = None if chance is None else chance[None]
-        found = quantise(x[None], kind, role=role, scales=scales, chance=row)
-        return found._each(lambda part: part[0], -1)
+        quantised = quantise(x[None], kind, role=role, scales=scales, chance=row)
+        return quantised._map(lambda part: part[0], -1)
     return encode(x, format_of(kind, role, scales), dim, chance)
 
 
@@ -203,7 +203,7 @@ def encode(
         form: the format.
         dim: summed dim, along which blocks lie: -1 or -2.
         chance: for stochastic rounding, as in :func:`quantise`.
-        amax: fp32 [..., 1, 1] of the whole matrices if ``x`` is parts of them; None is that of x.
+        amax: fp32 [..., 1, 1] of the full matrices if ``x`` is parts of them; None is that of x.
     """
     if dim == -2:
         return encode(x.mT, form, -1, None if chance is None else chance.mT, amax).mT
@@ -212,19 +212,19 @@ def encode(
         amax = amax_of(values) if amax is None else amax
     if form.columns is None:
         assert amax is not None
-        made = scales_of(amax, amax, form)
-        return Quantised(cast(values * made.factor, form), made.block, None, form, -1, x.shape)
+        scale = compute_scales(amax, amax, form)
+        return Quantised(cast(values * scale.factor, form), scale.block, None, form, -1, x.shape)
     assert form.rows is not None
-    parts = _blocks(values, form.rows, form.columns)
-    made = scales_of(parts.abs().amax((-3, -1)), amax, form)
-    drawn = None if chance is None else _blocks(chance, form.rows, form.columns)
-    codes = cast(parts * made.factor[..., :, None, :, None], form, drawn)
+    parts = _to_blocks(values, form.rows, form.columns)
+    scale = compute_scales(parts.abs().amax((-3, -1)), amax, form)
+    parts_chance = None if chance is None else _to_blocks(chance, form.rows, form.columns)
+    codes = cast(parts * scale.factor[..., :, None, :, None], form, parts_chance)
     if form.element is None:
-        codes = elements.pack(_whole(codes, x.shape[-2]))
+        codes = elements.pack(_from_blocks(codes, x.shape[-2]))
     else:
         # A contiguous copy, without the memory of padding.
-        codes = _whole(codes.view(torch.uint8), *x.shape[-2:]).contiguous().view(form.element)
-    return Quantised(codes, made.block, made.matrix, form, -1, x.shape)
+        codes = _from_blocks(codes.view(torch.uint8), *x.shape[-2:]).contiguous().view(form.element)
+    return Quantised(codes, scale.block, scale.matrix, form, -1, x.shape)
 
 
 class Scales(NamedTuple):
@@ -238,7 +238,7 @@ class Scales(NamedTuple):
     """fp32 scale of each matrix in addition to block scales; None if the kind has none."""
 
 
-def scales_of(block: Tensor, amax: Tensor | None, form: Format) -> Scales:
+def compute_scales(block: Tensor, amax: Tensor | None, form: Format) -> Scales:
     """Return the scales of blocks.
 
     Args:
@@ -249,27 +249,27 @@ def scales_of(block: Tensor, amax: Tensor | None, form: Format) -> Scales:
     if form.kind == "nvfp4":
         # By TransformerEngine's rule, which never computes ``6 / amax`` of a block.
         assert amax is not None
-        spread = _ratio(LARGEST[E4M3] * LARGEST_E2M1, amax)
-        spread = torch.where(spread == 0, 1.0, spread)  # amax near the largest fp32
+        ratio = _ratio(LARGEST[E4M3] * LARGEST_E2M1, amax)
+        ratio = torch.where(ratio == 0, 1.0, ratio)  # amax is near the largest fp32
         sixth = torch.tensor(LARGEST_E2M1, device=amax.device).reciprocal()
-        scales = elements.cast(block * (spread * sixth), E4M3)
-        matrix = spread.reciprocal()
+        scales = elements.cast(block * (ratio * sixth), E4M3)
+        matrix = ratio.reciprocal()
         factor = (scales.float() * matrix).reciprocal().clamp_(max=LARGEST_FP32)
         return Scales(factor, scales, _or_nan(matrix, amax))
     assert form.element is not None
     if form.kind == "mxfp8":
         if form.scales == "up":
             largest = torch.full_like(block, LARGEST[form.element])
-            exponent = elements.exponent_above(torch.div(block, largest))
+            exponent = elements.ceil_exponent(torch.div(block, largest))
         else:
-            exponent = elements.exponent_floor(block, 8)
+            exponent = elements.floor_exponent(block, 8)
         exponent = torch.where(block.isfinite(), exponent, 255)
         # The reciprocal of 2^127, the exponent 254, is the E8M0 number 2^-127.
-        factor = elements.power((254 - exponent.int()).clamp_(min=0).to(torch.uint8))
+        factor = elements.power_of_2((254 - exponent.int()).clamp_(min=0).to(torch.uint8))
         return Scales(factor, exponent.view(E8M0), None)
     factor = _ratio(LARGEST[form.element], block)
     if form.scales == "power":
-        factor = elements.power_below(factor)
+        factor = elements.floor_power_of_2(factor)
     factor = torch.where(block == 0, 1.0, factor)
     return Scales(factor, _or_nan(factor.reciprocal(), block), None)
 
@@ -290,13 +290,13 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+def _to_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     """Return [..., R / rows, rows, C / columns, columns]; the last blocks are padded with zeros."""
-    below, beside = -x.shape[-2] % rows, -x.shape[-1] % columns
-    x = F.pad(x, (0, beside, 0, below)) if below or beside else x
+    extra_rows, extra_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    x = F.pad(x, (0, extra_columns, 0, extra_rows)) if extra_rows or extra_columns else x
     return x.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
 
 
-def _whole(parts: Tensor, rows: int, columns: int | None = None) -> Tensor:
+def _from_blocks(parts: Tensor, rows: int, columns: int | None = None) -> Tensor:
     """Return matrices from their blocks, without padding."""
     return parts.flatten(-2).flatten(-3, -2)[..., :rows, :columns]

@@ -10,17 +10,17 @@ from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 
 QUANTISE = Slot("number format of weight products")
-HIDDEN = 128
+HIDDEN_BLOCK = 128
 """Elements of a block of pre-activations."""
 
 
 class Quantise(Record):
     """Weight products of blocks in FP8 or FP4; all else stays in ``train.precision``."""
 
-    length: ClassVar[int | None]
+    block_length: ClassVar[int | None]
     """Elements of a scaling block along the summed dim; None if a matrix is one block."""
-    of_matrices: ClassVar[bool] = False
-    """Whether each whole matrix has a scale."""
+    has_matrix_scale: ClassVar[bool] = False
+    """Whether each full matrix has a scale."""
     libraries: ClassVar[tuple[str, ...]] = ("scaled_mm",)
     """Back ends that support the format."""
 
@@ -53,29 +53,29 @@ class Quantise(Record):
 
     def rules(self) -> Iterator[Violation]:
         """The back end supports the format and its blocks."""
-        asked = self.backend
-        if asked in ("auto", "emulated"):
+        backend = self.backend
+        if backend in ("auto", "emulated"):
             return
-        if asked not in self.libraries:
+        if backend not in self.libraries:
             known = ", ".join(("auto", "emulated", *self.libraries))
             rule = f"must be one of {known} for kind {self.kind}"
-            yield Violation(("backend",), asked, rule, "auto")
-        elif self.block not in (None, self.length):
+            yield Violation(("backend",), backend, rule, "auto")
+        elif self.block not in (None, self.block_length):
             rule = f"does not support block: {self.block}; must be auto or emulated"
-            yield Violation(("backend",), asked, rule, "emulated")
+            yield Violation(("backend",), backend, rule, "emulated")
 
     @property
-    def by_run(self) -> bool:
-        """Whether rows share blocks and scales by micro-batch and expert, independent of layout."""
+    def scales_per_run(self) -> bool:
+        """Whether rows of one micro-batch and expert share blocks and scales, in every layout."""
         return self.rows == "micro_batch" and self.scaling == "current"
 
     @property
     def hidden_block(self) -> int:
         """Elements of a scaling block of saved pre-activations; 0 if they are saved unchanged."""
-        return (self.block or HIDDEN) if self.hidden == "codes" else 0
+        return (self.block or HIDDEN_BLOCK) if self.hidden == "codes" else 0
 
     @property
-    def rule(self) -> str | None:
+    def scale_rule(self) -> str | None:
         """The rule for scales if the kind has a choice of ``scales``, else None."""
         return getattr(self, "scales", None)
 
@@ -84,8 +84,8 @@ class Quantise(Record):
 class Fp8Tensor(Quantise):
     """FP8 with one scale per matrix (of each expert): E4M3, and E5M2 for gradients of rows."""
 
-    length = None
-    of_matrices = True
+    block_length = None
+    has_matrix_scale = True
     libraries = ("scaled_mm", "scaled_grouped_mm")
     kind: Literal["fp8_tensor"] = "fp8_tensor"
     history: Annotated[int, Field(ge=1)] = 1024
@@ -98,7 +98,7 @@ class Fp8Tensor(Quantise):
 class Fp8Block(Quantise):
     """E4M3 in blocks of 1 x 128; weights in blocks of 128 x 128."""
 
-    length = 128
+    block_length = 128
     libraries = ("scaled_mm", "deep_gemm")
     kind: Literal["fp8_block"] = "fp8_block"
     scales: Literal["power", "fp32"] = "power"
@@ -109,7 +109,7 @@ class Fp8Block(Quantise):
 class Mxfp8(Quantise):
     """E4M3 in blocks of 1 x 32 with scales of E8M0."""
 
-    length = 32
+    block_length = 32
     libraries = ("scaled_mm", "scaled_grouped_mm")
     kind: Literal["mxfp8"] = "mxfp8"
     scales: Literal["up", "floor"] = "up"
@@ -120,6 +120,6 @@ class Mxfp8(Quantise):
 class Nvfp4(Quantise):
     """E2M1 in blocks of 1 x 16, weights 16 x 16; stochastic rounding of gradients of rows."""
 
-    length = 16
-    of_matrices = True
+    block_length = 16
+    has_matrix_scale = True
     kind: Literal["nvfp4"] = "nvfp4"

@@ -1,6 +1,6 @@
 """Low-precision elements and scales: conversion of fp32 numbers to codes and back.
 
-E4M3 and E5M2 are torch's dtypes; an Inf must not reach their cast, which makes it the largest
+E4M3 and E5M2 are torch's dtypes; no Inf may reach their cast, which makes it the largest
 number. E2M1 has no cast in torch: its codes are 4 bits (sign, then magnitude), two per byte, the
 first in the low half. E8M0 is a power of two by its biased exponent (OCP Microscaling formats 1.0).
 """
@@ -47,19 +47,19 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def value_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the numbers of unpacked E2M1 codes."""
     table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     signed = torch.tensor([*table, *(-size for size in table)], dtype=dtype, device=codes.device)
     return signed.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def power_below(x: Tensor) -> Tensor:
+def floor_power_of_2(x: Tensor) -> Tensor:
     """Return the largest power of two that is at most ``x``, for normal fp32; NaN becomes Inf."""
     return (x.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
-def exponent_above(x: Tensor) -> Tensor:
+def ceil_exponent(x: Tensor) -> Tensor:
     """Return the biased exponent, 0..254, of the smallest power of two >= ``x >= 0``.
 
     It is 255 for Inf and NaN. (An fp32 logarithm would round numbers just above a power.)
@@ -71,12 +71,12 @@ def exponent_above(x: Tensor) -> Tensor:
     return torch.where(exponent == 255, 255, above.clamp_(max=254)).to(torch.uint8)
 
 
-def exponent_floor(x: Tensor, largest: int) -> Tensor:
+def floor_exponent(x: Tensor, largest: int) -> Tensor:
     """Return the biased exponent of ``x >= 0`` minus ``largest``, 0..254; 255 for Inf and NaN."""
     exponent = x.view(torch.int32) >> 23
     return torch.where(exponent == 255, 255, (exponent - largest).clamp_(min=0)).to(torch.uint8)
 
 
-def power(exponent: Tensor) -> Tensor:
+def power_of_2(exponent: Tensor) -> Tensor:
     """Return ``2^(exponent - 127)`` in fp32, exact down to 2^-127; NaN for 255."""
     return exponent.view(E8M0).float()

@@ -2,7 +2,7 @@
 
 COAT (arXiv 2410.19313): ``code = sign(x) (|x| / middle)^power / scale``, where ``middle`` is the
 geometric mean of a group's largest and smallest magnitudes, and ``power``, in sixteenths, is the
-largest with which their ratio fits the range of E4M3. Zeros remain zeros, and no other number
+largest that fits their ratio into the range of E4M3. Zeros remain zeros, and no other number
 becomes zero. Rounding is to nearest, or stochastic, which preserves the mean. Numbers are fp32;
 powers and logarithms are computed in fp64 and rounded, as the last bit of fp32 ones depends on the
 position in a tensor. A group with a NaN or an Inf is decoded to NaN.
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from moefold.kernels.quantise.elements import E4M3, LARGEST, cast
 
-SPREAD = math.log2(LARGEST[E4M3] ** 2 / 2)
+LOG2_RANGE = math.log2(LARGEST[E4M3] ** 2 / 2)
 """Logarithm (base 2) of the largest ratio of a group's largest and smallest codes."""
 STEPS = 16
-"""Powers are multiples of one over this."""
-MOST_POWER = 1024.0
-"""Largest power, for groups with almost equal magnitudes: higher ones lose fp32's digits."""
+"""Powers are multiples of ``1 / STEPS``."""
+MAX_POWER = 1024.0
+"""Largest power, for groups with almost equal magnitudes: higher ones lose digits of fp32."""
 LARGEST_CODE = 126
 """Bits of the code of 448."""
-LEAST = 2.0**-100
-"""Smallest magnitudes are bounded to the largest times ``LEAST**2``, as powers have a minimum."""
+MIN_RATIO = 2.0**-100
+"""Smallest magnitudes are at least the largest times ``MIN_RATIO**2``, as powers have a minimum."""
 
 
 def extremes(x_GN: Tensor) -> Tensor:
@@ -42,13 +42,13 @@ def extremes(x_GN: Tensor) -> Tensor:
 def factors(extremes_G2: Tensor) -> Tensor:
     """Return scale, middle and power of each group, fp32 [G, 3], from :func:`extremes`."""
     high, low = extremes_G2[:, 0], -extremes_G2[:, 1]
-    some = high > 0
-    high, low = torch.where(some, high, 1), torch.where(some, low, 1)
-    low = torch.maximum(low, high * LEAST * LEAST)
+    nonzero = high > 0
+    high, low = torch.where(nonzero, high, 1), torch.where(nonzero, low, 1)
+    low = torch.maximum(low, high * MIN_RATIO * MIN_RATIO)
     middle = high.sqrt() * low.sqrt()
-    apart = high.double().log2() - low.double().log2()
-    power = torch.div(torch.full_like(apart, SPREAD), apart).mul_(STEPS).floor_().div_(STEPS)
-    power = torch.where(high == low, 1, power).clamp_(1 / STEPS, MOST_POWER).float()
+    span = high.double().log2() - low.double().log2()
+    power = torch.div(torch.full_like(span, LOG2_RANGE), span).mul_(STEPS).floor_().div_(STEPS)
+    power = torch.where(high == low, 1, power).clamp_(1 / STEPS, MAX_POWER).float()
     scale = _power(high / middle, power) / LARGEST[E4M3]
     return torch.stack((torch.where(high.isfinite(), scale, torch.nan), middle, power), 1)
 
@@ -61,11 +61,11 @@ def encode(x_GN: Tensor, factors_G3: Tensor, chance_GN: Tensor | None = None) ->
     """
     scale, middle, power = factors_G3[..., None].unbind(1)
     size = x_GN.float().abs()
-    spread = _power(size / middle, power) / scale
-    code = cast(spread, E4M3)
-    bits = code.view(torch.uint8)  # Ordered as the numbers.
+    expanded = _power(size / middle, power) / scale
+    code = cast(expanded, E4M3)
+    bits = code.view(torch.uint8)  # in the order of the numbers
     if chance_GN is not None:
-        below = bits - (code.float() > spread).to(torch.uint8)
+        below = bits - (code.float() > expanded).to(torch.uint8)
         above = (below + 1).clamp_(max=LARGEST_CODE)
         low, high = (decode(one.view(E4M3), factors_G3) for one in (below, above))
         # Plus half a step, so that decoded numbers keep their codes in spite of rounding.
@@ -77,8 +77,8 @@ def encode(x_GN: Tensor, factors_G3: Tensor, chance_GN: Tensor | None = None) ->
 def decode(codes_GN: Tensor, factors_G3: Tensor) -> Tensor:
     """Return the fp32 numbers of codes."""
     scale, middle, power = factors_G3[..., None].unbind(1)
-    spread = codes_GN.float() * scale
-    return _power(spread.abs(), 1 / power.double()).copysign_(spread).mul_(middle)
+    expanded = codes_GN.float() * scale
+    return _power(expanded.abs(), 1 / power.double()).copysign_(expanded).mul_(middle)
 
 
 def _power(x: Tensor, power: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def transform(x: Tensor, size: int = SIZE) -> Tensor:
     depend on the shape.
     """
     runs = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
-    turned = torch.zeros_like(runs)
+    transformed = torch.zeros_like(runs)
     for index, row in enumerate(matrix(x.device, size)):
-        turned.add_(runs[..., index : index + 1] * row)
-    return turned.flatten(-2)
+        transformed.add_(runs[..., index : index + 1] * row)
+    return transformed.flatten(-2)

@@ -9,7 +9,7 @@ WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 LANES = 8
 """16-bit numbers per counter."""
-BAND = 1 << 18
+CHUNK = 1 << 18
 """Numbers computed at once; temporaries take 30 bytes for each."""
 
 
@@ -31,9 +31,9 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the high and low 32 bits of the product, whose 64 bits int64 holds as a signed one."""
-    whole = word * multiplier
-    return (whole >> 32) & MASK, whole & MASK
+    """Return the high and low 32 bits of the product, which int64 holds as a signed number."""
+    product = word * multiplier
+    return (product >> 32) & MASK, product & MASK
 
 
 def chance(row_N: Tensor, columns: range, key: tuple[int, int], word: int = 0) -> Tensor:
@@ -43,11 +43,11 @@ def chance(row_N: Tensor, columns: range, key: tuple[int, int], word: int = 0) -
     """
     first = columns.start // LANES
     group = torch.arange(first, -(-columns.stop // LANES), device=row_N.device)
-    start, found = columns.start - first * LANES, list[Tensor]()
-    for row_B in row_N.split(max(BAND // max(len(columns), 1), 1)):
+    start, chunks = columns.start - first * LANES, list[Tensor]()
+    for row_B in row_N.split(max(CHUNK // max(len(columns), 1), 1)):
         low, high = row_B[:, None] & MASK, row_B[:, None] >> 32
         words = torch.full_like(low, word & MASK)
-        drawn = torch.stack(torch.broadcast_tensors(*philox((group, low, high, words), key)), -1)
-        halves = torch.stack((drawn & 0xFFFF, drawn >> 16), -1).flatten(1)
-        found.append(halves[:, start : start + len(columns)].float().mul_(2.0**-16))
-    return torch.cat(found)
+        bits = torch.stack(torch.broadcast_tensors(*philox((group, low, high, words), key)), -1)
+        halves = torch.stack((bits & 0xFFFF, bits >> 16), -1).flatten(1)
+        chunks.append(halves[:, start : start + len(columns)].float().mul_(2.0**-16))
+    return torch.cat(chunks)

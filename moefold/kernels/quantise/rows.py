@@ -1,8 +1,8 @@
-"""Rows packed as codes and scales, one row of bytes each, for exchanges between ranks.
+"""Rows packed as codes and scales, one row of bytes each, for exchange between ranks.
 
 N rows, D features, W bytes. Blocks lie along features, so that codes of a row are independent of
 other rows. Scales are powers of two, with which quantisation is idempotent: rows can be sent
-repeatedly without further loss.
+several times without further loss.
 """
 
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ from moefold.kernels.function import Function
 from moefold.kernels.quantise.blocks import Format, Quantised, encode
 
 
-class RowCodes(NamedTuple):
-    """Format of packed rows."""
+class BlockCodec(NamedTuple):
+    """Packs and unpacks rows of a format."""
 
     form: Format
 
     def pack(self, x_ND: Tensor) -> Tensor:
         """Return rows as uint8 [N, W]: codes, then scales."""
-        made = encode(x_ND, self.form)
-        scales = _in_order(made.scales)
-        return torch.cat([made.codes.view(torch.uint8), scales.view(torch.uint8)], 1)
+        quantised = encode(x_ND, self.form)
+        scales = _contiguous_copy(quantised.scales)
+        return torch.cat([quantised.codes.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def unpack(self, sent_NW: Tensor, like: Tensor) -> Tensor:
         """Return the rows with the width and dtype of ``like``."""
@@ -32,31 +32,32 @@ class RowCodes(NamedTuple):
         scale = torch.float8_e8m0fnu if self.form.kind == "mxfp8" else torch.float32
         codes, scales = sent_NW.tensor_split([width], 1)
         shape = torch.Size((len(sent_NW), width))
-        read = codes.contiguous().view(element), _in_order(scales).view(scale)
-        made = Quantised(*read, None, self.form, -1, shape)
-        return made.dequantise(like.dtype)
+        parts = codes.contiguous().view(element), _contiguous_copy(scales).view(scale)
+        return Quantised(*parts, None, self.form, -1, shape).dequantise(like.dtype)
 
-    def rounded(self, x_ND: Tensor) -> Tensor:
+    def fake_quantise(self, x_ND: Tensor) -> Tensor:
         """Return quantised and dequantised rows; gradients pass unchanged."""
-        return _Rounded.apply(x_ND, self, None)  # type: ignore[return-value]
+        return _FakeQuantise.apply(x_ND, self, None)  # type: ignore[return-value]
 
-    def rounded_gradient(self, x_ND: Tensor) -> Tensor:
+    def fake_quantise_gradient(self, x_ND: Tensor) -> Tensor:
         """Return the rows unchanged; their gradient is quantised and dequantised."""
-        return _Rounded.apply(x_ND, None, self)  # type: ignore[return-value]
+        return _FakeQuantise.apply(x_ND, None, self)  # type: ignore[return-value]
 
 
-def _in_order(x: Tensor) -> Tensor:
-    """Return a contiguous copy, also of tensors with one row or none, which count as contiguous."""
+def _contiguous_copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy, even of tensors with at most one row, which count as contiguous."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Rounded(Function):
+class _FakeQuantise(Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, there: RowCodes | None, back: RowCodes | None) -> Tensor:
-        ctx.back = back
-        return x_ND.view_as(x_ND) if there is None else there.unpack(there.pack(x_ND), x_ND)
+    def forward(
+        ctx: Any, x_ND: Tensor, codec: BlockCodec | None, back: BlockCodec | None
+    ) -> Tensor:
+        ctx.codec = back
+        return x_ND.view_as(x_ND) if codec is None else codec.unpack(codec.pack(x_ND), x_ND)
 
     @staticmethod
     def backward(ctx: Any, dx_ND: Tensor) -> tuple[Tensor, None, None]:
-        back = ctx.back
-        return (dx_ND if back is None else back.unpack(back.pack(dx_ND), dx_ND)), None, None
+        codec = ctx.codec
+        return (dx_ND if codec is None else codec.unpack(codec.pack(dx_ND), dx_ND)), None, None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefold.kernels.quantise.blocks import Quantised, encode, format_of
 from moefold.kernels.scaled.deep_gemm import DeepGemm
-from moefold.kernels.scaled.emulated import Emulated, Use
+from moefold.kernels.scaled.emulated import Emulated, ProductSpec
 from moefold.kernels.scaled.scaled_grouped_mm import ScaledGroupedMm
 from moefold.kernels.scaled.scaled_mm import ScaledMm
 
@@ -21,98 +21,103 @@ BOUND = 8e-3
 """Largest relative error of a correct back end: that of bf16 and of sums in tensor cores."""
 
 
-class Path(NamedTuple):
-    """Chosen back end of a product, with the reason."""
+class BackendChoice(NamedTuple):
+    """Chosen back end of a product, and the reason."""
 
     backend: Emulated
-    why: str
+    reason: str
 
 
 @cache
-def choose(asked: str, use: Use) -> Path:
+def choose_backend(requested: str, spec: ProductSpec) -> BackendChoice:
     """Return the first back end that supports a product and passes a numerical test.
 
     Args:
-        asked: ``auto``, or the name of a back end. Sums in fp64 and blocks of unpublished lengths
-            are always emulated, and with ``auto`` all products on a CPU.
-        use: the product.
+        requested: ``auto``, or the name of a back end. Sums in fp64 and blocks of unpublished
+            lengths are always emulated, and with ``auto`` all products on a CPU.
+        spec: the product.
 
     Raises:
         ValueError: the requested back end is not available.
     """
     *others, emulated = BACKENDS
-    if use.dtype == torch.float64 or asked == emulated.name:
-        return Path(emulated, "requested" if asked == emulated.name else "fp64 sums")
-    if asked == "auto" and use.device.type != "cuda":
-        return Path(emulated, f"plain torch: auto uses libraries on GPUs, not on {use.device.type}")
-    demand(asked, use.device)
-    if not use.published:
-        return Path(emulated, "libraries support only the published block length")
-    preferred = [one for one in others if one.name == asked]
-    said = []
-    for one in preferred or others:
-        if not (why := one.why_not(use) or _wrong(one, use)):
-            return Path(one, "; ".join(said) or ("requested" if preferred else "preferred"))
-        said.append(f"{one.name}: {why}")
-    return Path(emulated, "; ".join(said))
+    if spec.dtype == torch.float64 or requested == emulated.name:
+        return BackendChoice(emulated, "requested" if requested == emulated.name else "fp64 sums")
+    if requested == "auto" and spec.device.type != "cuda":
+        return BackendChoice(
+            emulated, f"plain torch: auto uses libraries on GPUs, not on {spec.device.type}"
+        )
+    require_available(requested, spec.device)
+    if not spec.published:
+        return BackendChoice(emulated, "libraries support only the published block length")
+    preferred = [backend for backend in others if backend.name == requested]
+    reasons = []
+    for backend in preferred or others:
+        if not (why := backend.why_unsupported(spec) or _test_failure(backend, spec)):
+            reason = "; ".join(reasons) or ("requested" if preferred else "preferred")
+            return BackendChoice(backend, reason)
+        reasons.append(f"{backend.name}: {why}")
+    return BackendChoice(emulated, "; ".join(reasons))
 
 
-def demand(asked: str, device: torch.device) -> None:
-    """Check that the named back end is available for a device.
+def require_available(requested: str, device: torch.device) -> None:
+    """Raise unless the named back end is available for a device.
 
     Raises:
-        ValueError: it is not; the message says how to get it.
+        ValueError: it is not; the message names the remedy.
     """
-    for one in (backend for backend in BACKENDS if backend.name == asked):
-        if why := one.missing(device):
+    for backend in (one for one in BACKENDS if one.name == requested):
+        if why := backend.why_unavailable(device):
             raise ValueError(
-                f"train.quantise.backend: {asked} cannot be used: {why}. "
-                f"{one.remedy}, or use backend: auto"
+                f"train.quantise.backend: {requested} cannot be used: {why}. "
+                f"{backend.remedy}, or use backend: auto"
             )
 
 
-def paths(asked: str, use: Use, products: Sequence[str] = PRODUCTS) -> Iterator[str]:
-    """Yield descriptions of the back ends of dense and experts' products, with reasons."""
-    found: dict[Path, list[str]] = {}
+def describe_backends(
+    requested: str, spec: ProductSpec, products: Sequence[str] = PRODUCTS
+) -> Iterator[str]:
+    """Yield descriptions of the back ends for dense and experts' products, with reasons."""
+    by_choice: dict[BackendChoice, list[str]] = {}
     for grouped, product in itertools.product((False, True), products):
-        path = choose(asked, use._replace(product=product, grouped=grouped))
-        found.setdefault(path, []).append(f"{product} of experts" if grouped else product)
-    for (backend, why), what in found.items():
-        yield f"{', '.join(what) if len(found) > 1 else 'all'} {backend.name} ({why})"
+        choice = choose_backend(requested, spec._replace(product=product, grouped=grouped))
+        by_choice.setdefault(choice, []).append(f"{product} of experts" if grouped else product)
+    for (backend, why), names in by_choice.items():
+        yield f"{', '.join(names) if len(by_choice) > 1 else 'all'} {backend.name} ({why})"
 
 
-def _wrong(backend: Emulated, use: Use) -> str:
-    """Return how a back end fails a test with small operands; empty if it is correct."""
-    made, weight, groups = _operands(use)
+def _test_failure(backend: Emulated, spec: ProductSpec) -> str:
+    """Return how a back end fails a test with small operands; empty if it passes."""
+    rows, weight, groups = _operands(spec)
     try:
-        given = made, weight, groups, torch.float32 if use.product == "dw" else use.dtype
-        found = torch.cat(backend.each(*given)).float()
+        args = rows, weight, groups, torch.float32 if spec.product == "dw" else spec.dtype
+        actual = torch.cat(backend.multiply_runs(*args)).float()
     except Exception as error:  # libraries raise errors of any type
         return str(error).partition("\n")[0] or type(error).__name__
-    want = torch.cat(BACKENDS[-1].each(made, weight, groups, torch.float32))
-    off = float((found - want).norm() / want.norm())
-    return "" if off < BOUND else f"its products have a relative error of {off:.1g}"
+    expected = torch.cat(BACKENDS[-1].multiply_runs(rows, weight, groups, torch.float32))
+    error = float((actual - expected).norm() / expected.norm())
+    return "" if error < BOUND else f"its products have a relative error of {error:.1g}"
 
 
-def _operands(use: Use) -> tuple[list[Quantised], Quantised, list[int]]:
+def _operands(spec: ProductSpec) -> tuple[list[Quantised], Quantised, list[int]]:
     """Return test operands: runs, the matrix or matrices, and the group of each run."""
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
-        sizes = torch.randint(-6, 7, shape, generator=drawn).float()
-        return (torch.randn(shape, generator=drawn) * sizes.exp2()).to(use.device)
+        exponents = torch.randint(-6, 7, shape, generator=generator).float()
+        return (torch.randn(shape, generator=generator) * exponents.exp2()).to(spec.device)
 
     rows, gradient, weight = (
-        format_of(use.kind, role, use.scales) for role in ("rows", "gradient", "weight")
+        format_of(spec.kind, role, spec.scales) for role in ("rows", "gradient", "weight")
     )
-    if use.product == "dw":
+    if spec.product == "dw":
         return [encode(numbers(72, 200), gradient)], encode(numbers(136, 200), rows).mT, [0]
-    counts, groups = ([40, 56], [0, 2]) if use.grouped else ([40], [0])
-    of_rows = rows if use.product == "y" else gradient
+    counts, groups = ([40, 56], [0, 2]) if spec.grouped else ([40], [0])
+    of_rows = rows if spec.product == "y" else gradient
     made = [encode(numbers(count, 392), of_rows) for count in counts]
-    lead = (3,) if use.grouped else ()
-    if use.product == "y":
-        return made, encode(numbers(*lead, 136, 392), weight).mT, groups
-    value = numbers(*lead, 392, 136)
+    batch = (3,) if spec.grouped else ()
+    if spec.product == "y":
+        return made, encode(numbers(*batch, 136, 392), weight).mT, groups
+    value = numbers(*batch, 392, 136)
     square = weight.rows == weight.columns
     return made, encode(value, weight, -1 if square else -2), groups

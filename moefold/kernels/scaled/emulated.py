@@ -9,7 +9,7 @@ from torch import Tensor
 from moefold.kernels.quantise.blocks import Quantised
 
 
-class Use(NamedTuple):
+class ProductSpec(NamedTuple):
     """Properties of a product that decide which back ends support it."""
 
     kind: str
@@ -35,28 +35,28 @@ class Emulated:
 
     name = "emulated"
     remedy = ""
-    """How to get the back end, for error messages."""
+    """How to make the back end available, for error messages."""
 
-    def missing(self, device: torch.device) -> str:
+    def why_unavailable(self, device: torch.device) -> str:
         """Return why the back end is not available on a device; empty if it is."""
         return ""
 
-    def why_not(self, use: Use) -> str:
+    def why_unsupported(self, spec: ProductSpec) -> str:
         """Return why a product is not supported; empty if it is."""
         return ""
 
-    def times(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
+    def multiply(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
         """Return ``a @ b`` in ``dtype``; blocks of both are along K."""
         wide = torch.promote_types(dtype, torch.float32)
         y_NM = a_NK.factors(wide) @ b_KM.factors(wide)
-        for after in (a_NK.after, b_KM.after):
-            if after is not None:
-                y_NM *= after
+        for scale in (a_NK.output_scale, b_KM.output_scale):
+            if scale is not None:
+                y_NM *= scale
         return y_NM.to(dtype)
 
-    def each(
+    def multiply_runs(
         self,
-        made: Sequence[Quantised],
+        runs: Sequence[Quantised],
         weight_KM: Quantised,
         groups: list[int],
         dtype: torch.dtype,
@@ -64,14 +64,14 @@ class Emulated:
         """Return each run's product with its matrix.
 
         Args:
-            made: codes [N, K] of runs, sorted by group.
+            runs: codes [N, K] of each run, sorted by group.
             weight_KM: the matrix, or [E, K, M] for all groups.
             groups: group of each run.
             dtype: dtype of the results.
         """
-        found = []
-        for group, one in zip(groups, made, strict=True):
+        products = []
+        for group, run in zip(groups, runs, strict=True):
             matrix = weight_KM.matrix(group) if len(weight_KM.shape) == 3 else weight_KM
-            empty = one.codes.new_empty(0, matrix.shape[-1], dtype=dtype)
-            found.append(self.times(one, matrix, dtype) if one.shape[0] else empty)
-        return found
+            empty = run.codes.new_empty(0, matrix.shape[-1], dtype=dtype)
+            products.append(self.multiply(run, matrix, dtype) if run.shape[0] else empty)
+        return products

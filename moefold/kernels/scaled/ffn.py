@@ -9,15 +9,15 @@ from moefold.kernels.function import Function
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.quantise.blocks import Format, Quantised, encode
 from moefold.kernels.rows import row_chunks
-from moefold.kernels.scaled.products import NarrowOperand, joined, scaled_product
+from moefold.kernels.scaled.products import QuantisedOperand, concatenate, scaled_product
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu import activation
 
 
-def narrow_ffn(
+def scaled_ffn(
     x_ND: Tensor,
-    w_in: NarrowOperand,
-    w_out: NarrowOperand,
+    w_in: QuantisedOperand,
+    w_out: QuantisedOperand,
     rows: RowRuns,
     sink: GradientSink,
     p_N: Tensor | None = None,
@@ -25,7 +25,7 @@ def narrow_ffn(
 ) -> Tensor:
     """Return ``w_out (p * silu(w_gate x) * w_up x)`` of shape [N, D].
 
-    It saves codes of the input rows of both products, in blocks along rows, and the pre-activation.
+    Saves codes of both products' input rows, in blocks along rows, and the pre-activation.
 
     Args:
         x_ND: rows.
@@ -45,12 +45,14 @@ def narrow_ffn(
 class _Activation(Function):
     @staticmethod
     def forward(ctx: Any, h_N2F: Tensor, p_N: Tensor | None, hidden: Format | None) -> Tensor:
-        kept: tuple[Tensor, ...] = (h_N2F,)
+        saved: tuple[Tensor, ...] = (h_N2F,)
         if hidden is not None:
             cuts = row_chunks(h_N2F) or [slice(0)]
-            made = joined([encode(h_N2F[cut].unflatten(1, (2, -1)), hidden) for cut in cuts])
-            kept = made.codes, made.scales
-        ctx.save_for_backward(p_N, *kept)
+            quantised = concatenate(
+                [encode(h_N2F[cut].unflatten(1, (2, -1)), hidden) for cut in cuts]
+            )
+            saved = quantised.codes, quantised.scales
+        ctx.save_for_backward(p_N, *saved)
         ctx.hidden = hidden
         return activation.forward(h_N2F, p_N)
 
@@ -66,9 +68,9 @@ class _Activation(Function):
         dp_N = None if p_N is None else torch.empty_like(p_N)
         for cut in row_chunks(dh_N2F):
             codes = codes_N2F[cut]
-            made = Quantised(codes, scales_N2B[cut], None, ctx.hidden, -1, codes.shape)
-            read = made.dequantise(da_NF.dtype).flatten(1), None if p_N is None else p_N[cut]
-            dh_N2F[cut], dp, _ = activation.backward(*read, da_NF[cut])
+            quantised = Quantised(codes, scales_N2B[cut], None, ctx.hidden, -1, codes.shape)
+            args = quantised.dequantise(da_NF.dtype).flatten(1), None if p_N is None else p_N[cut]
+            dh_N2F[cut], dp, _ = activation.backward(*args, da_NF[cut])
             if dp_N is not None and dp is not None:
                 dp_N[cut] = dp
         return dh_N2F, dp_N, None

@@ -15,7 +15,7 @@ from moefold.kernels.quantise.blocks import Quantised
 from moefold.kernels.quantise.elements import pack, unpack
 
 
-def along(x_RK: Quantised) -> tuple[Tensor, Tensor]:
+def contiguous_codes(x_RK: Quantised) -> tuple[Tensor, Tensor]:
     """Return codes [(E,) R, K], contiguous along K, and their scales.
 
     Scales of square ``nvfp4`` blocks are repeated for each row.
@@ -24,7 +24,7 @@ def along(x_RK: Quantised) -> tuple[Tensor, Tensor]:
     if form.element is None:
         if x_RK.dim == -2:
             each = unpack(codes.mT).mT[..., : x_RK.shape[-2], :]
-            codes = pack(fill(each, 1, 2))
+            codes = pack(pad(each, 1, 2))
         if form.rows != 1:
             assert form.rows is not None
             rows = scales.view(torch.uint8).repeat_interleave(form.rows, -2)
@@ -32,22 +32,22 @@ def along(x_RK: Quantised) -> tuple[Tensor, Tensor]:
     return codes.contiguous(), scales
 
 
-def fill(x: Tensor, rows: int, columns: int) -> Tensor:
+def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """Pad the last two dims with zeros to multiples of ``rows`` and ``columns``."""
-    below, beside = -x.shape[-2] % rows, -x.shape[-1] % columns
-    if not below and not beside:
+    extra_rows, extra_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    if not extra_rows and not extra_columns:
         return x
-    return F.pad(bare(x), (0, beside, 0, below)).view(x.dtype)
+    return F.pad(as_uint8(x), (0, extra_columns, 0, extra_rows)).view(x.dtype)
 
 
-def bare(x: Tensor) -> Tensor:
-    """View one-byte dtypes as uint8, as not every device pads, concatenates or copies others."""
+def as_uint8(x: Tensor) -> Tensor:
+    """View one-byte dtypes as uint8, as some devices cannot pad, concatenate or copy the others."""
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate tensors of one dtype."""
-    return torch.cat([bare(part) for part in parts], dim).view(parts[0].dtype)
+    return torch.cat([as_uint8(part) for part in parts], dim).view(parts[0].dtype)
 
 
 def swizzled(scales_RB: Tensor) -> Tensor:
@@ -57,13 +57,13 @@ def swizzled(scales_RB: Tensor) -> Tensor:
     row r and block b is at ``r % 32 * 16 + r // 32 * 4 + b`` (cuBLAS, layout of one-dimensional
     block scales).
     """
-    whole = bare(fill(scales_RB, 128, 4))
-    tiles = whole.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))  # [.., tile, 4, 32, tile, 4]
+    padded = as_uint8(pad(scales_RB, 128, 4))
+    tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))  # [.., tile, 4, 32, tile, 4]
     return tiles.movedim(-2, -4).transpose(-2, -3).flatten(-5).view(scales_RB.dtype)
 
 
-class Joined(NamedTuple):
-    """Concatenated runs, with each group padded by zeros to a multiple of rows."""
+class PaddedGroups(NamedTuple):
+    """Concatenated runs; zeros pad each group to a row multiple."""
 
     codes: Tensor
     """[R, K]"""
@@ -75,23 +75,23 @@ class Joined(NamedTuple):
     """Rows of each range."""
 
     @classmethod
-    def of(cls, made: Sequence[Quantised], groups: list[int], step: int) -> "Joined":
+    def of(cls, runs: Sequence[Quantised], groups: list[int], multiple: int) -> "PaddedGroups":
         """Concatenate runs, which are sorted by group and have at least one row in total."""
-        codes, scales, stretches, end = list[Tensor](), list[Tensor](), list[tuple[int, int]](), 0
-        for number, (one, group) in enumerate(zip(made, groups, strict=True)):
-            its_codes, its_scales = map(bare, along(one))
-            stretches.append((group, len(its_codes)))
-            codes.append(its_codes)
-            scales.append(its_scales.expand(len(its_codes), -1))
-            end += len(its_codes)
-            if groups[number + 1 : number + 2] != [group] and (rest := -end % step):
-                stretches.append((-1, rest))
-                codes.append(its_codes.new_zeros(rest, its_codes.shape[1]))
-                scales.append(its_scales.new_zeros(rest, its_scales.shape[1]))
+        codes, scales, ranges, end = list[Tensor](), list[Tensor](), list[tuple[int, int]](), 0
+        for number, (run, group) in enumerate(zip(runs, groups, strict=True)):
+            run_codes, run_scales = map(as_uint8, contiguous_codes(run))
+            ranges.append((group, len(run_codes)))
+            codes.append(run_codes)
+            scales.append(run_scales.expand(len(run_codes), -1))
+            end += len(run_codes)
+            if groups[number + 1 : number + 2] != [group] and (rest := -end % multiple):
+                ranges.append((-1, rest))
+                codes.append(run_codes.new_zeros(rest, run_codes.shape[1]))
+                scales.append(run_scales.new_zeros(rest, run_scales.shape[1]))
                 end += rest
-        whose, rows = zip(*stretches, strict=True)
-        all_codes = torch.cat(codes).view(made[0].codes.dtype)
-        return cls(all_codes, torch.cat(scales).view(made[0].scales.dtype), whose, rows)
+        range_groups, rows = zip(*ranges, strict=True)
+        all_codes = torch.cat(codes).view(runs[0].codes.dtype)
+        return cls(all_codes, torch.cat(scales).view(runs[0].scales.dtype), range_groups, rows)
 
     def ends(self, groups: int) -> list[int]:
         """Return the end row of each group, its padding included."""
@@ -101,7 +101,7 @@ class Joined(NamedTuple):
             rows[last] += count
         return list(accumulate(rows))
 
-    def parts(self, y_RM: Tensor) -> list[Tensor]:
+    def split_runs(self, y_RM: Tensor) -> list[Tensor]:
         """Return the rows of each run."""
-        stretches = zip(y_RM.split(self.rows), self.groups, strict=True)
-        return [part for part, group in stretches if group >= 0]
+        ranges = zip(y_RM.split(self.rows), self.groups, strict=True)
+        return [part for part, group in ranges if group >= 0]

@@ -2,12 +2,12 @@
 
 N rows, I in, O out, E groups. Rows are in runs (:mod:`moefold.kernels.scaled.rows`), those of
 experts sorted as in :mod:`moefold.kernels.grouped.loop`; neither a block nor a matrix scale spans
-two runs. Each of the three products quantises its own operands from wide numbers, with blocks along
-the summed dim: features for ``y`` and ``dx``, rows for ``dw``.
+two runs. Each of the three products quantises its operands from wide numbers, with blocks along the
+summed dim: features for ``y`` and ``dx``, rows for ``dw``.
 :mod:`moefold.kernels.scaled.choose` selects the back end.
 
 ``nvfp4`` rounds ``dy`` stochastically and applies the Hadamard transform along rows to both
-operands of ``dw``. Where ranks hold parts of a matrix, its amax is a maximum over them. It is
+operands of ``dw``. Where ranks hold parts of a matrix, its amax is a maximum over them,
 reduced when rows or gradients are quantised: deferred weight gradients need no communication.
 """
 
@@ -35,14 +35,14 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.hadamard import SIZE, transform
 from moefold.kernels.quantise.philox import MASK, chance
 from moefold.kernels.rows import row_chunks, upcast_dtype
-from moefold.kernels.scaled.choose import Path, choose
-from moefold.kernels.scaled.emulated import Use
+from moefold.kernels.scaled.choose import BackendChoice, choose_backend
+from moefold.kernels.scaled.emulated import ProductSpec
 from moefold.kernels.scaled.operands import cat
 from moefold.kernels.scaled.rows import RowRuns
 
-Largest = Callable[[Tensor, Role, Sequence[int]], Tensor]
-"""``largest(amax, role, matrices)``: the maximum of ``amax`` over ranks that hold parts of these
-matrices (numbers) of a weight, or with delayed scaling the amax from earlier steps."""
+ReduceAmax = Callable[[Tensor, Role, Sequence[int]], Tensor]
+"""``reduce_amax(amax, role, matrices)``: the maximum of ``amax`` over ranks with parts of these
+matrices (indices) of a weight, or with delayed scaling the amax of earlier steps."""
 
 
 class Recipe(NamedTuple):
@@ -64,53 +64,55 @@ class Recipe(NamedTuple):
     """Requested back end."""
 
     @property
-    def by_chance(self) -> bool:
+    def stochastic_gradients(self) -> bool:
         """Whether gradients of rows are rounded stochastically."""
         return self.kind == "nvfp4"
 
     @property
-    def run(self) -> int:
+    def hadamard_size(self) -> int:
         """Number of rows in one Hadamard transform."""
         return gcd(SIZE, self.block or SIZE)
 
     @property
-    def hidden_form(self) -> Format | None:
+    def hidden_format(self) -> Format | None:
         """Format of saved pre-activations: ``fp8_block`` for every kind; None saves them wide."""
         rule = self.scales if self.kind == "fp8_block" else None
         return format_of("fp8_block", "rows", rule, self.hidden) if self.hidden else None
 
     @property
-    def of_matrices(self) -> bool:
-        """Whether a whole matrix has a scale."""
-        return QUANTISE.kinds[self.kind].of_matrices  # type: ignore[attr-defined]
+    def has_matrix_scale(self) -> bool:
+        """Whether each whole matrix has a scale."""
+        return QUANTISE.kinds[self.kind].has_matrix_scale  # type: ignore[attr-defined]
 
     @property
-    def one_set(self) -> bool:
-        """Whether one set of a weight's codes serves products over either dim."""
-        form = self.form("weight")
+    def has_square_blocks(self) -> bool:
+        """Whether blocks of weights are square, so that codes serve products over either dim."""
+        form = self.format("weight")
         return form.rows == form.columns
 
-    def use(self, product: str, grouped: bool, dtype: torch.dtype, device: torch.device) -> Use:
-        """Return the properties of product ``y``, ``dx`` or ``dw`` for the choice of a back end."""
+    def product_spec(
+        self, product: str, grouped: bool, dtype: torch.dtype, device: torch.device
+    ) -> ProductSpec:
+        """Return the properties of product ``y``, ``dx`` or ``dw`` that a back end is chosen by."""
         published = self.block in (None, BLOCKS[self.kind])
-        rule = self.form("rows").scales
-        return Use(self.kind, rule, published, product, grouped, dtype, device)
+        scale_rule = self.format("rows").scales
+        return ProductSpec(self.kind, scale_rule, published, product, grouped, dtype, device)
 
-    def path(self, product: str, grouped: bool, x: Tensor) -> Path:
-        """Return the back end of ``y``, ``dx`` or ``dw`` for rows or their gradient ``x``."""
-        return choose(self.backend, self.use(product, grouped, x.dtype, x.device))
+    def choose_backend(self, product: str, grouped: bool, x: Tensor) -> BackendChoice:
+        """Return the back end for ``y``, ``dx`` or ``dw`` of rows, or of their gradient, ``x``."""
+        return choose_backend(self.backend, self.product_spec(product, grouped, x.dtype, x.device))
 
-    def form(self, role: str) -> Format:
+    def format(self, role: str) -> Format:
         """Return the format of rows, of their gradient, or of a weight."""
         return format_of(self.kind, role, self.scales, self.block)
 
 
-def _mine(amax: Tensor, role: Role, matrices: Sequence[int]) -> Tensor:
+def _local_amax(amax: Tensor, role: Role, matrices: Sequence[int]) -> Tensor:
     return amax
 
 
-class Draw(NamedTuple):
-    """Seed of stochastic rounding; random bits also depend on the numbers of row and column."""
+class RoundingSeed(NamedTuple):
+    """Seed of stochastic rounding; random numbers also depend on row and column."""
 
     key: tuple[int, int]
     """Key of the run and of the weight; the last bit of the latter distinguishes two uses."""
@@ -118,15 +120,15 @@ class Draw(NamedTuple):
     columns: tuple[range, ...] = ()
     """Outputs of the whole weight on this rank; empty is all."""
 
-    def numbers(self, number_N: Tensor, outputs: int, use: int) -> Tensor:
-        """Return random multiples of 2^-16 in [0, 1) of shape [N, outputs]."""
+    def draw(self, number_N: Tensor, outputs: int, use: int) -> Tensor:
+        """Return random multiples of 2^-16 in [0, 1), shape [N, outputs]."""
         key = self.key[0] & MASK, (2 * self.key[1] + use) & MASK
         columns = self.columns or (range(outputs),)
-        return torch.cat([chance(number_N, one, key, self.step) for one in columns], 1)
+        return torch.cat([chance(number_N, block, key, self.step) for block in columns], 1)
 
 
 @dataclass(frozen=True)
-class NarrowWeight:
+class QuantisedWeight:
     """A weight [(E,) O, I] as codes, for products over either dim."""
 
     recipe: Recipe
@@ -137,27 +139,33 @@ class NarrowWeight:
 
     @property
     def operands(self) -> tuple[Quantised, Quantised]:
-        """Codes along inputs and along outputs, which may be one object."""
+        """Codes along inputs and along outputs, which may be the same object."""
         return self.along_inputs, self.along_outputs
 
     @classmethod
-    def of(cls, value: Tensor, recipe: Recipe, largest: Largest = _mine) -> "NarrowWeight":
+    def of(
+        cls, value: Tensor, recipe: Recipe, reduce_amax: ReduceAmax = _local_amax
+    ) -> "QuantisedWeight":
         """Quantise a weight; square blocks serve both dims."""
-        form = recipe.form("weight")
-        here = _finite(amax_of(value)) if recipe.of_matrices else None
-        amax = None if here is None else largest(here.clone(), "weight", range(here.numel()))
-        made = encode(value, form, amax=amax)
-        other = made if recipe.one_set else encode(value, form, -2)
-        return cls(recipe, made, other, here)
+        form = recipe.format("weight")
+        local_amax = _nan_to_inf(amax_of(value)) if recipe.has_matrix_scale else None
+        amax = (
+            None
+            if local_amax is None
+            else reduce_amax(local_amax.clone(), "weight", range(local_amax.numel()))
+        )
+        codes = encode(value, form, amax=amax)
+        other = codes if recipe.has_square_blocks else encode(value, form, -2)
+        return cls(recipe, codes, other, local_amax)
 
-    def wide(self, dtype: torch.dtype) -> Tensor:
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised weight."""
         return self.along_inputs.dequantise(dtype)
 
 
-class Kept(NamedTuple):
-    """One operand of a weight's gradient, with all runs concatenated: codes [I, N] in blocks along
-    rows with their scales, or rows themselves."""
+class SavedOperand(NamedTuple):
+    """An operand of a weight's gradient, all runs concatenated: codes [I, N] in blocks along rows
+    with their scales, or unquantised rows."""
 
     tensors: tuple[Tensor, ...]
     widths: tuple[tuple[int, ...], ...]
@@ -168,69 +176,71 @@ class Kept(NamedTuple):
     """Format of codes; None for rows."""
 
     @classmethod
-    def of(cls, made: list[Quantised]) -> "Kept":
+    def of(cls, quantised: list[Quantised]) -> "SavedOperand":
         """Concatenate one or more runs of codes."""
-        sorts = zip(*([one.codes, one.scales, one.matrix_scale] for one in made), strict=True)
-        there = [[part for part in sort if part is not None] for sort in sorts]
-        given = [sort for sort in there if sort]
-        widths = tuple(tuple(part.shape[1] for part in sort) for sort in given)
-        rows = tuple(one.shape[1] for one in made)
-        return cls(tuple(cat(sort, 1) for sort in given), widths, rows, made[0].format)
+        kinds = zip(*([q.codes, q.scales, q.matrix_scale] for q in quantised), strict=True)
+        present = [[part for part in kind if part is not None] for kind in kinds]
+        parts = [kind for kind in present if kind]
+        widths = tuple(tuple(part.shape[1] for part in kind) for kind in parts)
+        rows = tuple(q.shape[1] for q in quantised)
+        return cls(tuple(cat(kind, 1) for kind in parts), widths, rows, quantised[0].format)
 
     def runs(self) -> Iterator[Tensor | Quantised]:
         """Yield the part of each run."""
         if self.format is None:
             yield from self.tensors[0].split(self.rows)
             return
-        sorts = zip(self.tensors, self.widths, strict=True)
+        kinds = zip(self.tensors, self.widths, strict=True)
         for rows, parts in zip(
-            self.rows, zip(*(t.split(w, 1) for t, w in sorts), strict=True), strict=True
+            self.rows, zip(*(t.split(w, 1) for t, w in kinds), strict=True), strict=True
         ):
-            codes, scales, after = (*parts, None)[:3]
+            codes, scales, matrix_scale = (*parts, None)[:3]
             assert codes is not None and scales is not None
             shape = torch.Size((codes.shape[0], rows))
-            yield Quantised(codes, scales, after, self.format, -1, shape)
+            yield Quantised(codes, scales, matrix_scale, self.format, -1, shape)
 
 
-def joined(pieces: list[Quantised]) -> Quantised:
-    """Concatenate codes of consecutive rows that were quantised in pieces of whole blocks."""
-    first, *more = pieces
-    if not more:
+def concatenate(chunks: list[Quantised]) -> Quantised:
+    """Concatenate codes of consecutive rows that were quantised in chunks of whole blocks."""
+    first, *others = chunks
+    if not others:
         return first
     scales = first.scales
     if first.format.columns is not None:
-        scales = cat([one.scales for one in pieces])
-    shape = torch.Size((sum(one.shape[0] for one in pieces), *first.shape[1:]))
-    return replace(first, codes=cat([one.codes for one in pieces]), scales=scales, shape=shape)
+        scales = cat([chunk.scales for chunk in chunks])
+    shape = torch.Size((sum(chunk.shape[0] for chunk in chunks), *first.shape[1:]))
+    return replace(first, codes=cat([chunk.codes for chunk in chunks]), scales=scales, shape=shape)
 
 
-class Read(NamedTuple):
+class QuantisedRows(NamedTuple):
     """Quantised rows, or gradients of rows."""
 
-    made: list[Quantised]
+    codes: list[Quantised]
     """Codes of each run in blocks along features."""
-    kept: Kept | None
-    """Operand of the weight's gradient; None if that is not needed."""
+    saved: SavedOperand | None
+    """Operand of the weight's gradient; None if not needed."""
 
 
-class NarrowOperand(NamedTuple):
+class QuantisedOperand(NamedTuple):
     """A weight as an operand of products of codes."""
 
     master: Tensor
     """The parameter, which receives the gradient; its leading dims flatten to [(E,) O]."""
-    codes: Callable[[], NarrowWeight]
-    """Returns its codes; called in forward and again in backward."""
-    draw: Draw
-    """Seed of stochastic rounding of gradients of its rows."""
-    largest: Largest = _mine
-    note: Callable[[str, int, Tensor], None] | None = None
-    """Called with role, group and rows of each operand, to search for faults."""
-    once: Callable[[Tensor, object, Callable[[], Read]], Read] = lambda x, key, make: make()
-    """``once(x, key, make)`` caches quantised rows for all products that read them."""
+    codes: Callable[[], QuantisedWeight]
+    """Returns the codes; called in forward and again in backward."""
+    seed: RoundingSeed
+    """Seed of the stochastic rounding of its rows' gradients."""
+    reduce_amax: ReduceAmax = _local_amax
+    on_operand: Callable[[str, int, Tensor], None] | None = None
+    """Called with role, group and values of each operand, to trace faults."""
+    cache: Callable[[Tensor, object, Callable[[], QuantisedRows]], QuantisedRows] = (
+        lambda x, key, make: make()
+    )
+    """``cache(x, key, make)`` shares quantised rows between all products that read them."""
 
 
 def scaled_product(
-    x_NI: Tensor, weight: NarrowOperand, rows: RowRuns, sink: GradientSink
+    x_NI: Tensor, weight: QuantisedOperand, rows: RowRuns, sink: GradientSink
 ) -> Tensor:
     """Return ``y_NO`` in the dtype of the rows.
 
@@ -244,12 +254,12 @@ def scaled_product(
     with torch.no_grad():
         codes = weight.codes()
 
-        def make() -> Read:
+        def make() -> QuantisedRows:
             return _operands(x_NI, codes.recipe, "rows", rows, weight, for_dw)
 
-        read = weight.once(x_NI, for_dw, make)
-    given = codes, read, weight, rows, sink
-    return _Scaled.apply(x_NI, weight.master, *given)  # type: ignore[return-value]
+        quantised = weight.cache(x_NI, for_dw, make)
+    args = codes, quantised, weight, rows, sink
+    return _Scaled.apply(x_NI, weight.master, *args)  # type: ignore[return-value]
 
 
 class _Scaled(Function):
@@ -258,41 +268,43 @@ class _Scaled(Function):
         ctx: Any,
         x_NI: Tensor,
         master: Tensor,
-        weight: NarrowWeight,
-        read: Read,
-        operand: NarrowOperand,
+        weight: QuantisedWeight,
+        quantised: QuantisedRows,
+        operand: QuantisedOperand,
         rows: RowRuns,
         sink: GradientSink,
     ) -> Tensor:
         along = weight.along_inputs
         y_NO = x_NI.new_zeros(x_NI.shape[0], along.shape[-2])
-        backend = weight.recipe.path("y", rows.grouped, x_NI).backend
-        rows.put(backend.each(read.made, along.mT, rows.groups, x_NI.dtype), y_NO)
-        kept = read.kept
+        backend = weight.recipe.choose_backend("y", rows.grouped, x_NI).backend
+        rows.scatter(
+            backend.multiply_runs(quantised.codes, along.mT, rows.groups, x_NI.dtype), y_NO
+        )
+        saved = quantised.saved
         # Tensors are saved by autograd, so that recompute can drop them.
-        ctx.save_for_backward(rows.order_N, *(kept.tensors if kept else ()))
+        ctx.save_for_backward(rows.order_N, *(saved.tensors if saved else ()))
         ctx.operand, ctx.rows, ctx.sink = operand, rows._replace(order_N=None), sink
-        ctx.kept = kept and kept._replace(tensors=())
+        ctx.saved = saved and saved._replace(tensors=())
         return y_NO
 
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
-        order_N, *kept = ctx.saved_tensors
+        order_N, *tensors = ctx.saved_tensors
         operand, rows = ctx.operand, ctx.rows._replace(order_N=order_N)
         wide = upcast_dtype(dy_NO)
-        weight, wanted = operand.codes(), ctx.needs_input_grad
+        weight, needs_grad = operand.codes(), ctx.needs_input_grad
         along = weight.along_outputs
-        made, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
+        codes, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, needs_grad[1])
         dx_NI = None
-        if wanted[0]:
+        if needs_grad[0]:
             dx_NI = dy_NO.new_zeros(dy_NO.shape[0], along.shape[-1])
-            backend = weight.recipe.path("dx", rows.grouped, dy_NO).backend
-            rows.put(backend.each(made, along, rows.groups, dy_NO.dtype), dx_NI)
+            backend = weight.recipe.choose_backend("dx", rows.grouped, dy_NO).backend
+            rows.scatter(backend.multiply_runs(codes, along, rows.groups, dy_NO.dtype), dx_NI)
         dw = None
-        if wanted[1]:
-            x = ctx.kept and ctx.kept._replace(tensors=tuple(kept))
+        if needs_grad[1]:
+            x = ctx.saved and ctx.saved._replace(tensors=tuple(tensors))
             master, matrices = operand.master, along.shape[0] if rows.grouped else 1
-            times = weight.recipe.path("dw", rows.grouped, dy_NO).backend.times
+            multiply = weight.recipe.choose_backend("dw", rows.grouped, dy_NO).backend.multiply
             groups = rows.groups
 
             def product(into: Tensor | None) -> Tensor:
@@ -300,7 +312,7 @@ class _Scaled(Function):
                     into = torch.zeros(master.shape, dtype=wide, device=master.device)
                 if dy is not None and x is not None:
                     into_EOI = into.view(matrices, -1, into.shape[-1])
-                    _add_gradients(groups, dy, x, into_EOI, partial(times, dtype=wide))
+                    _add_gradients(groups, dy, x, into_EOI, partial(multiply, dtype=wide))
                 return into
 
             dw = ctx.sink.deliver(master, product)
@@ -308,23 +320,23 @@ class _Scaled(Function):
 
 
 def _operands(
-    x_NI: Tensor, recipe: Recipe, role: Role, rows: RowRuns, weight: NarrowOperand, for_dw: bool
-) -> Read:
+    x_NI: Tensor, recipe: Recipe, role: Role, rows: RowRuns, weight: QuantisedOperand, for_dw: bool
+) -> QuantisedRows:
     """Return each run's codes along features, and the operand of the weight's gradient."""
-    inside = rows.inside(x_NI)
-    parts = [inside[start:end] for _, start, end in rows.runs]
-    if weight.note is not None:
+    valid = rows.valid_rows(x_NI)
+    parts = [valid[start:end] for _, start, end in rows.runs]
+    if weight.on_operand is not None:
         for group, part in zip(rows.groups, parts, strict=True):
-            weight.note(role, group, part)
-    narrow_dw, turns = for_dw and recipe.narrow_dw, recipe.kind == "nvfp4"
-    form, block, width = recipe.form(role), recipe.run, x_NI.shape[1]
-    # In pieces of whole blocks of rows, as casts and random numbers take many bytes per element.
-    whole = lcm(form.columns or 1, block)
-    cuts = [row_chunks(part, whole) or [slice(0)] for part in parts]
+            weight.on_operand(role, group, part)
+    narrow_dw, transforms = for_dw and recipe.narrow_dw, recipe.kind == "nvfp4"
+    form, block, width = recipe.format(role), recipe.hadamard_size, x_NI.shape[1]
+    # In chunks of multiple blocks of rows, as casts and random numbers take many bytes per element.
+    multiple = lcm(form.columns or 1, block)
+    cuts = [row_chunks(part, multiple) or [slice(0)] for part in parts]
 
-    def turned(part: Tensor) -> Tensor:
+    def transformed(part: Tensor) -> Tensor:
         """Return rows, transformed if the format does so, for blocks along rows."""
-        return transform(part.mT, block).mT if turns else part
+        return transform(part.mT, block).mT if transforms else part
 
     def largest(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
         pairs = zip(parts, cuts, strict=True)
@@ -332,56 +344,58 @@ def _operands(
         return [torch.stack(each).amax(0) for each in amaxes]
 
     amax: list[Tensor | None] = [None] * (2 * len(parts))
-    if recipe.of_matrices and parts:
+    if recipe.has_matrix_scale and parts:
         # The transform changes the amax; without it both directions have one amax.
-        read = largest(lambda part: part) + (largest(turned) if turns and narrow_dw else [])
-        groups = rows.groups * (len(read) // len(parts))
-        found = weight.largest(_finite(torch.stack(read)), role, groups)
-        amax = [*found, *found] if len(read) == len(parts) else [*found]
+        amaxes = largest(lambda part: part)
+        amaxes += largest(transformed) if transforms and narrow_dw else []
+        groups = rows.groups * (len(amaxes) // len(parts))
+        reduced = weight.reduce_amax(_nan_to_inf(torch.stack(amaxes)), role, groups)
+        amax = [*reduced, *reduced] if len(amaxes) == len(parts) else [*reduced]
 
     def coded(dim: int, amaxes: list[Tensor | None]) -> Iterator[Quantised]:
         """Yield the codes of each run, in blocks along features or along rows."""
-        for run, (part, at, most) in enumerate(zip(parts, cuts, amaxes, strict=True)):
-            drawn, made = None, list[Quantised]()
+        for run, (part, at, run_amax) in enumerate(zip(parts, cuts, amaxes, strict=True)):
+            random, codes = None, list[Quantised]()
             for cut in at:
-                if role == "gradient" and recipe.by_chance:
-                    number = rows.numbers(run, x_NI.device)[cut]
-                    number = number if dim == -1 else _filled(number, block)
-                    drawn = weight.draw.numbers(number, width, int(dim == -2))
-                piece = part[cut] if dim == -1 else turned(part[cut])
-                made.append(encode(piece, form, dim, drawn, most))
-            yield joined(made)
+                if role == "gradient" and recipe.stochastic_gradients:
+                    number = rows.row_numbers(run, x_NI.device)[cut]
+                    number = number if dim == -1 else _padded_numbers(number, block)
+                    random = weight.seed.draw(number, width, int(dim == -2))
+                chunk = part[cut] if dim == -1 else transformed(part[cut])
+                codes.append(encode(chunk, form, dim, random, run_amax))
+            yield concatenate(codes)
 
-    made = list(coded(-1, amax[: len(parts)]))
+    codes = list(coded(-1, amax[: len(parts)]))
     if not parts or not for_dw:
-        return Read(made, None)
+        return QuantisedRows(codes, None)
     if not narrow_dw:
-        return Read(made, Kept((inside,), (), tuple(map(len, parts)), None))
-    return Read(made, Kept.of([one.mT for one in coded(-2, amax[len(parts) :])]))
+        return QuantisedRows(codes, SavedOperand((valid,), (), tuple(map(len, parts)), None))
+    along_rows = [run_codes.mT for run_codes in coded(-2, amax[len(parts) :])]
+    return QuantisedRows(codes, SavedOperand.of(along_rows))
 
 
-def _finite(amax: Tensor) -> Tensor:
+def _nan_to_inf(amax: Tensor) -> Tensor:
     # A maximum over ranks could lose a NaN, but not an Inf.
     return amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _filled(number_N: Tensor, run: int) -> Tensor:
-    """Return numbers of rows, including the padding of their last transform."""
-    return (number_N[::run, None] + torch.arange(run, device=number_N.device)).flatten()
+def _padded_numbers(number_N: Tensor, size: int) -> Tensor:
+    """Return row numbers, including the padding of the last transform."""
+    return (number_N[::size, None] + torch.arange(size, device=number_N.device)).flatten()
 
 
 def _add_gradients(
     groups: list[int],
-    dy: Kept,
-    x: Kept,
+    dy: SavedOperand,
+    x: SavedOperand,
     into_EOI: Tensor,
-    times: Callable[[Quantised, Quantised], Tensor],
+    multiply: Callable[[Quantised, Quantised], Tensor],
 ) -> None:
     """Add each run's contribution to the gradient of its matrix."""
-    for group, one, other in zip(groups, dy.runs(), x.runs(), strict=True):
-        if isinstance(one, Tensor):
-            assert isinstance(other, Tensor)
-            into_EOI[group] += one.mT.to(into_EOI.dtype) @ other.to(into_EOI.dtype)
-        elif one.shape[-1]:
-            assert isinstance(other, Quantised)
-            into_EOI[group] += times(one, other.mT)
+    for group, dy_run, x_run in zip(groups, dy.runs(), x.runs(), strict=True):
+        if isinstance(dy_run, Tensor):
+            assert isinstance(x_run, Tensor)
+            into_EOI[group] += dy_run.mT.to(into_EOI.dtype) @ x_run.to(into_EOI.dtype)
+        elif dy_run.shape[-1]:
+            assert isinstance(x_run, Quantised)
+            into_EOI[group] += multiply(dy_run, x_run.mT)

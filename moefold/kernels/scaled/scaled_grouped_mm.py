@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.quantise.blocks import Quantised
-from moefold.kernels.scaled.emulated import Use
-from moefold.kernels.scaled.operands import Joined, along, cat, fill, swizzled
+from moefold.kernels.scaled.emulated import ProductSpec
+from moefold.kernels.scaled.operands import PaddedGroups, cat, contiguous_codes, pad, swizzled
 from moefold.kernels.scaled.scaled_mm import ScaledMm
 
-STEP = 32
-"""Multiple of rows to which groups of ``mxfp8`` are padded."""
+ROW_MULTIPLE = 32
+"""Row multiple to which groups of ``mxfp8`` are padded."""
 
 
 class ScaledGroupedMm(ScaledMm):
@@ -28,49 +28,53 @@ class ScaledGroupedMm(ScaledMm):
     name = "scaled_grouped_mm"
     remedy = "Run on an NVIDIA GPU of sm_90 or sm_100"
 
-    def missing(self, device: torch.device) -> str:
+    def why_unavailable(self, device: torch.device) -> str:
         """Return why a device is not supported; only GPUs are."""
-        return super().missing(device) or ("" if device.type == "cuda" else "it needs a GPU")
+        return super().why_unavailable(device) or (
+            "" if device.type == "cuda" else "it needs a GPU"
+        )
 
-    def why_not(self, use: Use) -> str:
+    def why_unsupported(self, spec: ProductSpec) -> str:
         """Return why a product is not supported."""
-        if why := self.missing(use.device):
+        if why := self.why_unavailable(spec.device):
             return why
-        if not use.grouped or use.product == "dw" or use.dtype != torch.bfloat16:
+        if not spec.grouped or spec.product == "dw" or spec.dtype != torch.bfloat16:
             return "it supports y and dx of experts' bf16 rows only"
-        if use.kind not in ("mxfp8", "fp8_tensor"):
-            return f"it does not support {use.kind} with a scale for each run"
-        if use.kind == "fp8_tensor" and use.product == "dx":
+        if spec.kind not in ("mxfp8", "fp8_tensor"):
+            return f"it does not support {spec.kind} with a scale for each run"
+        if spec.kind == "fp8_tensor" and spec.product == "dx":
             return "it does not support E5M2"
-        return super().why_not(use)
+        return super().why_unsupported(spec)
 
-    def each(
+    def multiply_runs(
         self,
-        made: Sequence[Quantised],
+        runs: Sequence[Quantised],
         weight_KM: Quantised,
         groups: list[int],
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """Return each run's product with its matrix."""
-        if not sum(one.shape[0] for one in made):
-            return super().each(made, weight_KM, groups, dtype)
-        b_EMK, scales = along(weight_KM.mT)
+        if not sum(run.shape[0] for run in runs):
+            return super().multiply_runs(runs, weight_KM, groups, dtype)
+        b_EMK, scales = contiguous_codes(weight_KM.mT)
         mx = weight_KM.format.kind == "mxfp8"
-        joined = Joined.of(made, groups, STEP if mx else 1)
-        ends = joined.ends(len(b_EMK))
+        padded = PaddedGroups.of(runs, groups, ROW_MULTIPLE if mx else 1)
+        ends = padded.ends(len(b_EMK))
         offs_E = torch.tensor(ends, dtype=torch.int32, device=b_EMK.device)
-        b_EMK = fill(b_EMK, 16, STEP)
+        b_EMK = pad(b_EMK, 16, ROW_MULTIPLE)
         library = F.scaled_grouped_mm  # type: ignore[attr-defined]
-        product = partial(library, fill(joined.codes, 1, STEP), b_EMK.mT)
+        product = partial(library, pad(padded.codes, 1, ROW_MULTIPLE), b_EMK.mT)
         if mx:
-            cuts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-            parts = [swizzled(part) for part in joined.scales.split(cuts) if len(part)]
-            blocks = -(-joined.scales.shape[1] // 4) * 4
+            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            parts = [swizzled(part) for part in padded.scales.split(sizes) if len(part)]
+            blocks = -(-padded.scales.shape[1] // 4) * 4
             kind, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-            ours, theirs = cat(parts).view(-1, blocks), swizzled(fill(scales, 16, 1))
+            row_scales, weight_scales = cat(parts).view(-1, blocks), swizzled(pad(scales, 16, 1))
         else:
             kind, swizzle = F.ScalingType.RowWise, F.SwizzleType.NO_SWIZZLE
-            ours = joined.scales.flatten()
-            theirs = scales.flatten(1).expand(-1, b_EMK.shape[1]).contiguous()
-        y_RM = product(ours, kind, theirs, kind, swizzle, swizzle, offs=offs_E, output_dtype=dtype)
-        return joined.parts(y_RM[:, : weight_KM.shape[-1]])
+            row_scales = padded.scales.flatten()
+            weight_scales = scales.flatten(1).expand(-1, b_EMK.shape[1]).contiguous()
+        y_RM = product(
+            row_scales, kind, weight_scales, kind, swizzle, swizzle, offs=offs_E, output_dtype=dtype
+        )
+        return padded.split_runs(y_RM[:, : weight_KM.shape[-1]])

@@ -14,8 +14,8 @@ from torch import Tensor
 from moefold.comm.collectives import max_
 from moefold.comm.group import Group
 from moefold.kernels.quantise.elements import pack
-from moefold.kernels.quantise.runs import BlockGrid
-from moefold.kernels.scaled.products import NarrowWeight
+from moefold.kernels.quantise.shards import BlockGrid
+from moefold.kernels.scaled.products import QuantisedWeight
 from moefold.layers.precision import Narrow, PrecisionPolicy
 from moefold.parallel.data.bucket import Bucket, BucketSlot
 
@@ -31,7 +31,7 @@ class CodedBucket(Bucket):
 
     def __init__(self, narrow: Mapping[str, Narrow], cut: Group, *given: Any) -> None:
         self._recipe = next(iter(narrow.values())).recipe
-        self._form = form = self._recipe.form("weight")
+        self._form = form = self._recipe.format("weight")
         self.stored, self.per_item = torch.uint8, 2 if form.element is None else 1
         super().__init__(*given)
         self._cut, self._narrow = cut, narrow
@@ -62,7 +62,7 @@ class CodedBucket(Bucket):
         """Recompute the amaxes, then start to gather codes that stay whole."""
         run_L = super()._sent()
         found = {
-            name: self._grids[name].largest(self.own(slot, run_L), self.part(slot)[0])
+            name: self._grids[name].block_amax(self.own(slot, run_L), self.part(slot)[0])
             for name, slot in self.slots.items()
         }
         if all(self._narrow[name].history is not None for name in found):
@@ -79,7 +79,7 @@ class CodedBucket(Bucket):
         """Reduce amaxes to those of whole blocks and matrices."""
         with self.inside.recorder.module("weights"):
             self._amaxes = self._maximum([*found.values()], self.inside)
-            if self._recipe.of_matrices:
+            if self._recipe.has_matrix_scale:
                 most = [one.amax((-2, -1), keepdim=True) for one in self._amaxes.values()]
                 self._matrices = self._maximum(most, self._cut)
                 if self._form.columns is None:
@@ -99,12 +99,12 @@ class CodedBucket(Bucket):
         coded_L = torch.zeros(run_L.shape, dtype=torch.uint8, device=run_L.device)
         for name, slot in self.slots.items():
             largest = self._amaxes[name], self._matrices.get(name)
-            codes = self._grids[name].codes(self.own(slot, run_L), self.part(slot)[0], *largest)
+            codes = self._grids[name].encode(self.own(slot, run_L), self.part(slot)[0], *largest)
             self.own(slot, coded_L).copy_(codes)
         return coded_L if self.per_item == 1 else pack(coded_L)
 
-    def _read(self, name: str) -> NarrowWeight:
+    def _read(self, name: str) -> QuantisedWeight:
         assert self.values.untyped_storage().size(), "a weight is read outside of its unit's pass"
         largest = self._amaxes[name], self._matrices.get(name)
-        made = self._grids[name].read(self.weights[name], *largest)
-        return NarrowWeight(self._recipe, made, made, self._here.get(name))
+        made = self._grids[name].decode(self.weights[name], *largest)
+        return QuantisedWeight(self._recipe, made, made, self._here.get(name))

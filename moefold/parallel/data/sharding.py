@@ -128,7 +128,7 @@ class ShardedState:
         alike: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
         alike, away = defaultdict(dict), self._units_away()
         # Those of which one set of codes serves all products.
-        coded = {name: one for name, one in narrow_products(model).items() if one.recipe.one_set}
+        coded = {n: p for n, p in narrow_products(model).items() if p.recipe.has_square_blocks}
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
             goes = parameter.requires_grad and unit_of(name) in away
