@@ -155,23 +155,23 @@ def grow(
         ValueError: if there is no such model.
     """
     router, notes = source.model.effective_router, list[str]()
-    have, want = router.experts, growth.experts or router.experts
-    times = want // have
-    if want != have and router.groups is not None:
+    old, new = router.experts, growth.experts or router.experts
+    times = new // old
+    if new != old and router.groups is not None:
         raise ValueError("--experts: cannot be changed in a model with group-limited routing")
-    if want > have and want % have:
-        nearest = round(want / have) * have
-        raise ValueError(f"--experts: not a multiple of the source's {have}; nearest: {nearest}")
-    if want < have and loads is None:
-        raise ValueError(f"--experts: fewer than {have} need --text, to decide which are kept")
-    top_k = growth.top_k or min(want, router.top_k * max(1, times))
+    if new > old and new % old:
+        nearest = round(new / old) * old
+        raise ValueError(f"--experts: not a multiple of the source's {old}; nearest: {nearest}")
+    if new < old and loads is None:
+        raise ValueError(f"--experts: fewer than {old} need --text, to decide which are kept")
+    top_k = growth.top_k or min(new, router.top_k * max(1, times))
     same = times == 1 or _copies_preserve_output(source)
-    if want < have or top_k != router.top_k * times or not same:
+    if new < old or top_k != router.top_k * times or not same:
         notes.append("outputs differ from those of the source: other experts or routing weights")
     # Without normalisation, routing weights would sum to ``times`` as much over the copies.
     unnormalised = router.score != "softmax" and not router.renormalise
     scale = 1 / times if times > 1 and unnormalised else 1.0
-    shape = source.model.shape.model_copy(update={"experts": want, "top_k": top_k})
+    shape = source.model.shape.model_copy(update={"experts": new, "top_k": top_k})
     dense = not all(has_routing(block.ffn) for block in source.decoder.blocks)
     shared = first_moe(source.decoder).shared is not None
     for name, used in (("dense_width", dense), ("shared_width", shared)):
@@ -181,13 +181,13 @@ def grow(
 
     def read(name: str) -> Tensor:
         tensor = tensors[name]
-        if want == have or not (".moe.experts." in name or ".moe.router." in name):
+        if new == old or not (".moe.experts." in name or ".moe.router." in name):
             return tensor
-        if want > have:
-            kept = torch.arange(want) // times
+        if new > old:
+            kept = torch.arange(new) // times
         else:
             load = torch.tensor((loads or {})[int(name.split(".")[1])], dtype=torch.float64)
-            kept = load.argsort(descending=True, stable=True)[:want].sort().values
+            kept = load.argsort(descending=True, stable=True)[:new].sort().values
         return tensor[kept] * scale if name.endswith(EXPERT_OUTPUTS) else tensor[kept]
 
     model = source.model.model_copy(update={"shape": shape})

@@ -21,7 +21,7 @@ MODEL = Slot("model family", tag="family", package="moefold.model.families")
 MODEL.implied["from"] = "folder"
 MAX_LAYERS = 10_000
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-"""A number of layers, bounded because each one is expanded into a record of its own."""
+"""A number of layers, bounded because each layer is expanded into a record."""
 
 
 class LowRank(Record):
@@ -118,7 +118,7 @@ class Decoder(Record):
     adapters: tuple[LowRank, ...] = ()
     """Adapters of weights outside the blocks."""
     family: str | None = None
-    """``model_type`` to export as, where several families have this description."""
+    """``model_type`` of an export, if several families have this description."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:

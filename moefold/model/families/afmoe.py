@@ -15,7 +15,7 @@ from moefold.model.families.special_fields import MupScale
 class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
     """Sizes of an AFMoE; full layers have no positions."""
 
-    # Required here, with a default in the base, which pyright reports as an error.
+    # Required, although the base has a default, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     full_rope = False
 

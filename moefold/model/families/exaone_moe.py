@@ -17,7 +17,7 @@ _KINDS = "first_k_dense_replace first_last_k_dense_replace sliding_window_patter
 class ExaoneMoeShape(WindowSizes, SharedSizes, DenseListed):
     """Sizes of a K-EXAONE; full layers have no positions."""
 
-    # Required here, with a default in the base, which pyright reports as an error.
+    # Required, although the base has a default, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     full_rope = False
 

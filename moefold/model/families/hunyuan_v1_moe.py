@@ -15,7 +15,7 @@ class HunyuanV1MoeShape(FreeGqaSizes):
 
     @property
     def resolved_shared_width(self) -> int:
-        """Width of the shared expert: that of a routed one."""
+        """``expert_width``: the shared expert is as wide as a routed expert."""
         return self.expert_width
 
 

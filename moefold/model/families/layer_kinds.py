@@ -238,14 +238,14 @@ class ChunkKinds(ConfigField):
             rule = f"{CHUNKED} where no_rope_layers is 1, and {FULL} where it is 0"
             config.add_problem(f"layer_types must be {rule}")
         full = layer_numbers(kinds, FULL)
-        every = config.get("floor_scale", int, 8192)
+        interval = config.get("floor_scale", int, 8192)
         scale = config.get("attn_scale", float, 0.1)
         tuned = config.get("attn_temperature_tuning", bool, True) and full and scale
         return {
             "shape.chunk": config.get("attention_chunk_size", int, 8192),
             "shape.full_layers": full,
             "shape.unit_norm": config.get("use_qk_norm", bool, True),
-            "shape.temperature": Temperature(every=every, scale=scale) if tuned else None,
+            "shape.temperature": Temperature(every=interval, scale=scale) if tuned else None,
         }
 
     def write(self, model: Any) -> Mapping[str, Any]:

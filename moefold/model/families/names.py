@@ -243,7 +243,7 @@ def gqa_names(*, qk_norm: bool = False) -> Table:
 
 
 def attention_names(parts: Mapping[str, str], ending: str = "weight") -> Table:
-    """Return mappings of attention; ``parts`` has their Hugging Face names by their names here."""
+    """Return mappings of attention; ``parts`` has the Hugging Face names by name."""
     ended = {f"{name}.{ending}": f"{hf_name}.{ending}" for name, hf_name in parts.items()}
     return layer_names(ended, "attention.", "self_attn.")
 

@@ -355,7 +355,7 @@ class SharedSizes(SharedWidth):
 class GatedSharedSizes(SharedWidth):
     """Sizes of a family with a gated shared expert of any width."""
 
-    # Required here, with a default in the base, which pyright reports as an error.
+    # Required, although the base has a default, which pyright reports as an error.
     shared_width: Size  # type: ignore[reportGeneralTypeIssues]
 
 
@@ -369,7 +369,7 @@ class AnySharedSizes(SharedWidth):
 class DenseRopeSizes(WindowSizes, AnySharedSizes, DenseListed):
     """Sizes of a family whose full layers have no rotary positions, unless they are dense."""
 
-    # Required here, with a default in the base, which pyright reports as an error.
+    # Required, although the base has a default, which pyright reports as an error.
     window: Size  # type: ignore[reportGeneralTypeIssues]
     dense_turn: bool = True
     """Whether dense layers have rotary positions even if they are full layers."""
