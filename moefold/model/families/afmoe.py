@@ -46,7 +46,7 @@ class Afmoe(SigmoidFamily):
         *hf.head_fields(128),
         hf.BiasBalance(),
         hf.SharedExpertCount("num_shared_experts"),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         WindowKinds(every_nth_full("global_attn_every_n_layers"), refuse_unused=True),
         hf.FieldValue("route_scale", "scale", float, 1.0),
         hf.bias_field("attention_bias", False, "all"),

@@ -56,7 +56,7 @@ class Cohere2Moe(Family):
         hf.SharedExpertCount("num_shared_experts", True, "intermediate_size"),
         SharedCombination(),
         DenseKinds(0, "first_k_dense_replace"),
-        hf.DenseSize("prefix_dense_intermediate_size", "intermediate_size"),
+        hf.DenseWidthField("prefix_dense_intermediate_size", "intermediate_size"),
         DENSE_ROPE,
         WindowKinds(prefix_full, refuse_unused=True),
         ExpertSelection(),

@@ -42,7 +42,7 @@ class DeepseekV2(Family):
         hf.Rotary(1e4, "interleaved", scales_softmax=True),
         hf.SequenceBalance(_ALPHA, with_bias=False),
         hf.SharedExpertCount(),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         hf.TopkMethod(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
         hf.Fixed("norm_topk_prob", False, (None,)),

@@ -44,7 +44,7 @@ class DeepseekV3(MultiTokenFamily):
         hf.Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
         hf.SequenceBalance(_ALPHA),
         hf.SharedExpertCount(),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
         *hf.fixed(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
         # No field states the weights of the further tokens' losses.

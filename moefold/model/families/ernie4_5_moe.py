@@ -45,7 +45,7 @@ class Ernie45Moe(Family):
         hf.Rotary(_THETA, "interleaved"),
         hf.AuxLossField(with_bias=True),
         hf.SharedExpertCount("moe_num_shared_experts", optional=True),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         ExpertLayers(),
         hf.FieldValue("moe_norm_min", "floor", float, 1e-12),
         hf.Fixed("use_bias", False, (None,)),

@@ -40,7 +40,7 @@ class ExaoneMoe(SigmoidFamily):
         hf.BiasBalance(),
         hf.SharedExpertCount("num_shared_experts"),
         DenseKinds(count_field="first_k_dense_replace"),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         WindowKinds(every_nth_full("sliding_window_pattern"), refuse_unused=True),
         hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
         hf.Ignored(tuple(_KINDS.split())),

@@ -316,7 +316,7 @@ class SharedExpertCount(ConfigField):
 
 
 @dataclass(frozen=True)
-class DenseSize(ConfigField):
+class DenseWidthField(ConfigField):
     """Width of the dense layers."""
 
     name: str = "intermediate_size"
@@ -364,4 +364,4 @@ def deepseek_fields(scale: float) -> tuple[ConfigField, ...]:
     ``scale`` is the default factor on routing weights.
     """
     factor = FieldValue("routed_scaling_factor", "scale", float, scale)
-    return (*ROUTER_FIELDS, BiasBalance(), SharedExpertCount(), DenseSize(), factor)
+    return (*ROUTER_FIELDS, BiasBalance(), SharedExpertCount(), DenseWidthField(), factor)

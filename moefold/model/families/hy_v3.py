@@ -50,7 +50,7 @@ class HyV3(Family):
         hf.SharedExpertCount("num_shared_experts"),
         DenseKinds(),
         hf.Derived("first_k_dense_replace", lambda model: len(model.shape.dense)),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         hf.FieldValue("router_scaling_factor", "scale", float, 2.826),
         hf.Derived("expert_hidden_dim", lambda model: model.shape.expert_width),
         *(hf.Fixed(name, True) for name in _RELEASED),

@@ -56,7 +56,7 @@ class Lfm2Moe(Family):
         hf.Derived("head_dim", lambda model: model.shape.resolved_head_dim),
         hf.Rotary(_THETA),
         TiedField(),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
         hf.Fixed("conv_bias", False),

@@ -36,7 +36,7 @@ class Llama4Text(Family):
     fields = (
         *hf.head_fields(128, _THETA, "interleaved"),
         hf.AuxLossField(),
-        hf.DenseSize("intermediate_size_mlp"),
+        hf.DenseWidthField("intermediate_size_mlp"),
         hf.bias_field("attention_bias", False, "all"),
         ChunkKinds(),
         ExpertList(),

@@ -38,7 +38,7 @@ class MiMoV2Flash(SigmoidFamily):
         RotaryByKind(_THETA, fraction=_FRACTION),
         hf.BiasBalance(),
         DenseKinds(),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         ExclusiveWindow(lambda config, layer: layer == 0 or (layer + 1) % 6 == 0),
         hf.bias_field("attention_bias", False),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),

@@ -162,7 +162,7 @@ def pieces(
         return (TensorPiece(names[0].format(i=layer), stored, (), rows=rows),)
     if mapping.fused or any(mapping.unit_dims):
         before, after = mapping.unit_dims
-        stored = _merged(shape) if mapping.fused else (*(1,) * before, *shape, *(1,) * after)
+        stored = _merge_gate_up(shape) if mapping.fused else (*(1,) * before, *shape, *(1,) * after)
         return (TensorPiece(names[0].format(i=layer), stored, ()),)
     if perm:
         dims = [shape[dim] for dim in perm]
@@ -171,7 +171,7 @@ def pieces(
             dims[at : at + 2] = [dims[at] * dims[at + 1]]
         return (TensorPiece(names[0].format(i=layer), tuple(dims), (), perm),)
     if len(names) < len(mapping.hf_names) or ("{e}" in mapping.hf_names[0] and not per_expert):
-        stored = _merged(shape) if len(shape) == 4 else shape
+        stored = _merge_gate_up(shape) if len(shape) == 4 else shape
         return (TensorPiece(names[0].format(i=layer), stored, ()),)
     stacked = len(names) > 1
     experts = range(shape[0]) if per_expert else (None,)
@@ -183,7 +183,7 @@ def pieces(
     return tuple(found)
 
 
-def _merged(shape: Shape) -> Shape:
+def _merge_gate_up(shape: Shape) -> Shape:
     """Return ``[E, 2 * F, D]`` for ``[E, 2, F, D]``, also without E; matrices are unchanged."""
     if len(shape) < 3:
         return shape

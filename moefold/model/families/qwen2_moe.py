@@ -46,7 +46,7 @@ class Qwen2Moe(Family):
         *hf.head_fields(),
         hf.AuxLossField(),
         DenseSteps(),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         WindowKinds(_full),
         WindowSwitch(),
         hf.bias_field("qkv_bias", True),

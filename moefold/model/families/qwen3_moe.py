@@ -36,7 +36,7 @@ class Qwen3Moe(Family):
         *hf.head_fields(),
         hf.AuxLossField(),
         DenseSteps(),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
         *hf.fixed(use_sliding_window=False, qkv_bias=False),
         hf.Fixed("shared_expert_intermediate_size", 0, (None,)),

@@ -54,7 +54,7 @@ class Qwen3Next(Family):
     fields = (
         *FIELDS,
         DenseSteps(),
-        hf.DenseSize(),
+        hf.DenseWidthField(),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
         hf.Fixed("use_sliding_window", False),
     )

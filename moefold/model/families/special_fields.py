@@ -148,7 +148,7 @@ class ExclusiveWindow(WindowKinds):
         return values | ({"shape.window": size + 1} if values and size else {})
 
 
-def _windowed(model: Any) -> list[int]:
+def _sliding_pattern(model: Any) -> list[int]:
     layers = range(model.shape.layers)
     full = layers if model.shape.window is None else model.shape.full_layers
     return [int(layer not in full) for layer in layers]
@@ -157,7 +157,7 @@ def _windowed(model: Any) -> list[int]:
 MIMO: tuple[ConfigField, ...] = (
     *fixed(add_full_attention_sink_bias=False, add_swa_attention_sink_bias=True),
     *fixed(n_shared_experts=None, scoring_func="sigmoid", topk_method="noaux_tc"),
-    Derived("hybrid_layer_pattern", _windowed),
+    Derived("hybrid_layer_pattern", _sliding_pattern),
     Derived("layernorm_epsilon", lambda model: model.norm_epsilon),
     Derived("moe_layer_freq", lambda model: [*map(int, sparse_layers(model))]),
     Derived("swa_head_dim", lambda model: model.shape.resolved_head_dim),

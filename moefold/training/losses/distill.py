@@ -64,10 +64,10 @@ class Distillation(Objective):
                     f"{ours!r}; both need one tokenizer: set data.tokenizer to "
                     f"{{kind: file, path: {folder}}}"
                 )
-        reading, layout = record.read_config(), record.layout(job.run.layout)
-        decoder, precision = freeze(trainable(reading.decoder), ("*",)), job.precision.precision
+        config, layout = record.read_config(), record.layout(job.run.layout)
+        decoder, precision = freeze(trainable(config.decoder), ("*",)), job.precision.precision
         data = ShardedState(build(decoder, precision, layout, job.world, "meta"))
-        with import_folder(record.teacher, config=reading) as imported:
+        with import_folder(record.teacher, config=config) as imported:
             fill_from(imported, data)
         self.teacher = data.placed
         return self
