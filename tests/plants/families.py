@@ -177,8 +177,8 @@ PLANTS = (
         "a state is kept across documents",
         DELTA + "chunks_compute_what_the_recurrence_does",
         "kernels/delta/chunked.py",
-        "opened, ends = (document == before)[..., None], (document == last)[..., None]",
-        "opened, ends = (document >= before)[..., None], (document == last)[..., None]",
+        "from_start, to_end = (document == before)[..., None], (document == last)[..., None]",
+        "from_start, to_end = (document >= before)[..., None], (document == last)[..., None]",
     ),
     Plant(
         "b23",
@@ -186,7 +186,7 @@ PLANTS = (
         DELTA + "chunks_compute_what_the_recurrence_does",
         "kernels/delta/chunked.py",
         "[v * beta, k * beta * grown]",
-        "[v * beta, k * beta * (total - g).exp().where(opened, 0)]",
+        "[v * beta, k * beta * (total - g).exp().where(from_start, 0)]",
     ),
     Plant(
         "b23",

@@ -293,7 +293,7 @@ PLANTS = (
         "a token's second mention is left out of its gradient",
         "tests/triton/test_lookup.py::test_b41_each_row_is_added_to_its_id",
         "kernels/lookup/fused.py",
-        "mine = tl.load(ids + of, mask=of < count, other=-1) == name",
-        "mine = of == at",
+        "same = tl.load(ids + offsets, mask=offsets < count, other=-1) == row_id",
+        "same = offsets == at",
     ),
 )

@@ -199,16 +199,16 @@ PLANTS = (
         "pages that were read stand in the ring in another order than they are given back",
         LIVES,
         "kernels/pages/ring.py",
-        "place_M = torch.where(held_M, (self.freed + at_M) % self.pages, self.pages)",
-        "place_M = torch.where(held_M, (self.allocated + at_M) % self.pages, self.pages)",
+        "entry_M = torch.where(valid_M, (self.freed + at_M) % self.pages, self.pages)",
+        "entry_M = torch.where(valid_M, (self.allocated + at_M) % self.pages, self.pages)",
     ),
     Plant(
         "b96",
         "rows past the last are read and kept",
         "tests/triton/test_pages.py::test_b96_only_rows_that_count_are_moved",
         "kernels/pages/fused.py",
-        "counts = row < tl.load(count)\n",
-        "counts = row < tl.load(count) + 1\n",
+        "valid = row < tl.load(count)\n",
+        "valid = row < tl.load(count) + 1\n",
     ),
     Plant(
         "b96",
@@ -257,7 +257,7 @@ PLANTS = (
         "tests/cpu/test_moe_pages.py::"
         "test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back",
         "kernels/pages/ring.py",
-        "other._row_slots(into_M, count, room).to(there)",
+        "other._row_slots(into_M, count, room).to(device)",
         "other._row_slots(into_M, count, room)",
     ),
     Plant(

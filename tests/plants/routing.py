@@ -75,7 +75,7 @@ PLANTS = (
         "rows are masked by multiplication in weight gradients",
         B15_MODEL,
         "kernels/linear/product.py",
-        "dy, x = dy_TO[:n_valid], drawn(x_TI.to(dy_TO.dtype))[:n_valid]\n",
+        "dy, x = dy_TO[:n_valid], transform(x_TI.to(dy_TO.dtype))[:n_valid]\n",
         "kept_T1 = (torch.arange(len(x_TI)) < (n_valid or len(x_TI)))[:, None]\n"
         "                x, dy = x_TI * kept_T1, dy_TO * kept_T1\n"
         "                x = x.to(dy_TO.dtype)\n",
@@ -101,8 +101,8 @@ PLANTS = (
         "padding rows enter the gradient of a norm",
         B15_MODEL,
         "kernels/norm/rms.py",
-        "counted = ctx.n_valid * x.shape[1:-1].numel()",
-        "counted = x_ND.shape[0]",
+        "valid_rows = ctx.n_valid * x.shape[1:-1].numel()",
+        "valid_rows = x_ND.shape[0]",
     ),
     Plant(
         "b15",
@@ -321,7 +321,7 @@ PLANTS = (
         "the gradient of what the router reads leaves its factors out",
         B86 + "test_b86_jitter_is_of_the_step_and_the_row_and_of_training_alone",
         "kernels/linear/product.py",
-        "dx = ctx.drawn(dy_TO @ value_OI).to",
+        "dx = ctx.transform(dy_TO @ value_OI).to",
         "dx = (dy_TO @ value_OI).to",
     ),
     Plant(
@@ -417,16 +417,16 @@ PLANTS = (
         "blocks of a feed-forward learn what others should",
         B98,
         "kernels/swiglu/ffn.py",
-        "return torch.stack(made) if into is None else into",
-        "return torch.stack(made[::-1]) if into is None else into",
+        "return torch.stack(gradients) if into is None else into",
+        "return torch.stack(gradients[::-1]) if into is None else into",
     ),
     Plant(
         "b98",
         "weights of blocks learn from padding",
         B98,
         "kernels/swiglu/ffn.py",
-        "zip(*(rows[:, :n_valid] for rows in both), each, strict=True)",
-        "zip(*both, each, strict=True)",
+        "zip(*(rows[:, :n_valid] for rows in pair), each_into, strict=True)",
+        "zip(*pair, each_into, strict=True)",
     ),
     Plant(
         "b99",

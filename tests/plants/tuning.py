@@ -122,7 +122,7 @@ PLANTS = (
         "the gradient of rows passes where dropout left them out",
         B61_DROPOUT,
         "kernels/linear/product.py",
-        "dx = ctx.drawn(dy_TO @ value_OI).to(ctx.dtype)",
+        "dx = ctx.transform(dy_TO @ value_OI).to(ctx.dtype)",
         "dx = (dy_TO @ value_OI).to(ctx.dtype)",
     ),
     Plant(

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from moefold.kernels.uses_triton import force_triton
 from torch import Tensor
 
+from moefold.kernels.fused import force_triton
 from moefold.kernels.routing import exchange
 from moefold.moe.dispatch.routing_plan import sort_received
 from tests.triton.values import watched

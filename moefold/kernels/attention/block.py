@@ -1,4 +1,4 @@
-"""Attention block by block with online softmax: statistics of each row are merged over blocks.
+"""Attention block by block with online softmax: each row's statistics are merged over blocks.
 
 T rows of queries, U rows of keys, H query heads, G key-value heads, d and v dims per head; in a
 kernel N segments of S rows.
@@ -24,14 +24,14 @@ from moefold.kernels.function import Function
 from moefold.kernels.rows import upcast_dtype
 
 MAX_SCORES = 1 << 24
-"""Scores per chunk of :func:`largest_logits`."""
+"""Largest number of scores per chunk of :func:`max_logits`."""
 
 
 class Band(NamedTuple):
-    """A diagonal band: query a sees key b where ``0 <= behind + a - b < window``."""
+    """A diagonal band: query a sees key b where ``0 <= offset + a - b < window``."""
 
     offset: int
-    """Number of rows from the first key to the first query."""
+    """Number of rows by which the first query follows the first key."""
     window: int
 
 
@@ -79,7 +79,7 @@ class OnlineSoftmax:
     def __init__(
         self, q_THd: Tensor, v_dim: int, scale: float, sinks_H: Tensor | None = None
     ) -> None:
-        """Begin without keys, with each head's sink if there are sinks, in fp32 or wider."""
+        """Start without keys, with each head's sink if there are sinks, in fp32 or wider."""
         wide = upcast_dtype(q_THd)
         self._q_THd, self._scale = q_THd, scale
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
@@ -90,8 +90,8 @@ class OnlineSoftmax:
     def update(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> None:
         """Merge attention of a tile's queries to its keys."""
         q, k, v = _tile_segments(tile, self._q_THd, k_UGd, v_UGv)
-        kernel, sight = choose_kernel(tile, q, v)
-        part, lse = kernel.forward(q, k, v, self._scale, *sight)
+        kernel, mask_args = choose_kernel(tile, q, v)
+        part, lse = kernel.forward(q, k, v, self._scale, *mask_args)
         out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
         lse = lse.transpose(1, 2).flatten(0, 1)
         merged_SH = torch.logaddexp(lse_SH, lse)
@@ -116,24 +116,24 @@ class BackwardInputs(NamedTuple):
         q, k, v = _tile_segments(tile, self.q_THd, k_UGd, v_UGv)
         grad, out = (to_segments(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
         lse_NHS = to_segments(self.lse_TH[tile.queries], tile)
-        kernel, sight = choose_kernel(tile, q, v)
-        shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, *sight)
-        return tuple(to_rows(x) for x in shares)  # type: ignore[return-value]
+        kernel, mask_args = choose_kernel(tile, q, v)
+        gradients = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, *mask_args)
+        return tuple(to_rows(x) for x in gradients)  # type: ignore[return-value]
 
     def sink_gradient(self, sinks_H: Tensor | None) -> Tensor | None:
         """Return the gradient of sinks: minus the sum over rows of weight times dout . out."""
         if sinks_H is None:
             return None
         weights_TH = (sinks_H.to(self.lse_TH.dtype) - self.lse_TH).exp()
-        towards_TH = (self.grad_THv.to(self.lse_TH.dtype) * self.out_THv).sum(-1)
-        return -(weights_TH * towards_TH).sum(0).to(sinks_H.dtype)
+        delta_TH = (self.grad_THv.to(self.lse_TH.dtype) * self.out_THv).sum(-1)
+        return -(weights_TH * delta_TH).sum(0).to(sinks_H.dtype)
 
 
 class GradientSums:
     """Accumulators of gradients over tiles, in the dtype of the statistics."""
 
     def __init__(self, q_THd: Tensor, k_UGd: Tensor, v_UGv: Tensor, dtype: torch.dtype) -> None:
-        """Begin with zeros."""
+        """Start with zeros."""
         self._dtype = q_THd.dtype
         self._sums = [torch.zeros_like(x, dtype=dtype) for x in (q_THd, k_UGd, v_UGv)]
 
@@ -163,24 +163,24 @@ class _TiledAttention(Function):
         tiles: Sequence[Tile],
         scale: float,
     ) -> Tensor:
-        merged = OnlineSoftmax(q_THd, v_UGv.shape[-1], scale, sinks_H)
+        softmax = OnlineSoftmax(q_THd, v_UGv.shape[-1], scale, sinks_H)
         for tile in tiles:
-            merged.update(tile, k_UGd, v_UGv)
-        out_THv = merged.out_THv.to(q_THd.dtype)
-        ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, merged.lse_TH, sinks_H)
+            softmax.update(tile, k_UGd, v_UGv)
+        out_THv = softmax.out_THv.to(q_THd.dtype)
+        ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, softmax.lse_TH, sinks_H)
         ctx.tiles, ctx.scale = tiles, scale
         return out_THv
 
     @staticmethod
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_UGd, v_UGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
-        seen = BackwardInputs(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
+        inputs = BackwardInputs(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
         sums = GradientSums(q_THd, k_UGd, v_UGv, lse_TH.dtype)
         for tile in ctx.tiles:
-            dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
+            dq, dk, dv = inputs.gradients(tile, k_UGd, v_UGv)
             sums.add_queries(tile.queries, dq)
             sums.add_keys(tile.keys, dk, dv)
-        return *sums.gradients(), seen.sink_gradient(sinks_H), None, None
+        return *sums.gradients(), inputs.sink_gradient(sinks_H), None, None
 
 
 def attention(
@@ -211,19 +211,19 @@ def max_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float
 
     Scores are recomputed in chunks of queries, as fused attention does not return them.
     """
-    largest_H = q_THd.new_zeros(q_THd.shape[1], dtype=upcast_dtype(q_THd))
+    max_H = q_THd.new_zeros(q_THd.shape[1], dtype=upcast_dtype(q_THd))
     for tile in tiles:
         q, k = (to_segments(x, tile) for x in (q_THd[tile.queries], k_UGd[tile.keys]))
-        q, k, _ = block_plain.repeat_kv(q, k, k, largest_H.dtype)
+        q, k, _ = block_plain.repeat_kv(q, k, k, max_H.dtype)
         count, keys = q.shape[2], k.shape[2]
         rows = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * keys))
-        behind, window = tile.band or (0, count)
-        hides = tile.band is not None or tile.segments > 0
+        offset, window = tile.band or (0, count)
+        masked = tile.band is not None or tile.segments > 0
         for start in range(0, count, rows):
-            band = (behind + start, window) if hides else None
+            band = (offset + start, window) if masked else None
             part = block_plain.scores(q[:, :, start : start + rows], k, scale, False, band)
-            largest_H = torch.maximum(largest_H, part.amax((0, 2, 3)))
-    return largest_H
+            max_H = torch.maximum(max_H, part.amax((0, 2, 3)))
+    return max_H
 
 
 def _tile_segments(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

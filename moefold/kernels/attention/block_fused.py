@@ -21,13 +21,13 @@ where each small block is repacked for its products: 512 rows of 32 dims take 0.
 
 
 def fits(q_NHSd: Tensor, v_NGUv: Tensor) -> bool:
-    """Return whether there is a kernel for the device, dtype and head widths."""
+    """Return whether a kernel supports the device, dtype and head widths."""
     if q_NHSd.is_cpu:
         return True
     narrow = q_NHSd.dtype in (torch.bfloat16, torch.float16)
     # Tensors on meta are treated as on a GPU.
-    there = q_NHSd.is_cuda or q_NHSd.is_meta
-    return there and narrow and _width(q_NHSd, v_NGUv) <= MAX_CUDA_WIDTH
+    on_gpu = q_NHSd.is_cuda or q_NHSd.is_meta
+    return on_gpu and narrow and _width(q_NHSd, v_NGUv) <= MAX_CUDA_WIDTH
 
 
 def forward(
@@ -57,17 +57,17 @@ def backward(
     width, d, v_dim = _width(q_NHSd, v_NGUv), q_NHSd.shape[-1], v_NGUv.shape[-1]
     widened = q_NHSd.is_cpu and q_NHSd.shape[-2] * width <= FP32_LIMIT
     dtype = lse_NHS.dtype if widened else q_NHSd.dtype
-    given = (grad_NHSv, q_NHSd, k_NGUd, v_NGUv, out_NHSv)
-    grad, q, k, v, out = (_padded(x.to(dtype), width) for x in given)
+    inputs = (grad_NHSv, q_NHSd, k_NGUd, v_NGUv, out_NHSv)
+    grad, q, k, v, out = (_padded(x.to(dtype), width) for x in inputs)
     lse = lse_NHS.contiguous()
     if q.is_cpu:
         dq, dk, dv = _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     else:
         # Placeholder for the random state of dropout, which is off.
-        drawn = torch.empty(2, dtype=torch.uint64, device=q.device)
+        rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         rows, keys = q.shape[2], k.shape[2]
-        more = (None, None, rows, keys, 0.0, causal, drawn, drawn[:0])
-        dq, dk, dv = _CUDA_BACKWARD(grad, q, k, v, out, lse, *more, scale=scale)
+        args = (None, None, rows, keys, 0.0, causal, rng_state, rng_state[:0])
+        dq, dk, dv = _CUDA_BACKWARD(grad, q, k, v, out, lse, *args, scale=scale)
     dq, dk, dv = (x.to(q_NHSd.dtype) for x in (dq, dk, dv))
     return dq[..., :d], dk[..., :d], dv[..., :v_dim]
 

@@ -19,7 +19,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return ``out_NHSv`` and the logarithm of each row's softmax denominator, fp32 or wider.
 
-    With ``band = (behind, window)`` query a sees key b where ``0 <= behind + a - b < window``. Rows
+    With ``band = (offset, window)`` query a sees key b where ``0 <= offset + a - b < window``. Rows
     that see no key get zeros and minus infinity.
     """
     q, k, v = repeat_kv(q_NHSd, k_NGUd, v_NGUv, upcast_dtype(q_NHSd))
@@ -50,15 +50,15 @@ def backward(
     grad, out = grad_NHSv.to(wide), out_NHSv.to(wide)
     weights_NHSU = (scores(q, k, scale, causal, band) - lse_NHS[..., None]).exp()
     dv_NHUv = weights_NHSU.mT @ grad
-    towards_NHS1 = (grad * out).sum(-1, keepdim=True)
-    dscores_NHSU = weights_NHSU * (grad @ v.mT - towards_NHS1) * scale
+    delta_NHS1 = (grad * out).sum(-1, keepdim=True)
+    dscores_NHSU = weights_NHSU * (grad @ v.mT - delta_NHS1) * scale
     dk_NHUd = dscores_NHSU.mT @ q
     dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk_NHUd, dv_NHUv))
     return dscores_NHSU @ k, dk, dv
 
 
 def repeat_kv(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all in ``dtype``, with keys and values repeated for each query head."""
+    """Return all three in ``dtype``, with keys and values repeated for each query head."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(repeat, 1) for x in (k, v))
     return q.to(dtype), k, v
@@ -71,13 +71,13 @@ def scores(
     causal: bool,
     band: tuple[int, int] | None,
 ) -> Tensor:
-    """Return scaled scores of the results of :func:`alike`, minus infinity where masked."""
+    """Return scaled scores of the results of :func:`repeat_kv`, minus infinity where masked."""
     scores_NHSU = q_NHSd @ k_NHUd.mT * scale
     queries, keys = scores_NHSU.shape[-2:]
     if band is None and not causal:
         return scores_NHSU
-    behind, window = band or (0, queries)
+    offset, window = band or (0, queries)
     query_S = torch.arange(queries, device=scores_NHSU.device)
-    distance_SU = behind + query_S[:, None] - torch.arange(keys, device=scores_NHSU.device)
+    distance_SU = offset + query_S[:, None] - torch.arange(keys, device=scores_NHSU.device)
     hidden_SU = (distance_SU < 0) | (distance_SU >= window)
     return scores_NHSU.masked_fill(hidden_SU, float("-inf"))

@@ -28,13 +28,13 @@ def attention(
     converted to fp32 for backward. Saved tensors are neither padded nor converted.
     """
     narrower = v_TGv.shape[-1] < q_THd.shape[-1]
-    changed = narrower or (q_THd.is_cpu and q_THd.dtype.itemsize == 2)
-    if changed and block_fused.fits(q_THd, v_TGv) and not _cudnn_supports(q_THd, k_TGd, v_TGv):
+    converted = narrower or (q_THd.is_cpu and q_THd.dtype.itemsize == 2)
+    if converted and block_fused.fits(q_THd, v_TGv) and not _cudnn_supports(q_THd, k_TGd, v_TGv):
         return _SaveUnpadded.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
-    given = (q_THd, k_TGd, v_TGv)
+    inputs = (q_THd, k_TGd, v_TGv)
     tiles, parts = _tiles_and_lengths(lengths, q_THd.shape[0])
     # No split into one piece, whose backward would copy.
-    pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in given), strict=True)
+    pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in inputs), strict=True)
     run = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
     grouped, out = q_THd.shape[1] != k_TGd.shape[1], list[Tensor]()
     for tile, piece in zip(tiles, pieces, strict=False):
@@ -54,8 +54,8 @@ def _cudnn_supports(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
         return False
     q, k, v = (x[None].transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
     grouped = q_THd.shape[1] != k_TGd.shape[1]
-    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
-    return torch.backends.cuda.can_use_cudnn_attention(asked)
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _tiles_and_lengths(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]:
@@ -88,13 +88,13 @@ class _SaveUnpadded(Function):
     ) -> Tensor:
         tiles, parts = _tiles_and_lengths(lengths, q_THd.shape[0])
         pieces = zip(*(x.split(parts) for x in (q_THd, k_TGd, v_TGv)), strict=True)
-        found: list[tuple[Tensor, Tensor]] = []
-        for tile, given in zip(tiles, pieces, strict=False):
-            q, k, v = (to_segments(x, tile) for x in given)
-            found.append(block_fused.forward(q, k, v, scale, True))
+        results: list[tuple[Tensor, Tensor]] = []
+        for tile, segments in zip(tiles, pieces, strict=False):
+            q, k, v = (to_segments(x, tile) for x in segments)
+            results.append(block_fused.forward(q, k, v, scale, True))
         like_THv = q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1])
-        out_THv = _concatenate([to_rows(out) for out, _ in found], like_THv).contiguous()
-        ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in found))
+        out_THv = _concatenate([to_rows(out) for out, _ in results], like_THv).contiguous()
+        ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in results))
         ctx.lengths, ctx.scale = lengths, scale
         return out_THv
 
@@ -105,12 +105,12 @@ class _SaveUnpadded(Function):
         pieces = zip(
             *(x.split(parts) for x in (grad_THv, q_THd, k_TGd, v_TGv, out_THv)), strict=True
         )
-        found: list[tuple[Tensor, ...]] = []
-        for tile, lse, given in zip(tiles, statistics, pieces, strict=False):
-            grad, q, k, v, out = (to_segments(x, tile) for x in given)
-            found.append(block_fused.backward(grad, q, k, v, out, lse, ctx.scale, True))
-        made = (
-            _concatenate([to_rows(shares[i]) for shares in found], like)
+        results: list[tuple[Tensor, ...]] = []
+        for tile, lse, segments in zip(tiles, statistics, pieces, strict=False):
+            grad, q, k, v, out = (to_segments(x, tile) for x in segments)
+            results.append(block_fused.backward(grad, q, k, v, out, lse, ctx.scale, True))
+        gradients = (
+            _concatenate([to_rows(part[i]) for part in results], like)
             for i, like in enumerate((q_THd, k_TGd, v_TGv))
         )
-        return *made, None, None
+        return *gradients, None, None

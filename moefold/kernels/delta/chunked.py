@@ -1,6 +1,6 @@
 """Gated linear attention and the gated delta rule over documents, in chunks of rows.
 
-The recurrence of each head, with log decays g per head or per key channel:
+Recurrence of each head, with log decays g per head or per key channel:
 
     S_t = diag(exp(g_t)) S_(t-1) + k_t u_t^T        o_t = S_t^T q_t
     u_t = b_t (v_t - (diag(exp(g_t)) S_(t-1))^T k_t)    with the delta rule, else v_t
@@ -71,7 +71,7 @@ def chunked_scan(
         chunk: C.
         runs: P, if runs may continue documents from other ranks. Results are linear in the state S
             before a run: outputs and states then have k more columns, the factors of S in a term
-            to be added. None is one run with nothing before it.
+            to be added. None is one run that begins with a zero state.
     """
     dims, length = k_TGk.shape[-1], len(v_THv) // (runs or 1)
     if runs is not None:
@@ -85,13 +85,13 @@ def chunked_scan(
     document = F.pad(start_PL, (0, -length % chunk)).cumsum(1).unflatten(1, (-1, chunk))[:, None]
     last = document[..., -1:]
     before = F.pad(last, (0, 0, 1, 0))[..., :-1, :]
-    opened, ends = (document == before)[..., None], (document == last)[..., None]
+    from_start, to_end = (document == before)[..., None], (document == last)[..., None]
     same = document[..., None] == document[..., None, :]
 
     inner, left = decayed_scores(torch.stack([q] if beta is None else [q, k * beta]), k, total), v
     inner = inner.where(same, 0)
-    grown = total.exp().where(opened, 0)
-    read, faded = q * grown, (total[..., -1:, :] - total).exp().where(ends, 0)
+    grown = total.exp().where(from_start, 0)
+    read, faded = q * grown, (total[..., -1:, :] - total).exp().where(to_end, 0)
     write, carry = (k * faded).mT, (total[..., -1, :].exp() * (last == before))[..., None]
     if beta is not None:
         right = torch.cat([v * beta, k * beta * grown], -1)
@@ -119,15 +119,15 @@ def decayed_scores(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
     """Return ``sum over k of rows_i k_j exp(G_i - G_j)`` for j <= i, else zero, ``[..., C, C]``."""
     length = k.shape[-2]
     if total.shape[-1] > 1 and length > LEAF:
-        # Decays between halves are products of the decay to their border and the one from there.
+        # Decays between halves are products of the decay up to their border and from it.
         half, cut = length // 2, (length // 2, length - length // 2)
         (r1, r2), (k1, k2), (g1, g2) = (x.split(cut, -2) for x in (rows, k, total))
         border = g1[..., -1:, :]
         corner = (r2 * (g2 - border).exp()) @ (k1 * (border - g1).exp()).mT
         upper = F.pad(decayed_scores(r1, k1, g1), (0, length - half))
         return torch.cat([upper, torch.cat([corner, decayed_scores(r2, k2, g2)], -1)], -2)
-    seen = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
-    gap = (total[..., :, None, :] - total[..., None, :, :]).where(seen[..., None], -torch.inf)
+    causal = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
+    gap = (total[..., :, None, :] - total[..., None, :, :]).where(causal[..., None], -torch.inf)
     if total.shape[-1] == 1:
         return (rows @ k.mT) * gap[..., 0].exp()
     return torch.einsum("...ik,...jk,...ijk->...ij", rows, k, gap.exp())

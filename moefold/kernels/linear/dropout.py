@@ -8,13 +8,13 @@ from moefold.kernels.quantise.philox import MASK, chance
 
 
 class Dropout(NamedTuple):
-    """Zeroes features of rows and scales the others; applied to gradients it is its own backward.
+    """Zeroes features of rows and scales the others; applied to gradients, it is its own backward.
 
     N rows, I features on this rank. The mask is recomputed in each call, so that none is saved.
     """
 
     rate: float
-    """Share of features that are zeroed, in multiples of 2^-16."""
+    """Fraction of features that are zeroed, in multiples of 2^-16."""
     key: tuple[int, int]
     """Key of the run and of the weight that reads the rows."""
     step: int
@@ -26,5 +26,5 @@ class Dropout(NamedTuple):
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Return rows [N, I] with dropout."""
         key = self.key[0] & MASK, self.key[1] & MASK
-        drawn_NI = chance(self.number_N, self.columns, key, self.step)
-        return x_NI.masked_fill(drawn_NI < self.rate, 0).mul_(1 / (1 - self.rate))
+        random_NI = chance(self.number_N, self.columns, key, self.step)
+        return x_NI.masked_fill(random_NI < self.rate, 0).mul_(1 / (1 - self.rate))

@@ -35,7 +35,7 @@ def linear(
         weight: operand [O, I], or several stacked [..., O, I], whose outputs are concatenated.
         n_valid: number of leading rows in the weight's gradient; None is all.
         sink: takes the weight's gradient.
-        drawn: applied to the rows before the product; only its input is saved.
+        transform: applied to the rows before the product; only its input is saved.
     """
     y_TO = _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, transform)
     low = weight.low_rank
@@ -57,7 +57,7 @@ def add_bias(
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tensor:
-    """Return ``dy^T x`` of shape [O, I], added to ``into_OI`` in place where given.
+    """Return ``dy^T x`` of shape [O, I], added to ``into_OI`` in place if given.
 
     Where the device supports it, products of 16-bit factors are summed and returned in fp32,
     without rounding to the factors' dtype.
@@ -69,9 +69,9 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
             return torch.addmm(into_OI, dy_TO.t(), x_TI, out_dtype=torch.float32, out=into_OI)
     rest = x_TI.shape[0] % row_multiple(x_TI.shape[0], x_TI)
     if rest:
-        # Zeros pad the remaining rows to a step, for which a product is compiled already.
-        made_OI = weight_gradient(dy_TO[:-rest], x_TI[:-rest], into_OI)
-        into_OI = upcast(made_OI) if into_OI is None else into_OI
+        # Zeros pad the remaining rows to a multiple for which a product is already compiled.
+        dw_OI = weight_gradient(dy_TO[:-rest], x_TI[:-rest], into_OI)
+        into_OI = upcast(dw_OI) if into_OI is None else into_OI
         padding = (0, 0, 0, row_multiple(x_TI.shape[0], x_TI) - rest)
         dy_TO, x_TI = (F.pad(rows[-rest:], padding) for rows in (dy_TO, x_TI))
     if into_OI is None:
@@ -82,7 +82,7 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
 
 
 def accumulates_in_fp32(device: str) -> bool:
-    """Return whether torch multiplies 16-bit factors to fp32 on a device; ``meta`` is as CUDA."""
+    """Return whether a device sums products of 16-bit factors in fp32; ``meta`` is as CUDA."""
     return device == "meta" or (device == "cuda" and not torch.version.hip)
 
 
@@ -95,20 +95,20 @@ class _Linear(Function):
         value_OI: Tensor,
         n_valid: int | None,
         sink: GradientSink,
-        drawn: RowTransform,
+        transform: RowTransform,
     ) -> Tensor:
         # Only the weight's gradient reads the rows.
         ctx.shape, value_OI = value_OI.shape, value_OI.flatten(0, -2)
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, value_OI)
         ctx.dtype = x_TI.dtype
-        ctx.master, ctx.n_valid, ctx.sink, ctx.drawn = master, n_valid, sink, drawn
-        return drawn(x_TI.to(value_OI.dtype)) @ value_OI.t()
+        ctx.master, ctx.n_valid, ctx.sink, ctx.transform = master, n_valid, sink, transform
+        return transform(x_TI.to(value_OI.dtype)) @ value_OI.t()
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
-        n_valid, drawn, shape = ctx.n_valid, ctx.drawn, ctx.shape
-        dx = ctx.drawn(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        n_valid, transform, shape = ctx.n_valid, ctx.transform, ctx.shape
+        dx = ctx.transform(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
             # A queued product must hold only rows, not the graph or context that lead to others.
@@ -116,7 +116,7 @@ class _Linear(Function):
 
             def product(into: Tensor | None) -> Tensor:
                 flat = None if into is None else into.view(-1, into.shape[-1])
-                dy, x = dy_TO[:n_valid], drawn(x_TI.to(dy_TO.dtype))[:n_valid]
+                dy, x = dy_TO[:n_valid], transform(x_TI.to(dy_TO.dtype))[:n_valid]
                 return weight_gradient(dy, x, flat).view(shape)
 
             dw = ctx.sink.deliver(ctx.master, product)

@@ -9,7 +9,7 @@ from torch import Tensor
 from moefold.kernels.fused import Op, cdiv, jit, next_power_of_2, tl
 
 ROWS, COLUMNS = 8, 256
-"""Most rows per iteration and columns of a program; runs of frequent ids have thousands of rows."""
+"""Largest rows per iteration and columns of a program; frequent ids have thousands of rows."""
 
 
 @jit
@@ -21,24 +21,24 @@ def _add_runs(
     at = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    name = tl.load(ids + at)
-    if tl.load(ids + at - 1, mask=at > 0, other=-1) != name:
+    row_id = tl.load(ids + at)
+    if tl.load(ids + at - 1, mask=at > 0, other=-1) != row_id:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         # Triton 3.6 fails on a loop-carried condition, so it is computed again in each iteration.
-        while tl.load(ids + at, mask=at < count, other=-1) == name:
-            of = at + tl.arange(0, ROWS)
-            mine = tl.load(ids + of, mask=of < count, other=-1) == name
-            row = tl.load(order + of, mask=mine, other=0).to(tl.int64)
-            found = tl.load(
+        while tl.load(ids + at, mask=at < count, other=-1) == row_id:
+            offsets = at + tl.arange(0, ROWS)
+            same = tl.load(ids + offsets, mask=offsets < count, other=-1) == row_id
+            row = tl.load(order + offsets, mask=same, other=0).to(tl.int64)
+            grads = tl.load(
                 rows + row[:, None] * width + column[None, :],
-                mask=mine[:, None] & inside[None, :],
+                mask=same[:, None] & inside[None, :],
                 other=0.0,
             )
-            total += found.to(tl.float32)
+            total += grads.to(tl.float32)
             at += ROWS
-        place = into + name.to(tl.int64) * width + column
-        before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (before + tl.sum(total, 0)).to(into.dtype.element_ty), mask=inside)
+        target = into + row_id.to(tl.int64) * width + column
+        before = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, (before + tl.sum(total, 0)).to(into.dtype.element_ty), mask=inside)
 
 
 def lookup_gradient(rows_TD: Tensor, ids_T: Tensor, order_T: Tensor, into_VD: Tensor) -> None:

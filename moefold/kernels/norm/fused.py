@@ -1,8 +1,8 @@
 """RMSNorm as Triton kernels for forward and backward, optionally fused with a preceding sum.
 
 N rows, D width, P programs of backward. Arithmetic is fp32. A program processes whole rows. In
-backward it processes every P-th tile of rows and accumulates a partial weight gradient (a share),
-so that rows are read once; the shares are summed in a fixed order.
+backward it processes every P-th tile of rows and accumulates a partial weight gradient, so that
+rows are read once; the partial gradients are summed in a fixed order.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from moefold.kernels.fused import Op, cdiv, contiguous_in_rows, jit, next_power_
 TILE = 2048
 """Elements of a tile; more if a row is longer."""
 MAX_PROGRAMS = 512
-"""Most programs of backward, each with at least 16 rows, so that shares are small next to rows."""
+"""Largest number of programs of backward, each with at least 16 rows: few partial gradients."""
 
 
 @jit
 def _forward(
-    x, more, weight, total, y, rstd,
+    x, other, weight, total, y, rstd,
     rows, width, x_stride, epsilon,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def _forward(
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     value = value.to(tl.float32)
     if ADD:
-        value += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
         stored = value.to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
         # Backward reads the sum as it is stored, rounded.
@@ -44,14 +44,14 @@ def _forward(
 
 @jit
 def _backward(
-    dy, x, more, weight, rstd, dx, shares,
+    dy, x, other, weight, rstd, dx, partials,
     rows, valid, width, x_stride,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    share = tl.zeros((COLUMNS,), tl.float32)
+    partial = tl.zeros((COLUMNS,), tl.float32)
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -60,21 +60,21 @@ def _backward(
         value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         normed = value.to(tl.float32) * scale
-        # Rows that are not valid may hold anything, including NaN.
-        share += tl.sum(tl.where((row < valid)[:, None], grad * normed, 0.0), 0)
+        # Invalid rows may contain anything, including NaN.
+        partial += tl.sum(tl.where((row < valid)[:, None], grad * normed, 0.0), 0)
         grad *= w[None, :]
         mean = tl.sum(grad * normed, 1, keep_dims=True) / width
         out = (grad - normed * mean) * scale
         if ADD:
-            out += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+            out += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
-    place = program.to(tl.int64) * width + column
-    tl.store(shares + place, share, mask=column < width)
+    offset = program.to(tl.int64) * width + column
+    tl.store(partials + offset, partial, mask=column < width)
 
 
 @jit
 def _sum_partials(
-    shares, into,
+    partials, into,
     count, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -83,27 +83,27 @@ def _sum_partials(
     for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < count)[:, None] & (column < width)[None, :]
-        at = shares + row[:, None] * width + column[None, :]
+        at = partials + row[:, None] * width + column[None, :]
         total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
     before = tl.load(into + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(into + column, (before + total).to(into.dtype.element_ty), mask=column < width)
 
 
 def norm_forward(
-    x_ND: Tensor, weight_D: Tensor, epsilon: float, more_ND: Tensor | None
+    x_ND: Tensor, weight_D: Tensor, epsilon: float, other_ND: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the RMSNorm of ``x_ND + more_ND``, fp32 1 / rms of each row, and the sum.
+    """Return the RMSNorm of ``x_ND + other_ND``, fp32 1 / rms of each row, and the sum.
 
-    The sum has no elements if ``more_ND`` is None.
+    The sum has no elements if ``other_ND`` is None.
     """
-    y_ND, rstd_N, sum_ND = _empty_outputs(x_ND, weight_D, epsilon, more_ND)
+    y_ND, rstd_N, sum_ND = _empty_outputs(x_ND, weight_D, epsilon, other_ND)
     (rows, width), x_ND = x_ND.shape, contiguous_in_rows(x_ND)
-    more_ND = None if more_ND is None else more_ND.contiguous()
+    other_ND = None if other_ND is None else other_ND.contiguous()
     tile, columns, warps = _tile(width)
     if y_ND.numel():
         _forward[(cdiv(rows, tile),)](
-            x_ND, more_ND, weight_D, sum_ND, y_ND, rstd_N, rows, width, x_ND.stride(0), epsilon,
-            more_ND is not None, tile, columns, num_warps=warps,
+            x_ND, other_ND, weight_D, sum_ND, y_ND, rstd_N, rows, width, x_ND.stride(0), epsilon,
+            other_ND is not None, tile, columns, num_warps=warps,
         )  # fmt: skip
     return y_ND, rstd_N, sum_ND
 
@@ -114,28 +114,28 @@ def norm_backward(
     weight_D: Tensor,
     rstd_N: Tensor,
     n_valid: int,
-    more_ND: Tensor | None,
+    other_ND: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``dx_ND``, to which ``more_ND`` is added, and partial weight gradients [P, D].
+    """Return ``dx_ND``, to which ``other_ND`` is added, and partial weight gradients [P, D].
 
     Their sum is the weight's gradient over the first ``n_valid`` rows.
     """
-    dx_ND, share_PD = _empty_gradients(dy_ND, x_ND)
+    dx_ND, partials_PD = _empty_gradients(dy_ND, x_ND)
     (rows, width), x_ND = x_ND.shape, contiguous_in_rows(x_ND)
-    more_ND = None if more_ND is None else more_ND.contiguous()
+    other_ND = None if other_ND is None else other_ND.contiguous()
     tile, columns, warps = _tile(width)
     if dx_ND.numel():
-        _backward[(share_PD.shape[0],)](
-            dy_ND.contiguous(), x_ND, more_ND, weight_D, rstd_N, dx_ND, share_PD, rows, n_valid,
-            width, x_ND.stride(0), more_ND is not None, tile, columns, num_warps=warps,
+        _backward[(partials_PD.shape[0],)](
+            dy_ND.contiguous(), x_ND, other_ND, weight_D, rstd_N, dx_ND, partials_PD, rows, n_valid,
+            width, x_ND.stride(0), other_ND is not None, tile, columns, num_warps=warps,
         )  # fmt: skip
-    return dx_ND, share_PD
+    return dx_ND, partials_PD
 
 
-def add_partials(share_PD: Tensor, into_D: Tensor) -> None:
+def add_partials(partials_PD: Tensor, into_D: Tensor) -> None:
     """Add the sum of partial weight gradients to ``into_D``."""
     width = into_D.shape[0]
-    _sum_partials[(cdiv(width, 32),)](share_PD, into_D, share_PD.shape[0], width, 64, 32)
+    _sum_partials[(cdiv(width, 32),)](partials_PD, into_D, partials_PD.shape[0], width, 64, 32)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -145,17 +145,17 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 def _empty_outputs(
-    x_ND: Tensor, weight_D: Tensor, epsilon: float, more_ND: Tensor | None
+    x_ND: Tensor, weight_D: Tensor, epsilon: float, other_ND: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     rstd_N = x_ND.new_empty(x_ND.shape[:1], dtype=torch.float32)
-    sum_ND = x_ND.new_empty(0 if more_ND is None else x_ND.shape)
+    sum_ND = x_ND.new_empty(0 if other_ND is None else x_ND.shape)
     return x_ND.new_empty(x_ND.shape), rstd_N, sum_ND
 
 
 def _empty_gradients(dy_ND: Tensor, x_ND: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows, width = x_ND.shape
-    shares = min(MAX_PROGRAMS, cdiv(rows, max(16, _tile(width)[0])))
-    return x_ND.new_empty(x_ND.shape), x_ND.new_empty(shares, width, dtype=torch.float32)
+    partials = min(MAX_PROGRAMS, cdiv(rows, max(16, _tile(width)[0])))
+    return x_ND.new_empty(x_ND.shape), x_ND.new_empty(partials, width, dtype=torch.float32)
 
 
 forward = Op(norm_forward, _empty_outputs)

@@ -8,7 +8,7 @@ excluded from the weight's gradient. With r = 1 / rms(x) and g = dy * w:
 
 On a GPU forward and backward are one kernel each, also fused with a preceding sum or a following
 rotation of heads. On a CPU, where memory traffic limits this operation, rows are processed in
-pieces that stay in cache.
+chunks that stay in cache.
 """
 
 from typing import Any
@@ -42,8 +42,8 @@ def rms_norm(
         n_valid: number of leading rows of T in the weight's gradient; None is all.
         sink: takes the weight's gradient.
     """
-    given = (weight.master, weight.value, epsilon, n_valid, sink)
-    return _FusedRmsNorm.apply(x, None, *given)[0] if uses_triton(x) else _RmsNorm.apply(x, *given)
+    args = (weight.master, weight.value, epsilon, n_valid, sink)
+    return _FusedRmsNorm.apply(x, None, *args)[0] if uses_triton(x) else _RmsNorm.apply(x, *args)
 
 
 def add_and_norm(
@@ -55,9 +55,9 @@ def add_and_norm(
     n_valid: int | None = None,
     sink: GradientSink = AUTOGRAD_SINK,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + more`` and its RMSNorm from one kernel; other arguments as of ``rms_norm``."""
-    given = (weight.master, weight.value, epsilon, n_valid, sink)
-    normed, total = _FusedRmsNorm.apply(x, residual, *given)
+    """Return ``x + residual`` and its RMSNorm from one kernel; for others see ``rms_norm``."""
+    args = (weight.master, weight.value, epsilon, n_valid, sink)
+    normed, total = _FusedRmsNorm.apply(x, residual, *args)
     return total, normed
 
 
@@ -108,12 +108,12 @@ class _RmsNorm(Function):
         x_ND, dy_ND, wide = x.flatten(0, -2), dy.flatten(0, -2), rstd_N1.dtype
         dx_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
         scale_D, dw_D = weight_D.to(wide), torch.zeros_like(weight_D, dtype=wide)
-        counted = x_ND.shape[0]
+        valid_rows = x_ND.shape[0]
         if ctx.n_valid is not None:
-            counted = ctx.n_valid * x.shape[1:-1].numel()
+            valid_rows = ctx.n_valid * x.shape[1:-1].numel()
         for rows in row_chunks(x_ND):
             x_nD, dy_nD, rstd_n1 = x_ND[rows].to(wide), dy_ND[rows].to(wide), rstd_N1[rows]
-            # Both sums read this product: the sum over a row for dx, over a column for dw.
+            # Both sums use this product: over a row for dx, over a column for dw.
             both_nD = dy_nD * x_nD
             mean_n1 = torch.mv(both_nD, scale_D)[:, None].mul_(-1 / x.shape[-1])
             into = dx_ND[rows] if x.dtype == wide else None
@@ -122,7 +122,7 @@ class _RmsNorm(Function):
             if into is None:
                 dx_ND[rows] = dx_nD
             if ctx.needs_input_grad[1]:
-                valid = max(0, counted - rows.start)
+                valid = max(0, valid_rows - rows.start)
                 dw_D.addmv_(both_nD[:valid].t(), rstd_n1[:valid, 0])
         dw = ctx.sink.deliver(ctx.master, precomputed(dw_D)) if ctx.needs_input_grad[1] else None
         return dx_ND.view(x.shape), dw, None, None, None, None
@@ -133,31 +133,31 @@ class _FusedRmsNorm(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        more: Tensor | None,
+        residual: Tensor | None,
         master: Tensor,
         weight_D: Tensor,
         epsilon: float,
         n_valid: int | None,
         sink: GradientSink,
     ) -> tuple[Tensor, Tensor]:
-        more_ND = None if more is None else more.flatten(0, -2)
-        y_ND, rstd_N, sum_ND = kernels.forward(x.flatten(0, -2), weight_D, epsilon, more_ND)
-        total = x if more is None else sum_ND.view(x.shape)
+        residual_ND = None if residual is None else residual.flatten(0, -2)
+        y_ND, rstd_N, sum_ND = kernels.forward(x.flatten(0, -2), weight_D, epsilon, residual_ND)
+        total = x if residual is None else sum_ND.view(x.shape)
         ctx.save_for_backward(total, rstd_N, weight_D)
-        ctx.master, ctx.n_valid, ctx.sink, ctx.summed = master, n_valid, sink, more is not None
+        ctx.master, ctx.n_valid, ctx.sink, ctx.summed = master, n_valid, sink, residual is not None
         return y_ND.view(x.shape), total if ctx.summed else sum_ND
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         total, rstd_N, weight_D = ctx.saved_tensors
-        counted = total.shape[0] if ctx.n_valid is None else ctx.n_valid
-        counted *= total.shape[1:-1].numel()
-        dx_ND, share_PD = kernels.backward(
-            dy.flatten(0, -2), total.flatten(0, -2), weight_D, rstd_N, counted,
+        valid_rows = total.shape[0] if ctx.n_valid is None else ctx.n_valid
+        valid_rows *= total.shape[1:-1].numel()
+        dx_ND, partials_PD = kernels.backward(
+            dy.flatten(0, -2), total.flatten(0, -2), weight_D, rstd_N, valid_rows,
             dtotal.flatten(0, -2) if ctx.summed else None,
         )  # fmt: skip
         dx = dx_ND.view(total.shape)
-        dw = _deliver_partials(ctx, share_PD) if ctx.needs_input_grad[2] else None
+        dw = _deliver_partials(ctx, partials_PD) if ctx.needs_input_grad[2] else None
         return dx, dx if ctx.summed else None, dw, None, None, None, None
 
 
@@ -176,9 +176,9 @@ class _NormAndRotate(Function):
         sink: GradientSink,
     ) -> Tensor:
         ctx.interleaved = layout == "interleaved"
-        given = (x_THd, weight_d, cos_Tp, sin_Tp)
-        y_THd, rstd_TH = rotated.forward(*given, epsilon, ctx.interleaved)
-        ctx.save_for_backward(*given, rstd_TH)
+        inputs = (x_THd, weight_d, cos_Tp, sin_Tp)
+        y_THd, rstd_TH = rotated.forward(*inputs, epsilon, ctx.interleaved)
+        ctx.save_for_backward(*inputs, rstd_TH)
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return y_THd
 
@@ -186,17 +186,17 @@ class _NormAndRotate(Function):
     def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         valid = dy_THd.shape[0] if ctx.n_valid is None else ctx.n_valid
-        dx_THd, share_Pd = rotated.backward(dy_THd, *saved, valid, ctx.interleaved)
-        dw_d = _deliver_partials(ctx, share_Pd) if ctx.needs_input_grad[1] else None
+        dx_THd, partials_Pd = rotated.backward(dy_THd, *saved, valid, ctx.interleaved)
+        dw_d = _deliver_partials(ctx, partials_Pd) if ctx.needs_input_grad[1] else None
         return dx_THd, dw_d, *(None,) * 7
 
 
-def _deliver_partials(ctx: Any, share_PD: Tensor) -> Tensor | None:
+def _deliver_partials(ctx: Any, partials_PD: Tensor) -> Tensor | None:
     """Pass the sum of partial weight gradients [P, D] to the sink of a function's context."""
 
     def product(into_D: Tensor | None) -> Tensor:
-        dw_D = share_PD.new_zeros(share_PD.shape[1]) if into_D is None else into_D
-        kernels.sum_partials(share_PD, dw_D)
+        dw_D = partials_PD.new_zeros(partials_PD.shape[1]) if into_D is None else into_D
+        kernels.sum_partials(partials_PD, dw_D)
         return dw_D
 
     return ctx.sink.deliver(ctx.master, product)

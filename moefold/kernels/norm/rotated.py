@@ -6,7 +6,7 @@ With r = 1 / rms(x), a head is normed, ``n = x * r * w``, then each pair of dims
     y_a = n_a * cos - n_b * sin      y_b = n_b * cos + n_a * sin
 
 A forward program processes a row, whose heads share its angles, a backward program every P-th row.
-Partial weight gradients (shares) are those of ``norm/fused.py``.
+Partial weight gradients are those of ``norm/fused.py``.
 """
 
 from typing import Any
@@ -25,69 +25,69 @@ TILE = 1024
 def _forward(
     x, weight, cos, sin, y, rstd,
     heads, pairs, epsilon,
-    FIRST: tl.constexpr, APART, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    STRIDE: tl.constexpr, DISTANCE, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
-    some, dim = pair < pairs, pair * FIRST
-    w_a = tl.load(weight + dim, mask=some, other=0.0).to(tl.float32)[None, :]
-    w_b = tl.load(weight + dim + APART, mask=some, other=0.0).to(tl.float32)[None, :]
-    c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+    mask, dim = pair < pairs, pair * STRIDE
+    w_a = tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)[None, :]
+    w_b = tl.load(weight + dim + DISTANCE, mask=mask, other=0.0).to(tl.float32)[None, :]
+    c = tl.load(cos + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
     for block in range(0, heads, HEADS):
         head = block + tl.arange(0, HEADS)
-        inside, place = (head < heads)[:, None] & some[None, :], row * heads + head
-        first = place[:, None] * (2 * pairs) + dim[None, :]
+        inside, index = (head < heads)[:, None] & mask[None, :], row * heads + head
+        first = index[:, None] * (2 * pairs) + dim[None, :]
         a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(x + first + DISTANCE, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * pairs) + epsilon)
-        tl.store(rstd + place, scale, mask=head < heads)
+        tl.store(rstd + index, scale, mask=head < heads)
         a *= scale[:, None] * w_a
         b *= scale[:, None] * w_b
         tl.store(y + first, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
-        tl.store(y + first + APART, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
+        tl.store(y + first + DISTANCE, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
 
 
 @jit
 def _backward(
-    dy, x, weight, cos, sin, rstd, dx, shares,
+    dy, x, weight, cos, sin, rstd, dx, partials,
     rows, valid, heads, pairs,
-    FIRST: tl.constexpr, APART, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    STRIDE: tl.constexpr, DISTANCE, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     program, pair = tl.program_id(0), tl.arange(0, PAIRS)
-    some, dim = pair < pairs, pair * FIRST
-    w_a = tl.load(weight + dim, mask=some, other=0.0).to(tl.float32)[None, :]
-    w_b = tl.load(weight + dim + APART, mask=some, other=0.0).to(tl.float32)[None, :]
-    share_a = tl.zeros((PAIRS,), tl.float32)
-    share_b = tl.zeros((PAIRS,), tl.float32)
+    mask, dim = pair < pairs, pair * STRIDE
+    w_a = tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)[None, :]
+    w_b = tl.load(weight + dim + DISTANCE, mask=mask, other=0.0).to(tl.float32)[None, :]
+    partial_a = tl.zeros((PAIRS,), tl.float32)
+    partial_b = tl.zeros((PAIRS,), tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
         # Numbers of heads fit in 32 bits, offsets of elements do not.
-        c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
-        s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+        c = tl.load(cos + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
+        s = tl.load(sin + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
         for block in range(0, heads, HEADS):
             head = block + tl.arange(0, HEADS)
-            inside = (head < heads)[:, None] & some[None, :]
-            place = (row * heads + head).to(tl.int64)
-            first = place[:, None] * (2 * pairs) + dim[None, :]
-            turned_a = tl.load(dy + first, mask=inside, other=0.0).to(tl.float32)
-            turned_b = tl.load(dy + first + APART, mask=inside, other=0.0).to(tl.float32)
-            grad_a = turned_a * c + turned_b * s
-            grad_b = turned_b * c - turned_a * s
-            scale = tl.load(rstd + place, mask=head < heads, other=0.0)[:, None]
+            inside = (head < heads)[:, None] & mask[None, :]
+            index = (row * heads + head).to(tl.int64)
+            first = index[:, None] * (2 * pairs) + dim[None, :]
+            dy_a = tl.load(dy + first, mask=inside, other=0.0).to(tl.float32)
+            dy_b = tl.load(dy + first + DISTANCE, mask=inside, other=0.0).to(tl.float32)
+            grad_a = dy_a * c + dy_b * s
+            grad_b = dy_b * c - dy_a * s
+            scale = tl.load(rstd + index, mask=head < heads, other=0.0)[:, None]
             a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32) * scale
-            b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32) * scale
-            # Rows that are not valid may hold anything, including NaN.
-            share_a += tl.where(row < valid, tl.sum(grad_a * a, 0), 0.0)
-            share_b += tl.where(row < valid, tl.sum(grad_b * b, 0), 0.0)
+            b = tl.load(x + first + DISTANCE, mask=inside, other=0.0).to(tl.float32) * scale
+            # Invalid rows may contain anything, including NaN.
+            partial_a += tl.where(row < valid, tl.sum(grad_a * a, 0), 0.0)
+            partial_b += tl.where(row < valid, tl.sum(grad_b * b, 0), 0.0)
             grad_a *= w_a
             grad_b *= w_b
             mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * pairs)
             out_a = (grad_a - a * mean) * scale
             out_b = (grad_b - b * mean) * scale
             tl.store(dx + first, out_a.to(dx.dtype.element_ty), mask=inside)
-            tl.store(dx + first + APART, out_b.to(dx.dtype.element_ty), mask=inside)
-    at = shares + program.to(tl.int64) * (2 * pairs) + dim
-    tl.store(at, share_a, mask=some)
-    tl.store(at + APART, share_b, mask=some)
+            tl.store(dx + first + DISTANCE, out_b.to(dx.dtype.element_ty), mask=inside)
+    at = partials + program.to(tl.int64) * (2 * pairs) + dim
+    tl.store(at, partial_a, mask=mask)
+    tl.store(at + DISTANCE, partial_b, mask=mask)
 
 
 def norm_rotate_forward(
@@ -147,8 +147,10 @@ def _empty_outputs(x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _empty_gradients(dy_THd: Tensor, x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    share_Pd = x_THd.new_empty(min(MAX_PROGRAMS, len(x_THd)), x_THd.shape[2], dtype=torch.float32)
-    return x_THd.new_empty(x_THd.shape), share_Pd
+    partials_Pd = x_THd.new_empty(
+        min(MAX_PROGRAMS, len(x_THd)), x_THd.shape[2], dtype=torch.float32
+    )
+    return x_THd.new_empty(x_THd.shape), partials_Pd
 
 
 forward = Op(norm_rotate_forward, _empty_outputs)

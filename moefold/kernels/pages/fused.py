@@ -1,4 +1,4 @@
-"""Copies of valid rows to pages, between pages, and from pages, by one Triton kernel.
+"""Copies of valid rows to pages, between pages, and from pages, with one Triton kernel.
 
 Names are those of :mod:`moefold.kernels.pages.ring`.
 """
@@ -11,25 +11,25 @@ from moefold.kernels.fused import Op, jit, row_grid, tl
 @jit
 def _move(
     source, target, pages, into_pages, count,
-    number, into_number, width,
+    pages_end, into_pages_end, width,
     PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the valid rows; on a side without pages rows are in order."""
+    """Copy the valid rows; on a side without pages rows are consecutive."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    counts = row < tl.load(count)
-    place, into, there = row, row, counts
+    valid = row < tl.load(count)
+    from_row, to_row, mask = row, row, valid
     if pages is not None:
-        page = tl.load(pages + row // PAGE, mask=counts, other=number)
-        place, there = page * PAGE + row % PAGE, page < number
+        page = tl.load(pages + row // PAGE, mask=valid, other=pages_end)
+        from_row, mask = page * PAGE + row % PAGE, page < pages_end
     if into_pages is not None:
-        page = tl.load(into_pages + row // PAGE, mask=counts, other=into_number)
+        page = tl.load(into_pages + row // PAGE, mask=valid, other=into_pages_end)
         # Rows without a page are not copied.
-        there = page < into_number if pages is None else there & (page < into_number)
-        into = page * PAGE + row % PAGE
-    there = there[:, None] & (column < width)[None, :]
-    value = tl.load(source + place[:, None] * width + column[None, :], mask=there, other=0.0)
-    tl.store(target + into[:, None] * width + column[None, :], value, mask=there)
+        mask = page < into_pages_end if pages is None else mask & (page < into_pages_end)
+        to_row = page * PAGE + row % PAGE
+    mask = mask[:, None] & (column < width)[None, :]
+    value = tl.load(source + from_row[:, None] * width + column[None, :], mask=mask, other=0.0)
+    tl.store(target + to_row[:, None] * width + column[None, :], value, mask=mask)
 
 
 def pages_to_pages(
@@ -37,7 +37,7 @@ def pages_to_pages(
 ) -> None:
     """Copy the first ``count_1`` rows from their pages into pages of ``into_SD``.
 
-    One of both may be in pinned host memory.
+    Either may be in pinned host memory.
     """
     _launch(rows_SD, into_SD, page_M, into_M, count_1, page_M.shape[0] * page, page)
 
@@ -69,9 +69,9 @@ def _launch(
 ) -> None:
     width = source.shape[1]
     grid, block = row_grid(rows, width)
-    numbers = [side.shape[0] // page - 1 for side in (source, target)]
+    ends = [side.shape[0] // page - 1 for side in (source, target)]
     if rows * width:
-        _move[grid](source, target, page_M, into_M, count_1, *numbers, width, page, *block)
+        _move[grid](source, target, page_M, into_M, count_1, *ends, width, page, *block)
 
 
 def _empty_rows(rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Paged storage for the valid rows of buffers of fixed shape, without host reads.
 
-R rows of room, of which the first ``count`` are valid; D columns; M pages that R rows would fill; N
+R rows of room, of which the first ``count`` are valid; D columns; M pages, enough for R rows; N
 pages in total, with S rows. Free pages are in a ring: storing rows takes pages at its head, freeing
 returns them at its tail, in any order. All shapes are static.
 """
@@ -23,7 +23,7 @@ class PageRing:
         device: device of page numbers, and of rows unless ``on_host``.
 
     Attributes:
-        taken: int64 total of pages taken; ``given`` is the total of pages given back.
+        allocated: int64 total of pages allocated; ``freed`` is the total of pages freed.
         refused: int64 total of pages for which there was no room; their rows are lost.
     """
 
@@ -37,7 +37,7 @@ class PageRing:
         on_host: bool = False,
     ) -> None:
         self.pages, self.page = pages, page
-        # Invalid rows go to one additional page, and its number to one additional place.
+        # Invalid rows go to one extra page, whose number goes to one extra entry of the ring.
         shape = (pages + 1) * page, width
         self.rows_SD = (
             torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
@@ -68,9 +68,9 @@ class PageRing:
         return page_M
 
     def allocate(self, count: Tensor, room: int) -> Tensor:
-        """Take free pages for the valid rows of a room; return their numbers [M], N for no page.
+        """Allocate pages for the valid rows of a room; return their numbers [M], N for no page.
 
-        If too few are free, none is taken and ``refused`` is increased.
+        If too few are free, none is allocated and ``refused`` grows.
         """
         at_M = torch.arange(-(-room // self.page), device=count.device)
         wanted = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
@@ -84,13 +84,13 @@ class PageRing:
     def copy(self, page_M: Tensor, count: Tensor, other: "PageRing", into_M: Tensor) -> None:
         """Copy the valid rows from pages of this ring into pages of another one."""
         if uses_triton(other.rows_SD if self.rows_SD.is_cpu else self.rows_SD):
-            given = page_M, into_M, count.view(1), other.rows_SD, self.page
-            kernels.copy(self.rows_SD, *given)
+            args = page_M, into_M, count.view(1), other.rows_SD, self.page
+            kernels.copy(self.rows_SD, *args)
         else:
-            room, there = page_M.shape[0] * self.page, other.rows_SD.device
-            places_R = self._row_slots(page_M, count, room).to(self.rows_SD.device)
-            into_R = other._row_slots(into_M, count, room).to(there)
-            other.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, places_R).to(there))
+            room, device = page_M.shape[0] * self.page, other.rows_SD.device
+            from_R = self._row_slots(page_M, count, room).to(self.rows_SD.device)
+            into_R = other._row_slots(into_M, count, room).to(device)
+            other.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, from_R).to(device))
 
     def take(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
         """Return ``room`` rows, beginning with the stored ones, and free their pages.
@@ -106,14 +106,14 @@ class PageRing:
 
     def free(self, page_M: Tensor) -> None:
         """Free pages."""
-        held_M = page_M < self.pages
+        valid_M = page_M < self.pages
         at_M = torch.arange(page_M.shape[0], device=page_M.device)
-        place_M = torch.where(held_M, (self.freed + at_M) % self.pages, self.pages)
-        self._free_pages.index_copy_(0, place_M, page_M)
-        self.freed += held_M.sum()
+        entry_M = torch.where(valid_M, (self.freed + at_M) % self.pages, self.pages)
+        self._free_pages.index_copy_(0, entry_M, page_M)
+        self.freed += valid_M.sum()
 
     def _row_slots(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
-        """Return the place of each row of the room; invalid rows are in the additional page."""
+        """Return the storage row of each row of the room; invalid rows are in the extra page."""
         row_R = torch.arange(room, device=page_M.device)
         page_R = page_M.index_select(0, row_R.div(self.page, rounding_mode="floor"))
         page_R = torch.where(row_R < count, page_R, self.pages)

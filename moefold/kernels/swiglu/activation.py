@@ -2,7 +2,7 @@
 
 N rows, F width; ``h_N2F`` holds gate, then up. Arithmetic is fp32 (or fp64) for every storage
 dtype. On a GPU forward and backward are one kernel each. On a CPU, where memory traffic limits this
-operation, rows are processed in pieces that stay in cache.
+operation, rows are processed in chunks that stay in cache.
 """
 
 import torch
@@ -20,14 +20,14 @@ def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
         return kernels.forward(h_N2F, p_N)
     rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
-    for piece in row_chunks(a_NF):
-        gate, up = upcast(h_N2F[piece]).chunk(2, dim=1)
-        into = a_NF[piece] if gate.dtype == a_NF.dtype else None
+    for chunk in row_chunks(a_NF):
+        gate, up = upcast(h_N2F[chunk]).chunk(2, dim=1)
+        into = a_NF[chunk] if gate.dtype == a_NF.dtype else None
         a = torch.mul(F.silu(gate), up, out=into)
         if p_N is not None:
-            a.mul_(p_N[piece, None])
+            a.mul_(p_N[chunk, None])
         if into is None:
-            a_NF[piece] = a
+            a_NF[chunk] = a
     return a_NF
 
 
@@ -44,23 +44,23 @@ def backward(
         return dh_N2F, None if p_N is None else dp_N, a_NF
     dh_N2F, a_NF = torch.empty_like(h_N2F), torch.empty_like(da_NF)
     dp_N = None if p_N is None else torch.empty_like(p_N)
-    for piece in row_chunks(a_NF):
-        gate, up = upcast(h_N2F[piece]).chunk(2, dim=1)
-        da, (dgate, dup) = upcast(da_NF[piece]), dh_N2F[piece].chunk(2, dim=1)
+    for chunk in row_chunks(a_NF):
+        gate, up = upcast(h_N2F[chunk]).chunk(2, dim=1)
+        da, (dgate, dup) = upcast(da_NF[chunk]), dh_N2F[chunk].chunk(2, dim=1)
         # Wide results are written to their destination directly: a copy would be one pass in four.
-        stays = gate.dtype == dh_N2F.dtype
+        in_place = gate.dtype == dh_N2F.dtype
         silu = F.silu(gate)
-        a = torch.mul(silu, up, out=a_NF[piece] if stays else None)
+        a = torch.mul(silu, up, out=a_NF[chunk] if in_place else None)
         if p_N is not None and dp_N is not None:
-            p = p_N[piece, None]
-            dp_N[piece] = torch.linalg.vecdot(a, da)
+            p = p_N[chunk, None]
+            dp_N[chunk] = torch.linalg.vecdot(a, da)
             a, da = a.mul_(p), da * p
-        if stays:
+        if in_place:
             torch.mul(silu, da, out=dup)
             torch.mul(da, up, out=silu)
             torch.ops.aten.silu_backward.grad_input(silu, gate, grad_input=dgate)
         else:
-            a_NF[piece] = a
+            a_NF[chunk] = a
             dup.copy_(silu.mul_(da))
             dgate.copy_(torch.ops.aten.silu_backward(da * up, gate))
     return dh_N2F, dp_N, a_NF

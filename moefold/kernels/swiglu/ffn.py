@@ -1,4 +1,4 @@
-"""Gated feed-forward as one autograd function that saves only its input and its pre-activation.
+"""Gated feed-forward as one autograd function that saves only its input and pre-activation.
 
 N rows, D hidden, F width. ``y = w_out (p * silu(w_gate x) * w_up x)`` for a dense FFN or for many
 experts at once: the products are arguments. The routing weight ``p`` of a row is applied between
@@ -46,23 +46,23 @@ def block_products(n_valid: int | None, blocks: int) -> Products:
     Rows [N, B * I] give [B * N, O], block after block; rows in that form give [N, B * O].
     """
 
-    def apart(rows: Tensor, whole: bool) -> Tensor:
+    def to_blocks(rows: Tensor, concatenated: bool) -> Tensor:
         """Return rows in either form as [B, N, I]."""
-        if whole:
+        if concatenated:
             return rows.unflatten(1, (blocks, -1)).transpose(0, 1)
         return rows.unflatten(0, (blocks, -1))
 
     def product(x: Tensor, w: Tensor) -> Tensor:
-        whole = x.shape[1] == blocks * w.shape[2]
-        y = torch.bmm(apart(x, whole), w.mT)
-        return y.flatten(0, 1) if whole else y.transpose(0, 1).flatten(1)
+        concatenated = x.shape[1] == blocks * w.shape[2]
+        y = torch.bmm(to_blocks(x, concatenated), w.mT)
+        return y.flatten(0, 1) if concatenated else y.transpose(0, 1).flatten(1)
 
     def gradient(dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
-        both = (apart(rows, rows.shape[0] < other.shape[0]) for rows, other in ((dy, x), (x, dy)))
-        each = (None,) * blocks if into is None else into.unbind(0)
-        valid = zip(*(rows[:, :n_valid] for rows in both), each, strict=True)
-        made = [weight_gradient(*one) for one in valid]
-        return torch.stack(made) if into is None else into
+        pair = (to_blocks(a, a.shape[0] < b.shape[0]) for a, b in ((dy, x), (x, dy)))
+        each_into = (None,) * blocks if into is None else into.unbind(0)
+        args = zip(*(rows[:, :n_valid] for rows in pair), each_into, strict=True)
+        gradients = [weight_gradient(*block) for block in args]
+        return torch.stack(gradients) if into is None else into
 
     return Products(product, lambda dy, w: product(dy, w.mT), gradient)
 
@@ -100,18 +100,18 @@ def gated_ffn(
         low_products: products of adapters where they differ from ``products``.
         form: biases and activation of experts other than SwiGLU; requires ``p_N``.
     """
-    low = adapter_products or products
-    adapters = Adapter.of(w_in, low, gated=True), Adapter.of(w_out, low)
+    adapter = adapter_products or products
+    adapters = Adapter.of(w_in, adapter, gated=True), Adapter.of(w_out, adapter)
     return _GatedFfn.apply(
         x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink, recompute,
-        adapters, form, *(matrix for one in adapters for matrix in one.masters),
+        adapters, form, *(matrix for low in adapters for matrix in low.masters),
         *(() if form is None else form.masters),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The low-rank adapter of one of the two weights; without one (None) nothing is added.
+    """The low-rank adapter of one of the two weights, if any.
 
     N rows, I in, O out, r rank; J is 2 where gate and up have separate matrices A, else 1.
     """
@@ -191,19 +191,19 @@ class Adapter:
 
         def product_a(into: Tensor | None) -> Tensor:
             flat = None if into is None else self._a_matrices(into)
-            made = self.products.weight_gradient(back, dropped(x_NI), flat)
-            return made.unflatten(0, (self.parts, -1)) if self.parts > 1 else made
+            da = self.products.weight_gradient(back, dropped(x_NI), flat)
+            return da.unflatten(0, (self.parts, -1)) if self.parts > 1 else da
 
         def product_b(into: Tensor | None) -> Tensor:
             flats = (None,) * self.parts if into is None else self._b_matrices(into)
-            given = zip(dy_NO.chunk(self.parts, 1), inners, flats, strict=True)
-            made = [
+            parts = zip(dy_NO.chunk(self.parts, 1), inners, flats, strict=True)
+            db = [
                 self.products.weight_gradient(dy.contiguous(), inner.contiguous(), flat)
-                for dy, inner, flat in given
+                for dy, inner, flat in parts
             ]
             if self.parts > 1:
-                return torch.stack(made)
-            return made[0].unflatten(-2, (2, -1)) if self.gated else made[0]
+                return torch.stack(db)
+            return db[0].unflatten(-2, (2, -1)) if self.gated else db[0]
 
         a, b = self.low.a.master, self.low.b.master
         return sink.deliver(a, product_a), sink.deliver(b, product_b)
@@ -231,10 +231,10 @@ class _GatedFfn(Function):
         form: ExpertVariant | None,
         *masters: Tensor | None,
     ) -> Tensor:
-        given_ND, x_ND = x_ND, _scaled_input(x_ND, p_N, form)
+        unscaled_ND, x_ND = x_ND, _scaled_input(x_ND, p_N, form)
         h_N2F = adapters[0].add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
         h_N2F = h_N2F if form is None else form.add_in_bias(h_N2F)
-        ctx.save_for_backward(given_ND, None if again else h_N2F, p_N, w_in, w_out)
+        ctx.save_for_backward(unscaled_ND, None if again else h_N2F, p_N, w_in, w_out)
         ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
         ctx.adapters, ctx.form = adapters, form
         if form is None:
@@ -246,12 +246,12 @@ class _GatedFfn(Function):
 
     @staticmethod
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
-        given_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
+        unscaled_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
         (inner, outer), form = ctx.adapters, ctx.form
-        given_ND = given_ND.detach()  # queued products must not hold the autograd graph
-        x_ND = _scaled_input(given_ND, p_N, form)
+        unscaled_ND = unscaled_ND.detach()  # queued products must not hold the autograd graph
+        x_ND = _scaled_input(unscaled_ND, p_N, form)
         if h_N2F is None:
             h_N2F = inner.add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
             h_N2F = h_N2F if form is None else form.add_in_bias(h_N2F)
@@ -280,5 +280,5 @@ class _GatedFfn(Function):
         )
         if form is not None:
             low += form.deliver(dh_N2F, dy_ND, p_N, sink)
-            dx_ND, dp_N = form.scale_input_backward(given_ND, p_N, dx_ND, dp_N)
+            dx_ND, dp_N = form.scale_input_backward(unscaled_ND, p_N, dx_ND, dp_N)
         return dx_ND, dw_in, dw_out, dp_N, *(None,) * 7, *low

@@ -51,8 +51,8 @@ def _backward(
         gate = tl.load(h + in_h, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(h + in_h + width, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(da + in_a, mask=inside, other=0.0).to(tl.float32)
-        open_ = tl.sigmoid(gate)
-        silu = gate * open_
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
         act = silu * up
         if WEIGHTED:
             weight_grad += tl.sum(act * grad, 1)
@@ -60,7 +60,7 @@ def _backward(
             grad *= weight[:, None]
         tl.store(a + in_a, act.to(a.dtype.element_ty), mask=inside)
         tl.store(dh + in_h + width, (silu * grad).to(dh.dtype.element_ty), mask=inside)
-        dgate = grad * up * open_ * (1 + gate * (1 - open_))
+        dgate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
         tl.store(dh + in_h, dgate.to(dh.dtype.element_ty), mask=inside)
     if WEIGHTED:
         tl.store(dp + row, weight_grad.to(dp.dtype.element_ty), mask=row < rows)

@@ -3,7 +3,7 @@
 R rows, D hidden, F width, E experts; rows past the last offset belong to no expert and are
 unspecified. ``a = p * (up + offset) * gate * sigmoid(alpha * gate)``, where ``gate`` is bounded
 from above and ``up`` from both sides by ``limit`` (gpt-oss, arXiv 2508.10925). With routing weights
-on the input (Llama 4), ``p`` scales the rows before the first product and nothing else.
+on the input (Llama 4), ``p`` scales only the rows before the first product.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from moefold.kernels.rows import expert_of_rows, upcast
 
 @dataclass(frozen=True)
 class ExpertVariant:
-    """Biases and activation of one pass through some experts; all but their matrix products."""
+    """Biases and activation of a pass through some experts: everything but the matrix products."""
 
     offs_E: Tensor
     alpha: float = 1.0
@@ -56,7 +56,7 @@ class ExpertVariant:
     def scale_input_backward(
         self, x_RD: Tensor, p_R: Tensor, dx_RD: Tensor | None, dp_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return gradients of the layer's input rows and routing weights: backward of ``enter``."""
+        """Backward of ``scale_input``: return gradients of input rows and routing weights."""
         if not self.on_input or dx_RD is None:
             return dx_RD, dp_R
         towards_R = torch.linalg.vecdot(upcast(x_RD), upcast(dx_RD)).to(p_R.dtype)
@@ -71,7 +71,7 @@ class ExpertVariant:
         return torch.where(live_R[:, None], h_R2F + self._bias_rows(self.in_bias, h_R2F), 0)
 
     def add_out_bias(self, y_RD: Tensor, p_R: Tensor) -> Tensor:
-        """Return outputs plus their bias, which is scaled by the factor of :meth:`_of_bias`."""
+        """Return outputs plus their bias, scaled by :meth:`_out_bias_factor`."""
         if self.out_bias is None:
             return y_RD
         bias_RD = self._bias_rows(self.out_bias, y_RD)
@@ -115,15 +115,17 @@ class ExpertVariant:
         self, dh_R2F: Tensor, dy_RD: Tensor, p_R: Tensor, sink: GradientSink
     ) -> tuple[Tensor | None, Tensor | None]:
         """Pass the gradients of both biases, which are sums over rows, to the sink."""
-        found: list[Tensor | None] = [None, None]
+        gradients: list[Tensor | None] = [None, None]
         if self.in_bias is not None and self.in_bias.master.requires_grad:
-            found[0] = sink.deliver(self.in_bias.master, self._bias_gradient(dh_R2F, self.in_bias))
-        if self.out_bias is not None and self.out_bias.master.requires_grad:
-            weighed_RD = upcast(dy_RD) * self._out_bias_factor(p_R)
-            found[1] = sink.deliver(
-                self.out_bias.master, self._bias_gradient(weighed_RD, self.out_bias)
+            gradients[0] = sink.deliver(
+                self.in_bias.master, self._bias_gradient(dh_R2F, self.in_bias)
             )
-        return found[0], found[1]
+        if self.out_bias is not None and self.out_bias.master.requires_grad:
+            weighted_RD = upcast(dy_RD) * self._out_bias_factor(p_R)
+            gradients[1] = sink.deliver(
+                self.out_bias.master, self._bias_gradient(weighted_RD, self.out_bias)
+            )
+        return gradients[0], gradients[1]
 
     def _bias_gradient(self, rows: Tensor, bias: Operand) -> Product:
         """Return the product that sums the rows of each expert, in a deterministic order."""
