@@ -147,7 +147,6 @@ class ConvolutionSizes(MixedSizes, GqaSizes, DenseFirst):
     """Kernel size of convolutions."""
 
     def attention(self, layer: int, rope: Rope | None, extra: Mapping[str, Any]) -> Record:
-        """Return attention or a convolution."""
         if layer in self.full_layers:
             return super().attention(layer, rope, extra)
         return ShortConvolution(taps=self.taps)
@@ -195,7 +194,6 @@ class DeltaSizes(MixedSizes, FreeGqaSizes):
     linear: LinearSizes
 
     def attention(self, layer: int, rope: Rope | None, extra: Mapping[str, Any]) -> Record:
-        """Return attention or a delta net."""
         if layer in self.full_layers:
             return super().attention(layer, rope, extra)
         return DeltaNet(**dict(self.linear))
