@@ -266,7 +266,7 @@ def figures(trial: Trial, traces: Sequence[dict[str, list[Trace]]]) -> tuple[Fig
     exchange = [t.total("exchange") for t in chosen]
     hidden = [1 - (t.busy - w) / x for t, w, x in zip(chosen, work, exchange, strict=True)]
     folding = Folding(Layout(sizes=trial.sizes).split, trial.ranks)
-    stage = [folding.attention_spot(rank).pp for rank in range(trial.ranks)]
+    stage = [folding.attention_coordinates(rank).pp for rank in range(trial.ranks)]
     table = Layout.model_validate({"sizes": trial.sizes, "schedule": {"kind": "merged"}}).table(
         MICRO_BATCHES
     )

@@ -109,12 +109,12 @@ def experts_gradient(job: Trainer, steps: int = 2) -> dict[str, Tensor]:
 def take(job: Trainer, base: Path, state: Mapping[str, Tensor], step: int) -> None:
     """Go on from a run's checkpoint, whose wide moments a run may keep in fewer bits."""
     assert isinstance(job.optimizer, AdamWOptimizer)
-    if not job.optimizer.narrow:
+    if not job.optimizer.low_precision:
         fork(job, base)
         return
     restore(checkpoint_in(base), job.data, None)
     job.data.renew()
-    for name, moments in job.optimizer.narrow.items():
+    for name, moments in job.optimizer.low_precision.items():
         for one, what in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
             values = state[f"optim.{name}.{what}"].view(-1)
             one.write(0, len(values), values, torch.full_like(values, 0.5))  # to nearest

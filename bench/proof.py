@@ -29,7 +29,7 @@ from proof_selection import selection
 
 from moefold.proof.case import ProofCase
 from moefold.proof.matrix import matrix
-from moefold.proof.negative_controls import Control, control, cover, faults_of
+from moefold.proof.negative_controls import Control, choose_covering, faults_of, run_faults
 from moefold.proof.verify import LayoutVerdict, Proof, prove, prove_low_precision
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,7 +99,7 @@ def run_matrix() -> dict[str, Any]:
     cases, started = every_case(), time.monotonic()
     proof = prove(cases, Lines(len(cases)).verdict)
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    chosen = cover(recorded)
+    chosen = choose_covering(recorded)
     facts = {**summary(proof, started), "call_sites": sum(len(sites) for _, sites in chosen)}
     return {**facts, "cover": [case.name for case, _ in chosen]}
 
@@ -116,7 +116,7 @@ def run_controls() -> dict[str, Any]:
     cases, started = [by_name[name] for name in named["cover"]], time.monotonic()
     proof = prove(cases, Lines(len(cases)).verdict)
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    covering = cover(recorded)
+    covering = choose_covering(recorded)
     call_sites = sum(len(sites) for _, sites in covering)
     assert call_sites == named["call_sites"], "the matrix makes other exchanges: run it anew"
     planned = faults_of(covering)
@@ -137,12 +137,12 @@ def run_controls() -> dict[str, Any]:
         }
 
     def told(found: Control) -> None:
-        words, case, said = found.broken.words, found.case, found.said[-160:]
+        words, case, said = found.fault.text, found.case, found.evidence[-160:]
         lines.say(found.noticed, f"{words} | {case} | {said}")
         rows.append({"broken": words, "in": case, "noticed": found.noticed, "by": said})
         path.write_text(json.dumps(facts(), indent=1) + "\n")
 
-    control(planned, told)
+    run_faults(planned, told)
     return facts()
 
 

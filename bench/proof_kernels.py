@@ -29,7 +29,7 @@ from proof_selection import selection
 from moefold.comm.worker import PRELOAD
 from moefold.layers.config import Precision
 from moefold.proof.case import ProofCase
-from moefold.proof.negative_controls import Control, control, cover, faults_of
+from moefold.proof.negative_controls import Control, choose_covering, faults_of, run_faults
 from moefold.proof.verify import Proof, low_precision_case, prove_low_precision
 
 PACKAGE = Path(__file__).parents[1] / "moefold"
@@ -80,19 +80,19 @@ def run_controls() -> dict[str, Any]:
     proof = narrow(cases, "fp32")
     lowered = [low_precision_case(case, "fp32", "triton") for case in cases]
     recorded = [(case, found.sites) for case, found in zip(lowered, proof.verdicts, strict=True)]
-    planned = faults_of(cover(recorded))
+    planned = faults_of(choose_covering(recorded))
     lines = Lines(len(planned))
 
     def told(found: Control) -> None:
-        lines.say(found.noticed, f"{found.broken.words} | {found.case} | {found.said[-160:]}")
+        lines.say(found.noticed, f"{found.fault.text} | {found.case} | {found.evidence[-160:]}")
 
-    found = control(planned, told)
+    found = run_faults(planned, told)
     return {
         **machine(),
         "seconds": round(time.monotonic() - started),
         "layouts": len(planned),
         "passed": sum(row.noticed for row in found),
-        "failed": [f"{row.broken.words} in {row.case}" for row in found if not row.noticed],
+        "failed": [f"{row.fault.text} in {row.case}" for row in found if not row.noticed],
     }
 
 

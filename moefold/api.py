@@ -20,7 +20,7 @@ from moefold.files import free_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import is_hub_folder
-from moefold.proof.verify import Proof, cases_of, prove, within_spread
+from moefold.proof.verify import Proof, cases_of, prove, prove_as_run
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import WORDS, device_kind, world_of
 from moefold.training.hooks.assemble import assemble
@@ -229,4 +229,4 @@ def verify(
     """
     if isinstance(layouts, str):
         raise TypeError(f"layouts must be a list, such as [{layouts!r}], not {layouts!r}")
-    return (within_spread if as_run else prove)(cases_of(run, layouts, world, as_run))
+    return (prove_as_run if as_run else prove)(cases_of(run, layouts, world, as_run))

@@ -35,7 +35,7 @@ from moefold.planner.case import Case, Numbers
 from moefold.planner.count import count
 from moefold.planner.hardware import Machine
 from moefold.planner.time import estimate
-from moefold.proof.shrink import Asked, small_decoder
+from moefold.proof.shrink import SizeRequirements, small_decoder
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
 from moefold.training.calibrate import LOSS_CHUNK, adjusted
@@ -134,7 +134,7 @@ def gpt_oss() -> Decoder:
 
 def small(trial: Trial) -> Trial:
     """Return a trial of a smoke run: the same kinds of parts, small, and no more pairs than one."""
-    decoder = small_decoder(trial.decoder, Asked.of([trial.layout]))
+    decoder = small_decoder(trial.decoder, SizeRequirements.of([trial.layout]))
     micro = 1 if trial.schedule is None else 2
     return replace(trial, decoder=decoder, rows=max(8, trial.rows // 128), micro_batches=micro)
 

@@ -41,10 +41,10 @@ from moefold.config.merge import ValueOrigin
 from moefold.config.plugins import import_plugins
 from moefold.config.schema import json_schema
 from moefold.mesh.config import ORDERS, Sizes
-from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS, Folding, Ranks
+from moefold.mesh.folding import ATTENTION, EXPERTS, GROUP_KINDS, Folding, Ranks
 from moefold.mesh.grid import Grid
 from moefold.mesh.legality import folding_violations, size_violations
-from moefold.mesh.pipeline import Place, Stages, Way
+from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import IDENTITY, RECIPES, Run, loaded_run
@@ -141,11 +141,11 @@ def _load(args: argparse.Namespace) -> LoadedRecord[Run]:
 def _graph_report(run: Run, world: int) -> dict[str, Any]:
     """Return the operators that no graph can capture, and why graphs are illegal in the layout."""
     from moefold.planner.answer import graph_bytes
-    from moefold.proof.capture import uncaptured
+    from moefold.proof.capture import find_capture_blockers
     from moefold.proof.verify import cases_of
 
     (case,) = cases_of(run, world=world, as_run=True)
-    operators = uncaptured(case)
+    operators = find_capture_blockers(case)
     refused, static = dict[str, list[str]](), dict[str, list[float]]()
     for kind in ("partial", "step"):
         layout = run.layout.model_copy(update={"graphs": kind})
@@ -156,7 +156,7 @@ def _graph_report(run: Run, world: int) -> dict[str, Any]:
                 static[kind] = graph_bytes(run.model_copy(update={"layout": layout}), world)
     return {
         "reads": [{**read._asdict(), "times": times} for read, times in operators.reads.items()],
-        "ended": operators.ended,
+        "ended": operators.failed_at,
         "refused": refused["step"],
         "static_bytes": static,
     }
@@ -295,7 +295,7 @@ class LayoutReport:
     """None if the sizes do not fit the number of ranks."""
     stages: Stages | None
     """None if the model cannot be split into them."""
-    way: Way
+    way: StageMapping
     """The assignment of stages to ranks."""
     experts: tuple[Ranks, ...] | None
     """Ids of one layer's experts for each ep coordinate; None without experts or a legal ep."""
@@ -313,7 +313,7 @@ class LayoutReport:
         if layout.stages is not None or count <= model.layers:
             with suppress(ValueError):
                 stages = layout.stages_of(model.layers, model.multi_token)
-        if stages is not None and stages.faults(count, model.mixtures, model.multi_token):
+        if stages is not None and stages.broken_rules(count, model.mixtures, model.multi_token):
             stages = None
         per_rank = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
         n = min(per_rank, default=0)
@@ -341,8 +341,8 @@ class LayoutReport:
             grids = {ATTENTION: folding.attention, EXPERTS: folding.experts}
             answer |= {"order": folding.order, "dp": folding.dp, "edp": folding.edp}
             answer["grids"] = {name: dict(grid.axes) for name, grid in grids.items()}
-            answer["groups"] = {kind: folding.groups(kind) for kind in KINDS}
-            answer["same_groups"] = folding.same()
+            answer["groups"] = {kind: folding.groups(kind) for kind in GROUP_KINDS}
+            answer["same_groups"] = folding.first_equal_kinds()
         if stages is not None:
             answer["stages"] = {"text": stages.text, "table": stages.table(self.sizes.pp, self.way)}
         if self.experts is not None:
@@ -413,11 +413,11 @@ def _grid_table(name: str, grid: Grid) -> tuple[str, Table]:
 def _group_table(folding: Folding) -> Table:
     """Return a table of the kinds of groups: size, number, first groups, purpose."""
     rows = []
-    for kind, first in folding.same().items():
+    for kind, first in folding.first_equal_kinds().items():
         groups = folding.groups(kind)
         ranks = f"same as {first}" if first != kind else format_groups(groups)
         figures = str(len(groups[0])), f"{len(groups):,}"
-        rows.append((kind, *figures, ranks, KINDS[kind].purpose))
+        rows.append((kind, *figures, ranks, GROUP_KINDS[kind].purpose))
     titles = ("kind", "size", "number", "ranks", "for")
     table = _table(titles, rows, right=("size", "number"), most=len(rows))
     table.columns[-1].style = "dim"
@@ -434,7 +434,7 @@ def _abridge(items: Sequence[Any], most: int) -> Iterator[Any]:
     yield items[-1]
 
 
-def _format_stage(stage: Sequence[Place]) -> str:
+def _format_stage(stage: Sequence[StagePart]) -> str:
     """Format the content of a stage: ``embedding, layers 0–1``."""
     parts = []
     for kind, same in groupby(stage, key=lambda place: place.kind):

@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
     if args.precision is not None:
         proof = proving.prove_low_precision(cases, args.precision, progress.show)
     elif args.as_run:
-        proof = proving.within_spread(cases, progress.show)
+        proof = proving.prove_as_run(cases, progress.show)
     else:
         proof = proving.prove(cases, progress.show)
-    controls = proving.controls_of(cases, proof, progress.show_control) if args.controls else []
+    controls = proving.run_controls(cases, proof, progress.show_control) if args.controls else []
     if args.json:
         print_json(results_json(proof, controls))
     else:
@@ -130,8 +130,8 @@ class VerdictPrinter:
         """Print one line: the fault, whether the proof noticed it, and by which quantity."""
         if not self._quiet:
             verdict = ("noticed ", "green") if control.noticed else ("MISSED ", "bold red")
-            line = Text.assemble(verdict, control.broken.words)
-            line.append(f"  in {control.case}, by {_last_line(control.said)}", style="dim")
+            line = Text.assemble(verdict, control.fault.text)
+            line.append(f"  in {control.case}, by {_last_line(control.evidence)}", style="dim")
             self._console.print(line)
 
 
@@ -192,7 +192,7 @@ def results_json(proof: "Proof", controls: "Sequence[Control]") -> dict[str, Any
     answer: dict[str, Any] = {"passed": proof.passed, "layouts": layouts}
     if controls:
         answer["controls"] = [
-            {"broken": c.broken.words, "layout": c.case, "noticed": c.noticed, "said": c.said}
+            {"broken": c.fault.text, "layout": c.case, "noticed": c.noticed, "said": c.evidence}
             for c in controls
         ]
     return answer

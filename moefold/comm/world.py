@@ -14,7 +14,7 @@ from moefold.comm.recorder import Recorder
 from moefold.comm.rendezvous import open_connection
 from moefold.comm.watch import HOST, HangWatch
 from moefold.mesh.config import Sizes
-from moefold.mesh.folding import EMBEDDING, AttentionSpot, ExpertSpot, Folding, Ranks
+from moefold.mesh.folding import EMBEDDING, AttentionCoordinates, ExpertCoordinates, Folding, Ranks
 
 T = TypeVar("T")
 IN_OPERATION = "an operation with other ranks was under way"
@@ -42,8 +42,8 @@ class World:
         self.folding, self.rank, self.device = folding, rank, device
         self.time_out_s = time_out_s
         self.recorder = Recorder(mark=_mark_queued_work if device.type == "cuda" else None)
-        self.attention: AttentionSpot = folding.attention_spot(rank)
-        self.experts: ExpertSpot = folding.expert_spot(rank)
+        self.attention: AttentionCoordinates = folding.attention_coordinates(rank)
+        self.experts: ExpertCoordinates = folding.expert_coordinates(rank)
         self._by_kind: dict[str, Group] = {}
         self._by_ranks: dict[tuple[bool, Ranks], Group] = {}
         """By whether the group has a separate bulk communicator, and its ranks."""
@@ -129,7 +129,7 @@ class World:
             others = tuple(stage for stage in range(self.folding.sizes.pp) if stage not in wanted)
             is_member = self.attention.pp in wanted
             mine = wanted if is_member else others
-            ranks = tuple(sorted(self.folding.on_stage(self.rank, stage) for stage in mine))
+            ranks = tuple(sorted(self.folding.rank_on_stage(self.rank, stage) for stage in mine))
             # torch names a group that only its members create by its ranks and by the number of
             # groups the process has created, so all ranks must create one: two in each pipeline.
             self._by_stages[wanted] = (
@@ -229,7 +229,7 @@ class World:
     def _create_groups(self, kinds: Collection[str] = GROUP_KINDS) -> None:
         """Create groups, each named after all kinds with the same ranks."""
         named: dict[tuple[str, bool], list[str]] = {}
-        for kind, first in self.folding.same().items():
+        for kind, first in self.folding.first_equal_kinds().items():
             named.setdefault((first, kind in BULK_KINDS and _is_ordered()), []).append(kind)
         for (first, bulk), names in named.items():
             if not set(kinds).isdisjoint(names):

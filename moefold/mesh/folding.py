@@ -1,6 +1,6 @@
-"""One order of ranks and two grids over it: attention ``(pp, dp, cp, tp)``, experts ``(pp, edp,
-ep, etp)``. Only pp must agree, so that expert parallelism may span the ranks of tp, cp and dp of
-attention (MoE Parallel Folding, arXiv 2504.14960). Pure arithmetic, without processes.
+"""Two grids over one order of ranks: attention ``(pp, dp, cp, tp)``, experts ``(pp, edp, ep,
+etp)``. Only pp must agree, so expert parallelism may span attention's ranks of tp, cp and dp (MoE
+Parallel Folding, arXiv 2504.14960). Pure arithmetic, without processes.
 """
 
 from typing import NamedTuple
@@ -13,47 +13,47 @@ from moefold.mesh.legality import folding_violations
 Ranks = tuple[int, ...]
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """A kind of group: its grid, the axes that it spans, and its purpose."""
 
     grid: str
     axes: tuple[str, ...]
     purpose: str
     ends: bool = False
-    """Whether it has only the first and the last rank along the axes."""
+    """Whether groups have only the first and the last rank along the axes."""
 
     def runs(self, grid: Grid) -> Runs:
-        """Return the strides and sizes that its groups span; equal for kinds with equal groups."""
+        """Return the strides and sizes that the groups span; equal for kinds with equal groups."""
         runs = grid.runs(self.axes)
         return tuple((stride * (size - 1), 2) for stride, size in runs) if self.ends else runs
 
 
 ATTENTION, EXPERTS = "attention", "experts"
 EMBEDDING = "embedding"
-KINDS: dict[str, Kind] = {
-    "tp": Kind(ATTENTION, ("tp",), "slices of dense weights"),
-    "cp": Kind(ATTENTION, ("cp",), "pieces of one sequence"),
-    "dp": Kind(ATTENTION, ("dp",), "different sequences"),
-    "pp": Kind(ATTENTION, ("pp",), "stages of one pipeline"),
-    "tp_cp": Kind(ATTENTION, ("tp", "cp"), "all pieces of one sequence"),
-    "dp_cp": Kind(ATTENTION, ("cp", "dp"), "copies of dense weights"),
-    "tp_dp": Kind(ATTENTION, ("tp", "dp"), "one piece of every sequence"),
-    "tp_pp": Kind(ATTENTION, ("tp", "pp"), "one copy of dense weights"),
-    "tp_cp_pp": Kind(ATTENTION, ("tp", "cp", "pp"), "all ranks that a sequence passes"),
-    "ep": Kind(EXPERTS, ("ep",), "all experts of a layer"),
-    "etp": Kind(EXPERTS, ("etp",), "slices of an expert"),
-    "edp": Kind(EXPERTS, ("edp",), "copies of expert weights"),
-    "tp_ep": Kind(EXPERTS, ("etp", "ep"), "all slices of all experts"),
-    "ep_edp": Kind(EXPERTS, ("ep", "edp"), "every copy of every expert"),
-    "tp_ep_pp": Kind(EXPERTS, ("etp", "ep", "pp"), "one copy of expert weights"),
-    "stage": Kind(ATTENTION, ("tp", "cp", "dp"), "all ranks of one stage"),
-    "world": Kind(ATTENTION, ("tp", "cp", "dp", "pp"), "all ranks"),
-    EMBEDDING: Kind(ATTENTION, ("pp",), "first and last stage", ends=True),
+GROUP_KINDS: dict[str, GroupKind] = {
+    "tp": GroupKind(ATTENTION, ("tp",), "slices of dense weights"),
+    "cp": GroupKind(ATTENTION, ("cp",), "pieces of one sequence"),
+    "dp": GroupKind(ATTENTION, ("dp",), "different sequences"),
+    "pp": GroupKind(ATTENTION, ("pp",), "stages of one pipeline"),
+    "tp_cp": GroupKind(ATTENTION, ("tp", "cp"), "all pieces of one sequence"),
+    "dp_cp": GroupKind(ATTENTION, ("cp", "dp"), "copies of dense weights"),
+    "tp_dp": GroupKind(ATTENTION, ("tp", "dp"), "one piece of every sequence"),
+    "tp_pp": GroupKind(ATTENTION, ("tp", "pp"), "one copy of dense weights"),
+    "tp_cp_pp": GroupKind(ATTENTION, ("tp", "cp", "pp"), "all ranks that a sequence passes"),
+    "ep": GroupKind(EXPERTS, ("ep",), "all experts of a layer"),
+    "etp": GroupKind(EXPERTS, ("etp",), "slices of an expert"),
+    "edp": GroupKind(EXPERTS, ("edp",), "copies of expert weights"),
+    "tp_ep": GroupKind(EXPERTS, ("etp", "ep"), "all slices of all experts"),
+    "ep_edp": GroupKind(EXPERTS, ("ep", "edp"), "every copy of every expert"),
+    "tp_ep_pp": GroupKind(EXPERTS, ("etp", "ep", "pp"), "one copy of expert weights"),
+    "stage": GroupKind(ATTENTION, ("tp", "cp", "dp"), "all ranks of one stage"),
+    "world": GroupKind(ATTENTION, ("tp", "cp", "dp", "pp"), "all ranks"),
+    EMBEDDING: GroupKind(ATTENTION, ("pp",), "first and last stage", ends=True),
 }
-"""Every kind of group by name. In ``tp_ep``, tp is the experts' tensor axis, etp."""
+"""All kinds of groups by name. In ``tp_ep``, tp is the experts' tensor axis, etp."""
 
 
-class AttentionSpot(NamedTuple):
+class AttentionCoordinates(NamedTuple):
     """A rank's coordinates in the attention grid."""
 
     pp: int
@@ -62,7 +62,7 @@ class AttentionSpot(NamedTuple):
     tp: int
 
 
-class ExpertSpot(NamedTuple):
+class ExpertCoordinates(NamedTuple):
     """A rank's coordinates in the expert grid."""
 
     pp: int
@@ -85,9 +85,9 @@ class Folding:
         Raises:
             RunError: a ``ValueError`` with every violation and the nearest legal values.
         """
-        broken = folding_violations(sizes, world, order)
-        if broken:
-            raise RunError(broken, source=f"layout {str(sizes)!r}")
+        violations = folding_violations(sizes, world, order)
+        if violations:
+            raise RunError(violations, source=f"layout {str(sizes)!r}")
         self.sizes, self.world, self.order = sizes, world, order
         self.dp = world // (sizes.pp * sizes.cp * sizes.tp)
         self.edp = world // (sizes.pp * sizes.ep * sizes.etp)
@@ -102,17 +102,17 @@ class Folding:
         self.attention = Grid(tuple((name, axes[name]) for name in names if name in axes))
         self.experts = Grid(tuple(expert_axes[name] for name in names if name in expert_axes))
 
-    def attention_spot(self, rank: int) -> AttentionSpot:
+    def attention_coordinates(self, rank: int) -> AttentionCoordinates:
         """Return a rank's coordinates in the attention grid."""
-        return AttentionSpot(**self.attention.coordinates(self._inside(rank)))
+        return AttentionCoordinates(**self.attention.coordinates(self._check_rank(rank)))
 
-    def expert_spot(self, rank: int) -> ExpertSpot:
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
         """Return a rank's coordinates in the expert grid."""
-        return ExpertSpot(**self.experts.coordinates(self._inside(rank)))
+        return ExpertCoordinates(**self.experts.coordinates(self._check_rank(rank)))
 
-    def on_stage(self, rank: int, stage: int) -> int:
+    def rank_on_stage(self, rank: int, stage: int) -> int:
         """Return the rank of the same pipeline on another stage."""
-        return self.attention.rank(self.attention_spot(rank)._replace(pp=stage)._asdict())
+        return self.attention.rank(self.attention_coordinates(rank)._replace(pp=stage)._asdict())
 
     def groups(self, kind: str) -> tuple[Ranks, ...]:
         """Return all groups of a kind, sorted by smallest rank; ranks in a group ascend.
@@ -120,7 +120,7 @@ class Folding:
         Raises:
             ValueError: if there is no such kind.
         """
-        grid, axes, offsets = self._parts(kind)
+        grid, axes, offsets = self._layout_of(kind)
         return tuple([shifted(offsets, start) for start in grid.starts(axes)])
 
     def group(self, kind: str, rank: int) -> Ranks:
@@ -128,28 +128,30 @@ class Folding:
 
         For the embedding group it is empty on ranks of middle stages.
         """
-        grid, axes, offsets = self._parts(kind)
-        ranks = shifted(offsets, grid.start(self._inside(rank), axes))
+        grid, axes, offsets = self._layout_of(kind)
+        ranks = shifted(offsets, grid.start(self._check_rank(rank), axes))
         return ranks if rank in ranks else ()
 
-    def same(self) -> dict[str, str]:
-        """Return for each kind the first kind with equal groups, possibly itself.
+    def first_equal_kinds(self) -> dict[str, str]:
+        """Map each kind to the first kind with equal groups, possibly itself.
 
         Two kinds have all groups in common or none: the groups of any kind are shifted copies of
         the one with rank 0, which determines them.
         """
         first: dict[Offsets, str] = {}
-        return {kind: first.setdefault(self._parts(kind)[2], kind) for kind in KINDS}
+        return {kind: first.setdefault(self._layout_of(kind)[2], kind) for kind in GROUP_KINDS}
 
-    def _parts(self, kind: str) -> tuple[Grid, tuple[str, ...], Offsets]:
+    def _layout_of(self, kind: str) -> tuple[Grid, tuple[str, ...], Offsets]:
         """Return a kind's grid and axes, and the offsets of a group's ranks from its smallest."""
-        found = KINDS.get(kind)
-        if found is None:
-            raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")
-        grid = self.attention if found.grid == ATTENTION else self.experts
-        return grid, found.axes, offsets_of(found.runs(grid))
+        group_kind = GROUP_KINDS.get(kind)
+        if group_kind is None:
+            raise ValueError(
+                f"no kind of group is called {kind!r}; there are {', '.join(GROUP_KINDS)}"
+            )
+        grid = self.attention if group_kind.grid == ATTENTION else self.experts
+        return grid, group_kind.axes, offsets_of(group_kind.runs(grid))
 
-    def _inside(self, rank: int) -> int:
+    def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank}: ranks run from 0 to {self.world - 1}")
         return rank

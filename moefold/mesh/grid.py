@@ -1,4 +1,4 @@
-"""A numbering of ranks by named axes, fastest first: strides, coordinates, offsets."""
+"""Numbering of ranks by named axes, fastest first: strides, coordinates, offsets."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks ``0 .. world - 1`` as a mixed-radix number over axes.
+    """Ranks ``0 .. world - 1`` as mixed-radix numbers over axes.
 
-    A group that spans some of the axes is ``{start + offset}``: its smallest rank, at which those
-    axes are 0, plus offsets that are equal for every group of its kind.
+    A group that spans some axes is ``{start + offset}``: its smallest rank, where those axes are 0,
+    plus offsets that are equal for all groups of its kind.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -30,7 +30,7 @@ class Grid:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Distance between ranks that differ only by one along an axis."""
+        """Distance between ranks that differ by one along one axis."""
         steps = accumulate(self.sizes.values(), mul, initial=1)
         return dict(zip(self.sizes, steps, strict=False))
 
@@ -48,22 +48,22 @@ class Grid:
         Raises:
             ValueError: if a coordinate is outside its axis.
         """
-        for axis, at in coordinates.items():
-            if not 0 <= at < self.sizes[axis]:
-                raise ValueError(f"{axis} {at}: this axis runs from 0 to {self.sizes[axis] - 1}")
-        return sum(at * self.strides[axis] for axis, at in coordinates.items())
+        for axis, index in coordinates.items():
+            if not 0 <= index < self.sizes[axis]:
+                raise ValueError(f"{axis} {index}: this axis runs from 0 to {self.sizes[axis] - 1}")
+        return sum(index * self.strides[axis] for axis, index in coordinates.items())
 
     def runs(self, axes: Collection[str]) -> Runs:
         """Return the strides and sizes spanned by ranks at which all axes but ``axes`` are 0."""
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for axis, size in self.axes:
             if axis in axes and size > 1:
-                stride, last = self.strides[axis], found[-1] if found else (0, 0)
+                stride, last = self.strides[axis], runs[-1] if runs else (0, 0)
                 if last[0] * last[1] == stride:
-                    found[-1] = last[0], last[1] * size
+                    runs[-1] = last[0], last[1] * size
                 else:
-                    found.append((stride, size))
-        return tuple(found)
+                    runs.append((stride, size))
+        return tuple(runs)
 
     def offsets(self, axes: Collection[str]) -> Offsets:
         """Return the ranks at which all axes but ``axes`` are 0, ascending."""
@@ -79,14 +79,14 @@ class Grid:
 
 
 def offsets_of(runs: Runs) -> Offsets:
-    """Return the offsets that strides and sizes span."""
+    """Return the offsets spanned by strides and sizes."""
     if len(runs) < 2:
         stride, size = runs[0] if runs else (1, 1)
         return range(0, stride * size, stride)
-    found = [0]
+    offsets = [0]
     for stride, size in runs:
-        found = [high + low for high in range(0, stride * size, stride) for low in found]
-    return tuple(found)
+        offsets = [high + low for high in range(0, stride * size, stride) for low in offsets]
+    return tuple(offsets)
 
 
 def shifted(offsets: Offsets, start: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Checks sizes against a number of ranks and a model: all violations with nearest legal values.
+"""Checks sizes against a number of ranks and a model: all violations and nearest legal values.
 
 The nearest values of one result are legal together.
 """
@@ -11,7 +11,7 @@ from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.spec.decoder import ModelNeeds
 
-SPLIT = ("pp", "tp", "cp", "ep", "etp")
+SPLIT_AXES = ("pp", "tp", "cp", "ep", "etp")
 """Axes that split ranks, in the order in which nearest legal sizes are chosen."""
 
 
@@ -31,28 +31,28 @@ def size_violations(
 
     ``world`` is the number of ranks, if fixed; ``stages`` are balanced if not given.
     """
-    parsed, slip = None, ""
+    parsed, parse_error = None, ""
     try:
         parsed = None if stages is None else Stages.parse(stages)
     except ValueError as error:
-        slip = str(error)
+        parse_error = str(error)
     most = max(model.layers, len(parsed.letters) if parsed else 0)
     fits = world is not None and world > 0 and world % sizes.smallest_world == 0
-    mended = nearest_sizes(sizes, model, world if fits else None, most)
+    nearest = nearest_sizes(sizes, model, world if fits else None, most)
     broken = size_rules(sizes, model, most)
-    found = [Violation(("sizes",), sizes.text, rule, mended.text) for rule in broken]
+    found = [Violation(("sizes",), sizes.text, rule, nearest.text) for rule in broken]
     if world is not None:
-        found += world_violations(mended, world, model, most)
-    found += order_violations(mended, order)
-    if slip:
-        found.append(Violation(("stages",), stages, slip, None))
+        found += world_violations(nearest, world, model, most)
+    found += order_violations(nearest, order)
+    if parse_error:
+        found.append(Violation(("stages",), stages, parse_error, None))
     if parsed is not None:
-        need = mended.pp * mended.vpp, model.mixtures, model.multi_token
-        faults = parsed.faults(*need)
+        need = nearest.pp * nearest.vpp, model.mixtures, model.multi_token
+        rules = parsed.broken_rules(*need)
         if parsed.letters[-1].count("m") < "".join(parsed.letters).count("m"):
-            faults.append("must have every m in the last stage, with L")
-        near = parsed.nearest(*need).text if faults else None
-        found += [Violation(("stages",), stages, rule, near) for rule in faults]
+            rules.append("must have every m in the last stage, with L")
+        legal = parsed.nearest(*need).text if rules else None
+        found += [Violation(("stages",), stages, rule, legal) for rule in rules]
     return found
 
 
@@ -61,8 +61,8 @@ def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
     found = []
     if sizes.vpp > 1 and sizes.pp == 1:
         found.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
-    asked = dict(sizes)
-    found += [need.rule for need in model.needs if need.number % asked[need.axis]]
+    requested = dict(sizes)
+    found += [need.rule for need in model.needs if need.number % requested[need.axis]]
     if sizes.pp * sizes.vpp > most:
         found.append(
             f"pp * vpp ({sizes.pp * sizes.vpp}) must be at most {most}, the number of layers or "
@@ -74,7 +74,7 @@ def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
 def world_violations(
     sizes: Sizes, world: int, model: ModelNeeds | None = None, most: int | None = None
 ) -> Iterator[Violation]:
-    """Yield a violation if the number of ranks is no multiple of what both grids need."""
+    """Yield a violation if the number of ranks is not a multiple of what both grids need."""
     smallest = sizes.smallest_world
     if world > 0 and world % smallest == 0:
         return
@@ -106,10 +106,10 @@ def nearest_sizes(
 
     ``most`` bounds the number of stages.
     """
-    asked, chosen = dict(sizes), dict[str, int]()
+    requested, chosen = dict(sizes), dict[str, int]()
     # Schedules with virtual stages need two or more per rank, so pp is reduced for them.
     deepest = most if most is None or sizes.vpp == 1 else most // 2 or most
-    for axis in SPLIT:
+    for axis in SPLIT_AXES:
         if axis == "pp":
             legal = None if deepest is None else range(1, deepest + 1)  # None: all sizes
         else:
@@ -118,9 +118,9 @@ def nearest_sizes(
         if world is not None:
             fitting = [d for d in divisors(world) if legal is None or d in legal]
             legal = [d for d in fitting if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
-        one = asked[axis]
-        # The nearest by ratio, the smaller in a tie.
-        chosen[axis] = min(legal or (), key=lambda d: (max(d / one, one / d), d), default=one)
+        size = requested[axis]
+        # The nearest by ratio; in a tie the smaller.
+        chosen[axis] = min(legal or (), key=lambda d: (max(d / size, size / d), d), default=size)
     virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
     return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)
 

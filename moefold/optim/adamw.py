@@ -20,12 +20,12 @@ from moefold.optim.moments import (
     ElementRun,
     Fp8Moment,
     MomentGroups,
-    MomentPlace,
-    settle,
+    MomentPosition,
+    encode_shared_groups,
 )
 
 FUSED_DEVICES = ("cpu", "cuda")
-AlikeTensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+TensorGroup = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 """Parameters with equal settings, their gradients, and both moments."""
 
 
@@ -108,8 +108,8 @@ def fusible(param: Tensor) -> bool:
 class AdamWOptimizer(Optimizer):
     """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each.
 
-    FP8 moments also have ``exp_avg_groups`` and ``exp_avg_sq_groups``. ``groups`` has positions of
-    this rank's elements, for low-precision moments; without it parameters are whole.
+    FP8 moments also have ``exp_avg_groups`` and ``exp_avg_sq_groups``. ``groups`` has the
+    positions of this rank's elements, for low-precision moments; without it parameters are full.
     """
 
     def __init__(
@@ -129,13 +129,15 @@ class AdamWOptimizer(Optimizer):
         }
         self._decayed = {n for n, p in self.params.items() if rule.decays(n, p.shape)}
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self.narrow: dict[str, tuple[Bf16Moment, Bf16Moment] | tuple[Fp8Moment, Fp8Moment]] = {}
+        self.low_precision: dict[
+            str, tuple[Bf16Moment, Bf16Moment] | tuple[Fp8Moment, Fp8Moment]
+        ] = {}
         """Low-precision moments, by parameter."""
         self._steps: dict[str, Tensor] = {}
         for name, p in self.params.items():
             states = rule.state_names(name, p.shape)
-            if isinstance(rule, AdamW) and rule.narrows(p.shape):
-                self._keep_narrow(name, p, states)
+            if isinstance(rule, AdamW) and rule.stores_low_precision(p.shape):
+                self._add_low_precision(name, p, states)
             else:
                 first, second = (self._add_state(name, what, zeros_for(p)) for what in states)
                 self._moments[name] = first, second
@@ -148,72 +150,72 @@ class AdamWOptimizer(Optimizer):
         for count in self._steps.values():
             count += 1
 
-        def update(tensors: AlikeTensors, fused: bool, decayed: bool, step: int) -> None:
+        def update(tensors: TensorGroup, fused: bool, decayed: bool, step: int) -> None:
             decay, rate = self.rule.weight_decay if decayed else 0.0, self.rule.lr * lr_factor
-            made = AdamWUpdate(*tensors, self.rule, step, rate, decay, scale)
-            (adamw_fused_ if fused else adamw_reference_)(made)
+            arguments = AdamWUpdate(*tensors, self.rule, step, rate, decay, scale)
+            (adamw_fused_ if fused else adamw_reference_)(arguments)
 
         groups: dict[tuple, list[str]] = defaultdict(list)
         for name in self._moments:
-            key = self.params[name].device, *self._alike(name)
+            key = self.params[name].device, *self._update_key(name)
             groups[key].append(name)
-        for (_, *alike), group in groups.items():
+        for (_, *key), group in groups.items():
             first, second = ([self._moments[n][k] for n in group] for k in (0, 1))
             tensors = [self.params[n] for n in group], [grads[n] for n in group], first, second
-            update(tensors, *alike)
-        for name, moments in self.narrow.items():
+            update(tensors, *key)
+        for name, moments in self.low_precision.items():
             flat, grad = self.params[name].view(-1), grads[name].reshape(-1)
-            alike, run, place = self._alike(name), self._run(name), self._place(name)
-            for start, stop in run.chunks():  # so that few moments exist in full precision
-                wide = [one.read(start, stop).to(state_dtype(flat)) for one in moments]
+            key, run = self._update_key(name), self._element_run(name)
+            for start, stop in run.chunks():  # bounds the moments in full precision
+                wide = [m.read(start, stop).to(state_dtype(flat)) for m in moments]
                 tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
-                update(tensors, *alike)
-                drawn = place.chance(run.part(start, stop), flat.device, alike[-1])
-                for one, values, chance in zip(moments, wide, drawn, strict=True):
-                    one.write(start, stop, values, chance)
+                update(tensors, *key)
+                drawn = self._position(name).uniform(run.subrun(start, stop), flat.device, key[-1])
+                for moment, values, random in zip(moments, wide, drawn, strict=True):
+                    moment.write(start, stop, values, random)
         if self._groups is not None and self.group:
-            narrow = self.narrow.items()
-            kept = {name: [m for m in both if isinstance(m, Fp8Moment)] for name, both in narrow}
-            settle(kept, self._groups)
+            narrow = self.low_precision.items()
+            fp8 = {name: [m for m in both if isinstance(m, Fp8Moment)] for name, both in narrow}
+            encode_shared_groups(fp8, self._groups)
 
-    def _alike(self, name: str) -> tuple[bool, bool, int]:
-        """Return (fused, decayed, step) of a parameter: equal ones can be updated together."""
+    def _update_key(self, name: str) -> tuple[bool, bool, int]:
+        """Return (fused, decayed, step): parameters with equal keys can be updated together."""
         return name in self._fused, name in self._decayed, int(self._steps[name])
 
-    def _run(self, name: str) -> ElementRun:
+    def _element_run(self, name: str) -> ElementRun:
         """Return this rank's elements of a parameter as a run of its shard."""
-        place = self._place(name)
+        position = self._position(name)
         elements = self.params[name].numel()
-        return ElementRun(place.first, elements, place.row, self.group or place.row)
+        return ElementRun(position.first, elements, position.row, self.group or position.row)
 
-    def _place(self, name: str) -> MomentPlace:
+    def _position(self, name: str) -> MomentPosition:
         """Return the position of this rank's elements in a parameter."""
         if self._groups is not None:
-            return self._groups.place(name)
+            return self._groups.position(name)
         shape = tuple(self.params[name].shape)
-        return MomentPlace(name, 0, tuple((0, size) for size in shape), shape)
+        return MomentPosition(name, 0, tuple((0, size) for size in shape), shape)
 
-    def _keep_narrow(self, name: str, p: Tensor, states: Sequence[str]) -> None:
+    def _add_low_precision(self, name: str, p: Tensor, states: Sequence[str]) -> None:
         """Create low-precision moments of a parameter."""
         if self.group:
-            run = self._run(name)
-            made = self.narrow[name] = Fp8Moment(p, run), Fp8Moment(p, run)
+            run = self._element_run(name)
+            moments = self.low_precision[name] = Fp8Moment(p, run), Fp8Moment(p, run)
         else:
-            made = self.narrow[name] = Bf16Moment(p), Bf16Moment(p)
-        for what, moment in zip(states, made, strict=True):
-            for said, tensor in moment.states(what).items():
-                self._add_state(name, said, tensor)
+            moments = self.low_precision[name] = Bf16Moment(p), Bf16Moment(p)
+        for what, moment in zip(states, moments, strict=True):
+            for state_name, tensor in moment.states(what).items():
+                self._add_state(name, state_name, tensor)
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Return the learning rate of this step."""
         return {self.rule.kind: self.rule.lr * lr_factor}
 
     def describe(self) -> dict[str, str]:
-        """Return in words how the update is computed."""
+        """Return a description of how the update is computed."""
         plain = len(self.params) - len(self._fused)
-        words = [f"{len(self._fused)} tensors fused"] if self._fused else []
-        words += [f"{plain} tensors unfused"] if plain or not self._fused else []
-        if self.narrow:
+        parts = [f"{len(self._fused)} tensors fused"] if self._fused else []
+        parts += [f"{plain} tensors unfused"] if plain or not self._fused else []
+        if self.low_precision:
             kind = "fp8" if self.group else "bf16"
-            words.append(f"moments of {len(self.narrow)} tensors in {kind}, in plain torch")
-        return {self.rule.kind: ", ".join(words)}
+            parts.append(f"moments of {len(self.low_precision)} tensors in {kind}, in plain torch")
+        return {self.rule.kind: ", ".join(parts)}

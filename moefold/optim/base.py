@@ -16,15 +16,15 @@ from torch import Tensor
 PREFIX = "optim"
 
 
-class Wholes(Protocol):
-    """Gathers whole matrices of parameters of which this rank updates only some elements.
+class FullMatrices(Protocol):
+    """Gathers full matrices of parameters of which this rank updates only some elements.
 
-    Each matrix is assigned to one rank, or to a few that compute the same update; they change the
-    tensors that ``gather`` returns in place, or make others of them for ``scatter``.
+    Each matrix is assigned to one rank, or to a few that compute the same update. They change the
+    tensors from ``gather`` in place, or pass others to ``scatter``.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Whole shape of each parameter of which this rank updates elements."""
+    """Full shape of each parameter of which this rank updates elements."""
 
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
         """Return this rank's matrices ``[..., m, n]`` from all ranks' pieces; a collective call."""
@@ -37,7 +37,7 @@ class Wholes(Protocol):
 
 @dataclass(frozen=True)
 class LocalMatrices:
-    """Matrices of parameters that this rank updates alone: views of its tensors."""
+    """Matrices of parameters that only this rank updates: views of its tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -46,7 +46,7 @@ class LocalMatrices:
         return [p.view(-1, *self.shapes[name][-2:]) for name, p in pieces.items()]
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors as the matrices are, whether these were changed in place or not."""
+        """Return the tensors with the matrices' values, whether changed in place or not."""
         for matrix, piece in zip(matrices, like.values(), strict=True):
             if matrix.untyped_storage()._cdata != piece.untyped_storage()._cdata:
                 piece.copy_(matrix.view(piece.shape))
@@ -60,8 +60,8 @@ class Optimizer(ABC):
     dim, with the parameter's number of dims. A tensor that requires no gradient when the optimizer
     is built has no state and never changes. State is float32, or float64 for float64 parameters.
 
-    Every optimizer is built as ``build(record, params)``. Raises ``ValueError`` if one tensor has
-    two names.
+    Optimizers are built by ``build(record, params)``. Raises ``ValueError`` if a tensor has two
+    names.
     """
 
     group = 0
@@ -70,9 +70,9 @@ class Optimizer(ABC):
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = {name: p for name, p in params.items() if p.requires_grad}
         self._state: dict[str, Tensor] = {}
-        first_name: dict[int, str] = {}
+        names: dict[int, str] = {}
         for name, p in self.params.items():
-            first = first_name.setdefault(id(p), name)
+            first = names.setdefault(id(p), name)
             if first != name:
                 raise ValueError(f"{first} and {name} are the same parameter; use one name")
 
@@ -91,7 +91,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """Return how each group is computed, in words, by kind."""
+        """Return a description of how each group is computed, by kind."""
 
     def state(self) -> dict[str, Tensor]:
         """Return the state as ``optim.<parameter>.<what>``: live tensors, not copies."""
@@ -101,8 +101,8 @@ class Optimizer(ABC):
         """Register a tensor of a parameter's state, to be saved and loaded.
 
         Raises:
-            ValueError: if it has neither the parameter's shape nor no dims: where ranks share a
-                parameter, this rank's part of other shapes would be unknown.
+            ValueError: unless it has the parameter's shape or no dims: where ranks share a
+                parameter, this rank's part of another shape would be unknown.
         """
         shape = self.params[name].shape
         if tensor.dim() and tensor.shape != shape and not what.endswith("_groups"):

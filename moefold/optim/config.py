@@ -20,7 +20,7 @@ OPTIMIZER = Slot("optimizer")
 LR_SCHEDULE = Slot("learning-rate schedule")
 
 Span = int | float
-"""A part of the run: an integer counts steps, a float below 1 is a fraction of the run."""
+"""Part of the run: an integer counts steps, a float below 1 is a fraction of the run."""
 
 Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -48,11 +48,11 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 class LrSchedule(Record):
-    """A learning-rate curve: a linear warm-up, then the peak, or the subclass's curve.
+    """Learning-rate curve: a linear warm-up, then the peak, or the subclass's curve.
 
     It is evaluated at steps 0 .. total_steps - 1. Warm-up of w steps rises from 1/(w+1) at step 0
-    to the peak, 1, at step w; the end value is at step ``total_steps``, the first one not taken. So
-    no step at either end of the run has rate zero.
+    to the peak, 1, at step w; the end value is at step ``total_steps``, the first step not taken.
+    So no step at either end of the run has rate zero.
     """
 
     warmup: Span = 0
@@ -71,11 +71,11 @@ class LrSchedule(Record):
         return 1.0
 
     def rules(self) -> Iterator[Violation]:
-        """``warmup`` is a valid span."""
+        """Require a valid span for ``warmup``."""
         yield from span_rules("warmup", self.warmup)
 
     def violations(self, total_steps: int) -> Iterator[Violation]:
-        """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
+        """Yield settings that do not fit ``total_steps``; paths are relative to the record."""
         if span_steps(self.warmup, total_steps) >= total_steps:
             rule = f"must be shorter than the run ({total_steps} steps)"
             yield Violation(("warmup",), self.warmup, rule, total_steps - 1)
@@ -99,7 +99,7 @@ class LinearDecay(LrSchedule):
 
     def after_warmup(self, step: int, steps: int) -> float:
         """Return the factor, falling from 1 to ``final``."""
-        return _fall(self.curve, self.final, step, steps)
+        return _decay_value(self.curve, self.final, step, steps)
 
 
 @LR_SCHEDULE.register
@@ -126,18 +126,18 @@ class Wsd(LrSchedule):
     def factor(self, step: int, total_steps: int) -> float:
         """Return the factor on the peak rate at ``step`` (updates done before it, from 0)."""
         decay = span_steps(self.decay, total_steps)
-        into = min(step, total_steps) - (total_steps - decay)
-        if step < span_steps(self.warmup, total_steps) or into <= 0:
+        decayed = min(step, total_steps) - (total_steps - decay)
+        if step < span_steps(self.warmup, total_steps) or decayed <= 0:
             return super().factor(step, total_steps)
-        return _fall(self.shape, self.final, into, decay)
+        return _decay_value(self.shape, self.final, decayed, decay)
 
     def rules(self) -> Iterator[Violation]:
-        """``warmup`` and ``decay`` are valid spans."""
+        """Require valid spans for ``warmup`` and ``decay``."""
         yield from super().rules()
         yield from span_rules("decay", self.decay)
 
     def violations(self, total_steps: int) -> Iterator[Violation]:
-        """Yield what does not fit; warm-up and decay do not overlap."""
+        """Yield settings that do not fit; warm-up and decay must not overlap."""
         yield from super().violations(total_steps)
         warmup = min(span_steps(self.warmup, total_steps), total_steps - 1)
         room = total_steps - warmup
@@ -146,15 +146,15 @@ class Wsd(LrSchedule):
             yield Violation(("decay",), self.decay, rule, room)
 
 
-def _fall(shape: str, final: float, step: int, steps: int) -> float:
+def _decay_value(shape: str, final: float, step: int, steps: int) -> float:
     """Return the value after ``step`` of ``steps`` on a curve from 1 down to ``final``."""
     progress = step / steps if steps > 0 else 1.0
-    left = {
+    remaining = {
         "linear": 1 - progress,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "sqrt": 1 - math.sqrt(progress),
     }[shape]
-    return final + (1 - final) * left
+    return final + (1 - final) * remaining
 
 
 class QkClip(Record):
@@ -197,7 +197,7 @@ class Optim(Record):
     def rounds(self) -> bool:
         """Whether state is rounded stochastically, depending on the positions of elements.
 
-        Such an optimizer is built with one more argument, ``groups``
+        Such an optimizer is built with a further argument, ``groups``
         (:class:`moefold.optim.moments.MomentGroups`).
         """
         return self.group > 0
@@ -207,19 +207,19 @@ class Optim(Record):
         return tuple(shape)
 
     def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
-        """Return the bytes per element of each state tensor; ``wide``: those of its arithmetic."""
+        """Return the bytes per element of each state tensor; ``wide``: those of the arithmetic."""
         return wide
 
     def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether the update of a parameter needs its whole matrices.
+        """Return whether a parameter's update needs full matrices.
 
-        Otherwise any run of elements can be updated by itself. If some parameter does, the
-        optimizer is built with one more argument, ``wholes`` (:class:`moefold.optim.base.Wholes`).
+        Otherwise any run of elements can be updated by itself. If some parameter needs them, the
+        optimizer is built with ``wholes`` (:class:`moefold.optim.base.FullMatrices`) too.
         """
         return False
 
     def violations(self, total_steps: int) -> Iterator[Violation]:
-        """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
+        """Yield settings that do not fit ``total_steps``; paths are relative to the record."""
         for violation in self.schedule_lr.violations(total_steps):
             yield violation.under("schedule_lr")
 
@@ -233,7 +233,7 @@ class AdamWRule(Record):
     betas: tuple[Average, Average] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Rate = 0.1
-    """Decoupled: each step takes away ``lr * weight_decay`` of the weight."""
+    """Decoupled: each step subtracts ``lr * weight_decay`` of the weight."""
     no_decay: tuple[str, ...] = ("*norm*", "*bias*")
     """Patterns of global names without weight decay. Parameters of fewer than two dims never decay;
     embeddings and the head do, unless listed here."""
@@ -261,7 +261,7 @@ class AdamW(AdamWRule, Optim):
     owner = "moefold.optim.adamw:AdamWOptimizer"
     elementwise = True
 
-    def narrows(self, shape: Sequence[int]) -> bool:
+    def stores_low_precision(self, shape: Sequence[int]) -> bool:
         """Return whether a parameter's moments are stored in low precision."""
         return self.rounds and len(shape) >= 2
 
@@ -277,7 +277,7 @@ class AdamW(AdamWRule, Optim):
 
     def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
         """Return 2 for bf16 moments, or 1 plus 12 bytes per group for fp8."""
-        if not self.narrows(shape):
+        if not self.stores_low_precision(shape):
             return wide
         return 1 + 12 * -(-shape[-1] // self.group) / shape[-1] if self.group else 2
 
@@ -302,7 +302,7 @@ class Muon(Optim):
     of an AdamW update, so that both use similar rates (arXiv 2502.16982); ``shape``:
     sqrt(max(1, m / n)), as in the original Muon."""
     weight_decay: Rate = 0.1
-    """Decoupled: each step takes away ``lr * weight_decay`` of the weight."""
+    """Decoupled: each step subtracts ``lr * weight_decay`` of the weight."""
     by_heads: bool = False
     """Whether the rows of each head's queries, keys or values are a separate matrix."""
     arithmetic: Literal["auto", "bfloat16", "float32"] = "auto"

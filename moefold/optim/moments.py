@@ -1,11 +1,11 @@
 """Low-precision storage of optimizer moments: bf16, or E4M3 in groups.
 
-They are rounded stochastically. Rounded to nearest, a moment that decays by less than half a unit
-in the last place would not change: in bf16, 0.999 times a second moment rounds to that moment.
+Rounding is stochastic. Rounded to nearest, a moment that decays by less than half a unit in the
+last place would not change: in bf16, 0.999 times a second moment rounds to that moment.
 
 A group is a number of consecutive elements of one row (last dim) of a parameter; the last group of
-a row may be shorter. Where ranks share a parameter, a rank may hold part of a group, whose scale is
-then from a maximum over these ranks (:class:`MomentGroups`).
+a row may be shorter. Where ranks share a parameter, a rank may hold part of a group; the scale then
+comes from a maximum over these ranks (:class:`MomentGroups`).
 
 G groups on this rank, N elements of a group.
 """
@@ -24,7 +24,7 @@ from moefold.kernels.quantise.expanded import decode, encode, extremes, factors
 CHUNK = 1 << 20
 """Most elements whose moments are expanded to fp32 at once."""
 FACTORS = 3
-"""Numbers stored per group in addition to its codes."""
+"""Numbers stored per group besides its codes."""
 GAMMA, MIXERS = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 """Constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed numbers."""
 
@@ -45,24 +45,24 @@ class ElementRun(NamedTuple):
         """Offset after the last element."""
         return self.first + self.elements
 
-    def group(self, place: int) -> int:
+    def group_of(self, offset: int) -> int:
         """Return the index in the tensor of an element's group."""
-        return place // self.row * -(-self.row // self.size) + place % self.row // self.size
+        return offset // self.row * -(-self.row // self.size) + offset % self.row // self.size
 
     @property
     def groups(self) -> range:
         """Indices of the groups with elements in the run."""
         if not self.elements:
             return range(0)
-        return range(self.group(self.first), self.group(self.end - 1) + 1)
+        return range(self.group_of(self.first), self.group_of(self.end - 1) + 1)
 
     @property
-    def cut(self) -> list[int]:
+    def partial_groups(self) -> list[int]:
         """Indices of the groups that are only partly in the run."""
         ends = zip((self.first, self.end), (self.groups[:1], self.groups[-1:]), strict=True)
-        return sorted({g for place, at in ends if place % self.row % self.size for g in at})
+        return sorted({g for offset, near in ends if offset % self.row % self.size for g in near})
 
-    def part(self, start: int, stop: int) -> "ElementRun":
+    def subrun(self, start: int, stop: int) -> "ElementRun":
         """Return elements ``start`` to ``stop`` of the run, as a run of the tensor."""
         return self._replace(first=self.first + start, elements=stop - start)
 
@@ -70,9 +70,8 @@ class ElementRun(NamedTuple):
         """Yield ranges of the run of limited size that cut no group."""
         row = self.size if self.row % self.size == 0 else self.row
         step = max(1, CHUNK // row) * row
-        places = range(self.first - self.first % row, self.end, step)
-        for place in places:
-            yield max(0, place - self.first), min(self.elements, place + step - self.first)
+        for start in range(self.first - self.first % row, self.end, step):
+            yield max(0, start - self.first), min(self.elements, start + step - self.first)
 
     def split(self, x: Tensor) -> Tensor:
         """Return the run's elements as ``[G, N]``, padded with zeros."""
@@ -92,16 +91,16 @@ class ElementRun(NamedTuple):
         return x_GN.view(rows, -1)[:, : self.row].flatten()[lead : lead + self.elements]
 
 
-class MomentPlace(NamedTuple):
-    """Position of a rank's elements in its shard of a parameter, and of the shard in the whole."""
+class MomentPosition(NamedTuple):
+    """Position of a rank's elements in its shard, and of the shard in the full parameter."""
 
     name: str
     first: int
     """Offset in the shard of the first element that this rank updates."""
     box: tuple[tuple[int, int], ...]
-    """Box of the shard in the whole parameter."""
+    """Box of the shard in the full parameter."""
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the full parameter."""
     seed: int = 0
     """Seed of the run, for stochastic rounding."""
 
@@ -111,11 +110,11 @@ class MomentPlace(NamedTuple):
         start, stop = self.box[-1]
         return max(1, stop - start)
 
-    def chance(self, run: ElementRun, device: torch.device, step: int) -> tuple[Tensor, Tensor]:
+    def uniform(self, run: ElementRun, device: torch.device, step: int) -> tuple[Tensor, Tensor]:
         """Return random multiples of 2^-16 in [0, 1) for elements of the shard, one per moment.
 
-        They depend only on seed, name, step and each element's global position. They are from one
-        64-bit mix: Philox in plain operations would take several times as long as the update.
+        They depend only on seed, name, step and each element's global position. One 64-bit mix
+        yields them: Philox in plain operations would take several times as long as the update.
         """
         row_N = torch.arange(run.first // run.row, -(-run.end // run.row), device=device)
         place_N, stride = torch.zeros_like(row_N), self.shape[-1]
@@ -125,9 +124,9 @@ class MomentPlace(NamedTuple):
         lead, columns = run.first % run.row, torch.arange(*self.box[-1], device=device)
         if len(row_N) == 1:
             columns, lead = columns[lead : lead + run.elements], 0
-        place = (place_N[:, None] + columns).flatten()[lead : lead + run.elements]
-        said = sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()[:8]
-        mixed = place.mul_(GAMMA).add_(int.from_bytes(said, "little", signed=True))
+        offset = (place_N[:, None] + columns).flatten()[lead : lead + run.elements]
+        digest = sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()[:8]
+        mixed = offset.mul_(GAMMA).add_(int.from_bytes(digest, "little", signed=True))
         for shift, factor in MIXERS:
             # The shift is arithmetic: mask the copies of the sign bit.
             high = (mixed >> shift).bitwise_and_((1 << 64 - shift) - 1)
@@ -138,14 +137,14 @@ class MomentPlace(NamedTuple):
 
 
 class MomentGroups(Protocol):
-    """Positions of elements in their parameters, and maxima over ranks that share a group."""
+    """Positions of elements in parameters, and maxima over ranks that share a group."""
 
-    def place(self, name: str) -> MomentPlace:
+    def position(self, name: str) -> MomentPosition:
         """Return the position of this rank's elements in a parameter."""
         ...
 
-    def largest(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
-        """Return the maximum over ranks for each cut group; a collective of the sharing ranks."""
+    def maxima(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
+        """Return each cut group's maximum over ranks; a collective of the ranks that share it."""
         ...
 
 
@@ -160,7 +159,7 @@ class Bf16Moment:
         return {what: self.values}
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return some of its elements in fp32."""
+        """Return some elements in fp32."""
         return self.values.view(-1)[start:stop].float()
 
     def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
@@ -179,57 +178,57 @@ class Fp8Moment:
         self.codes = nothing.view(E4M3)
         shape = len(run.groups), FACTORS
         self.factors_G3 = torch.ones(shape, dtype=torch.float32, device=param.device)
-        self.ends: dict[int, Tensor] = {}
-        """Values of cut groups and their random numbers, until other ranks' maxima are known."""
+        self.pending: dict[int, Tensor] = {}
+        """Values and random numbers of cut groups, until other ranks' maxima are known."""
 
     def states(self, what: str) -> dict[str, Tensor]:
         """Return the tensors by their names."""
         return {what: self.codes, f"{what}_groups": self.factors_G3}
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return elements in fp32; neither end may cut a group in two parts on this rank."""
-        part = self.run.part(start, stop)
+        """Return elements in fp32; neither end may cut a group on this rank."""
+        part = self.run.subrun(start, stop)
         codes_GN = part.split(self._bytes[start:stop]).view(E4M3)
-        return part.join(decode(codes_GN, self.factors_G3[self._of(part)]))
+        return part.join(decode(codes_GN, self.factors_G3[self._group_slice(part)]))
 
     def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
-        """Store new values, rounded stochastically; groups that ranks share are settled later."""
-        part = self.run.part(start, stop)
+        """Store new values, rounded stochastically; groups shared by ranks are encoded later."""
+        part = self.run.subrun(start, stop)
         values_GN, drawn_GN = part.split(values.float()), part.split(drawn)
-        found_G3 = factors(extremes(values_GN))
-        self.factors_G3[self._of(part)] = found_G3
-        self._bytes[start:stop] = part.join(encode(values_GN, found_G3, drawn_GN).view(torch.uint8))
-        for group in self.run.cut:
+        new_G3 = factors(extremes(values_GN))
+        self.factors_G3[self._group_slice(part)] = new_G3
+        self._bytes[start:stop] = part.join(encode(values_GN, new_G3, drawn_GN).view(torch.uint8))
+        for group in self.run.partial_groups:
             if group in part.groups:
-                at = group - part.groups[0]
-                self.ends[group] = torch.stack((values_GN[at], drawn_GN[at]))
+                i = group - part.groups[0]
+                self.pending[group] = torch.stack((values_GN[i], drawn_GN[i]))
 
-    def settle(self, group: int, extremes_2: Tensor) -> None:
-        """Encode a cut group, given the extremes of the whole group."""
-        found_G3, ends_2N = factors(extremes_2[None]), self.ends.pop(group)
-        self.factors_G3[group - self.run.groups[0]] = found_G3[0]
+    def encode_group(self, group: int, extremes_2: Tensor) -> None:
+        """Encode a cut group, given the extremes of the full group."""
+        factors_13, ends_2N = factors(extremes_2[None]), self.pending.pop(group)
+        self.factors_G3[group - self.run.groups[0]] = factors_13[0]
         run, per_row = self.run, -(-self.run.row // self.run.size)
         first = group // per_row * run.row + group % per_row * run.size
         last = min(first + run.size, (group // per_row + 1) * run.row)
         start, stop = max(first, run.first), min(last, run.end)
-        codes_N = encode(ends_2N[:1], found_G3, ends_2N[1:]).view(torch.uint8)[0]
+        codes_N = encode(ends_2N[:1], factors_13, ends_2N[1:]).view(torch.uint8)[0]
         self._bytes[start - run.first : stop - run.first] = codes_N[start - first : stop - first]
 
     @property
     def _bytes(self) -> Tensor:
         return self.codes.view(torch.uint8).view(-1)
 
-    def _of(self, part: ElementRun) -> slice:
-        at = part.groups[0] - self.run.groups[0]
-        return slice(at, at + len(part.groups))
+    def _group_slice(self, part: ElementRun) -> slice:
+        start = part.groups[0] - self.run.groups[0]
+        return slice(start, start + len(part.groups))
 
 
-def settle(moments: Mapping[str, Sequence[Fp8Moment]], groups: MomentGroups) -> None:
-    """Encode groups that ranks share with a common scale; a collective of the sharing ranks."""
+def encode_shared_groups(moments: Mapping[str, Sequence[Fp8Moment]], groups: MomentGroups) -> None:
+    """Encode groups shared by ranks with a common scale; a collective of these ranks."""
     parts: dict[tuple[str, int], Tensor] = {}
-    for name, each in moments.items():
-        for group in each[0].run.cut:
-            parts[name, group] = torch.cat([extremes(one.ends[group][:1]) for one in each])
-    for (name, group), found in groups.largest(parts).items():
-        for one, extremes_2 in zip(moments[name], found, strict=True):
-            one.settle(group, extremes_2)
+    for name, both in moments.items():
+        for group in both[0].run.partial_groups:
+            parts[name, group] = torch.cat([extremes(m.pending[group][:1]) for m in both])
+    for (name, group), found in groups.maxima(parts).items():
+        for moment, extremes_2 in zip(moments[name], found, strict=True):
+            moment.encode_group(group, extremes_2)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.optim.adamw import AdamWOptimizer
-from moefold.optim.base import LocalMatrices, Optimizer, Wholes, zeros_for
+from moefold.optim.base import FullMatrices, LocalMatrices, Optimizer, zeros_for
 from moefold.optim.config import Muon
 
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
@@ -30,7 +30,7 @@ BFLOAT16_SIDE = 32
 of a small bfloat16 product depend on the number of matrices in the batch."""
 
 BATCH_BYTES = {"cpu": 2 * 2**20}
-BATCH_BYTES_ELSEWHERE = 128 * 2**20
+DEFAULT_BATCH_BYTES = 128 * 2**20
 """Most bytes of matrices in one batch: on a CPU they fit its cache."""
 
 
@@ -69,18 +69,18 @@ def choose_arithmetic(
 ) -> torch.dtype:
     """Return the dtype of Newton-Schulz for matrices ``[..., m, n]`` like ``weight``.
 
-    ``shape`` is the whole shape, if ``weight`` has only elements of it. Nothing is timed, so that
-    runs are reproducible.
+    ``shape`` is the full shape if ``weight`` has only some elements. Nothing is timed, so runs are
+    reproducible.
     """
     if weight.dtype == torch.float64:
         return torch.float64
     if setting == "auto":
         large = min((shape or weight.shape)[-2:]) >= BFLOAT16_SIDE
-        setting = "bfloat16" if large and multiplies_bfloat16(weight.device) else "float32"
+        setting = "bfloat16" if large and supports_bfloat16(weight.device) else "float32"
     return torch.bfloat16 if setting == "bfloat16" else torch.float32
 
 
-def multiplies_bfloat16(device: torch.device) -> bool:
+def supports_bfloat16(device: torch.device) -> bool:
     """Return whether the device has bfloat16 products in hardware, and torch may use them."""
     if device.type == "cpu":
         # ATEN_CPU_CAPABILITY may restrict torch to less than the processor supports.
@@ -92,11 +92,11 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 def batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of views ``[N, m, n]``, of one shape and at most ``BATCH_BYTES`` in total."""
-    alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for matrix in matrices:
-        alike[matrix.shape[-2:]].append(matrix.view(-1, *matrix.shape[-2:]))
-    for shape, stacks in alike.items():
-        limit = BATCH_BYTES.get(stacks[0].device.type, BATCH_BYTES_ELSEWHERE)
+        by_shape[matrix.shape[-2:]].append(matrix.view(-1, *matrix.shape[-2:]))
+    for shape, stacks in by_shape.items():
+        limit = BATCH_BYTES.get(stacks[0].device.type, DEFAULT_BATCH_BYTES)
         most = max(1, limit // (2 * shape.numel()))
         batch: list[Tensor] = []
         for part in chain.from_iterable(stack.split(most) for stack in stacks):
@@ -114,7 +114,7 @@ class MuonOptimizer(Optimizer):
     """
 
     def __init__(
-        self, rule: Muon, params: Mapping[str, Tensor], wholes: Wholes | None = None
+        self, rule: Muon, params: Mapping[str, Tensor], wholes: FullMatrices | None = None
     ) -> None:
         super().__init__(params)
         self.rule = rule
@@ -133,7 +133,7 @@ class MuonOptimizer(Optimizer):
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
         """Update matrices by Muon, and the rest by AdamW.
 
-        Only Newton-Schulz needs whole matrices; the rest is elementwise, hence valid for shards.
+        Only Newton-Schulz needs full matrices; the rest is elementwise, hence valid for shards.
         """
         rule, grads = self.rule, self._gradients(scale)
         grads = {name: grads[name].contiguous() for name in self._matrices}
@@ -169,14 +169,14 @@ class MuonOptimizer(Optimizer):
         return {self.rule.kind: self.rule.lr * lr_factor, **self._rest.lr(lr_factor)}
 
     def describe(self) -> dict[str, str]:
-        """Return in words how both updates are computed."""
+        """Return a description of how both updates are computed."""
         shapes = self._wholes.shapes
         types = {
             str(choose_arithmetic(self.rule.arithmetic, momentum, shapes[name]))
             for name, momentum in self._momenta.items()
         }
-        words = " and ".join(sorted(types)).replace("torch.", "")
+        dtypes = " and ".join(sorted(types)).replace("torch.", "")
         owner = "local" if isinstance(self._wholes, LocalMatrices) else "gathered"
-        line = f"{len(self._matrices)} parameters"
-        line += f", Newton-Schulz of {owner} matrices in {words}" if words else ""
-        return {self.rule.kind: line, **self._rest.describe()}
+        text = f"{len(self._matrices)} parameters"
+        text += f", Newton-Schulz of {owner} matrices in {dtypes}" if dtypes else ""
+        return {self.rule.kind: text, **self._rest.describe()}

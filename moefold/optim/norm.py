@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 512
-"""Elements summed in float32; the sums of blocks are added in float64."""
+"""Elements summed in float32; sums of blocks are added in float64."""
 
 
 def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -21,17 +21,17 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     error of 4e-4 on a CPU. Exactly zero for no tensors. Not finite if and only if an element is not
     finite, or so large (about 1e17) that the sum of squares overflows float32.
     """
-    wide, parts = widest(device), list[Tensor]()
+    wide, parts = widest_dtype(device), list[Tensor]()
     for tensor in tensors:
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         flat = tensor.detach().reshape(-1)
         # Short sums: norms of blocks keep the relative error below 5e-7.
-        whole = flat.numel() // BLOCK * BLOCK
-        if whole:
-            blocks = flat[:whole].view(-1, BLOCK)
+        blocked = flat.numel() // BLOCK * BLOCK
+        if blocked:
+            blocks = flat[:blocked].view(-1, BLOCK)
             parts.append(torch.linalg.vector_norm(blocks, dim=1, dtype=dtype))
-        if whole < flat.numel():
-            parts.append(torch.linalg.vector_norm(flat[whole:], dtype=dtype).view(1))
+        if blocked < flat.numel():
+            parts.append(torch.linalg.vector_norm(flat[blocked:], dtype=dtype).view(1))
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch.cat([part.to(wide) for part in parts])
@@ -51,7 +51,7 @@ def clip_scale(norm: float, limit: float | None) -> float:
 
 def read_scalars(*scalars: Tensor) -> tuple[float, ...]:
     """Return 0-dim tensors on one device as Python floats, in one transfer."""
-    wide = widest(scalars[0].device)
+    wide = widest_dtype(scalars[0].device)
     return tuple(torch.stack([scalar.detach().to(wide) for scalar in scalars]).tolist())
 
 
@@ -60,6 +60,6 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_dtype(device: torch.device) -> torch.dtype:
     """Return float64 if the device supports it, else float32."""
     return torch.float32 if device.type == "mps" else torch.float64

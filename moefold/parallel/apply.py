@@ -20,7 +20,7 @@ from moefold.layers.linear import locate
 from moefold.layers.offload import Offloading
 from moefold.layers.placement import Shard, placements, shard
 from moefold.layers.unshard import RESIDENT, UnshardHooks
-from moefold.mesh.pipeline import Place
+from moefold.mesh.pipeline import StagePart
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.config import Layout
@@ -41,7 +41,7 @@ class Chunk:
     """Numbers of its multi-token prediction layers, which run after the final norm."""
 
     @classmethod
-    def of(cls, places: tuple[Place, ...], layers: int) -> "Chunk":
+    def of(cls, places: tuple[StagePart, ...], layers: int) -> "Chunk":
         """Build from a stage's places; multi-token layers are numbered from ``layers`` on."""
         kinds = [place.kind for place in places]
         main = tuple(str(place.index) for place in places if place.kind == "layer")
@@ -112,7 +112,7 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
     table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
-    places = stages.places()
+    places = stages.parts()
     here = [table.stage(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
     chunks = tuple(Chunk.of(places[stage], model.record.layers) for stage in here)
     letters = "EL" if model.record.tied or depth else "E"

@@ -18,7 +18,7 @@ from moefold.config.errors import RunError
 from moefold.layers.config import Auto, Context, Full, Kind, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
-from moefold.mesh.pipeline import Place, Stages, Way
+from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.model.config import Block, Decoder
 from moefold.moe.dispatch.config import DISPATCH, FixedShape
 from moefold.optim.config import AdamW, Optim
@@ -167,7 +167,7 @@ class Held(NamedTuple):
         return sum(count for _, count in self.layers) - self.multi_token
 
     @classmethod
-    def of(cls, places: Iterable[Place], order: tuple[int, ...], main: int) -> "Held":
+    def of(cls, places: Iterable[StagePart], order: tuple[int, ...], main: int) -> "Held":
         """Count places; ``order`` is the kind of each layer, the ``main`` layers first."""
         layers: Counter[int] = Counter()
         others: Counter[str] = Counter()
@@ -184,7 +184,7 @@ class Held(NamedTuple):
 class Contents(NamedTuple):
     """Parts of the model on each pipeline rank: places by chunk, counts by chunk and by rank."""
 
-    places: tuple[tuple[tuple[Place, ...], ...], ...]
+    places: tuple[tuple[tuple[StagePart, ...], ...], ...]
     chunks: tuple[tuple[Held, ...], ...]
     ranks: tuple[Held, ...]
 
@@ -204,7 +204,7 @@ def main_layers(decoder: Decoder) -> tuple[int, int]:
 
 
 @remembered(4096)
-def contents(decoder: Decoder, stages: Stages, pp: int, way: Way) -> Contents:
+def contents(decoder: Decoder, stages: Stages, pp: int, way: StageMapping) -> Contents:
     """Return the parts of the model on each pipeline rank, by chunk and in total."""
     places, given = stages.table(pp, way), (kinds(decoder)[1], main_layers(decoder)[0])
     chunks = tuple(tuple(Held.of(chunk, *given) for chunk in rank) for rank in places)
@@ -324,7 +324,7 @@ class Case:
         return table_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
 
     @property
-    def places(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
+    def places(self) -> tuple[tuple[tuple[StagePart, ...], ...], ...]:
         """Parts of the model in each chunk of each pipeline rank: ``[rank][chunk]``."""
         return self._contents.places
 

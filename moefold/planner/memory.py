@@ -16,7 +16,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from moefold.layers.config import leaving
-from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS
+from moefold.mesh.folding import ATTENTION, EXPERTS, GROUP_KINDS
 from moefold.mesh.grid import Grid
 from moefold.planner.case import Case, Held, kinds, main_layers, settled
 from moefold.planner.hardware import Device
@@ -221,7 +221,7 @@ def overheads(case: Case) -> float:
 def communicators(attention: Grid, experts: Grid) -> int:
     """Return the number of distinct groups of several ranks that a rank belongs to."""
     grids = {ATTENTION: attention, EXPERTS: experts}
-    return len({kind.runs(grids[kind.grid]) for kind in KINDS.values()} - {()})
+    return len({kind.runs(grids[kind.grid]) for kind in GROUP_KINDS.values()} - {()})
 
 
 # ----------------------------------------------------------------------------- stages

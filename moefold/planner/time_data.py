@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, cast
 
 from moefold.mesh.config import ORDERS
-from moefold.mesh.share import aligned
+from moefold.mesh.partition import aligned
 from moefold.model.config import Decoder
 from moefold.planner.case import Case, Held, settled
 from moefold.planner.curves import Rates
@@ -182,7 +182,7 @@ def reach_of(case: Case, one: Collective) -> Reach:
     if one.kind == "stages":  # stages that hold the embedding table
         tied, stages = case.decoder.tied, enumerate(case.held)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
-        return lying(cluster, [folding.on_stage(0, stage) for stage in holds])
+        return lying(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
     inner, outer = Split.of(case).levels(one.kind == "edp")
     if case.order != ORDERS[0]:  # pipeline ranks lie between data ranks
         ranks = folding.group(one.kind, 0)

@@ -1,10 +1,9 @@
 """Finds operators of a step's forward and backward that no CUDA graph can capture.
 
 The step runs on fake tensors, without values, on one rank of each stage of a layout; nothing is
-received from other ranks. If an operator needs values, because the host reads one or the shape of
-its result depends on them, its line is recorded and it gets zeros, so that the pass continues; if
-zeros fail, the pass ends there. Operators are those of a CPU; copies between host and device are
-not detected.
+received from other ranks. If an operator needs values, because the host reads one or its output
+shape depends on them, its line is recorded and it gets zeros, so the pass continues; if zeros fail,
+the pass ends there. Operators are those of a CPU; copies between host and device are not detected.
 """
 
 import sys
@@ -55,84 +54,84 @@ class HostRead(NamedTuple):
     """``file:line`` of the innermost frame in the package or a plug-in."""
 
 
-class Valueless(FakeTensorMode):
-    """Fake tensors, where an operator that needs values is recorded and gets zeros.
+class RecordingFakeMode(FakeTensorMode):
+    """Fake tensors; records operators that need values, and runs these on zeros.
 
-    The mode belongs to its tensors, so that operators on a pass's second thread come here too.
+    The mode belongs to its tensors, so it also sees operators on a pass's second thread.
     """
 
     def __init__(self) -> None:
-        self._here, self._turn = local(), RLock()
+        self._thread, self._lock = local(), RLock()
         super().__init__(allow_non_fake_inputs=True)
         self.reads = Counter[HostRead]()
 
     @property
     def in_kernel_invocation(self) -> bool:
-        """Whether a kernel is running, which torch asks of a mode; tracked per thread here."""
-        return getattr(self._here, "inside", False)
+        """Whether a kernel is running, a flag that torch reads; tracked per thread here."""
+        return getattr(self._thread, "inside", False)
 
     @in_kernel_invocation.setter
     def in_kernel_invocation(self, inside: bool) -> None:
         """Set the flag of this thread."""
-        self._here.inside = inside
+        self._thread.inside = inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; if it needs values, record it and run it on zeros."""
         try:
-            with self._turn:
+            with self._lock:
                 return super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            self.reads[HostRead(func.name().partition("::")[2], _place())] += 1
+            self.reads[HostRead(func.name().partition("::")[2], _caller_line())] += 1
         with _disable_current_modes():
             args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs or {}))
-            made = func(*args, **kwargs)
-        return tree_map_only(Tensor, self.from_tensor, made)
+            result = func(*args, **kwargs)
+        return tree_map_only(Tensor, self.from_tensor, result)
 
 
-def _zeros(one: Tensor) -> Tensor:
-    return torch.zeros(one.shape, dtype=one.dtype)
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def _place() -> str:
+def _caller_line() -> str:
     """Return the innermost current line outside libraries and this file."""
     frames = ((frame.f_code.co_filename, line) for frame, line in walk_stack(None))
-    return next(filter(None, (_line(*one) for one in frames)), "?")
+    return next(filter(None, (_line(*frame) for frame in frames)), "?")
 
 
 def _line(path: str, line: int) -> str:
     libraries = (sys.prefix, sys.base_prefix, str(Path(torch.__file__).parent), __file__, "<")
     if path.startswith(libraries):
         return ""
-    named = Path(path)
-    inside = PACKAGE in named.parents
-    return f"{named.relative_to(PACKAGE.parent) if inside else named}:{line}"
+    file = Path(path)
+    inside = PACKAGE in file.parents
+    return f"{file.relative_to(PACKAGE.parent) if inside else file}:{line}"
 
 
-class Uncaptured(NamedTuple):
-    """What in a step no graph can capture."""
+class CaptureBlockers(NamedTuple):
+    """Operators of a step that no graph can capture."""
 
     reads: dict[HostRead, int]
-    """Operators that need values, and how often a step runs them, over all stages."""
-    ended: str = ""
-    """The line where zeros made a pass fail; empty if none did."""
+    """Operators that need values, with the number of their runs in a step over all stages."""
+    failed_at: str = ""
+    """The line where zeros made a pass fail; empty if none failed."""
 
 
-def uncaptured(case: ProofCase) -> Uncaptured:
-    """Run a step of a case without values, and return the operators that need some."""
-    found, ended = Counter[HostRead](), ""
+def find_capture_blockers(case: ProofCase) -> CaptureBlockers:
+    """Run a step of a case without values; return the operators that need some."""
+    found, failed_at = Counter[HostRead](), ""
     for stage in range(case.layout.split.pp):
-        with fake_world(case.folding, case.folding.on_stage(0, stage)) as world:
-            reads, at = _reads_of(case, world)
-            found, ended = found + reads, ended or at
-    return Uncaptured(dict(found), ended)
+        with fake_world(case.folding, case.folding.rank_on_stage(0, stage)) as world:
+            reads, line = _find_host_reads(case, world)
+            found, failed_at = found + reads, failed_at or line
+    return CaptureBlockers(dict(found), failed_at)
 
 
-class _Ran(Exception):
-    """Ends a step after its passes; the text is the line where they failed, or empty."""
+class _StepEnded(Exception):
+    """Ends a step after its passes; the message is the line where they failed, or empty."""
 
 
-def _of_gpus(decoder: Decoder, layout: Layout) -> Layout:
-    """Return the layout with experts in one grouped product as on a GPU, not in a CPU's loop."""
+def _gpu_layout(decoder: Decoder, layout: Layout) -> Layout:
+    """Return the layout with a grouped product for experts, as on a GPU, instead of a loop."""
     sizes = layout.split
     parts = sizes.tp, sizes.ep, sizes.etp
     specs = (described(block.ffn) for block in decoder.blocks)
@@ -142,43 +141,43 @@ def _of_gpus(decoder: Decoder, layout: Layout) -> Layout:
     return layout.model_copy(update={"experts": "grouped"})
 
 
-def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
-    """Return a rank's operators that need values, and the line where its passes failed."""
-    mode, subject = Valueless(), case.subject
+def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
+    """Return a rank's operators that need values, and the line where a pass failed."""
+    mode, subject = RecordingFakeMode(), case.subject
     # bf16, as graphs are for GPUs, and torch has no grouped product in fp32 without values.
-    placed = build(subject.decoder, "bf16", _of_gpus(subject.decoder, case.layout), world)
+    placed = build(subject.decoder, "bf16", _gpu_layout(subject.decoder, case.layout), world)
     for module in placed.model.modules():
-        for name, one in list(module.named_parameters(recurse=False)):
-            setattr(module, name, Parameter(mode.from_tensor(one.detach()), one.requires_grad))
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, Parameter(mode.from_tensor(p.detach()), p.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, mode.from_tensor(buffer))
     with mode:
         data = ShardedState(placed)
 
-    def bare(rows: MicroBatch) -> MicroBatch:
-        named = (name for name in (*ROW_TENSORS, "row_T") if getattr(rows, name) is not None)
-        return replace(rows, **{n: mode.from_tensor(getattr(rows, n)) for n in named})
+    def without_values(rows: MicroBatch) -> MicroBatch:
+        names = (name for name in (*ROW_TENSORS, "row_T") if getattr(rows, name) is not None)
+        return replace(rows, **{n: mode.from_tensor(getattr(rows, n)) for n in names})
 
     def run(
         placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> NoReturn:
-        flows = [one.with_rows(bare) for one in flows]
+        flows = [flow.with_rows(without_values) for flow in flows]
         factors = Factors(*map(mode.from_tensor, factors))
-        ended = ""
+        failed_at = ""
         try:
             with mode:
                 run_step(placed, flows, factors, loss)
-        except Exception as error:  # any failure that zeros in place of values lead to
+        except Exception as error:  # any failure that zeros may cause
             if not mode.reads:
                 raise
             stack = walk_tb(error.__traceback__)
             lines = [_line(frame.f_code.co_filename, line) for frame, line in stack]
-            ended = [line for line in lines if line][-1]
-        raise _Ran(ended)
+            failed_at = [line for line in lines if line][-1]
+        raise _StepEnded(failed_at)
 
     spot, dp = world.attention, world.folding.dp
     try:
         gradients(data, micro_batches(subject)[spot.dp :: dp], LOSS_CHUNK, executor=run)
-    except _Ran as ran:
-        return mode.reads, str(ran)
+    except _StepEnded as ended:
+        return mode.reads, str(ended)
     raise AssertionError("a step runs its passes")

@@ -17,16 +17,16 @@ from moefold.spec.quantised import cut_violations, moment_violations
 from moefold.training.losses.config import CrossEntropy, LossRecord
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
-"""Numbers of micro-batches per step that are tried first, so that layouts share references."""
+"""Numbers of micro-batches per step to try first, so that layouts share references."""
 BOUND = 1e-10
 """Maximum relative error in fp64."""
-IN_A_BLOCK, AT_THE_END = 13, 3
+BLOCK_OPERATIONS, FINAL_OPERATIONS = 13, 3
 """Numbers of consecutive operations: norm, projection, rotation, scores, softmax, values,
 projection, sum, norm, projection, gate, projection, sum; and norm, head, loss."""
 ROUNDING: Mapping[Precision, float] = {"fp32": 8 * 2.0**-23, "bf16": 4 * 2.0**-7}
 """Bound of an error in a narrow format at depth 0."""
-LARGEST = 0.4
-"""Largest bound: a gradient halved, as when one of two ranks' terms is missing, is off by more."""
+MAX_BOUND = 0.4
+"""Largest bound: a halved gradient, as when one of two ranks' terms is missing, errs by more."""
 MEANS = ("lm_loss", "evaluation", "router/")
 """Quantities that are means over rows, in which roundings mostly cancel."""
 EXACT = ("replicas", "counts")
@@ -35,7 +35,7 @@ EXACT = ("replicas", "counts")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is computed in any layout; cases with equal subjects share one reference run."""
+    """Computation to prove in any layout; cases with equal subjects share a reference run."""
 
     decoder: Decoder
     optim: Record
@@ -65,7 +65,7 @@ class ProofCase:
     layout: Layout
     world: int
     precision: Precision | None = None
-    """Number format of the case if it differs from the reference's; no update is made then, since
+    """Number format of the case if it differs from the reference's; then no update is made, since
     optimizers can magnify roundings without limit."""
     shuffle: int | None = None
     """Seed of a shuffled order of sums in products: equal maths, different last bits."""
@@ -75,7 +75,7 @@ class ProofCase:
         """Folding of the layout's axis sizes over the ranks."""
         return Folding(self.layout.split, self.world, self.layout.order)
 
-    def bound_of(self, quantity: str) -> float:
+    def rounding_bound(self, quantity: str) -> float:
         """Return the largest relative error of a quantity that rounding explains.
 
         ``c * 1.03^depth * eps``, and 0.4 at most; *depth* is the number of operations, forward and
@@ -89,20 +89,20 @@ class ProofCase:
             return 0.0
         if quantity.startswith(MEANS):
             return max(rounding / 8, 2.0**-21)
-        operations = IN_A_BLOCK * len(self.subject.decoder.blocks) + AT_THE_END
-        return min(rounding * 1.03 ** (2 * operations), LARGEST)
+        operations = BLOCK_OPERATIONS * len(self.subject.decoder.blocks) + FINAL_OPERATIONS
+        return min(rounding * 1.03 ** (2 * operations), MAX_BOUND)
 
-    def refused(self) -> Iterator[str]:
-        """Yield the rules that the case breaks, each with option and value; none if it can run."""
+    def broken_rules(self) -> Iterator[str]:
+        """Yield the rules that the case breaks, with option and value; none if it can run."""
         layout, decoder, optim = self.layout, self.subject.decoder, self.subject.optim
         rows, micro_batches = self.subject.rows, self.subject.micro_batches
         found = [*layout.violations(needs(decoder, rows))]
         found += cut_violations(decoder, layout, rows)
         if isinstance(optim, Optim):
             found += moment_violations(decoder, optim, layout, rows)
-        found = [one.under("layout") for one in found]
+        found = [violation.under("layout") for violation in found]
         found += world_violations(layout.split, self.world)
-        yield from (f"{dotted(one.path)} = {format_value(one.value)}: {one.rule}" for one in found)
+        yield from (f"{dotted(v.path)} = {format_value(v.value)}: {v.rule}" for v in found)
         if found:
             return
         sizes, dp = layout.split, self.folding.dp
@@ -110,12 +110,12 @@ class ProofCase:
             yield f"tp * 2 * cp must divide the rows of a micro-batch ({rows})"
         if micro_batches % dp:
             yield f"dp {dp} must divide the number of micro-batches ({micro_batches})"
-        elif not fills(layout, micro_batches // dp):
+        elif not has_table(layout, micro_batches // dp):
             yield f"the schedule has no table for {micro_batches // dp} micro-batches"
 
 
-def fills(layout: Layout, micro_batches: int) -> bool:
-    """Return whether a layout's schedule has a table for so many micro-batches per data rank."""
+def has_table(layout: Layout, micro_batches: int) -> bool:
+    """Return whether a layout's schedule has a table for this many micro-batches per data rank."""
     try:
         layout.table(micro_batches)
     except RunError:
@@ -123,11 +123,11 @@ def fills(layout: Layout, micro_batches: int) -> bool:
     return True
 
 
-def enough(layout: Layout, world: int) -> int:
+def micro_batch_count(layout: Layout, world: int) -> int:
     """Return the number of micro-batches of a step for a layout that is legal on ``world`` ranks.
 
-    Each data rank gets as many, at least two and enough to fill a pipeline, and the schedule has a
-    table for them.
+    Data ranks get equally many, at least two and enough to fill a pipeline, for which the schedule
+    has a table.
 
     Raises:
         RunError: if the schedule has no table for any number of micro-batches.
@@ -136,7 +136,7 @@ def enough(layout: Layout, world: int) -> int:
     dp = world // (sizes.pp * sizes.cp * sizes.tp)
     least, most = 2 * sizes.pp * dp, 8 * sizes.pp * sizes.vpp * dp
     for total in chain(SHARED_COUNTS, range(dp, most, dp)):
-        if total >= least and total % dp == 0 and fills(layout, total // dp):
+        if total >= least and total % dp == 0 and has_table(layout, total // dp):
             return total
     layout.table(most // dp)
     raise AssertionError("the largest number fills every schedule's domain, or is refused")

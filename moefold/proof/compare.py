@@ -1,4 +1,4 @@
-"""Comparison of the results of a layout's ranks with one rank's run of the same subject.
+"""Compares the results of a layout's ranks with one rank's run of the same subject.
 
 The error of a tensor is ``|a - b| / max(|b|, 1e-6 |all| sqrt(n / n_all))`` in the 2-norm, where
 *all* is every tensor of its kind: relative errors of a tensor a million times smaller than the
@@ -25,7 +25,7 @@ from moefold.proof.rank_run import RankResult, micro_batches
 from moefold.spec.layer import LayerSpec
 
 NEGLIGIBLE = 1e-6
-"""Below this magnitude a quantity is degenerate: agreement on it proves nothing."""
+"""Magnitude below which a quantity is degenerate: agreement on it proves nothing."""
 FLOOR = 1e-6
 SEPARATOR = "|"
 Tensors = dict[str, tuple[float, Sequence[int]]]
@@ -44,7 +44,7 @@ class Outcome:
     """The largest relative error of each quantity."""
     where: dict[str, str] = field(default_factory=dict)
     """The tensor or step of that error."""
-    each: dict[Item, float] = field(default_factory=dict)
+    item_errors: dict[Item, float] = field(default_factory=dict)
     """The largest relative error of each tensor, or of each step, over all ranks."""
     floored: tuple[str, ...] = ()
     """Tensors so much smaller than others of their kind that errors are relative to the floor."""
@@ -60,23 +60,23 @@ class Outcome:
 # ------------------------------------------------------------------------- the reference, on disk
 
 
-def write_reference(path: Path, subject: Subject, found: RankResult) -> None:
-    """Write the results of one rank to a file that the ranks of layouts read."""
+def write_reference(path: Path, subject: Subject, result: RankResult) -> None:
+    """Write one rank's results to a file that the ranks of layouts read."""
     tensors = {
         kind + SEPARATOR + piece.name: piece.tensor.contiguous()
-        for kind, pieces in found.pieces.items()
+        for kind, pieces in result.pieces.items()
         for piece in pieces
     }
     facts = {
-        "figures": found.figures,
-        "counts": found.counts,
+        "figures": result.figures,
+        "counts": result.counts,
         "seed": subject.seed,
-        "zero": [f"gradient of {name}: {why}" for name, why in zero(subject.decoder).items()],
-        "degenerate": degenerate(subject, found),
-        "narrow": found.narrow,
+        "zero": [f"gradient of {n}: {why}" for n, why in zero_gradients(subject.decoder).items()],
+        "degenerate": find_degenerate(subject, result),
+        "narrow": result.narrow,
         "tensors": {
             kind: {p.name: (float(p.tensor.double().norm()), p.tensor.shape) for p in pieces}
-            for kind, pieces in found.pieces.items()
+            for kind, pieces in result.pieces.items()
         },
     }
     partial = path.with_suffix(".partial")
@@ -84,50 +84,50 @@ def write_reference(path: Path, subject: Subject, found: RankResult) -> None:
     partial.rename(path)
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """Return a reference's facts: everything but its tensors."""
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return a reference's facts: all but its tensors."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["facts"])
 
 
-def degenerate(subject: Subject, found: RankResult) -> list[str]:
+def find_degenerate(subject: Subject, result: RankResult) -> list[str]:
     """Return the degenerate quantities of a reference run: too small to prove anything, or tied.
 
     Gradients that are zero by the run's maths are excepted: they must be zero in every layout.
     """
-    words = []
-    for name, values in found.figures.items():
-        words += [f"{name} is {v:g}" for v in values if not abs(v) > NEGLIGIBLE]
+    problems = []
+    for name, values in result.figures.items():
+        problems += [f"{name} is {v:g}" for v in values if not abs(v) > NEGLIGIBLE]
     grads, weights = (
-        {piece.name: piece for piece in found.pieces.get(kind, ())}
+        {piece.name: piece for piece in result.pieces.get(kind, ())}
         for kind in ("gradients", "weights")
     )
-    excused = zero(subject.decoder)
+    exempt = zero_gradients(subject.decoder)
     for kind, pieces in (("gradients", grads), ("weights", weights)):
         for name in grads:
             norm = float(pieces[name].tensor.double().norm())
-            vanishes = not norm > NEGLIGIBLE and name not in excused
-            words += [f"{kind} of {name}: {norm:g}"] if vanishes else []
+            vanishes = not norm > NEGLIGIBLE and name not in exempt
+            problems += [f"{kind} of {name}: {norm:g}"] if vanishes else []
     for name, piece in grads.items():
         if ".experts." in name:
             by_expert = piece.tensor.double().flatten(1).norm(dim=1).tolist()
-            words += _idle_words(f"gradients of {name}", by_expert, subject, NEGLIGIBLE)
-    for name, counts in found.counts.items():
+            problems += _idle_problems(f"gradients of {name}", by_expert, subject, NEGLIGIBLE)
+    for name, counts in result.counts.items():
         if name.endswith("load_E"):
-            words += _idle_words(name, counts, subject, 0)
-    # Experts that choose between equal rows have a tie for roundings. The first rows of documents
-    # that begin with equal tokens are equal: nothing precedes them.
+            problems += _idle_problems(name, counts, subject, 0)
+    # Between equal rows rounding decides an expert's choice. The first rows of documents that begin
+    # with equal tokens are equal, since nothing precedes them.
     ffns = (block.ffn for block in subject.decoder.blocks)
     if any(isinstance(spec, LayerSpec) and spec.compares_rows for spec in ffns):
         for number, batch in enumerate(micro_batches(subject)):
             first = batch.ids_T[(batch.positions_T == 0) & batch.valid_T].tolist()
             if len(set(first)) < len(first):
                 where = f"documents of micro-batch {number} start alike"
-                words.append(f"experts choose among equal rows: {where}")
-    return words
+                problems.append(f"experts choose among equal rows: {where}")
+    return problems
 
 
-def zero(decoder: Decoder) -> dict[str, str]:
+def zero_gradients(decoder: Decoder) -> dict[str, str]:
     """Return parameters whose gradient is zero by the maths of a decoder, each with the reason.
 
     Layers declare them (``without_gradient``), such as a router whose softmax is over one expert.
@@ -141,135 +141,137 @@ def zero(decoder: Decoder) -> dict[str, str]:
     }
 
 
-def _idle_words(what: str, values: Sequence[float], subject: Subject, least: float) -> list[str]:
-    words = []
+def _idle_problems(what: str, values: Sequence[float], subject: Subject, least: float) -> list[str]:
+    problems = []
     for expert, value in enumerate(values):
         if expert in subject.idle and value:
-            words.append(f"{what}: expert {expert} must be idle, but has {value:g}")
+            problems.append(f"{what}: expert {expert} must be idle, but has {value:g}")
         elif expert not in subject.idle and not value > least:
-            words.append(f"{what}: expert {expert} has {value:g}")
-    return words
+            problems.append(f"{what}: expert {expert} has {value:g}")
+    return problems
 
 
 # --------------------------------------------------------------------------------- on each rank
 
 
-def measure(path: Path, found: RankResult) -> dict[str, Any]:
-    """Return a rank's results compared with the reference, as data that JSON can hold.
+def compare_rank(path: Path, result: RankResult) -> dict[str, Any]:
+    """Compare a rank's results with the reference; return data that JSON can hold.
 
     Each piece has its tensor's name, its box, its squared error, and a digest of its bits.
     """
-    told: dict[str, list[Any]] = {}
+    compared: dict[str, list[Any]] = {}
     with safe_open(path, "pt") as file:
         known = set(file.keys())
-        for kind, pieces in found.pieces.items():
-            told[kind] = []
+        for kind, pieces in result.pieces.items():
+            compared[kind] = []
             for piece in pieces:
                 key = kind + SEPARATOR + piece.name
                 error = math.nan  # if the reference has no such tensor
                 if key in known:
-                    wanted = file.get_slice(key)[slices(piece.box) or ...].double()
-                    error = float((piece.tensor.double() - wanted).square().sum())
+                    expected = file.get_slice(key)[slices(piece.box) or ...].double()
+                    error = float((piece.tensor.double() - expected).square().sum())
                 raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
                 digest = hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()
-                told[kind].append([piece.name, piece.box, error, digest])
+                compared[kind].append([piece.name, piece.box, error, digest])
     return {
-        "figures": found.figures,
-        "counts": found.counts,
-        "pieces": told,
-        "narrow": found.narrow,
-        "sites": found.sites,
+        "figures": result.figures,
+        "counts": result.counts,
+        "pieces": compared,
+        "narrow": result.narrow,
+        "sites": result.sites,
     }
 
 
 # ----------------------------------------------------------------------------- over all ranks
 
 
-def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
-    """Return the outcome of a case from the reference's facts and each rank's ``measure``."""
+def combine_ranks(facts: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> Outcome:
+    """Return the outcome of a case from the reference's facts and each rank's ``compare_rank``."""
     outcome = Outcome()
-    problems = [f"degenerate: {words}" for words in facts["degenerate"]]
-    narrow = sorted({words for rank in told for words in rank["narrow"]} | set(facts["narrow"]))
-    problems += [f"not fp64: {words}" for words in narrow]
-    _judge_figures(outcome, facts, told)
-    if len(told[0]["figures"]["lm_loss"]) == len(facts["figures"]["lm_loss"]):
-        missing = facts["tensors"].keys() - {kind for rank in told for kind in rank["pieces"]}
+    problems = [f"degenerate: {line}" for line in facts["degenerate"]]
+    narrow = sorted({line for rank in ranks for line in rank["narrow"]} | set(facts["narrow"]))
+    problems += [f"not fp64: {line}" for line in narrow]
+    _compare_figures(outcome, facts, ranks)
+    if len(ranks[0]["figures"]["lm_loss"]) == len(facts["figures"]["lm_loss"]):
+        missing = facts["tensors"].keys() - {kind for rank in ranks for kind in rank["pieces"]}
         problems += [f"no rank has {kind}" for kind in sorted(missing)]
-    problems += _judge_counts(outcome, facts["counts"], told)
+    problems += _compare_counts(outcome, facts["counts"], ranks)
     replicas: list[str] = []
-    for kind in dict.fromkeys(kind for rank in told for kind in rank["pieces"]):
-        rows = [row for rank in told for row in rank["pieces"].get(kind, ())]
-        problems += _judge_kind(outcome, kind, facts["tensors"].get(kind, {}), rows, replicas)
-    _note(outcome, "replicas", float(len(replicas)), replicas[0] if replicas else "")
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank["pieces"]):
+        rows = [row for rank in ranks for row in rank["pieces"].get(kind, ())]
+        problems += _compare_tensors(outcome, kind, facts["tensors"].get(kind, {}), rows, replicas)
+    _record_error(outcome, "replicas", float(len(replicas)), replicas[0] if replicas else "")
     outcome.problems, outcome.zero = tuple(problems), tuple(facts["zero"])
-    outcome.sites = tuple(sorted({CallSite(*site) for rank in told for site in rank["sites"]}))
+    outcome.sites = tuple(sorted({CallSite(*site) for rank in ranks for site in rank["sites"]}))
     return outcome
 
 
-def _note(
+def _record_error(
     outcome: Outcome, quantity: str, error: float, what: str, rank: int | None = None
 ) -> None:
     """Record an error of a tensor or step if it is the largest so far; NaN is the largest."""
-    if _exceeds(error, outcome.each.get((quantity, what))):
-        outcome.each[quantity, what] = error
+    if _exceeds(error, outcome.item_errors.get((quantity, what))):
+        outcome.item_errors[quantity, what] = error
     if _exceeds(error, outcome.errors.get(quantity)):
         outcome.errors[quantity] = error
         outcome.where[quantity] = what if rank is None else f"{what}, rank {rank}"
 
 
-def _exceeds(error: float, held: float | None) -> bool:
-    return held is None or math.isnan(error) or error > held
+def _exceeds(error: float, largest: float | None) -> bool:
+    return largest is None or math.isnan(error) or error > largest
 
 
-def _judge_figures(outcome: Outcome, facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> None:
-    """Record errors of figures, and of the first step's norm relative to the reference's gradients.
+def _compare_figures(
+    outcome: Outcome, facts: dict[str, Any], ranks: Sequence[dict[str, Any]]
+) -> None:
+    """Record errors of figures, and of the first step's norm against the reference's gradients.
 
-    The latter is compared too because the reference's own norm may be wrong.
+    The latter is needed because the reference's own norm may be wrong.
     """
     for name, values in facts["figures"].items():
-        for number, rank in enumerate(told):
-            have = rank["figures"].get(name, [])
-            if not have:
-                _note(outcome, name, math.inf, f"rank {number} has none")
-            for step, (a, b) in enumerate(zip(have, values, strict=False)):
+        for number, rank in enumerate(ranks):
+            actual = rank["figures"].get(name, [])
+            if not actual:
+                _record_error(outcome, name, math.inf, f"rank {number} has none")
+            for step, (a, b) in enumerate(zip(actual, values, strict=False)):
                 error = abs(a - b) / max(abs(b), NEGLIGIBLE)
-                _note(outcome, name, error, f"step {step + 1}", number)
-    whole = math.hypot(*(norm for norm, _ in facts["tensors"]["gradients"].values()))
-    for number, rank in enumerate(told):
-        for have in rank["figures"].get("grad_norm", [])[:1]:
-            error = abs(have - whole) / max(whole, NEGLIGIBLE)
-            _note(outcome, "grad_norm", error, "against all gradients", number)
+                _record_error(outcome, name, error, f"step {step + 1}", number)
+    total = math.hypot(*(norm for norm, _ in facts["tensors"]["gradients"].values()))
+    for number, rank in enumerate(ranks):
+        for actual in rank["figures"].get("grad_norm", [])[:1]:
+            error = abs(actual - total) / max(total, NEGLIGIBLE)
+            _record_error(outcome, "grad_norm", error, "against all gradients", number)
 
 
-def _judge_counts(
-    outcome: Outcome, wanted: dict[str, list[int]], told: Sequence[dict[str, Any]]
+def _compare_counts(
+    outcome: Outcome, expected: dict[str, list[int]], ranks: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Record the share of tokens counted for other experts; return the counts that are missing."""
+    """Record the fraction of tokens counted for other experts; return missing counts."""
     seen = set()
-    for number, rank in enumerate(told):
-        for name, have in rank["counts"].items():
+    for number, rank in enumerate(ranks):
+        for name, actual in rank["counts"].items():
             seen.add(name)
-            want = wanted.get(name, [])
-            apart = sum(abs(a - b) for a, b in zip(have, want, strict=False))
-            error = apart / max(sum(want), 1) if len(have) == len(want) else math.inf
-            _note(outcome, "counts", error, name, number)
-    return [f"no rank has counts of {name}" for name in wanted if name not in seen]
+            reference = expected.get(name, [])
+            off = sum(abs(a - b) for a, b in zip(actual, reference, strict=False))
+            error = off / max(sum(reference), 1) if len(actual) == len(reference) else math.inf
+            _record_error(outcome, "counts", error, name, number)
+    return [f"no rank has counts of {name}" for name in expected if name not in seen]
 
 
-def _judge_kind(
+def _compare_tensors(
     outcome: Outcome, kind: str, tensors: Tensors, rows: Sequence[Row], replicas: list[str]
 ) -> Iterator[str]:
     """Record the error of each tensor of a kind, tensors at the floor, and copies that differ.
 
     Yields the tensors that the ranks' pieces do not cover exactly once.
     """
-    held: dict[str, dict[Box, list[Row]]] = {name: {} for name in tensors}
+    copies_of: dict[str, dict[Box, list[Row]]] = {name: {} for name in tensors}
     for row in rows:
         box = tuple((int(start), int(end)) for start, end in row[1])
-        held.setdefault(row[0], {}).setdefault(box, []).append(row)
-    everything = math.hypot(*(norm for norm, _ in tensors.values()))
+        copies_of.setdefault(row[0], {}).setdefault(box, []).append(row)
+    total = math.hypot(*(norm for norm, _ in tensors.values()))
     elements = sum(math.prod(shape) for _, shape in tensors.values())
-    for name, boxes in held.items():
+    for name, boxes in copies_of.items():
         what = f"{kind} of {name}"
         if any(len({digest for *_, digest in copies}) > 1 for copies in boxes.values()):
             replicas.append(what)
@@ -281,11 +283,11 @@ def _judge_kind(
         volume = sum(math.prod(end - start for start, end in box) for box in boxes)
         if volume != size or not boxes:
             yield f"{what}: the ranks have {volume} of {size} elements"
-        floor = FLOOR * everything * math.sqrt(size / max(elements, 1))
+        floor = FLOOR * total * math.sqrt(size / max(elements, 1))
         if norm < floor:
             outcome.floored = (*outcome.floored, what)
         errors = [[error for _, _, error, _ in copies] for copies in boxes.values()]
         error = math.sqrt(
-            sum(max(e, key=lambda one: math.inf if math.isnan(one) else one) for e in errors)
+            sum(max(e, key=lambda x: math.inf if math.isnan(x) else x) for e in errors)
         )
-        _note(outcome, kind, error / max(norm, floor) if error else 0.0, name)
+        _record_error(outcome, kind, error / max(norm, floor) if error else 0.0, name)

@@ -1,8 +1,8 @@
 """PyTorch dispatch modes that observe or change the operations of a proof's step.
 
 ``NarrowWatch`` records where a step in fp64 creates a tensor of a narrower floating-point format.
-``ShuffledSums`` changes the order of sums in matrix products, to show on one rank what a layout may
-do to the last bits. The inner dim of a product is split at random into two halves, which are
+``ShuffledSums`` changes the order of sums in matrix products, to show on one rank how a layout may
+change the last bits. The inner dim of a product is split at random into two halves, which are
 multiplied and rounded separately and then added, as on two ranks.
 """
 
@@ -37,7 +37,7 @@ class NarrowWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.operations: set[str] = set()
         """Operations, each with the package's line that ran it."""
 
     def __torch_dispatch__(
@@ -47,18 +47,18 @@ class NarrowWatch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         # Fast path: most operations return one tensor.
         leaves = (out,) if isinstance(out, Tensor) else tree_leaves(out)
-        if narrow := [leaf for leaf in leaves if _narrow(leaf)]:
-            # The place is asked first: it is known sooner than what was given is gone through.
-            file, function, line = _place()
+        if narrow := [leaf for leaf in leaves if _is_narrow(leaf)]:
+            # The caller comes first: finding it is faster than walking the inputs.
+            file, function, line = _caller()
             if f"{file}:{function}" not in ALLOWED and not file.startswith(QUANTISERS):
-                given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-                made = [leaf for leaf in narrow if id(leaf) not in given]
-                if any(leaf._base is None or id(leaf._base) not in given for leaf in made):
-                    self.found.add(f"{func} in {file}:{line}")
+                inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+                created = [leaf for leaf in narrow if id(leaf) not in inputs]
+                if any(leaf._base is None or id(leaf._base) not in inputs for leaf in created):
+                    self.operations.add(f"{func} in {file}:{line}")
         return out
 
 
-def _narrow(value: Any) -> bool:
+def _is_narrow(value: Any) -> bool:
     return (
         isinstance(value, Tensor)
         and value.dtype != torch.float64
@@ -67,7 +67,7 @@ def _narrow(value: Any) -> bool:
     )
 
 
-def _place() -> tuple[str, str, int]:
+def _caller() -> tuple[str, str, int]:
     """Return file, function and line of the package's innermost frame outside ``proof/``."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -80,14 +80,14 @@ def _place() -> tuple[str, str, int]:
 
 
 class ShuffledSums(TorchDispatchMode):
-    """Runs matrix products in two shuffled halves; other operations are unchanged.
+    """Runs matrix products in two shuffled halves and leaves other operations unchanged.
 
     Halves of quantised products, which are summed in fp32, are rounded to the exchanged dtype.
     """
 
     def __init__(self, seed: int, exchanged: torch.dtype) -> None:
         super().__init__()
-        self._draws, self._exchanged = torch.Generator().manual_seed(seed), exchanged
+        self._generator, self._exchanged = torch.Generator().manual_seed(seed), exchanged
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -98,18 +98,18 @@ class ShuffledSums(TorchDispatchMode):
         if func is aten.mm.out and kwargs is not None:
             return kwargs["out"].copy_(self._product(aten.mm.default, *args))
         if func is aten.addmm_.default and not kwargs:
-            into, *factors = args
-            return into.add_(self._product(aten.mm.default, *factors))
+            target, *factors = args
+            return target.add_(self._product(aten.mm.default, *factors))
         return func(*args, **(kwargs or {}))
 
     def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
         inner = a.shape[-1]
         if inner < 2:
             return func(a, b)
-        order = torch.randperm(inner, generator=self._draws).to(a.device)
+        order = torch.randperm(inner, generator=self._generator).to(a.device)
         halves = [
             func(a.index_select(-1, part), b.index_select(-2, part)) for part in order.chunk(2)
         ]
-        if _place()[0].startswith("kernels/scaled/"):
+        if _caller()[0].startswith("kernels/scaled/"):
             halves = [half.to(self._exchanged).to(half.dtype) for half in halves]
         return halves[0] + halves[1]

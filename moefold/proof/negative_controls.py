@@ -1,8 +1,8 @@
-"""Negative controls, which show that a proof can fail: every exchange between ranks is broken once.
+"""Negative controls, which show that a proof can fail: each exchange between ranks is broken once.
 
-For each recorded call site, the result is replaced by what it would be had no other rank taken
-part, and for gradients also by its half. Each break must make the proof fail. So must scaling one
-parameter's gradient by 1 + 1e-8 on one rank, and the proof must name the parameter.
+The result at each recorded call site is replaced by that of an exchange without other ranks, and
+for gradients also by its half. Each fault must make the proof fail. So must scaling one parameter's
+gradient by 1 + 1e-8 on one rank, and the proof must name the parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,43 +17,43 @@ from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
 from moefold.proof.rounding_noise import RoundingNoise
 
-UNSEEN = ("send",)
-"""Operations without a result; the corresponding receive is broken instead."""
-GUARDS = {
+WITHOUT_RESULT = ("send",)
+"""Operations without a result; the matching receive is broken instead."""
+EXEMPT_LABELS = {
     "room": "it names the room that a step lacked, and no case is such a step",
     "warm-up": "a group's first word carries no value of the step",
 }
-"""Labels of exchanges that decide nothing in a case that passes, each with its reason."""
+"""Labels of exchanges that cannot affect a passing case, each with its reason."""
 TIME_OUT_S = 20.0
-"""Time-out of communication in seconds, since a wrong result may make ranks wait in vain."""
+"""Time-out of communication in seconds: after a wrong result ranks may wait forever."""
 
 
 class Control(NamedTuple):
     """An injected fault, and whether the proof noticed it."""
 
     case: str
-    broken: InjectedFault
+    fault: InjectedFault
     noticed: bool
-    said: str
+    evidence: str
     """The worst quantity, its error and its tensor; or the error that ended the step."""
 
 
 Recorded = Sequence[tuple[ProofCase, Sequence[CallSite]]]
 
 
-def cover(recorded: Recorded) -> list[tuple[ProofCase, tuple[CallSite, ...]]]:
+def choose_covering(recorded: Recorded) -> list[tuple[ProofCase, tuple[CallSite, ...]]]:
     """Return few cases that cover all call sites at each number of ranks, with the sites of each.
 
     Greedy: the case that adds the most call sites is taken first; of equal ones, the earliest.
     """
     chosen = []
     for world in sorted({case.world for case, _ in recorded}):
-        having = [(case, frozenset(sites)) for case, sites in recorded if case.world == world]
-        left = frozenset[CallSite]().union(*(sites for _, sites in having))
-        while left:
-            case, sites = max(having, key=lambda pair: len(pair[1] & left))
-            chosen.append((case, tuple(sorted(sites & left))))
-            left -= sites
+        candidates = [(case, frozenset(sites)) for case, sites in recorded if case.world == world]
+        uncovered = frozenset[CallSite]().union(*(sites for _, sites in candidates))
+        while uncovered:
+            case, sites = max(candidates, key=lambda pair: len(pair[1] & uncovered))
+            chosen.append((case, tuple(sorted(sites & uncovered))))
+            uncovered -= sites
     return chosen
 
 
@@ -62,50 +62,50 @@ def faults_of(covering: Recorded) -> list[tuple[ProofCase, InjectedFault]]:
     found = []
     for case, sites in covering:
         for site in sites:
-            if site.op not in UNSEEN and site.label not in GUARDS:
-                ways = ("alone", "half") if halves(site) else ("alone",)
+            if site.op not in WITHOUT_RESULT and site.label not in EXEMPT_LABELS:
+                ways = ("alone", "half") if yields_gradients(site) else ("alone",)
                 found += [(case, InjectedFault(site=site, how=how)) for how in ways]
     return found
 
 
-def halves(site: CallSite) -> bool:
-    """Return whether a call site's result is gradients, so that halving it is meaningful."""
+def yields_gradients(site: CallSite) -> bool:
+    """Return whether a call site's result is gradients, which can be halved too."""
     return site.direction == BACKWARD or site.label == "gradients"
 
 
-def control(
+def run_faults(
     planned: Sequence[tuple[ProofCase, InjectedFault]],
-    told: Callable[[Control], None] | None = None,
+    on_control: Callable[[Control], None] | None = None,
     noise: Mapping[Subject, RoundingNoise] = MappingProxyType({}),
 ) -> list[Control]:
-    """Run cases with their faults; return for each whether the proof noticed it.
+    """Run cases with their faults; return whether the proof noticed each.
 
     Most are noticed in one step; the others run again with updates. ``noise`` has the bounds of
-    subjects that are proved in their own format.
+    subjects proved in their own format.
     """
     noises = [noise.get(case.subject) for case, _ in planned]
     planned = [
-        (case if of_it is None else replace(case, subject=of_it.subject), fault)
-        for (case, fault), of_it in zip(planned, noises, strict=True)
+        (case if bounds is None else replace(case, subject=bounds.subject), fault)
+        for (case, fault), bounds in zip(planned, noises, strict=True)
     ]
     found: dict[int, Control] = {}
 
     def attempt(numbers: Sequence[int], whole: bool) -> None:
-        def tell(at: int, outcome: Outcome) -> None:
-            number = numbers[at]
-            case, broken = planned[number]
-            bounds = {quantity: case.bound_of(quantity) for quantity in outcome.errors}
-            if (of_it := noises[number]) is not None:
-                outcome, bounds = of_it.held(outcome)
-            found[number] = Control(case.name, broken, *_noticed(broken, outcome, bounds))
-            if told is not None and (whole or found[number].noticed):
-                told(found[number])
+        def record(index: int, outcome: Outcome) -> None:
+            number = numbers[index]
+            case, fault = planned[number]
+            bounds = {quantity: case.rounding_bound(quantity) for quantity in outcome.errors}
+            if (measured := noises[number]) is not None:
+                outcome, bounds = measured.apply_bounds(outcome)
+            found[number] = Control(case.name, fault, *_noticed(fault, outcome, bounds))
+            if on_control is not None and (whole or found[number].noticed):
+                on_control(found[number])
 
         cases = [planned[number][0] for number in numbers]
         if not whole:
             cases = [replace(c, precision=c.precision or c.subject.precision) for c in cases]
         faults = [planned[number][1] for number in numbers]
-        run_cases(cases, faults, told=tell, time_out_s=TIME_OUT_S)
+        run_cases(cases, faults, on_outcome=record, time_out_s=TIME_OUT_S)
 
     attempt(range(len(planned)), whole=False)
     attempt([number for number, control in found.items() if not control.noticed], whole=True)
@@ -113,12 +113,12 @@ def control(
 
 
 def _noticed(
-    broken: InjectedFault, outcome: Outcome, bounds: Mapping[str, float]
+    fault: InjectedFault, outcome: Outcome, bounds: Mapping[str, float]
 ) -> tuple[bool, str]:
     beyond = {name: e for name, e in outcome.errors.items() if not e <= bounds[name]}
-    if broken.parameter:
+    if fault.parameter:
         error, named = outcome.errors.get("gradients", 0.0), outcome.where.get("gradients")
-        noticed = named == broken.parameter and "gradients" in beyond
+        noticed = named == fault.parameter and "gradients" in beyond
         return noticed, f"gradients {error:.1e} of {named}"
     if beyond:
         name = max(beyond, key=lambda quantity: beyond[quantity])

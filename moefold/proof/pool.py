@@ -1,8 +1,8 @@
-"""Runs a proof's cases one after another on one set of processes, with new groups for each case.
+"""Runs a proof's cases one after another in one set of processes, with new groups for each case.
 
-References come first, distributed over the ranks; then the cases, those with most ranks first, so
-that no rank waits for cases that it is not in. An error ends the processes; the remaining cases
-run in new ones.
+References come first, distributed over the ranks; then cases, those with most ranks first, so that
+no rank waits for cases without it. An error ends the processes; the remaining cases run in new
+ones.
 """
 
 import re
@@ -25,13 +25,20 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, Subject
-from moefold.proof.compare import Outcome, degenerate, facts_of, judge, measure, write_reference
+from moefold.proof.compare import (
+    Outcome,
+    combine_ranks,
+    compare_rank,
+    find_degenerate,
+    read_facts,
+    write_reference,
+)
 from moefold.proof.rank_run import InjectedFault, RankResult, run_rank
 
 TIME_OUT_S = 120.0
-DRAWS = 16
+MAX_SEEDS = 16
 """Maximum number of seeds tried for a reference that is not degenerate."""
-PLAIN = Layout()
+ONE_RANK = Layout()
 
 
 @dataclass(frozen=True)
@@ -44,18 +51,18 @@ class CaseTask:
 
 
 class CaseFailed(RuntimeError):
-    """A case or its reference failed on this rank; the text is the case's number and the error."""
+    """A case or its reference failed on this rank; the message is the case's number and error."""
 
 
-Told = Callable[[int, Outcome], None]
-"""Called with the number and the outcome of each case when it ends."""
+OnOutcome = Callable[[int, Outcome], None]
+"""Called with number and outcome of each case when it ends."""
 
 
 def run_cases(
     cases: Sequence[ProofCase],
     faults: Sequence[InjectedFault | None] = (),
     *,
-    told: Told | None = None,
+    on_outcome: OnOutcome | None = None,
     time_out_s: float = TIME_OUT_S,
 ) -> list[Outcome]:
     """Run cases and return their outcomes in order; cases of one subject share its reference.
@@ -64,10 +71,10 @@ def run_cases(
     """
     outcomes: dict[int, Outcome] = {}
 
-    def keep(number: int, outcome: Outcome) -> None:
+    def record(number: int, outcome: Outcome) -> None:
         outcomes[number] = outcome
-        if told is not None:
-            told(number, outcome)
+        if on_outcome is not None:
+            on_outcome(number, outcome)
 
     with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
         references: dict[Subject, str] = {}
@@ -78,37 +85,37 @@ def run_cases(
             for n in sorted(range(len(cases)), key=lambda number: -cases[number].world)
         }
         while len(outcomes) < len(cases):
-            left = {number: task for number, task in tasks.items() if number not in outcomes}
-            error = _run(left, keep, time_out_s)
-            if error is not None:  # of the case that it names, else of the first one left
+            remaining = {number: task for number, task in tasks.items() if number not in outcomes}
+            error = _run(remaining, record, time_out_s)
+            if error is not None:  # of the case that it names, else of the first remaining one
                 named = (int(n) for n in re.findall(rf"{CaseFailed.__name__}: (\d+)", error))
-                ended = next(n for n in (*named, *left) if n not in outcomes)
-                keep(ended, Outcome(problems=(error,)))
+                failed = next(n for n in (*named, *remaining) if n not in outcomes)
+                record(failed, Outcome(problems=(error,)))
             assert error is not None or len(outcomes) == len(cases), "ranks ended without an error"
     return [outcomes[number] for number in range(len(cases))]
 
 
-def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | None:
+def _run(tasks: dict[int, CaseTask], record: OnOutcome, time_out_s: float) -> str | None:
     """Run tasks until one fails; return the error, or None."""
     ours, theirs = Pipe(duplex=False)
     ranks = max(task.case.world for task in tasks.values())
-    given = list(tasks.items()), theirs, time_out_s
+    arguments = list(tasks.items()), theirs, time_out_s
     failed: list[str] = []
 
     def start() -> None:
         try:
-            launch(_work, ranks, *given, time_out_s=time_out_s)
+            launch(_rank_main, ranks, *arguments, time_out_s=time_out_s)
         except Exception as error:
             failed.append(str(error))
         finally:
             theirs.close()
 
-    # In a thread, so that a signal can end the main thread, and the ranks with it.
+    # In a thread, so a signal can end the main thread and the ranks with it.
     launcher = threading.Thread(target=start, daemon=True)
     launcher.start()
     while True:
         try:
-            keep(*ours.recv())
+            record(*ours.recv())
         except (EOFError, OSError):
             break
     launcher.join()
@@ -118,38 +125,38 @@ def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | Non
 # --------------------------------------------------------------------------------- on each rank
 
 
-def _work(
-    info: RankInfo, tasks: list[tuple[int, CaseTask]], told: Connection, time_out_s: float
+def _rank_main(
+    info: RankInfo, tasks: list[tuple[int, CaseTask]], outcomes: Connection, time_out_s: float
 ) -> None:
     """Run every task in which this rank takes part."""
     with World.open(Folding(Sizes(), info.world_size), "cpu", time_out_s) as everyone:
         subjects = {Path(task.reference): (number, task.case.subject) for number, task in tasks}
-        for turn, (path, (number, subject)) in enumerate(subjects.items()):
-            if turn % info.world_size == info.rank and not path.exists():
-                with _naming(number):
-                    write_reference(path, *draw(subject))
+        for index, (path, (number, subject)) in enumerate(subjects.items()):
+            if index % info.world_size == info.rank and not path.exists():
+                with _naming_case(number):
+                    write_reference(path, *run_reference(subject))
         gather_objects("references are there", everyone.on_host)
     for number, task in tasks:
         case = task.case
         if info.rank >= case.world:
             continue
         started = time.perf_counter()
-        with _naming(number):
+        with _naming_case(number):
             if case.world > 1:
                 join(info._replace(world_size=case.world, attempt=number + 1), time_out_s)
             with World.open(case.folding, "cpu", time_out_s) as world:
-                facts = facts_of(Path(task.reference))
+                facts = read_facts(Path(task.reference))
                 drawn = replace(case, subject=replace(case.subject, seed=facts["seed"]))
-                found = measure(Path(task.reference), run_rank(drawn, world, task.fault))
-                answers = gather_objects(found, world.on_host)
+                comparison = compare_rank(Path(task.reference), run_rank(drawn, world, task.fault))
+                comparisons = gather_objects(comparison, world.on_host)
         if info.rank == 0:
-            outcome = judge(facts, answers)
+            outcome = combine_ranks(facts, comparisons)
             outcome.seconds = time.perf_counter() - started
-            told.send((number, outcome))
+            outcomes.send((number, outcome))
 
 
 @contextmanager
-def _naming(number: int) -> Iterator[None]:
+def _naming_case(number: int) -> Iterator[None]:
     """Add the case's number to errors in the context."""
     try:
         yield
@@ -157,16 +164,16 @@ def _naming(number: int) -> Iterator[None]:
         raise CaseFailed(f"{number}: {type(error).__name__}: {error}") from error
 
 
-def draw(subject: Subject) -> tuple[Subject, RankResult]:
-    """Return the subject with the first seed for which nothing is degenerate, and its results.
+def run_reference(subject: Subject) -> tuple[Subject, RankResult]:
+    """Return the subject with the first seed without degenerate results, and these results.
 
-    If a token goes to few experts, one of them may get none by chance. If the results of all seeds
-    are degenerate, it is not by chance: the first is returned, and the proof fails.
+    With few experts per token, an expert may get no token by chance. If the results of all seeds
+    are degenerate, that is not chance: those of the first are returned, and the proof fails.
     """
-    tries = []
-    for seed in range(subject.seed, subject.seed + DRAWS):
+    runs = []
+    for seed in range(subject.seed, subject.seed + MAX_SEEDS):
         drawn = replace(subject, seed=seed)
-        tries.append((drawn, run_rank(ProofCase("one rank", drawn, PLAIN, 1), World.single())))
-        if not degenerate(*tries[-1]):
-            return tries[-1]
-    return tries[0]
+        runs.append((drawn, run_rank(ProofCase("one rank", drawn, ONE_RANK, 1), World.single())))
+        if not find_degenerate(*runs[-1]):
+            return runs[-1]
+    return runs[0]

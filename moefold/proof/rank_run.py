@@ -1,4 +1,4 @@
-"""One rank's part of a case: gradients of a step, an evaluation, and three updates.
+"""One rank's part of a case: a step's gradients, an evaluation, and three updates.
 
 Its results are tensor pieces with their boxes, by *kind*: ``gradients``, ``weights`` (the change
 over three steps) and ``optimizer/<state>``. Documents are packed and of uneven lengths, and most
@@ -37,20 +37,20 @@ from moefold.training.step import gradients
 
 STEPS = 3
 LOSS_CHUNK = 24
-"""Rows whose logits exist at a time: fewer than a micro-batch, so that there are several chunks."""
+"""Rows whose logits exist at a time: fewer than a micro-batch has, so there are several chunks."""
 
 
 # --------------------------------------------------------- rows and values, functions of a subject
 
 BIAS = 0.1
 """Initial selection biases range from -BIAS to BIAS."""
-NEVER = -100.0
+EXCLUDED_BIAS = -100.0
 """Selection bias of an expert that no token may choose."""
 
 
 def micro_batches(subject: Subject) -> list[MicroBatch]:
-    """Return the whole micro-batches of a step: three documents each, two pairs, or empty."""
-    made = []
+    """Return a step's full micro-batches: three documents each, two pairs, or empty."""
+    batches = []
     for number in range(subject.micro_batches):
         valid = subject.rows - (number % 3) * subject.padding
         first, second = valid // 5 + number % 3, valid // 3
@@ -59,30 +59,30 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
         if subject.loss.pairs:
             documents = (first, second, third // 2, third - third // 2)
         lengths = () if number in subject.empty else documents
-        draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
-        ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
+        generator = np.random.Generator(np.random.PCG64((subject.seed, number)))
+        ids_T = generator.integers(0, subject.decoder.vocab, sum(lengths))
         labels_T = np.append(ids_T[1:], IGNORE_INDEX)[: len(ids_T)]
         ends = np.cumsum(lengths, dtype=np.int64)
         labels_T[ends - 1] = IGNORE_INDEX
         for length, end in zip(lengths, ends, strict=True) if subject.masked else ():
             labels_T[end - length : end - length // (2 + number % 3)] = IGNORE_INDEX
         token_T = np.arange(subject.rows) + number * subject.rows
-        made.append(assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T))
-    return made
+        batches.append(assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T))
+    return batches
 
 
 @torch.no_grad()
-def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> None:
-    """Initialise this rank's parameters, with random vectors and uneven selection biases too."""
+def initialise_model(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> None:
+    """Initialise this rank's parameters, including random vectors and uneven selection biases."""
     initialise(model, subject.decoder, subject.seed, shards)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith(LORA_B):  # in training B starts at zero
             parameter.add_(normal_slice(subject.seed, shards[name], 0.1))
-    for _, mixture in model.moe_layers():
-        bias_E = mixture.router.selection_bias
+    for _, moe in model.moe_layers():
+        bias_E = moe.router.selection_bias
         if bias_E is not None:
             bias_E.copy_(torch.linspace(-BIAS, BIAS, bias_E.shape[0]))
-            bias_E[list(subject.idle)] = NEVER
+            bias_E[list(subject.idle)] = EXCLUDED_BIAS
 
 
 # --------------------------------------------------------------------------------------- the run
@@ -90,32 +90,32 @@ def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A deliberate fault, to show that a proof notices it."""
+    """Deliberate fault, which a proof must notice."""
 
     site: CallSite | None = None
-    """The call site, in the form of ``plain``, whose result every rank replaces each time."""
+    """Call site, normalised, whose result every rank replaces each time."""
     how: str = "alone"
-    """``alone``: by what it would be had no other rank taken part; ``half``: by its half."""
+    """``alone``: by the result without other ranks; ``half``: by its half."""
     parameter: str = ""
-    """The parameter of which one rank, that with its first element, scales the first gradient."""
+    """Parameter whose first gradient is scaled on one rank, that with its first element."""
     factor: float = 1.0
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Description of the fault."""
         if self.site is None:
             return f"gradient of {self.parameter} on one rank times {self.factor!r}"
         label, op, group, direction = self.site
         return f"{op} over {group} in {label or 'the step'}, {direction}: {self.how}"
 
-    def alter(self, record: Operation, result: Tensor, alone: Tensor) -> Tensor:
+    def apply(self, record: Operation, result: Tensor, alone: Tensor) -> Tensor:
         """Return an operation's result, replaced if the operation is at the site."""
-        if plain(record.site) != self.site:
+        if normalise_site(record.site) != self.site:
             return result
         return alone if self.how == "alone" else result / 2
 
 
-def plain(site: CallSite) -> CallSite:
+def normalise_site(site: CallSite) -> CallSite:
     """Return a call site without layer numbers and further names of its group."""
     label, group = re.sub(r"\d+", "*", site.label), site.group.partition("+")[0]
     return site._replace(label=label, group=group)
@@ -133,23 +133,23 @@ class RankResult:
     narrow: tuple[str, ...] = ()
     """Operations that created a narrower tensor in an fp64 step."""
     sites: tuple[CallSite, ...] = ()
-    """Call sites of exchanges, in the form of ``plain``."""
+    """Normalised call sites of exchanges."""
 
 
 def run_rank(case: ProofCase, world: World, fault: InjectedFault | None = None) -> RankResult:
     """Run a case on this rank and return its results."""
-    trial = RankRun(case, world)
-    world.recorder.inject_fault = None if fault is None or fault.site is None else fault.alter
-    dtype = DTYPES[trial.precision]
+    run = RankRun(case, world)
+    world.recorder.inject_fault = None if fault is None or fault.site is None else fault.apply
+    dtype = DTYPES[run.precision]
     try:
         with nullcontext() if case.shuffle is None else ShuffledSums(case.shuffle, dtype):
-            return trial.run(fault)
+            return run.run(fault)
     finally:
         world.recorder.inject_fault = None
 
 
 class RankRun:
-    """A case's parts on this rank."""
+    """A case's model, data and optimizer on this rank."""
 
     def __init__(self, case: ProofCase, world: World) -> None:
         self.subject, self.world = case.subject, world
@@ -157,77 +157,77 @@ class RankRun:
         self.updates = STEPS if case.precision is None else 0
         decoder = case.subject.decoder
         self.placed: ModelParts = build_parts(decoder, self.precision, case.layout, world)
-        fill(self.placed.model, case.subject, self.placed.shards)
+        initialise_model(self.placed.model, case.subject, self.placed.shards)
         spot, dp = world.attention, world.folding.dp
         self.batches: list[MicroBatch] = micro_batches(case.subject)[spot.dp :: dp]
         self.data = ShardedState(self.placed)
         self.placed = self.data.placed
         self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
         self.objective: Objective = build(case.subject.loss).trial(self.placed, case.subject)
-        self.found = RankResult()
+        self.result = RankResult()
 
     def run(self, fault: InjectedFault | None) -> RankResult:
         """Run the steps and return their results.
 
         Gradients and counts are those of the first step, weights the changes over all steps.
         """
-        before = _pieces(self.data.weights())
-        found = self.found
+        before = _copy_slices(self.data.weights())
+        result = self.result
         spot = self.world.attention
-        # All ranks of a stage run the same operations: it is enough to watch one.
+        # All ranks of a stage run the same operations, so one is enough.
         watched = self.precision == "fp64" and not (spot.tp or spot.cp or spot.dp)
         watch = NarrowWatch() if watched else None
         with watch or nullcontext():
             scale = self._gradients(fault)
-        found.narrow = tuple(sorted(watch.found)) if watch else ()
-        found.pieces["gradients"] = _pieces(self.data.gradients())
-        for number, mixture in self.placed.model.moe_layers():
+        result.narrow = tuple(sorted(watch.operations)) if watch else ()
+        result.pieces["gradients"] = _copy_slices(self.data.gradients())
+        for number, moe in self.placed.model.moe_layers():
             for what in ("load_E", "sent_E", "tokens"):
-                counted = getattr(mixture.balance.counters, what)
-                found.counts[f"layers.{number}.{what}"] = counted.reshape(-1).tolist()
+                counted = getattr(moe.balance.counters, what)
+                result.counts[f"layers.{number}.{what}"] = counted.reshape(-1).tolist()
         totals, units, _ = evaluate(self.placed, self.batches, LOSS_CHUNK, self.objective)
-        found.figures["evaluation"] = [total / max(units, 1) for total in totals]
+        result.figures["evaluation"] = [total / max(units, 1) for total in totals]
         for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)
             self.optimizer.step(scale)
             self.data.end_step()
         if self.updates:
-            after = _pieces(self.data.weights())
-            found.pieces["weights"] = [
+            after = _copy_slices(self.data.weights())
+            result.pieces["weights"] = [
                 replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
             ]
-            for piece in _pieces(self.data.states(self.optimizer)):
+            for piece in _copy_slices(self.data.states(self.optimizer)):
                 parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
-                state = found.pieces.setdefault(f"optimizer/{what}", [])
+                state = result.pieces.setdefault(f"optimizer/{what}", [])
                 state.append(replace(piece, name=parameter))
-        found.sites = tuple(sorted({plain(site) for site in self.world.recorder.totals}))
-        return found
+        result.sites = tuple(sorted({normalise_site(site) for site in self.world.recorder.totals}))
+        return result
 
     def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, record its figures, and return the clipping factor."""
         figures = gradients(self.data, self.batches, LOSS_CHUNK, objective=self.objective)
-        lacked = {
+        lacking = {
             "dispatch.max_rows": figures.needed_rows, "offload.pages.load": figures.needed_load
         }  # fmt: skip
-        if any(lacked.values()):
-            needed = ", ".join(f"layout.{name} must be {n}" for name, n in lacked.items() if n)
+        if any(lacking.values()):
+            needed = ", ".join(f"layout.{name} must be {n}" for name, n in lacking.items() if n)
             raise ValueError(
                 f"{needed} or more for this model; with less, alltoall repeats the step and the "
                 "proof does not cover this dispatcher"
             )
         if fault is not None and fault.parameter:
-            for held in self.data.gradients():
-                at_start = held.first and not any(start for start, _ in held.box)
-                if held.name == fault.parameter and at_start:
-                    held.tensor.mul_(fault.factor)
+            for piece in self.data.gradients():
+                at_start = piece.first and not any(start for start, _ in piece.box)
+                if piece.name == fault.parameter and at_start:
+                    piece.tensor.mul_(fault.factor)
         scale = clip_scale(figures.grad_norm, self.subject.optim.clip_norm)  # type: ignore[attr-defined]
-        told = {"lm_loss": figures.lm_loss, "grad_norm": figures.grad_norm, "clip": scale}
-        told |= {f"router/{name}": value for name, value in figures.router_terms.items()}
-        told |= figures.more
-        for name, value in told.items():
-            self.found.figures.setdefault(name, []).append(value)
+        values = {"lm_loss": figures.lm_loss, "grad_norm": figures.grad_norm, "clip": scale}
+        values |= {f"router/{name}": value for name, value in figures.router_terms.items()}
+        values |= figures.more
+        for name, value in values.items():
+            self.result.figures.setdefault(name, []).append(value)
         return scale
 
 
-def _pieces(here: Iterable[LocalSlice]) -> list[LocalSlice]:
-    return [replace(held, tensor=held.tensor.clone()) for held in here]
+def _copy_slices(pieces: Iterable[LocalSlice]) -> list[LocalSlice]:
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]

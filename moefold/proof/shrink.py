@@ -1,4 +1,4 @@
-"""Shrinks any run until it can be proved on a laptop, with the same kinds of parts.
+"""Shrinks any run, keeping its kinds of parts, until it can be proved on a laptop.
 
 Kept: the pattern of layers, kinds of attention and feed-forward, norms on queries and keys, biases,
 groups of experts, shared experts, capacity, tied embeddings, every router term. Shrunk: sizes.
@@ -24,22 +24,22 @@ from moefold.spec.quantised import cut_violations, moment_violations
 
 HIDDEN, VOCAB, ROWS = 16, 64, 32
 BLOCKS = 4, 2
-"""Elements of a quantised block, so that each matrix has several; the second if the first fails."""
+"""Elements of a quantised block, few enough for several per matrix; the second is a fallback."""
 CLIP = 0.05
 """``clip_norm`` of a shrunk run that clips: always exceeded, so that the clip factor matters."""
-RATE = 0.01
-STD, STEADY_STD = 0.3, 0.2
-"""Scale of weights: large enough that every part of the model affects the loss; and for narrow
+LEARNING_RATE = 0.01
+STD, LOW_PRECISION_STD = 0.3, 0.2
+"""Scale of weights: large enough for every part of the model to affect the loss; and for narrow
 formats, whose roundings larger weights magnify from layer to layer."""
-STEADY_EPS = 0.1
+LOW_PRECISION_EPS = 0.1
 """Adam's eps in narrow formats: if smaller, the first update is a sign, which a rounding flips."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Requirements of several layouts on a model's sizes."""
+class SizeRequirements:
+    """Requirements of several layouts on model sizes."""
 
-    by: Sizes
+    divisors: Sizes
     """Least common multiple of each axis's sizes, by which dims must be divisible."""
     stages: int = 1
     """Number of stages of the longest pipeline."""
@@ -47,7 +47,7 @@ class Asked:
     """Number of layers, if a layout lists its stages explicitly."""
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> "Asked":
+    def of(cls, layouts: Sequence[Layout]) -> "SizeRequirements":
         """Return the joint requirements of several layouts."""
         sizes = [layout.split for layout in layouts]
         axes = {a: math.lcm(*(getattr(s, a) for s in sizes)) for a in ("tp", "cp", "ep", "etp")}
@@ -58,15 +58,15 @@ class Asked:
 
 def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -> Subject:
     """Return the shrunk subject of a run's proof, for which all of ``layouts`` are legal."""
-    asked = Asked.of(layouts)
-    rows = rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp)
-    decoder, optim = small_decoder(as_proved(run.decoder()), asked), small_optimizer(run.optim)
-    # The first sizes of quantised blocks, and of groups of moments, that no layout cuts.
-    given = decoder.quantise
-    if isinstance(given, Quantise):
+    needs = SizeRequirements.of(layouts)
+    rows = rounded_up(ROWS, needs.divisors.tp * 2 * needs.divisors.cp)
+    decoder, optim = small_decoder(for_proof(run.decoder()), needs), small_optimizer(run.optim)
+    # Use the first sizes of quantised blocks, and of groups of moments, that no layout cuts.
+    quantise = decoder.quantise
+    if isinstance(quantise, Quantise):
         for block in BLOCKS:
-            whole = {"keep_first": 0, "keep_last": 0, "keep": (), "block": block}
-            decoder = decoder.model_copy(update={"quantise": given.model_copy(update=whole)})
+            changes = {"keep_first": 0, "keep_last": 0, "keep": (), "block": block}
+            decoder = decoder.model_copy(update={"quantise": quantise.model_copy(update=changes)})
             if not any(True for layout in layouts for _ in cut_violations(decoder, layout, rows)):
                 break
     for size in BLOCKS if isinstance(optim, Optim) and optim.group else ():
@@ -76,15 +76,15 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
         if not any(True for _ in cut):
             break
     if precision != "fp64":
-        decoder = decoder.model_copy(update={"init_std": STEADY_STD})
+        decoder = decoder.model_copy(update={"init_std": LOW_PRECISION_STD})
         if "eps" in type(optim).model_fields:
-            optim = optim.model_copy(update={"eps": STEADY_EPS})
+            optim = optim.model_copy(update={"eps": LOW_PRECISION_EPS})
     masked = any(isinstance(source, Chat | Preferences) for source in run.data.train)
     more = {"precision": precision, "loss": run.train.loss, "masked": masked}
     return Subject(decoder, optim, rows=rows, **more)
 
 
-def as_proved(decoder: Decoder) -> Decoder:
+def for_proof(decoder: Decoder) -> Decoder:
     """Return a decoder whose quantisation does not depend on the layout, as proofs require."""
     if not isinstance(decoder.quantise, Quantise):
         return decoder
@@ -93,23 +93,23 @@ def as_proved(decoder: Decoder) -> Decoder:
 
 
 def small_optimizer(optim: Record) -> Record:
-    """Return an optimizer with a high learning rate that always clips, if it clips at all."""
+    """Return an optimizer with a high learning rate that, if it clips, always clips."""
     clips = getattr(optim, "clip_norm", None) is not None
-    return optim.model_copy(update={"lr": RATE} | ({"clip_norm": CLIP} if clips else {}))
+    return optim.model_copy(update={"lr": LEARNING_RATE} | ({"clip_norm": CLIP} if clips else {}))
 
 
-def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
-    """Return a small decoder with every kind of layer of the given one."""
+def small_decoder(decoder: Decoder, needs: SizeRequirements) -> Decoder:
+    """Return a small decoder with all kinds of layers of the original."""
     main, later = decoder.blocks[: decoder.layers], decoder.blocks[decoder.layers :]
-    blocks = (*_some(main, asked), *later)
+    blocks = (*_select_blocks(main, needs), *later)
     small = (
         b.model_copy(
-            update={"attention": small_part(b.attention, asked), "ffn": small_part(b.ffn, asked)}
+            update={"attention": small_part(b.attention, needs), "ffn": small_part(b.ffn, needs)}
         )
         for b in blocks
     )
     changed = {
-        "vocab": rounded_up(VOCAB, asked.by.tp),
+        "vocab": rounded_up(VOCAB, needs.divisors.tp),
         "hidden": HIDDEN,
         "stacks": to_stacks(small),
         "init_std": STD,
@@ -118,20 +118,20 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
     return decoder.model_copy(update=changed)
 
 
-def _some(blocks: tuple[Block, ...], asked: Asked) -> tuple[Block, ...]:
+def _select_blocks(blocks: tuple[Block, ...], needs: SizeRequirements) -> tuple[Block, ...]:
     """Return as many layers as the layouts require, in order, each kind among them."""
-    if asked.named_layers is not None:
-        return blocks[: asked.named_layers]
-    wanted = max(asked.stages, len(set(blocks)), min(len(blocks), 2))
-    if wanted >= len(blocks):
-        return blocks + blocks[-1:] * (wanted - len(blocks))
+    if needs.named_layers is not None:
+        return blocks[: needs.named_layers]
+    count = max(needs.stages, len(set(blocks)), min(len(blocks), 2))
+    if count >= len(blocks):
+        return blocks + blocks[-1:] * (count - len(blocks))
     kept = {blocks.index(kind) for kind in set(blocks)}
     rest = [i for i in range(len(blocks)) if i not in kept]
-    step = len(rest) / max(wanted - len(kept), 1)
-    kept |= {rest[int(n * step)] for n in range(wanted - len(kept))}
+    step = len(rest) / max(count - len(kept), 1)
+    kept |= {rest[int(n * step)] for n in range(count - len(kept))}
     return tuple(blocks[i] for i in sorted(kept))
 
 
-def small_part(record: Record, asked: Asked) -> Record:
+def small_part(record: Record, needs: SizeRequirements) -> Record:
     """Return a layer's record with small sizes; unchanged if it is not a ``LayerSpec``."""
-    return record.shrunk(asked.by) if isinstance(record, LayerSpec) else record
+    return record.shrunk(needs.divisors) if isinstance(record, LayerSpec) else record

@@ -1,4 +1,4 @@
-"""Small models for the matrix, by name, each with some kinds of parts. Imports no torch."""
+"""Small models of the matrix, by name, each with some kinds of parts. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from itertools import cycle
@@ -32,7 +32,7 @@ from moefold.moe.config import (
 from moefold.moe.config import ROUTER as ROUTER_SLOT
 from moefold.optim.config import AdamW
 from moefold.proof.case import Subject
-from moefold.proof.shrink import CLIP, RATE
+from moefold.proof.shrink import CLIP, LEARNING_RATE
 from moefold.spec.decoder import with_multi_token
 
 GQA = Gqa(heads=8, kv_heads=4, head_dim=4, qk_norm="head")
@@ -50,7 +50,7 @@ MLA = Mla(
 )
 HALF = Rope(fraction=0.5)
 BIASES = Gqa(heads=8, kv_heads=4, head_dim=4, bias="all", rope=HALF)
-FEW = Temperature(every=3, scale=0.5)
+TEMPERATURE = Temperature(every=3, scale=0.5)
 DELTA = DeltaNet(key_heads=4, value_heads=8, key_dim=4, value_dim=6)
 CHANNELS = DELTA.model_copy(
     update={"decay": "channel", "decay_rank": 4, "gate": "sigmoid", "gate_rank": 4}
@@ -71,10 +71,10 @@ UNCOMMON: Mapping[str, tuple[Record, Record]] = {
     "gated latents": (GATED, GATED.model_copy(update={"q_rank": None})),
     "chunked": (
         Chunked(heads=8, kv_heads=4, head_dim=4, chunk=5, qk_norm="unit", norm_after_rope=True),
-        Chunked(heads=8, kv_heads=4, head_dim=4, rope=None, temperature=FEW),
+        Chunked(heads=8, kv_heads=4, head_dim=4, rope=None, temperature=TEMPERATURE),
     ),
 }
-"""Attentions that only some families have; a model's layers alternate between the two."""
+"""Attentions that only some families have; the layers of a model alternate between the two."""
 
 ROUTER = Router(experts=8, top_k=2)
 DEEPSEEK = Router(
@@ -87,10 +87,10 @@ DEEPSEEK = Router(
     selection_bias=True,
 )
 TERMS = (Aux(), Aux(over="sequence"), Aux(over="global_batch"), Z())
-ADAMW = AdamW(lr=RATE, clip_norm=CLIP)
+ADAMW = AdamW(lr=LEARNING_RATE, clip_norm=CLIP)
 DENSE = Dense(width=16)
 
-PARTED = tuple(Dense(width=16, latent=rank, blocks=n) for rank, n in ((8, 1), (None, 2), (8, 2)))
+FACTORED = tuple(Dense(width=16, latent=rank, blocks=n) for rank, n in ((8, 1), (None, 2), (8, 2)))
 """Feed-forwards of low rank, in blocks, and both."""
 
 
@@ -107,21 +107,21 @@ def decoder(
     attention: Record, *ffns: Record, other: Record | None = None, **changes: Any
 ) -> Decoder:
     """Return a decoder with a block for each feed-forward; ``other`` is every second attention."""
-    by_turns = cycle((attention, other or attention))
-    stacks = tuple(Stack(blocks=(Block(attention=next(by_turns), ffn=f),)) for f in ffns)
+    attentions = cycle((attention, other or attention))
+    stacks = tuple(Stack(blocks=(Block(attention=next(attentions), ffn=f),)) for f in ffns)
     usual: dict[str, Any] = {"vocab": 64, "hidden": 16, "init_std": 0.3, "init_out_scale": 1.0}
     return Decoder(**(usual | changes), stacks=stacks)
 
 
-def by_turns(name: str, *ffns: Record) -> Decoder:
-    """Return a decoder with the two attentions of ``UNCOMMON`` by this name."""
+def alternating(name: str, *ffns: Record) -> Decoder:
+    """Return a decoder whose layers alternate between the two attentions ``UNCOMMON[name]``."""
     first, second = UNCOMMON[name]
     return decoder(first, *ffns, other=second)
 
 
-def subject(described: Decoder, **changes: Any) -> Subject:
+def subject(model: Decoder, **changes: Any) -> Subject:
     """Return a subject with AdamW."""
-    return Subject(described, ADAMW, **changes)
+    return Subject(model, ADAMW, **changes)
 
 
 def scaled_decoder() -> Decoder:
@@ -129,19 +129,19 @@ def scaled_decoder() -> Decoder:
     plain = GQA.model_copy(update={"rope": None, "scale": 0.7})
     after = GQA.model_copy(update={"norm_after_rope": True})
     router = Router(experts=8, top_k=2, floor=0.4, selection_bias=True)
-    mixture = moe(router=router, shared=Shared(width=16))
-    halves = ((plain, DENSE), (after, mixture))
+    routed = moe(router=router, shared=Shared(width=16))
+    halves = ((plain, DENSE), (after, routed))
     blocks = tuple(Block(attention=a, ffn=f, residual_scale=0.6) for a, f in halves)
-    made = decoder(GQA, DENSE, embed_scale=3.0, logits_divisor=2.0)
-    return made.model_copy(update={"stacks": (Stack(blocks=blocks),)})
+    scaled = decoder(GQA, DENSE, embed_scale=3.0, logits_divisor=2.0)
+    return scaled.model_copy(update={"stacks": (Stack(blocks=blocks),)})
 
 
 def normed_decoder() -> Decoder:
     """Return a decoder with every uncommon placement of norms, and gated attention outputs."""
-    gated, mixture = GQA.model_copy(update={"gate": True}), moe(shared=Shared(width=16), scale=0.5)
-    places = (("both", DENSE), ("after", mixture), ("shared", mixture), ("both", mixture))
-    given = ({"attention": gated, "ffn": ffn, "norms": norms} for norms, ffn in places)
-    blocks = tuple(Block.model_validate(one) for one in given)
+    gated, routed = GQA.model_copy(update={"gate": True}), moe(shared=Shared(width=16), scale=0.5)
+    places = (("both", DENSE), ("after", routed), ("shared", routed), ("both", routed))
+    fields = ({"attention": gated, "ffn": ffn, "norms": norms} for norms, ffn in places)
+    blocks = tuple(Block.model_validate(block) for block in fields)
     return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": (Stack(blocks=blocks),)})
 
 
@@ -170,9 +170,9 @@ SUBJECTS: dict[str, Subject] = {
     "scaled": subject(scaled_decoder()),
     "normed": subject(normed_decoder()),
     "centred": subject(decoder(DELTA, DENSE, SHARED, other=CENTRED, norm="zero_centred")),
-    **{name: subject(by_turns(name, DENSE, SHARED)) for name in UNCOMMON},
-    "formed": subject(by_turns("narrow", DENSE, FORMED, FORMED)),
-    "entered": subject(by_turns("chunked", DENSE, ENTERED, ENTERED)),
+    **{name: subject(alternating(name, DENSE, SHARED)) for name in UNCOMMON},
+    "formed": subject(alternating("narrow", DENSE, FORMED, FORMED)),
+    "entered": subject(alternating("chunked", DENSE, ENTERED, ENTERED)),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
@@ -195,34 +195,34 @@ SUBJECTS: dict[str, Subject] = {
         with_multi_token(decoder(MLA, DENSE, BIASED, tied=True), LATER[1:])
     ),
     "dense": subject(decoder(GQA, DENSE, DENSE)),
-    "dense in parts": subject(decoder(GQA, *PARTED, SHARED)),
+    "dense in parts": subject(decoder(GQA, *FACTORED, SHARED)),
 }
 
 
 def terms() -> Iterator[tuple[str, Subject]]:
-    """Yield a subject for each kind of balance over each population, by itself."""
+    """Yield a subject for each kind of balance term and each population."""
     for kind, record in BALANCE.kinds.items():
         fields = record.model_fields
-        given: dict[str, Any] = {"coefficient": 1.0} if "coefficient" in fields else {}
+        settings: dict[str, Any] = {"coefficient": 1.0} if "coefficient" in fields else {}
         populations = get_args(fields["over"].annotation) if "over" in fields else ()
         for over in populations or ("",):
-            term = record(**given, **({"over": over} if over else {}))
-            mixture = moe(router=DEEPSEEK, balance=(term,))
-            yield f"{kind} {over}".strip(), subject(decoder(GQA, mixture))
+            term = record(**settings, **({"over": over} if over else {}))
+            ffn = moe(router=DEEPSEEK, balance=(term,))
+            yield f"{kind} {over}".strip(), subject(decoder(GQA, ffn))
 
 
 def router_kinds() -> Iterator[tuple[str, Subject]]:
     """Yield a subject for each kind of router, and for random jitter and drops."""
     usual = {"experts": 8, "top_k": 2}
     kinds = {kind: record for kind, record in ROUTER_SLOT.kinds.items() if kind != "topk"}
-    mixtures = {n: moe(router=record.model_validate(usual)) for n, record in kinds.items()}
-    mixtures["jitter and drops by chance"] = moe(
+    ffns = {n: moe(router=record.model_validate(usual)) for n, record in kinds.items()}
+    ffns["jitter and drops by chance"] = moe(
         router=Router(experts=8, top_k=2, jitter=0.1), capacity=Capacity(factor=0.8, drop="random")
     )
-    mixtures["round robin, skewed"] = moe(router=RoundRobin(experts=8, top_k=2, skew=1.5))
-    mixtures["expert choice of few"] = moe(router=ExpertChoice(experts=8, top_k=2, most=3))
-    for name, mixture in mixtures.items():
-        yield name, subject(decoder(GQA, DENSE, mixture))
+    ffns["round robin, skewed"] = moe(router=RoundRobin(experts=8, top_k=2, skew=1.5))
+    ffns["expert choice of few"] = moe(router=ExpertChoice(experts=8, top_k=2, most=3))
+    for name, ffn in ffns.items():
+        yield name, subject(decoder(GQA, DENSE, ffn))
     idle = Idle(identity=1, constant=2, zero=1)
     router = IdleRouter(experts=8, top_k=3, idle=idle, selection_bias=True)
     free = moe(router=router, capacity=Capacity(factor=1.5), balance=(*TERMS, Quantile(rate=0.5)))
@@ -230,5 +230,5 @@ def router_kinds() -> Iterator[tuple[str, Subject]]:
     both = Shared(width=16, gate=True, two_way=True)
     latent = moe(latent=8, shared=both, router=router.model_copy(update={"selection_bias": False}))
     blocks = (Block(attention=GQA, ffn=latent, norms=norms) for norms in ("before", "shared"))
-    made = decoder(GQA, DENSE).model_copy(update={"stacks": (Stack(blocks=tuple(blocks)),)})
-    yield "latent rows, two ways", subject(made)
+    model = decoder(GQA, DENSE).model_copy(update={"stacks": (Stack(blocks=tuple(blocks)),)})
+    yield "latent rows, two ways", subject(model)

@@ -1,4 +1,4 @@
-"""Proofs that layouts compute what one rank computes, for a run or for the whole matrix.
+"""Proves that layouts compute what one rank computes, for a run or for the whole matrix.
 
 A layout passes if every error relative to one rank's run is within its bound: 1e-10 in fp64; in a
 run's own number format, a few times the differences that reordered sums cause on one rank; in a
@@ -18,12 +18,12 @@ from moefold.layers.precision import DTYPES
 from moefold.mesh.legality import size_violations
 from moefold.model.config import Decoder, to_stacks
 from moefold.parallel.config import Layout
-from moefold.proof.case import BOUND, ProofCase, Subject, enough
+from moefold.proof.case import BOUND, ProofCase, Subject, micro_batch_count
 from moefold.proof.compare import Outcome
-from moefold.proof.negative_controls import Control, control, cover, faults_of
+from moefold.proof.negative_controls import Control, choose_covering, faults_of, run_faults
 from moefold.proof.pool import run_cases
-from moefold.proof.rounding_noise import RoundingNoise, noise_of
-from moefold.proof.shrink import as_proved, shrink
+from moefold.proof.rounding_noise import RoundingNoise, measure_noise
+from moefold.proof.shrink import for_proof, shrink
 from moefold.run import Run
 from moefold.spec.decoder import needs
 from moefold.spec.layer import Shape, described
@@ -101,7 +101,7 @@ class Proof:
         return tuple(row for verdict in self.verdicts for row in verdict.rows)
 
 
-Told = Callable[[LayoutVerdict], None]
+OnVerdict = Callable[[LayoutVerdict], None]
 
 
 def cases_of(
@@ -125,99 +125,103 @@ def cases_of(
         ranks = max(2, record.split.smallest_world) if world is None else world
         found = list(record.violations(model))
         found = found or size_violations(record.split, model, ranks, record.order, record.stages)
-        found = found or list(cut_violations(as_proved(run.decoder()), record, run.data.seq))
+        found = found or list(cut_violations(for_proof(run.decoder()), record, run.data.seq))
         if found:
             raise RunError(found, source=f"layout {str(record.split)!r} on {ranks} ranks")
-        subject = replace(shrink(run, records, precision), micro_batches=enough(record, ranks))
+        subject = replace(
+            shrink(run, records, precision), micro_batches=micro_batch_count(record, ranks)
+        )
         cases.append(ProofCase(record.split.text or f"dp{ranks}", subject, record, ranks))
     return cases
 
 
 def _layout(run: Run, sizes: str) -> Layout:
     """Return the run's layout with other sizes; explicit stages are dropped if they do not fit."""
-    asked = run.layout.model_copy(update={"sizes": sizes})
-    if asked.stages is not None and asked.split.pp * asked.split.vpp != len(
-        asked.stages_of(0).letters
+    layout = run.layout.model_copy(update={"sizes": sizes})
+    if layout.stages is not None and layout.split.pp * layout.split.vpp != len(
+        layout.stages_of(0).letters
     ):
-        asked = asked.model_copy(update={"stages": None})
-    return asked
+        layout = layout.model_copy(update={"stages": None})
+    return layout
 
 
-def prove(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
+def prove(cases: Sequence[ProofCase], on_verdict: OnVerdict | None = None) -> Proof:
     """Run cases and compare each with one rank in its subject's number format."""
     found: dict[int, LayoutVerdict] = {}
 
-    def tell(number: int, outcome: Outcome) -> None:
+    def record(number: int, outcome: Outcome) -> None:
         case = cases[number]
         quantities = outcome.errors if case.precision else ()
-        bounds = {quantity: case.bound_of(quantity) for quantity in quantities}
+        bounds = {quantity: case.rounding_bound(quantity) for quantity in quantities}
         named = {"layout": case.name, "world": case.world}
         found[number] = LayoutVerdict(**vars(outcome), **named, bounds=bounds)
-        if told is not None:
-            told(found[number])
+        if on_verdict is not None:
+            on_verdict(found[number])
 
-    run_cases(cases, told=tell)
+    run_cases(cases, on_outcome=record)
     return Proof(tuple(found[number] for number in range(len(cases))))
 
 
-def controls_of(
-    cases: Sequence[ProofCase], proof: Proof, told: Callable[[Control], None] | None = None
+def run_controls(
+    cases: Sequence[ProofCase], proof: Proof, on_control: Callable[[Control], None] | None = None
 ) -> list[Control]:
-    """Break every exchange that the cases recorded, once for each number of ranks."""
+    """Break each recorded exchange of the cases, once for each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    return control(faults_of(cover(recorded)), told, proof.noise)
+    return run_faults(faults_of(choose_covering(recorded)), on_control, proof.noise)
 
 
-def within_spread(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
+def prove_as_run(cases: Sequence[ProofCase], on_verdict: OnVerdict | None = None) -> Proof:
     """Run cases in their own format, with bounds from shuffled sums on one rank.
 
     Quantities for which the format is too coarse are named; one before an update fails the case.
     """
-    noise = noise_of(case.subject for case in cases)
+    noise = measure_noise(case.subject for case in cases)
     found: dict[int, LayoutVerdict] = {}
 
-    def tell(number: int, outcome: Outcome) -> None:
+    def record(number: int, outcome: Outcome) -> None:
         case = cases[number]
-        of_it = noise[case.subject]
-        held, bounds = of_it.held(outcome)
-        held.problems += of_it.problems
-        coarse = tuple(f"{quantity} of {what}" for quantity, what in of_it.coarse)
-        named = {"layout": case.name, "world": case.world, "bound": of_it.least}
-        found[number] = LayoutVerdict(**vars(held), **named, bounds=bounds, coarse=coarse)
-        if told is not None:
-            told(found[number])
+        measured = noise[case.subject]
+        bounded, bounds = measured.apply_bounds(outcome)
+        bounded.problems += measured.problems
+        coarse = tuple(f"{quantity} of {what}" for quantity, what in measured.coarse)
+        named = {"layout": case.name, "world": case.world, "bound": measured.least}
+        found[number] = LayoutVerdict(**vars(bounded), **named, bounds=bounds, coarse=coarse)
+        if on_verdict is not None:
+            on_verdict(found[number])
 
-    run_cases([replace(case, subject=noise[case.subject].subject) for case in cases], told=tell)
+    run_cases(
+        [replace(case, subject=noise[case.subject].subject) for case in cases], on_outcome=record
+    )
     return Proof(tuple(found[number] for number in range(len(cases))), noise)
 
 
 def prove_low_precision(
     cases: Sequence[ProofCase],
     precision: Precision,
-    told: Told | None = None,
+    on_verdict: OnVerdict | None = None,
     experts: str = "grouped",
 ) -> Proof:
     """Run one step of cases in a narrow format, and compare with one rank in fp64.
 
-    A rounding could change a token's experts, and with them everything. Therefore tokens go to all
+    A rounding could change a token's experts and thereby everything else. So tokens go to all
     experts, nothing is dropped, and weights have a scale that magnifies little.
     """
-    return prove([low_precision_case(case, precision, experts) for case in cases], told)
+    return prove([low_precision_case(case, precision, experts) for case in cases], on_verdict)
 
 
 def low_precision_case(
     case: ProofCase, precision: Precision, experts: str = "grouped"
 ) -> ProofCase:
-    """Return a case in a narrow format, with the grouped product ``experts`` forced.
+    """Return a case in a narrow format with the grouped product ``experts``.
 
-    The library's, ``grouped``, is forced only if it supports the widths.
+    The library's, ``grouped``, is used only if it supports the widths.
     """
     decoder, etp = steady(case.subject.decoder), case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())
     bytes_each = DTYPES[precision].itemsize
     shape = Shape(decoder.hidden, rows=1, etp=etp)
-    mixtures = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
-    rows = [int(spec.activation_width(shape)) * bytes_each for spec in mixtures]
+    moe_specs = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
+    rows = [int(spec.activation_width(shape)) * bytes_each for spec in moe_specs]
     rows.append(decoder.hidden * bytes_each)
     fits = experts != "grouped" or all(row % ALIGNMENT == 0 for row in rows)
     layout = case.layout.model_copy(update={"experts": experts}) if fits else case.layout

@@ -12,7 +12,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import RunError, Violation
 from moefold.config.slot import Slot, build
-from moefold.mesh.pipeline import Way
+from moefold.mesh.pipeline import StageMapping
 from moefold.schedule.table import Table
 
 SCHEDULE = Slot("pipeline schedule")
@@ -21,7 +21,7 @@ SCHEDULE = Slot("pipeline schedule")
 class Schedule(Record):
     """A pipeline schedule; its owner is ``table(record, p, v, m) -> Table``."""
 
-    way: ClassVar[Way] = "round"
+    way: ClassVar[StageMapping] = "round"
     """How stages map to ranks."""
     paired: ClassVar[bool] = False
     """Whether it overlaps one micro-batch's exchanges with another's compute."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from moefold.mesh.pipeline import Way, home
+from moefold.mesh.pipeline import StageMapping, rank_of_stage
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward of inputs and weights; backward of inputs alone; of weights alone."""
@@ -64,7 +64,7 @@ class Table:
     lines: tuple[Line, ...]
     chunks: int
     micro_batches: int
-    way: Way = "round"
+    way: StageMapping = "round"
 
     @property
     def ranks(self) -> int:
@@ -93,7 +93,7 @@ class Table:
 
     def home(self, stage: int) -> int:
         """Return the rank that has a stage."""
-        return home(stage, self.ranks, self.way)
+        return rank_of_stage(stage, self.ranks, self.way)
 
     def needs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
         """Return the results that an action needs, including those of its own stage."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import gather_objects, sum_
 from moefold.data.batch import MicroBatch
-from moefold.optim.norm import read_scalars, widest
+from moefold.optim.norm import read_scalars, widest_dtype
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.executor import Factors, StepResult
 from moefold.training.losses.base import Objective
@@ -64,7 +64,7 @@ def totals_of(placed: ModelParts, batches: Sequence[MicroBatch], objective: Obje
     said = torch.tensor(here, pin_memory=pinned).to(world.device, non_blocking=True)
     rows = said[losses:]
     counts = sum_(torch.cat([said[:losses], rows.sum(0, keepdim=True)]), world.group("dp"))
-    wide = counts.clamp(min=1).to(widest(world.device))
+    wide = counts.clamp(min=1).to(widest_dtype(world.device))
     scale_L = wide[:-1].reciprocal()
     for later, one in enumerate(multi_token, 1):
         scale_L[later] *= one.weight

@@ -69,7 +69,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     by_rank = launch(executed, world, *given) if world > 1 else executed(None, *given)
     found: list[ActionBytes] = []
     for rank, steps in enumerate(by_rank):
-        pp = case.folding.attention_spot(rank).pp
+        pp = case.folding.attention_coordinates(rank).pp
         for action, (one, rows), had in zip(case.table.lines[pp], wanted[pp], steps, strict=True):
             found.append(ActionBytes(rank, pp, str(action), one, rows, had))
     return found

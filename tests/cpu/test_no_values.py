@@ -19,19 +19,21 @@ from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.moe.layer import MoeFfn
 from moefold.moe.rows import DispatchedRows
 from moefold.parallel.config import Layout
-from moefold.proof.capture import Uncaptured, uncaptured
-from moefold.proof.case import ProofCase, enough
+from moefold.proof.capture import CaptureBlockers, find_capture_blockers
+from moefold.proof.case import ProofCase, micro_batch_count
 from moefold.proof.subjects import SUBJECTS
 
 PADDED, SPREAD, CLONES = Padded(max_rows=64), Spread(max_rows=150), Clones(slots=2)
 AGAIN = Selective(modules=("norms", "experts", "attention", "permute", "gather"))
 
 
-def found(model: str, ranks: int, given: dict[str, Any]) -> Uncaptured:
+def found(model: str, ranks: int, given: dict[str, Any]) -> CaptureBlockers:
     """Return what no graph can hold of a step in bf16."""
     layout = Layout(**given)
-    subject = replace(SUBJECTS[model], precision="bf16", micro_batches=enough(layout, ranks))
-    return uncaptured(ProofCase("", subject, layout, ranks))
+    subject = replace(
+        SUBJECTS[model], precision="bf16", micro_batches=micro_batch_count(layout, ranks)
+    )
+    return find_capture_blockers(ProofCase("", subject, layout, ranks))
 
 
 PAGES = Offload(pages=OffloadToPages(page=8, load=4, spill=1))

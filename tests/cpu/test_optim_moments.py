@@ -15,7 +15,7 @@ from moefold.kernels.quantise.expanded import decode, encode, extremes, factors
 from moefold.optim import moments
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.optim.config import AdamW
-from moefold.optim.moments import Bf16Moment, ElementRun, Fp8Moment, MomentPlace
+from moefold.optim.moments import Bf16Moment, ElementRun, Fp8Moment, MomentPosition
 from moefold.run import load_run
 from tests.cpu.test_optim_adamw import parameters, run
 
@@ -27,9 +27,9 @@ E4M3 = sorted(
 )
 
 
-def placed(shape: tuple[int, ...], *box: tuple[int, int], first: int = 0) -> MomentPlace:
+def placed(shape: tuple[int, ...], *box: tuple[int, int], first: int = 0) -> MomentPosition:
     """Where elements stand of a piece of a parameter, all of it unless a box is given."""
-    return MomentPlace("w", first, box or tuple((0, size) for size in shape), shape, seed=3)
+    return MomentPosition("w", first, box or tuple((0, size) for size in shape), shape, seed=3)
 
 
 def kept(x: Tensor, size: int = 128, *cuts: int) -> list[Fp8Moment]:
@@ -39,14 +39,14 @@ def kept(x: Tensor, size: int = 128, *cuts: int) -> list[Fp8Moment]:
     for start, stop in pairwise(ends):
         part = Fp8Moment(flat[start:stop], ElementRun(start, stop - start, x.shape[-1], size))
         for a, b in part.run.chunks():
-            drawn, _ = place.chance(part.run.part(a, b), x.device, 1)
+            drawn, _ = place.uniform(part.run.subrun(a, b), x.device, 1)
             part.write(a, b, flat[start + a : start + b], drawn)
-        for group in part.run.cut:
-            found.setdefault(group, []).append(extremes(part.ends[group][:1])[0])
+        for group in part.run.partial_groups:
+            found.setdefault(group, []).append(extremes(part.pending[group][:1])[0])
         parts.append(part)
     for part in parts:
-        for group in part.run.cut:
-            part.settle(group, torch.stack(found[group]).amax(0))
+        for group in part.run.partial_groups:
+            part.encode_group(group, torch.stack(found[group]).amax(0))
     return parts
 
 
@@ -110,7 +110,7 @@ def test_moments_decay_and_grow_at_any_beta(kind: Any) -> None:
         second.lerp_(p.grad.square(), 1 - 0.999)
         optimizer.step()
     steady = torch.arange(32) % 16 == 0
-    for moment, exact in zip(optimizer.narrow["w"], (first, second), strict=True):
+    for moment, exact in zip(optimizer.low_precision["w"], (first, second), strict=True):
         found = moment.read(0, p.numel()).view_as(p)
         for some in (steady, ~steady):
             assert found[:, some].mean().item() == pytest.approx(
@@ -126,8 +126,8 @@ def test_b54_what_is_drawn_for_an_element_is_the_same_wherever_it_is() -> None:
     shape, device = (4, 60, 20), torch.device("cpu")
     everything = ElementRun(0, math.prod(shape), 20, 4)
 
-    def drawn(place: MomentPlace, run: ElementRun, step: int = 7) -> Tensor:
-        return torch.stack(place.chance(run, device, step))
+    def drawn(place: MomentPosition, run: ElementRun, step: int = 7) -> Tensor:
+        return torch.stack(place.uniform(run, device, step))
 
     whole = drawn(placed(shape), everything).view(2, *shape)
     for box in (((1, 3), (0, 60), (0, 20)), ((0, 4), (3, 6), (0, 20)), ((2, 4), (0, 3), (8, 16))):
@@ -155,7 +155,7 @@ def test_rounding_keeps_the_mean_and_what_the_format_has() -> None:
     many = x.repeat(1000, 1)
     (coded,) = kept(many, 16)
     narrow = Bf16Moment(many)
-    drawn, _ = placed((8000, 16)).chance(ElementRun(0, many.numel(), 16, 16), x.device, 1)
+    drawn, _ = placed((8000, 16)).uniform(ElementRun(0, many.numel(), 16, 16), x.device, 1)
     narrow.write(0, many.numel(), many.flatten(), drawn)
     for found, bound in ((read([coded], many), 0.02), (narrow.values.float(), 4e-4)):
         mean = found.view(1000, 8, 16).mean(0)

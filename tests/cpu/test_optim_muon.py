@@ -394,7 +394,7 @@ def test_arithmetic_is_chosen_by_rule() -> None:
         assert choose_arithmetic(setting, double) == torch.float64
     assert choose_arithmetic("bfloat16", single) == torch.bfloat16
     assert choose_arithmetic("float32", single) == torch.float32
-    native = muon.multiplies_bfloat16(torch.device("cpu"))
+    native = muon.supports_bfloat16(torch.device("cpu"))
     assert choose_arithmetic("auto", single) == (torch.bfloat16 if native else torch.float32)
     assert choose_arithmetic("auto", single[:, :31]) == torch.float32
 

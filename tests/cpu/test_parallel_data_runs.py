@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.mesh.share import ALIGN, share_out
+from moefold.mesh.partition import ALIGN, assign_owners
 from moefold.parallel.data.bucket import boxes, lay_out, moved, size_of
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -49,7 +49,7 @@ def test_every_element_has_one_owner_and_runs_are_equal(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_owners_are_balanced_and_the_same_each_time(ranks: int) -> None:
     sizes = [96, 96, 12, 12, 12, 48, 7, 96, 1, 1]
-    owners = share_out(sizes, ranks)
+    owners = assign_owners(sizes, ranks)
     load = [sum(s for s, o in zip(sizes, owners, strict=True) if o == r) for r in range(ranks)]
     assert max(load) <= max(max(sizes), sum(sizes) / ranks * 4 / 3)
-    assert owners == share_out(sizes, ranks)
+    assert owners == assign_owners(sizes, ranks)

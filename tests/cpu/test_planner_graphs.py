@@ -21,7 +21,7 @@ from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import cluster
 from moefold.planner.memory import stage_of
 from moefold.proof import capture
-from moefold.proof.case import ProofCase, Subject, enough
+from moefold.proof.case import ProofCase, Subject, micro_batch_count
 from moefold.proof.rank_run import micro_batches
 from moefold.proof.subjects import SUBJECTS
 
@@ -99,7 +99,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
         mock.patch.object(capture, "micro_batches", alike),
         mock.patch.object(capture, "run_step", lambda *given: execute(states[-1], *given)),
     ):
-        assert not capture.uncaptured(case).ended
+        assert not capture.find_capture_blockers(case).failed_at
     return found
 
 
@@ -114,7 +114,9 @@ def planned(case: ProofCase, subject: Subject) -> Case:
 def check(model: str, ranks: int, given: dict[str, Any]) -> None:
     """Hold what is planned to what is counted, to the byte."""
     layout = Layout(experts="grouped", graphs="partial", **given)
-    subject = replace(SUBJECTS[model], precision="bf16", micro_batches=enough(layout, ranks))
+    subject = replace(
+        SUBJECTS[model], precision="bf16", micro_batches=micro_batch_count(layout, ranks)
+    )
     subject = replace(subject, padding=0)
     case = ProofCase("", subject, layout, ranks)
     stages = range(layout.split.pp)

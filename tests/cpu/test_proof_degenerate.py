@@ -20,9 +20,9 @@ from moefold.moe.config import Router as RouterRecord
 from moefold.parallel.config import Layout
 from moefold.proof import rank_run
 from moefold.proof.case import ProofCase, Subject
-from moefold.proof.compare import Outcome, degenerate, zero
+from moefold.proof.compare import Outcome, find_degenerate, zero_gradients
 from moefold.proof.modes import NarrowWatch, ShuffledSums
-from moefold.proof.pool import draw
+from moefold.proof.pool import run_reference
 from moefold.proof.rank_run import RankResult, run_rank
 from moefold.proof.rounding_noise import RoundingNoise
 from moefold.proof.subjects import DEEPSEEK, GQA, decoder, moe, subject
@@ -38,26 +38,28 @@ def small(mixture: Moe, **changes: Any) -> Subject:
 
 def at_first(asked: Subject) -> list[str]:
     """What is degenerate by the first seed."""
-    return degenerate(asked, run_rank(ProofCase("one rank", asked, Layout(), 1), World.single()))
+    return find_degenerate(
+        asked, run_rank(ProofCase("one rank", asked, Layout(), 1), World.single())
+    )
 
 
 def test_an_expert_left_out_by_chance_is_drawn_anew() -> None:
     asked = small(moe(router=ONE_OF_EIGHT))
     assert any("load_E: expert" in words for words in at_first(asked))
-    drawn, found = draw(replace(asked, micro_batches=4))
-    assert not degenerate(drawn, found)
+    drawn, found = run_reference(replace(asked, micro_batches=4))
+    assert not find_degenerate(drawn, found)
 
 
 def test_a_draw_that_shows_everything_is_kept() -> None:
     asked = small(moe(router=RouterRecord(experts=4, top_k=2)))
-    assert not at_first(asked) and draw(asked)[0] == asked
+    assert not at_first(asked) and run_reference(asked)[0] == asked
 
 
 def test_an_expert_that_no_seed_reaches_is_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bias keeps it out, and the case does not say so."""
     monkeypatch.setattr(rank_run, "BIAS", 1e3)
-    drawn, found = draw(small(moe(router=replaced(DEEPSEEK, groups=None), balance=())))
-    assert "layers.0.load_E: expert 0 has 0" in degenerate(drawn, found)
+    drawn, found = run_reference(small(moe(router=replaced(DEEPSEEK, groups=None), balance=())))
+    assert "layers.0.load_E: expert 0 has 0" in find_degenerate(drawn, found)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +73,12 @@ def test_experts_do_not_choose_among_equal_rows(mixture: Moe) -> None:
     """First rows of documents that start alike are equal: a rounding would say which is taken."""
 
     def ties(one: Subject) -> list[str]:
-        return degenerate(one, RankResult())
+        return find_degenerate(one, RankResult())
 
     fine = small(mixture)
     asked = next(one for seed in count(1) if ties(one := replace(fine, seed=seed)))
-    drawn, found = draw(asked)
-    assert drawn.seed > asked.seed and not degenerate(drawn, found)
+    drawn, found = run_reference(asked)
+    assert drawn.seed > asked.seed and not find_degenerate(drawn, found)
     assert not ties(replace(asked, decoder=small(moe()).decoder))
 
 
@@ -91,8 +93,8 @@ def test_the_router_of_one_expert_has_no_gradient_and_is_excused(terms: tuple[An
     found = run_rank(ProofCase("one rank", asked, Layout(), 1), World.single())
     routers = {p.name: p.tensor for p in found.pieces["gradients"] if "router" in p.name}
     assert not any(values.any() for values in routers.values())
-    assert zero(asked.decoder).keys() == routers.keys()
-    assert not degenerate(asked, found)
+    assert zero_gradients(asked.decoder).keys() == routers.keys()
+    assert not find_degenerate(asked, found)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_the_router_of_one_expert_has_no_gradient_and_is_excused(terms: tuple[An
 )
 def test_nothing_else_is_excused(mixture: Moe) -> None:
     """A term of which the maths are not known here reaches the router, or so it is held."""
-    assert not zero(small(mixture).decoder)
+    assert not zero_gradients(small(mixture).decoder)
 
 
 def test_gradients_that_get_lost_are_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +118,8 @@ def test_gradients_that_get_lost_are_vacuous(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(balance.ZLoss, "__call__", lambda *given: z(*given).detach())
     lost = "gradients of layers.0.moe.router.weight: 0"
     for mixture in (moe(balance=()), moe(router=ONE, balance=(Z(),))):
-        drawn, found = draw(small(mixture))
-        assert lost in degenerate(drawn, found)
+        drawn, found = run_reference(small(mixture))
+        assert lost in find_degenerate(drawn, found)
 
 
 def test_what_a_format_is_too_coarse_for_is_said_and_decides_nothing() -> None:
@@ -129,11 +131,15 @@ def test_what_a_format_is_too_coarse_for_is_said_and_decides_nothing() -> None:
         ("grad_norm", "step 2"): 0.3,
         ("replicas", ""): 0.0,
     }
-    noise = RoundingNoise.of(small(moe(), precision="bf16"), [Outcome(each=shuffled), Outcome()])
+    noise = RoundingNoise.of(
+        small(moe(), precision="bf16"), [Outcome(item_errors=shuffled), Outcome()]
+    )
     (problem,) = noise.problems
     assert problem.startswith("gradients of coarse: ") and "30%" in problem
     each = {("gradients", "fine"): 0.05, ("gradients", "coarse"): 2.0, ("replicas", "fine"): 1.0}
-    held, bounds = noise.held(Outcome(each=each | {("lm_loss", "rank 1 has none"): math.inf}))
+    held, bounds = noise.apply_bounds(
+        Outcome(item_errors=each | {("lm_loss", "rank 1 has none"): math.inf})
+    )
     assert held.errors == {"gradients": 0.05, "replicas": 1.0, "lm_loss": math.inf}
     assert all(held.errors[quantity] > bounds[quantity] for quantity in bounds)
     assert bounds["gradients"] == pytest.approx(0.04) and held.where["gradients"] == "fine"
@@ -141,18 +147,18 @@ def test_what_a_format_is_too_coarse_for_is_said_and_decides_nothing() -> None:
 
 def test_an_error_that_is_no_number_is_the_worst_of_its_quantity() -> None:
     noise = RoundingNoise.of(
-        small(moe(), precision="bf16"), [Outcome(each={("gradients", "a"): 0.01})]
+        small(moe(), precision="bf16"), [Outcome(item_errors={("gradients", "a"): 0.01})]
     )
     for order in (1, -1):
         each = [(("gradients", "a"), math.nan), (("gradients", "b"), 0.1)][::order]
-        held, _ = noise.held(Outcome(each=dict(each)))
+        held, _ = noise.apply_bounds(Outcome(item_errors=dict(each)))
         assert math.isnan(held.errors["gradients"])
 
 
 def test_a_run_with_shuffled_sums_that_failed_is_told_of() -> None:
     """Else its subject had the narrowest bounds of all, and its layouts failed by them."""
     failed = Outcome(problems=("MemoryError: no room",))
-    noise = RoundingNoise.of(small(moe(), precision="bf16"), [Outcome(each={}), failed])
+    noise = RoundingNoise.of(small(moe(), precision="bf16"), [Outcome(item_errors={}), failed])
     assert noise.problems == ("one rank with reordered sums: MemoryError: no room",)
 
 
@@ -181,4 +187,4 @@ def test_fp32_angles_are_no_narrow_tensors_of_a_proof(rope: Rope) -> None:
     """Of any scaling: they are fp32 by definition. Plant: blend bands in a separate function."""
     with NarrowWatch() as watch:
         Angles.of(torch.arange(8), rope, 16, torch.float64)
-    assert not watch.found
+    assert not watch.operations

@@ -35,7 +35,7 @@ from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.case import ProofCase, Subject
-from moefold.proof.rank_run import fill, micro_batches
+from moefold.proof.rank_run import initialise_model, micro_batches
 from moefold.proof.shrink import small_optimizer
 from moefold.proof.subjects import BIASED, DENSE, MLA, SHARED, WINDOWED, decoder
 from moefold.training.state import Progress, contents, held_by, restore
@@ -121,7 +121,7 @@ def case_of(subject: Subject, place: Place) -> ProofCase:
     """Return the subject in a layout; it must be legal."""
     sizes, world, zero = place
     case = ProofCase(words(place), subject, Layout(sizes=sizes, zero=zero), world)
-    assert not list(case.refused()), (words(place), list(case.refused()))
+    assert not list(case.broken_rules()), (words(place), list(case.broken_rules()))
     return case
 
 
@@ -131,7 +131,7 @@ class Here:
     def __init__(self, case: ProofCase, world: World) -> None:
         self.world, subject = world, case.subject
         placed = build(subject.decoder, "fp64", case.layout, world)
-        fill(placed.model, subject, placed.shards)
+        initialise_model(placed.model, subject, placed.shards)
         self.batches = micro_batches(subject)[world.attention.dp :: world.folding.dp]
         self.data = ShardedState(placed)
         self.optimizer = self.data.optimizer(subject.optim)

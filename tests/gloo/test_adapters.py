@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.parallel.config import Layout
-from moefold.proof.case import ProofCase, enough
+from moefold.proof.case import ProofCase, micro_batch_count
 from moefold.proof.subjects import SUBJECTS
 from moefold.proof.verify import prove
 from moefold.spec.tuning import adapt
@@ -35,7 +35,11 @@ MANY = (
 def case(name: str, sizes: str, world: int, layout: dict[str, Any], lora: Lora = LORA) -> ProofCase:
     record = Layout(sizes=sizes, **layout)
     described = adapt(SUBJECTS[name].decoder, lora)
-    changed = {"decoder": described, "micro_batches": enough(record, world), "masked": True}
+    changed = {
+        "decoder": described,
+        "micro_batches": micro_batch_count(record, world),
+        "masked": True,
+    }
     subject = replace(SUBJECTS[name], **changed)
     return ProofCase(f"{name}: {sizes or 'dp'} {layout}", subject, record, world)
 

@@ -23,8 +23,8 @@ def check_groups(rank: int, text: str, n: int) -> int:
     laid = folding(text, n)
     world = World.open(laid, "cpu", TIME_OUT_S)
     assert (world.rank, world.size) == (rank, n)
-    assert world.attention == laid.attention_spot(rank)
-    assert world.experts == laid.expert_spot(rank)
+    assert world.attention == laid.attention_coordinates(rank)
+    assert world.experts == laid.expert_coordinates(rank)
     handles = set()
     for kind in GROUP_KINDS:
         ranks = laid.group(kind, rank)
@@ -80,7 +80,7 @@ def check_stages(rank: int) -> list[tuple[str, tuple[int, ...], float]]:
 
 def test_weights_on_several_stages_have_a_group() -> None:
     answers = run_ranks(check_stages, 4)
-    pipeline = (folding("pp4", 4).same()["pp"], (0, 1, 2, 3))
+    pipeline = (folding("pp4", 4).first_equal_kinds()["pp"], (0, 1, 2, 3))
     for rank, (few, ends, again, whole, late, one) in enumerate(answers):
         inside = ("stages 0,2", (0, 2), 5.0) if rank in (0, 2) else None
         assert few == (inside or ("beside stages 0,2", (1, 3), 10.0)) and again == few

@@ -35,7 +35,7 @@ def setting(case: str, world: World) -> Setting:
     """Return the sizes and routing of a case for the ranks that share this rank's experts."""
     routing = {}
     for rank in sources(world):
-        spot = world.folding.expert_spot(rank)
+        spot = world.folding.expert_coordinates(rank)
         routing[spot.ep, spot.etp] = routed(case, rank).experts_TK.tolist()
     top_k = routed(case, 0).experts_TK.shape[1]
     sizes = world.folding.sizes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.mesh.share import ALIGN
+from moefold.mesh.partition import ALIGN
 from moefold.parallel.data.bucket import Bucket
 from moefold.planner.case import Held, Numbers, Recipe, kinds
 from moefold.planner.from_run import TrainingTask, choice_of

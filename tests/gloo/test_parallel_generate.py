@@ -14,7 +14,7 @@ from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import continuing, next_logits
-from moefold.proof.rank_run import fill
+from moefold.proof.rank_run import initialise_model
 from moefold.proof.subjects import SUBJECTS
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7])
@@ -30,7 +30,7 @@ def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -
     )
     torch.manual_seed(0)
     placed = build(subject.decoder, "fp64", layout, world)
-    fill(placed.model, subject, placed.shards)
+    initialise_model(placed.model, subject, placed.shards)
     placed = ShardedState(placed).placed
     follows = continuing(placed) if keep else partial(next_logits, placed)
     return generate(follows, PROMPTS, 8, temperature=0)

@@ -253,7 +253,10 @@ def check(asked: Sequence[Asked]) -> None:
     for number, one in enumerate(asked):
         folding = Folding(one.layout.split, one.world)
         for rank, found in enumerate(by_rank):
-            (left, peaks), wanted = found[number], planned(one, folding.attention_spot(rank).pp)
+            (left, peaks), wanted = (
+                found[number],
+                planned(one, folding.attention_coordinates(rank).pp),
+            )
             if left != wanted[0]:
                 pairs = zip(left, wanted[0], strict=True)
                 over = [tuple(map(sub, have, plan)) for have, plan in pairs]

@@ -13,7 +13,7 @@ from moefold.mesh.folding import Folding
 from moefold.model.init import initialise
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.config import Layout
-from moefold.proof.case import BOUND, ProofCase, enough
+from moefold.proof.case import BOUND, ProofCase, micro_batch_count
 from moefold.proof.pool import run_cases
 from moefold.proof.subjects import SUBJECTS
 from tests.gloo.harness import run_ranks
@@ -21,7 +21,7 @@ from tests.gloo.harness import run_ranks
 
 def case(name: str, sizes: str, world: int = 2, **layout: object) -> ProofCase:
     record = Layout(sizes=sizes, **layout)  # type: ignore[arg-type]
-    subject = replace(SUBJECTS[name], micro_batches=enough(record, world))
+    subject = replace(SUBJECTS[name], micro_batches=micro_batch_count(record, world))
     return ProofCase(f"{name}: {sizes or 'dp'} on {world}, {layout}", subject, record, world)
 
 

@@ -14,9 +14,9 @@ from moefold.mesh.config import ORDERS
 from moefold.model.config import to_stacks
 from moefold.moe.dispatch.config import Clones
 from moefold.parallel.config import Layout, StatePlacement
-from moefold.proof.case import BOUND, LARGEST, ProofCase, Subject, enough
+from moefold.proof.case import BOUND, MAX_BOUND, ProofCase, Subject, micro_batch_count
 from moefold.proof.matrix import matrix
-from moefold.proof.negative_controls import control, cover, faults_of, halves
+from moefold.proof.negative_controls import choose_covering, faults_of, run_faults, yields_gradients
 from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
 from moefold.proof.subjects import (
@@ -34,8 +34,8 @@ from moefold.proof.verify import (
     cases_of,
     low_precision_case,
     prove,
+    prove_as_run,
     prove_low_precision,
-    within_spread,
 )
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged
@@ -43,7 +43,7 @@ from moefold.schedule.config import Interleaved, Merged
 
 def of(name: str, subject: Subject, sizes: str, world: int, **layout: object) -> ProofCase:
     record = Layout(sizes=sizes, **layout)  # type: ignore[arg-type]
-    subject = replace(subject, micro_batches=enough(record, world))
+    subject = replace(subject, micro_batches=micro_batch_count(record, world))
     return ProofCase(f"{name}: {sizes or 'dp'} on {world}", subject, record, world)
 
 
@@ -156,9 +156,9 @@ SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weig
 def test_one_gradient_scaled_by_a_hundred_millionth_is_named_on_each_axis() -> None:
     """Parameters take turns."""
     faults = [InjectedFault(parameter=name, factor=SCALE) for name in SCALED]
-    found = control(list(zip(AXES.values(), cycle(faults), strict=False)))
+    found = run_faults(list(zip(AXES.values(), cycle(faults), strict=False)))
     assert len(found) == len(AXES)
-    assert not [(c.case, c.broken.words, c.said) for c in found if not c.noticed]
+    assert not [(c.case, c.fault.text, c.evidence) for c in found if not c.noticed]
 
 
 @pytest.mark.slow
@@ -171,10 +171,10 @@ def test_each_exchange_of_a_folded_layout_is_needed() -> None:
     }
     planned = faults_of([(cases[0], sites)])
     # Gradients are halved here; `moefold verify --controls` takes them away altogether too.
-    planned = [(c, b) for c, b in planned if b.how == "half" or not halves(b.site)]  # type: ignore[arg-type]
-    found = control(planned)
+    planned = [(c, b) for c, b in planned if b.how == "half" or not yields_gradients(b.site)]  # type: ignore[arg-type]
+    found = run_faults(planned)
     assert len(found) > 20
-    assert not [c.broken.words for c in found if not c.noticed]
+    assert not [c.fault.text for c in found if not c.noticed]
 
 
 def test_few_cases_cover_every_call_site_at_each_number_of_ranks() -> None:
@@ -182,7 +182,7 @@ def test_few_cases_cover_every_call_site_at_each_number_of_ranks() -> None:
     few, many = AXES["tp"], AXES["ep"]
     wide = replace(few, name="four ranks", world=4)
     recorded = [(few, (a, b)), (many, (b, c, d)), (AXES["dp"], (c,)), (wide, (a,))]
-    assert cover(recorded) == [(many, (b, c, d)), (few, (a,)), (wide, (a,))]
+    assert choose_covering(recorded) == [(many, (b, c, d)), (few, (a,)), (wide, (a,))]
 
 
 def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
@@ -192,8 +192,8 @@ def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
     """
     nowhere = InjectedFault(site=CallSite("no such module", "all_reduce", "tp"))
     as_run = replace(AXES["tp"], subject=replace(AXES["tp"].subject, precision="fp32"))
-    noise = within_spread([as_run]).noise
-    found = control([(AXES["tp"], nowhere), (as_run, nowhere)], noise=noise)
+    noise = prove_as_run([as_run]).noise
+    found = run_faults([(AXES["tp"], nowhere), (as_run, nowhere)], noise=noise)
     assert [c.noticed for c in found] == [False, False]
 
 
@@ -242,10 +242,10 @@ IN_BF16 = [
 
 def test_a_missing_exchange_is_noticed_in_16_bits() -> None:
     cases = cases_of(load_run("tiny", ["train.precision=bf16"]), ["tp2"], as_run=True)
-    proof = within_spread(cases)
+    proof = prove_as_run(cases)
     assert proof.passed, proof.verdicts
     assert {row.quantity for row in proof.rows} >= {"gradients", "lm_loss", "optimizer/exp_avg"}
-    assert max(row.bound for row in proof.rows) <= LARGEST
+    assert max(row.bound for row in proof.rows) <= MAX_BOUND
     planned = faults_of([(cases[0], proof.verdicts[0].sites)])
     sites = [(made, broken, broken.site) for made, broken in planned if broken.site is not None]
     planned = [
@@ -254,8 +254,8 @@ def test_a_missing_exchange_is_noticed_in_16_bits() -> None:
         if (site.label, site.op, site.direction, broken.how) in IN_BF16
     ]
     assert len(planned) == len(IN_BF16)
-    found = control(planned, noise=proof.noise)
-    assert not [(c.broken.words, c.said) for c in found if not c.noticed]
+    found = run_faults(planned, noise=proof.noise)
+    assert not [(c.fault.text, c.evidence) for c in found if not c.noticed]
 
 
 def test_a_run_on_codes_is_proved_as_it_runs() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moefold.parallel.config import Layout
-from moefold.proof.case import ProofCase, enough
+from moefold.proof.case import ProofCase, micro_batch_count
 from moefold.proof.subjects import SUBJECTS
 from moefold.proof.verify import prove
 from moefold.spec.tuning import freeze
@@ -33,7 +33,7 @@ def case(name: str, sizes: str, world: int, layout: dict[str, Any], frozen: Any)
     record = Layout(sizes=sizes, **layout)
     subject = SUBJECTS[name]
     described = freeze(subject.decoder, frozen)
-    subject = replace(subject, decoder=described, micro_batches=enough(record, world))
+    subject = replace(subject, decoder=described, micro_batches=micro_batch_count(record, world))
     return ProofCase(f"{name}: {sizes or 'dp'} {layout}", subject, record, world)
 
 

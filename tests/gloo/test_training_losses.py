@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moefold.parallel.config import Layout
-from moefold.proof.case import ProofCase, enough
+from moefold.proof.case import ProofCase, micro_batch_count
 from moefold.proof.subjects import SUBJECTS
 from moefold.proof.verify import prove
 from moefold.spec.tuning import adapt
@@ -42,7 +42,7 @@ def case(loss: str, sizes: str, world: int, layout: dict[str, Any]) -> ProofCase
     decoder = SUBJECTS[deep].decoder
     decoder = decoder if loss in ("stored", "distill", "top_k") else adapt(decoder, LORA)
     changed = {"decoder": decoder, "loss": LOSSES[loss], "masked": True}
-    subject = replace(SUBJECTS[deep], micro_batches=enough(record, world), **changed)
+    subject = replace(SUBJECTS[deep], micro_batches=micro_batch_count(record, world), **changed)
     return ProofCase(f"{loss}: {sizes} {layout}", subject, record, world)
 
 

@@ -19,8 +19,8 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.kinds.dense import Dense
 from moefold.moe.config import Shared
 from moefold.parallel.config import Layout
-from moefold.proof.case import BOUND, ProofCase, enough
-from moefold.proof.matrix import few_bits
+from moefold.proof.case import BOUND, ProofCase, micro_batch_count
+from moefold.proof.matrix import quantised
 from moefold.proof.subjects import GQA, SUBJECTS, decoder, moe, subject
 from moefold.proof.verify import prove
 from tests.plants.__main__ import copy_project
@@ -52,8 +52,8 @@ class Break(NamedTuple):
         layout, found = Layout.model_validate({"sizes": self.sizes, "zero": self.zero}), []
         for kind in self.kinds:
             record = QUANTISE.kinds[kind].model_validate({"block": 4})
-            made = few_bits(self.model, record)
-            made = replace(made, micro_batches=enough(layout, self.world))
+            made = quantised(self.model, record)
+            made = replace(made, micro_batches=micro_batch_count(layout, self.world))
             found.append(ProofCase(kind, made, layout, self.world))
         return found
 
@@ -81,7 +81,7 @@ def seen(one: Break) -> dict[str, str]:
     """Return what the proof says of each kind, and whether it passes, as the code is here."""
     said = dict[str, str]()
     for case in one.cases:
-        if refused := list(case.refused()):
+        if refused := list(case.broken_rules()):
             said[case.name] = f"refused: {refused[0]}"
             continue
         (found,) = prove([case]).verdicts

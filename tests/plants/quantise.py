@@ -484,8 +484,8 @@ PLANTS = (
         "tests/cpu/test_optim_moments.py::"
         "test_b54_parts_of_a_parameter_have_the_codes_of_the_whole",
         "optim/moments.py",
-        "factors(extremes_2[None]), self.ends.pop(group)",
-        "factors(extremes(self.ends[group][:1])), self.ends.pop(group)",
+        "factors(extremes_2[None]), self.pending.pop(group)",
+        "factors(extremes(self.pending[group][:1])), self.pending.pop(group)",
     ),
     Plant(
         "b54",

@@ -9,7 +9,7 @@ import pytest
 from moefold.cli.explain import format_groups, format_ranks
 from moefold.cli.main import main
 from moefold.mesh.config import Sizes
-from moefold.mesh.folding import KINDS, Folding
+from moefold.mesh.folding import GROUP_KINDS, Folding
 
 
 def said(capsys: Any, *words: str, status: int = 0) -> str:
@@ -34,9 +34,11 @@ def test_grids_are_drawn(capsys: Any) -> None:
     start = lines.index("experts of a layer, by expert-parallel rank")
     assert lines[start + 1 : start + 5] == ["ep0 0–1", "ep1 2–3", "ep2 4–5", "ep3 6–7"]
     rows = {
-        line.split()[0]: line for line in lines if line.split()[:1] and line.split()[0] in KINDS
+        line.split()[0]: line
+        for line in lines
+        if line.split()[:1] and line.split()[0] in GROUP_KINDS
     }
-    assert set(rows) == set(KINDS), "every kind of group"
+    assert set(rows) == set(GROUP_KINDS), "every kind of group"
     assert rows["tp"].startswith("tp 2 4 0–1 | 2–3 | 4–5 | 6–7 ")
     assert "as tp_dp" in rows["ep"] and "each rank alone" in rows["cp"]
 
@@ -45,7 +47,7 @@ def test_a_program_gets_every_rank(capsys: Any) -> None:
     assert main(["explain", "demo", "--layout", "tp2 pp2 ep4", "--world", "16", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)["layout"]
     folding = Folding(Sizes.parse("tp2 pp2 ep4"), 16)
-    assert answer["groups"] == {k: [list(g) for g in folding.groups(k)] for k in KINDS}
+    assert answer["groups"] == {k: [list(g) for g in folding.groups(k)] for k in GROUP_KINDS}
     assert answer["grids"]["experts"] == {"etp": 1, "ep": 4, "edp": 2, "pp": 2}
     assert (answer["world"], answer["dp"], answer["edp"]) == (16, 4, 2)
     assert answer["violations"] == [] and answer["stages"]["text"] == "Ett|ttL"

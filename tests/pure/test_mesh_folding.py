@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moefold.config.errors import RunError
 from moefold.mesh.config import ORDERS, Order, Sizes
-from moefold.mesh.folding import KINDS, AttentionSpot, ExpertSpot, Folding
+from moefold.mesh.folding import GROUP_KINDS, AttentionCoordinates, ExpertCoordinates, Folding
 
 # The axes that a kind's ranks differ in, restated: in attention's grid, or in the experts'.
 ATTENTION = {
@@ -73,14 +73,14 @@ def brute(folding: Folding) -> dict[str, set[tuple[int, ...]]]:
 def hold(folding: Folding) -> None:
     """Hold a folding to the brute force: coordinates, groups, and what is shared."""
     for grid, spot_of in (
-        ("attention", folding.attention_spot),
-        ("experts", folding.expert_spot),
+        ("attention", folding.attention_coordinates),
+        ("experts", folding.expert_coordinates),
     ):
         for rank, spot in enumerate(walk(folding, grid)):
             assert spot_of(rank)._asdict() == spot
             assert getattr(folding, grid).rank(spot) == rank
     wanted = brute(folding)
-    assert set(wanted) == set(KINDS)
+    assert set(wanted) == set(GROUP_KINDS)
     for kind, groups in wanted.items():
         made = folding.groups(kind)
         assert len(made) == len(groups) and set(made) == groups, kind
@@ -89,9 +89,11 @@ def hold(folding: Folding) -> None:
     for kind, groups in wanted.items():
         for ranks in groups:
             once[ranks].add(kind)
-    for kind, first in folding.same().items():
+    for kind, first in folding.first_equal_kinds().items():
         assert all({kind, first} <= once[ranks] for ranks in folding.groups(kind))
-    assert sum(len(folding.groups(kind)) for kind in set(folding.same().values())) == len(once)
+    assert sum(
+        len(folding.groups(kind)) for kind in set(folding.first_equal_kinds().values())
+    ) == len(once)
 
 
 def foldings(most: int) -> Iterator[Folding]:
@@ -166,9 +168,9 @@ def test_a_folding_in_figures() -> None:
     assert folding.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7)) == folding.groups("stage")
     assert folding.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7)) == folding.groups("embedding")
     assert folding.groups("edp") == tuple((rank,) for rank in range(8))
-    assert folding.attention_spot(6) == AttentionSpot(pp=1, dp=1, cp=0, tp=0)
-    assert folding.expert_spot(6) == ExpertSpot(pp=1, edp=0, ep=2, etp=0)
-    assert folding.on_stage(6, 0) == 2
+    assert folding.attention_coordinates(6) == AttentionCoordinates(pp=1, dp=1, cp=0, tp=0)
+    assert folding.expert_coordinates(6) == ExpertCoordinates(pp=1, edp=0, ep=2, etp=0)
+    assert folding.rank_on_stage(6, 0) == 2
     assert folding.group("ep", 5) == folding.group("stage", 5) == (4, 5, 6, 7)
 
 
@@ -182,10 +184,12 @@ def test_one_group_alone_is_the_one_among_all() -> None:
     sizes = Sizes.parse("tp2 cp2 pp3 ep2 etp3")
     for rank in range(72):
         alone, whole = Folding(sizes, 72), Folding(sizes, 72)
-        for kind in KINDS:
+        for kind in GROUP_KINDS:
             found = [ranks for ranks in whole.groups(kind) if rank in ranks]
             assert [alone.group(kind, rank)] == (found or [()])
-            assert bool(found) or (kind == "embedding" and alone.attention_spot(rank).pp == 1)
+            assert bool(found) or (
+                kind == "embedding" and alone.attention_coordinates(rank).pp == 1
+            )
 
 
 def test_a_hundred_thousand_ranks_in_seconds() -> None:
@@ -195,7 +199,7 @@ def test_a_hundred_thousand_ranks_in_seconds() -> None:
     """
     start = time.process_time()
     folding = Folding(Sizes.parse("tp8 cp2 pp5 ep50 etp2"), 100_000)
-    assert all(folding.groups(kind) for kind in KINDS)
+    assert all(folding.groups(kind) for kind in GROUP_KINDS)
     assert time.process_time() - start < 10
 
 
@@ -238,8 +242,8 @@ def test_grids_that_disagree_on_stages_are_refused() -> None:
 def test_what_is_not_there_is_said() -> None:
     folding = Folding(Sizes.parse("tp2"), 4)
     with pytest.raises(ValueError, match="ranks run from 0 to 3"):
-        folding.attention_spot(4)
+        folding.attention_coordinates(4)
     with pytest.raises(ValueError, match="no kind of group is called 'xp'"):
         folding.groups("xp")
     with pytest.raises(ValueError, match="dp 2: this axis runs from 0 to 1"):
-        folding.attention.rank(AttentionSpot(0, 2, 0, 0)._asdict())
+        folding.attention.rank(AttentionCoordinates(0, 2, 0, 0)._asdict())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.mesh.pipeline import Place, Stages
+from moefold.mesh.pipeline import StagePart, Stages
 
 DENSE_FIRST = (False,) * 3 + (True,) * 58
 
@@ -15,7 +15,7 @@ def test_a_published_layout() -> None:
     """61 layers and one for two tokens ahead on 16 ranks with two virtual stages each."""
     stages = Stages.parse("Et*3|(tt|)*29m|L")
     assert stages.letters == ("Ettt", *["tt"] * 29, "m", "L")
-    assert stages.layers == 61 and not stages.faults(32, DENSE_FIRST, multi_token=1)
+    assert stages.layers == 61 and not stages.broken_rules(32, DENSE_FIRST, multi_token=1)
     table = stages.table(16)
     names = {rank: [[p.kind for p in stage] for stage in table[rank]] for rank in (0, 13, 14, 15)}
     two = ["layer", "layer"]
@@ -23,7 +23,7 @@ def test_a_published_layout() -> None:
     assert names[13] == [two, two]
     assert names[14] == [two, ["multi_token"]]
     assert names[15] == [two, ["loss"]]
-    assert table[1][1] == (Place("layer", 35), Place("layer", 36))
+    assert table[1][1] == (StagePart("layer", 35), StagePart("layer", 36))
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_what_a_layout_breaks(text: str, count: int, rule: str) -> None:
     """The model has two dense layers, then two with experts. What is near is legal."""
     mixtures = (False, False, True, True)
     stages = Stages.parse(text)
-    assert rule in stages.faults(count, mixtures)
-    assert stages.nearest(count, mixtures).faults(count, mixtures) == []
+    assert rule in stages.broken_rules(count, mixtures)
+    assert stages.nearest(count, mixtures).broken_rules(count, mixtures) == []
 
 
 @pytest.mark.parametrize("text", ["Edd|xxL", "Etttt||L", "E|||ddxx|L", "E|t|t|t|t|L"])
 def test_legal_layouts(text: str) -> None:
     stages = Stages.parse(text)
-    assert stages.faults(len(stages.letters), (False, False, True, True)) == []
+    assert stages.broken_rules(len(stages.letters), (False, False, True, True)) == []
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_a_layer_more_or_less(text: str, layers: int, near: str) -> None:
     """Taken from the fullest stage, given to the emptiest; else balanced anew."""
     found = Stages.parse(text).nearest(text.count("|") + 1, (True,) * layers)
     assert found == Stages.parse(near)
-    assert not found.faults(text.count("|") + 1, (True,) * layers)
+    assert not found.broken_rules(text.count("|") + 1, (True,) * layers)
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 40), st.integers(0, 2))
 def test_balanced_layouts(pp: int, vpp: int, layers: int, multi_token: int) -> None:
     for way in ("round", "v"):
         stages = Stages.balanced(pp, vpp, layers, multi_token, way)
-        assert stages.faults(pp * vpp, (True,) * layers, multi_token) == []
+        assert stages.broken_rules(pp * vpp, (True,) * layers, multi_token) == []
         counts = [len(re.findall("t", letters)) for letters in stages.letters]
         table = stages.table(pp, way)
         on_rank = [sum(p.kind == "layer" for s in rank for p in s) for rank in table]
@@ -150,6 +150,6 @@ def test_there_and_back() -> None:
     ]
     assert numbers == [[[0], [3]], [[1], [4]], [[2], [5]]]
     turned = stages.table(3, "v")
-    assert turned[0][1][-1] == Place("loss") and turned[2][1] == (Place("layer", 3),)
+    assert turned[0][1][-1] == StagePart("loss") and turned[2][1] == (StagePart("layer", 3),)
     with pytest.raises(ValueError, match="6 stages cannot be divided evenly among pp4"):
         stages.table(4)

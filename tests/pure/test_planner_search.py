@@ -184,7 +184,7 @@ def test_groups_of_a_rank_are_counted_without_making_them() -> None:
     for _ in range(300):
         sizes = Sizes(**{axis: chance.choice((1, 2, 3, 4)) for axis in ("tp", "cp", "pp", "ep")})
         folding = Folding(sizes, sizes.smallest_world * chance.choice((1, 2, 3)))
-        groups = (folding.group(kind, 0) for kind in set(folding.same().values()))
+        groups = (folding.group(kind, 0) for kind in set(folding.first_equal_kinds().values()))
         several = sum(len(ranks) > 1 for ranks in groups)
         assert communicators(folding.attention, folding.experts) == several
 

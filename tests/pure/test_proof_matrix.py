@@ -35,12 +35,12 @@ def test_there_are_enough_and_each_is_legal_and_once(cases: tuple[ProofCase, ...
     assert len(cases) >= WANTED
     assert len({case.layout for case in cases}) >= WANTED
     assert not {name: n for name, n in Counter(case.name for case in cases).items() if n > 1}
-    assert not {case.name: words for case in cases if (words := list(case.refused()))}
+    assert not {case.name: words for case in cases if (words := list(case.broken_rules()))}
     assert {case.world for case in cases} == {2, 4, 8}
 
 
 def test_a_case_that_breaks_a_rule_says_which_option_of_the_layout_does() -> None:
-    first, *_, last = ProofCase("odd", SUBJECTS["gqa"], Layout(sizes="tp3"), 4).refused()
+    first, *_, last = ProofCase("odd", SUBJECTS["gqa"], Layout(sizes="tp3"), 4).broken_rules()
     assert first == "layout.sizes = 'tp3': tp must divide the vocabulary size (64)"
     assert last.startswith("world = 4: must be a multiple of")
 
@@ -49,8 +49,8 @@ def test_no_bound_of_a_narrow_format_lets_half_a_gradient_go(cases: tuple[ProofC
     """Of eight layers in 16 bits it grew to 17."""
     for precision in ("fp32", "bf16"):
         lowered = [replace(case, precision=precision) for case in cases]
-        assert max(case.bound_of("gradients") for case in lowered) < 0.5
-        assert max(case.bound_of("evaluation") for case in lowered) < 0.005
+        assert max(case.rounding_bound("gradients") for case in lowered) < 0.5
+        assert max(case.rounding_bound("evaluation") for case in lowered) < 0.005
 
 
 def test_every_rule_gives_some() -> None:
@@ -106,7 +106,7 @@ def test_expert_parallelism_folds_over_every_axis_of_attention(
     crossed: set[frozenset[str]] = set()
     for case in cases:
         folding = case.folding
-        spots = [folding.attention_spot(rank) for rank in folding.group("ep", 0)]
+        spots = [folding.attention_coordinates(rank) for rank in folding.group("ep", 0)]
         differ = {a for a in ("tp", "cp", "dp") if len({getattr(spot, a) for spot in spots}) > 1}
         crossed.add(frozenset(differ))
     wanted = [{"tp"}, {"cp"}, {"dp"}, {"tp", "cp"}, {"tp", "dp"}, {"cp", "dp"}, {"tp", "cp", "dp"}]

@@ -28,7 +28,7 @@ from moefold.planner.count import count
 from moefold.planner.memory_kept import kept
 from moefold.planner.time_work import RankShare, half
 from moefold.proof.matrix import kinds
-from moefold.proof.shrink import Asked, small_part
+from moefold.proof.shrink import SizeRequirements, small_part
 from moefold.spec.decoder import model_weights, needs
 from moefold.spec.layer import LayerSpec, Operation, Saved, Shape, Units, Weight, described
 from tests.house.tree import Module, modules
@@ -114,9 +114,9 @@ def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     assert [saved.name for saved in kept(block, Shape(4, 8))][:2] == ["input", "rows"]
     share = RankShare(4, 8, 1, 1, 1, 1, 1, 1.0, False)
     assert half(Diagonal(), share)["attention"].products == ()
-    small = small_part(Diagonal(), Asked(Sizes(tp=3, cp=2)))
+    small = small_part(Diagonal(), SizeRequirements(Sizes(tp=3, cp=2)))
     assert isinstance(small, Diagonal) and small.features == 18
-    assert small_part(Diagonal(features=6), Asked(Sizes(tp=3))) == Diagonal(features=6)
+    assert small_part(Diagonal(features=6), SizeRequirements(Sizes(tp=3))) == Diagonal(features=6)
 
 
 def test_the_width_of_an_activation_follows_from_products_whatever_their_operation() -> None:

@@ -110,10 +110,10 @@ def _expert_runs(
     if not isinstance(block.ffn, Moe):
         return 0
     folding, each = case.folding, block.ffn.router.experts // case.sizes.ep
-    first = folding.expert_spot(rank).ep * each
+    first = folding.expert_coordinates(rank).ep * each
     return len(
         {
-            (expert, folding.attention_spot(other).dp)
+            (expert, folding.attention_coordinates(other).dp)
             for other in folding.group("tp_ep", rank)
             for token in chosen[other]
             for expert in token

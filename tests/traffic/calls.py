@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moefold.mesh.pipeline import Place
+from moefold.mesh.pipeline import StagePart
 from moefold.model.config import Block
 from moefold.planner.case import Case
 from moefold.schedule.table import Pair
@@ -79,7 +79,7 @@ def scattered(
     yield Call(group, "all_gather", moved, count, BACKWARD, part)
 
 
-def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
+def place_weights(case: Case, place: StagePart) -> tuple[Weight, ...]:
     """Return the parameters of one thing that a stage computes, without embedding and head."""
     decoder = case.decoder
     if place.kind in ("layer", "multi_token"):
@@ -95,7 +95,7 @@ def elements_here(case: Case, weight: Weight) -> float:
 
 def stage_of(case: Case, rank: int) -> int:
     """Return the pipeline rank of a rank."""
-    return case.folding.attention_spot(rank).pp
+    return case.folding.attention_coordinates(rank).pp
 
 
 def layers_of(case: Case, rank: int) -> Iterator[tuple[int, Block]]:
@@ -162,7 +162,7 @@ def by_group(calls: Sequence[Call], case: Case, rank: int) -> dict[tuple[str, st
 
 def _names(case: Case, rank: int) -> dict[tuple[int, ...], str]:
     kinds: dict[str, list[str]] = {}
-    for kind, first in case.folding.same().items():
+    for kind, first in case.folding.first_equal_kinds().items():
         kinds.setdefault(first, []).append(kind)
     return {
         case.folding.group(first, rank): "+".join(same)
@@ -176,7 +176,7 @@ def ranks_of(case: Case, kind: str, rank: int) -> tuple[int, ...]:
     name, level, inner = (*kind.split(), "", "1")[:3]
     if name == "stages":
         stages = map(int, level.split(","))
-        return tuple(sorted(case.folding.on_stage(rank, stage) for stage in stages))
+        return tuple(sorted(case.folding.rank_on_stage(rank, stage) for stage in stages))
     ranks = case.folding.group(name, rank)
     first, place = divmod(ranks.index(rank), int(inner))
     if level == "inner":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, gcd, prod
 
 from moefold.kernels.quantise.config import Quantise
-from moefold.mesh.share import aligned
+from moefold.mesh.partition import aligned
 from moefold.planner.case import Case
 from moefold.spec.decoder import embedding, head, last_norm
 from moefold.spec.layer import Weight

@@ -284,11 +284,11 @@ class _Routed:
     ) -> None:
         self._case, self._each = case, record.router.experts // case.sizes.ep
         folding = case.folding
-        spot = folding.expert_spot(rank)
+        spot = folding.expert_coordinates(rank)
         self._ep, self._etp = spot.ep, spot.etp
         self._by_spot: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
         for other in folding.group("tp_ep", rank):
-            there = folding.expert_spot(other)
+            there = folding.expert_coordinates(other)
             self._by_spot[there.ep, there.etp] = choices[other]
 
     def flow(self) -> _Flow:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from moefold.mesh.share import share_out
+from moefold.mesh.partition import assign_owners
 from moefold.planner.case import Case
 from moefold.spec.layer import Axis, Weight
 from tests.traffic.calls import (
@@ -88,7 +88,7 @@ def _exchange(
 ) -> Iterator[Call]:
     """Yield the exchange there, the gathers of slices, and the exchange back."""
     width = case.numbers.master_bytes
-    owners = share_out([matrix.size for matrix in matrices], ranks)
+    owners = assign_owners([matrix.size for matrix in matrices], ranks)
     mine = [m for m, owner in zip(matrices, owners, strict=True) if owner == place]
     if ranks > 1:
         others = [m for m, owner in zip(matrices, owners, strict=True) if owner != place]

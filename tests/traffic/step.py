@@ -156,7 +156,7 @@ def _ring(case: Case, rank: int, keys: float, inner: int, count: int, again: int
     """Yield the rounds of a ring: rows go to the ranks that see them, their gradients back home."""
     group = across("cp", inner)
     ranks = case.sizes.cp // inner
-    place = case.folding.attention_spot(rank).cp // inner
+    place = case.folding.attention_coordinates(rank).cp // inner
     rows = case.micro_batch * case.seq // ranks
     each = keys / (case.micro_batch * case.seq // case.sizes.cp) / inner
     lengths = (case.seq,) * case.micro_batch

@@ -23,7 +23,7 @@ from moefold.comm.collectives import Pending, all_gather_into, reduce_scatter_in
 from moefold.comm.group import Group
 from moefold.layers.placement import Box
 from moefold.layers.precision import PrecisionPolicy
-from moefold.mesh.share import aligned
+from moefold.mesh.partition import aligned
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from moefold.comm.collectives import max_
 from moefold.comm.group import Group
 from moefold.layers.placement import Box, Shard
 from moefold.layers.precision import PrecisionPolicy
-from moefold.optim.moments import FACTORS, ElementRun, MomentPlace
+from moefold.optim.moments import FACTORS, ElementRun, MomentPosition
 from moefold.parallel.data.bucket import Bucket, boxes, moved, size_of
 
 MOMENTS = 2
@@ -50,16 +50,16 @@ class SharedGroups:
                 if slot.start < end < slot.stop and len(slot.shape) > 1:
                     before = ElementRun(0, end - slot.start, slot.shape[-1], size)
                     # A dict, since several borders may cut the same group.
-                    keys = ((slot.name, group) for group in before.cut)
+                    keys = ((slot.name, group) for group in before.partial_groups)
                     cut.setdefault(bucket.inside, {}).update(dict.fromkeys(keys))
         self._cut = {ranks: list(keys) for ranks, keys in cut.items() if keys}
 
-    def place(self, name: str) -> MomentPlace:
+    def position(self, name: str) -> MomentPosition:
         """Return the position of this rank's elements in a parameter."""
         shard, first = self._shards[name], self._first.get(name, 0)
-        return MomentPlace(name, first, shard.box, shard.shape, self._recipe.seed)
+        return MomentPosition(name, first, shard.box, shard.shape, self._recipe.seed)
 
-    def largest(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
+    def maxima(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
         """Return the maximum over ranks for each cut group; a collective of the sharing ranks."""
         found: dict[tuple[str, int], Tensor] = {}
         for ranks, keys in self._cut.items():
@@ -90,7 +90,8 @@ def group_boxes(
     by = *lead, (start // size, -(-stop // size))
     groups, at = here.groups, 0
     # A cut group is a separate box, which all ranks with part of the group name alike.
-    borders = {groups[0], groups[-1] + 1, *here.cut, *(group + 1 for group in here.cut)}
+    cut = here.partial_groups
+    borders = {groups[0], groups[-1] + 1, *cut, *(group + 1 for group in cut)}
     begun = run[0] % here.row % size > 0
     for first, last in pairwise(sorted(borders)):
         for box in boxes(piece, first, last):

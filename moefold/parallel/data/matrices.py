@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import exchange, gather
 from moefold.comm.group import Group
-from moefold.mesh.share import share_out
+from moefold.mesh.partition import assign_owners
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Shared:
             for source in sources
             for start in range(0, math.prod(source.shape), math.prod(source.shape[-2:]))
         ]
-        owners = share_out([math.prod(matrix.shape) for matrix in matrices], len(ranks))
+        owners = assign_owners([math.prod(matrix.shape) for matrix in matrices], len(ranks))
         owned = [[m for m, o in zip(matrices, owners, strict=True) if o == rank] for rank in ranks]
         self.mine = owned[me]
         self._given = [[(m, *m.overlap(me)) for m in owned[rank]] for rank in ranks]

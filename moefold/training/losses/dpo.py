@@ -26,7 +26,7 @@ from moefold.files import read_json, write_json
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.loss import label_losses, loss_and_gradients
-from moefold.optim.norm import widest
+from moefold.optim.norm import widest_dtype
 from moefold.parallel.apply import ModelParts, flow_of
 from moefold.parallel.pipeline.score import score
 from moefold.training.losses.base import Objective, segments
@@ -129,14 +129,14 @@ class StoredPreference(Preference):
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the stored log-probability of each segment [N]."""
         stored, device = [self._stored[key] for key, _ in segments(batch)], placed.world.device
-        return torch.tensor(stored, dtype=widest(device)).to(device)
+        return torch.tensor(stored, dtype=widest_dtype(device)).to(device)
 
 
 @torch.no_grad()
 def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
     """Return the summed log-probability [N] of each whole segment's labels, in the widest dtype."""
     rows, losses_P = flow.whole.rows, label_losses(x_TD, head, flow, chunk=chunk)
-    wide = widest(losses_P.device)
+    wide = widest_dtype(losses_P.device)
     number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
     mine_NP = rows.segment_T == number_N1
     # One sum per segment: scatter-add would not fix the order of additions.

@@ -1,4 +1,4 @@
-"""Alignment and balanced assignment to ranks, as used by training and counted by plans."""
+"""Alignment of parameters and balanced assignment to ranks, for training and plans."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def aligned(count: int) -> int:
     return -(-count // ALIGN) * ALIGN
 
 
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """Assign items to ranks, largest first, each to the least loaded rank; return the owners."""
     load = [0] * ranks
     owners = [0] * len(sizes)
