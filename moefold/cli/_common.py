@@ -96,8 +96,7 @@ def progress_bars(
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function of (stage, done, total) that shows a bar for each stage on a terminal.
 
-    The bars are removed at the end. Without a terminal nothing is shown, or with ``log_stages`` one
-    line per stage with its size in megabytes.
+    Bars are removed at the end. Without a terminal, ``log_stages`` prints each stage and its MB.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     columns = (*columns, TimeRemainingColumn())

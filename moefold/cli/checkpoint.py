@@ -64,27 +64,26 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _inspect(path: Path, args: argparse.Namespace) -> int:
-    loaded = manifest.read(path)
+    saved = manifest.read(path)
     if args.json:
-        print_json(_manifest_json(path, loaded))
+        print_json(_manifest_json(path, saved))
         return INTACT
     console = Console(soft_wrap=True)
-    count = len(loaded.tensors)
+    count = len(saved.tensors)
     head = (
-        f"{path}\nstep {loaded.step} · {count} tensors · {size(loaded.size)} in "
-        f"{plural(len(loaded.shards), 'shard')} · "
-        f"format version {loaded.version} · {loaded.writer}"
+        f"{path}\nstep {saved.step} · {count} tensors · {size(saved.size)} in "
+        f"{plural(len(saved.shards), 'shard')} · format version {saved.version} · {saved.writer}"
     )
     console.print(Text(head))
     rows = []
-    for name, stored in list(loaded.tensors.items())[: None if args.all else ROWS]:
-        files = ", ".join(sorted({Path(loaded.shards[p.shard].file).stem for p in stored.slices}))
+    for name, stored in list(saved.tensors.items())[: None if args.all else ROWS]:
+        files = ", ".join(sorted({Path(saved.shards[p.shard].file).stem for p in stored.slices}))
         rows.append((name, stored.dtype, str(list(stored.shape)), size(stored.size), files))
     console.print(plain_table("tensor", "dtype", "shape", "size", "shard", rows=rows))
     if len(rows) < count:
         console.print(f"… and {count - len(rows)} more; --all lists them")
-    if loaded.meta:
-        console.print(Text("meta " + json.dumps(_short(loaded.meta), ensure_ascii=True, indent=1)))
+    if saved.meta:
+        console.print(Text("meta " + json.dumps(_short(saved.meta), ensure_ascii=True, indent=1)))
     return INTACT
 
 
@@ -129,15 +128,15 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
     return DAMAGED if problems else INTACT
 
 
-def _manifest_json(path: Path, loaded: Manifest) -> dict[str, Any]:
+def _manifest_json(path: Path, saved: Manifest) -> dict[str, Any]:
     """Return the output of ``inspect --json``: the manifest, with sizes and digests per tensor."""
     tensors = {}
-    for name, stored in loaded.tensors.items():
+    for name, stored in saved.tensors.items():
         slices = [
             {
                 "at": list(part.at),
                 "shape": list(part.shape),
-                "shard": loaded.shards[part.shard].file,
+                "shard": saved.shards[part.shard].file,
                 "span": list(part.span),
                 "sha256": part.digest,
             }
@@ -146,8 +145,8 @@ def _manifest_json(path: Path, loaded: Manifest) -> dict[str, Any]:
         facts = {"dtype": stored.dtype, "shape": list(stored.shape), "bytes": stored.size}
         tensors[name] = facts | {"slices": slices}
     header = {
-        name: getattr(loaded, name) for name in ("sha256", "format", "version", "writer", "step")
+        name: getattr(saved, name) for name in ("sha256", "format", "version", "writer", "step")
     }
-    shards = [shard.model_dump(mode="json") for shard in loaded.shards]
-    rest = {"bytes": loaded.size, "shards": shards, "tensors": tensors, "meta": loaded.meta}
+    shards = [shard.model_dump(mode="json") for shard in saved.shards]
+    rest = {"bytes": saved.size, "shards": shards, "tensors": tensors, "meta": saved.meta}
     return {"path": str(path), **header, **rest}

@@ -220,8 +220,7 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
     ``lowest`` and ``highest`` are token ids, -1 if there are no tokens; ``shortest``, ``median``
     and ``longest`` are lengths of documents in tokens; ``said`` is the content of the JSON file
     next to them, empty if there is none; ``as_written`` is whether the files and the mask match
-    the digests in that file, None if it has none. With a tokenizer, every id must be one of its
-    ids.
+    the digests in that file, None if it has none. Every id must be one of the tokenizer's, if any.
 
     Raises:
         DataError: if the index is inconsistent, or an id is not one of the tokenizer's.

@@ -94,13 +94,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run, derived = loaded.record, derived_values(loaded)
     layout = LayoutReport.of(run, args.world)
-    graph_report = (
-        _graph_report(run, layout.world) if args.graphs and not layout.violations else None
-    )
+    report = _graph_report(run, layout.world) if args.graphs and not layout.violations else None
     if args.json:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
         answer = {"run": to_dict(run), "origins": origins, "derived": derived}
-        graphs = {} if graph_report is None else {"graphs": graph_report}
+        graphs = {} if report is None else {"graphs": report}
         print_json(answer | graphs | {"layout": layout.to_json(), "notes": list(notes(run))})
     else:
         console, tree = Console(), Tree(Text(run.name, style="bold"))
@@ -113,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
             layout.print(console)
         for note in notes(run):
             console.print(Text(note, style="yellow"), soft_wrap=True)
-        _print_graph_report(console, graph_report)
-    return WRONG_INPUT if layout.violations else int(bool(graph_report and graph_report["reads"]))
+        _print_graph_report(console, report)
+    return WRONG_INPUT if layout.violations else int(bool(report and report["reads"]))
 
 
 def _load(args: argparse.Namespace) -> LoadedRecord[Run]:
@@ -315,16 +313,15 @@ class LayoutReport:
                 stages = layout.stages_of(model.layers, model.multi_token)
         if stages is not None and stages.broken_rules(count, model.mixtures, model.multi_token):
             stages = None
-        per_rank = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
-        n = min(per_rank, default=0)
-        expert_ids = tuple(tuple(range(e * n, (e + 1) * n)) for e in range(sizes.ep))
+        local = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
+        ids = (tuple(range(e * min(local), (e + 1) * min(local))) for e in range(sizes.ep))
         return cls(
             sizes,
             world,
             Folding(sizes, world, layout.order) if fits else None,
             stages,
             layout.ordered_by.way,
-            expert_ids if per_rank else None,
+            tuple(ids) if local else None,
             tuple(v if v.path == ("world",) else v.under("layout") for v in violations),
         )
 

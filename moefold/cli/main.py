@@ -49,8 +49,7 @@ REMEDIES = {
 class HelpFormatter(argparse.HelpFormatter):
     """Help formatter: paragraphs are wrapped, lists keep their lines, defaults are shown.
 
-    A default value is appended to its option's help; one that is computed at run time is part of
-    the help text itself.
+    A default value is appended to its option's help, unless the text already states a default.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:

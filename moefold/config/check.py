@@ -105,9 +105,8 @@ def broken_rules(record: Record) -> list[Violation]:
 def validate(record: type[M], data: Any) -> tuple[M | None, PydanticErrors]:
     """Validate raw data field by field; return the record, or pydantic's errors by path.
 
-    Union branches, which pydantic includes in locations, are removed from paths. A value's errors
-    are dropped while a value inside it is rejected: a list is not too short because its items are
-    invalid.
+    Union branches, which pydantic includes in locations, are removed from paths. Errors of a value
+    are dropped if one inside it is rejected: a list with invalid items is not also too short.
     """
     bad = [path for path, value in leaves(data) if isinstance(value, float) and not isfinite(value)]
     errors: PydanticErrors = {path: [("finite_number", "must be finite")] for path in bad}

@@ -1,9 +1,8 @@
 """Legal values at each path of a run file, derived from the annotations of records.
 
 Raw data is mappings, lists and scalars as read from YAML. A ``FieldSpec`` describes the legal
-values at one path; its ``options`` are the alternatives, with unions flattened. Code that walks raw
-data together with its record class (merging, overrides, suggestions, mutation in tests) uses
-``child_spec``.
+values at one path; its ``options`` are the alternatives, with unions flattened. ``child_spec``
+walks raw data together with its record class (for merging, overrides, suggestions, mutation).
 """
 
 import glob

@@ -57,15 +57,14 @@ class Slot:
         if not isinstance(kind, str):
             raise TypeError(f"{record.__name__}.{self.tag} needs a string default to be registered")
         in_package = self._package is not None and record.__module__.startswith(self._package)
-        existing = (self._kinds if in_package else self.kinds).get(kind, record)
+        other = (self._kinds if in_package else self.kinds).get(kind, record)
         # A notebook cell or edited file may register its class again.
-        modules = [sys.modules.get(one.__module__) for one in (existing, record)]
+        modules = [sys.modules.get(one.__module__) for one in (other, record)]
         first, second = (getattr(module, "__file__", None) for module in modules)
-        same_file = existing.__module__ == record.__module__ or first == second is not None
-        if existing.__qualname__ != record.__qualname__ or not same_file:
+        same_file = other.__module__ == record.__module__ or first == second is not None
+        if other.__qualname__ != record.__qualname__ or not same_file:
             raise ValueError(
-                f"{self.name} {kind!r} is already taken by "
-                f"{existing.__module__}.{existing.__name__}"
+                f"{self.name} {kind!r} is already taken by {other.__module__}.{other.__name__}"
             )
         self._kinds[kind] = record
         return record

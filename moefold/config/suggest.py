@@ -60,9 +60,8 @@ def _describe_option(option: Option, hidden: tuple[str, ...]) -> str:
         noun = f"a{'n' * (option.of.name[0] in 'aeiou')} {option.of.name}"
         text = f"{noun}: a mapping with {option.of.tag}, one of {_join_names(option.of.kinds)}"
     elif option.kind == "fixed":
-        text = (
-            f"a list of {len(option.of)} ({', '.join(describe(FieldSpec(of)) for of in option.of)})"
-        )
+        items = ", ".join(describe(FieldSpec(of)) for of in option.of)
+        text = f"a list of {len(option.of)} ({items})"
     elif option.kind == "literal":
         text = f"one of {_join_names(option.of)}"
     else:

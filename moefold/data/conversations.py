@@ -195,7 +195,6 @@ class PreferenceReader(ConversationReader):
     def _example_texts(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
     ) -> tuple[ExampleText, ...]:
-        """Return a pair's two texts."""
         if missing := [side for side in PAIR_KEYS if side not in example]:
             raise BadDocument("not a pair", f"it has {sorted(example)[:20]}, but lacks {missing}")
         shared = {name: value for name, value in example.items() if name not in PAIR_KEYS}

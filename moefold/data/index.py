@@ -250,8 +250,7 @@ class IndexedDataset:
         """Return a SHA-256 of the index, and of the size and 64 evenly spaced samples of ``.bin``.
 
         It identifies files that are too large to read at every start, but misses changes between
-        the samples that keep all lengths. With ``full`` it covers every byte of both files, as the
-        writer's digest does.
+        the samples that keep all lengths. With ``full`` it covers every byte, like the writer's.
         """
         if full:
             with self.bin.open("rb") as file:

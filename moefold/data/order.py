@@ -86,9 +86,8 @@ class Mixture:
 class Epochs:
     """First rows of one source's sequences, epoch after epoch.
 
-    The concatenated documents form a ring of ``tokens`` rows. Each epoch starts at another row,
-    cuts full sequences, and takes each once in a new order; the ``tokens % seq`` rows that fill no
-    sequence differ from epoch to epoch.
+    The concatenated documents form a ring of ``tokens`` rows. Each epoch cuts it into sequences
+    from another row and takes each once in a new order; the ``tokens % seq`` rows left over vary.
     """
 
     seed: int

@@ -62,12 +62,10 @@ class MaskedCorpus(Corpus):
     second part of a pair.
     """
 
-    def __init__(
-        self, name: str, dataset: IndexedDataset, vocab: int, mask: IndexedDataset
-    ) -> None:
-        super().__init__(name, dataset, vocab)
-        if not np.array_equal(dataset.document_starts_1, mask.document_starts_1):
-            raise DataError(f"{mask.bin}: does not match {dataset.bin}; prepare both again")
+    def __init__(self, name: str, tokens: IndexedDataset, vocab: int, mask: IndexedDataset) -> None:
+        super().__init__(name, tokens, vocab)
+        if not np.array_equal(tokens.document_starts_1, mask.document_starts_1):
+            raise DataError(f"{mask.bin}: does not match {tokens.bin}; prepare both again")
         self._mask = mask
 
     @cached_property

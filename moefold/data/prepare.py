@@ -1,8 +1,7 @@
 """One-time preparation of data: train the tokenizer, split sources, write token files.
 
-Results are in ``folder/<key>``, where the key is a hash of everything they depend on: records, the
-code of plug-ins, tokenizer, and the files' paths, sizes and times. A folder under its final name is
-complete.
+Results are in ``folder/<key>``: a hash of everything they depend on, which is records, the code of
+plug-ins, tokenizer, and files' paths, sizes and times. A folder under its final name is complete.
 """
 
 import fcntl
@@ -110,7 +109,7 @@ def prepare(
                     shutil.rmtree(place / key)
     final = root / key
     with folder_for(root), named(root), _draft_folder(root) as draft:
-        _prepare(draft, data, sources, on_progress or (lambda *_: None))
+        _write(draft, data, sources, on_progress or (lambda *_: None))
         if _cache_key(data, sources)[:16] != key:
             raise DataError(
                 "files of the data changed while they were read; prepare the data again when "
@@ -172,9 +171,7 @@ def _cache_key(data: Data, sources: Sequence[BuiltSource]) -> str:
     return sha256(json.dumps([FORMAT, len(data.train), tokenizer, parts]).encode()).hexdigest()
 
 
-def _prepare(
-    draft: Path, data: Data, sources: Sequence[BuiltSource], on_progress: Progress
-) -> None:
+def _write(draft: Path, data: Data, sources: Sequence[BuiltSource], on_progress: Progress) -> None:
     """Write the tokenizer, the token files and the manifest into an empty folder."""
     started = time.monotonic()
     texts = [(record, source) for record, source in sources if isinstance(source, Source)]

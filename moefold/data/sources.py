@@ -204,7 +204,6 @@ class JsonlReader(FileReader):
                     self.refuse(name, *error.args, skipped=skipped)
 
     def _text(self, line: bytes) -> str:
-        """Return the document of a line."""
         content = parse_json_object(line)
         if self._field not in content:
             detail = f"the line has {sorted(content)[:20]}; choose with {hint('field', 'NAME')}"

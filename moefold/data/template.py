@@ -171,19 +171,18 @@ class ChatTemplate:
                 spans.append((start, len(until)))
         return Rendered(full.text, tuple(spans))
 
-    def _require_prefix(self, full: str, prefix: str, number: int) -> None:
+    def _require_prefix(self, full: str, head: str, number: int) -> None:
         """Raise ``BadDocument`` if a rendered beginning is not a prefix of the full text."""
-        if full.startswith(prefix):
+        if full.startswith(head):
             return
         at = next(
-            (i for i, (a, b) in enumerate(zip(full, prefix, strict=False)) if a != b), len(full)
+            (i for i, (a, b) in enumerate(zip(full, head, strict=False)) if a != b), len(full)
         )
         raise BadDocument(
             "the template changes earlier messages",
-            f"up to message {number} it writes {prefix[at : at + 40]!r} where the whole "
-            f"conversation has {full[at : at + 40]!r}, so answer {number} cannot be located; mark "
-            "answers in the template with {% generation %}, or train only last answers "
-            "(answers: last)",
+            f"up to message {number} it writes {head[at : at + 40]!r} where the whole conversation "
+            f"has {full[at : at + 40]!r}, so answer {number} cannot be located; mark answers in "
+            "the template with {% generation %}, or train only last answers (answers: last)",
         )
 
 
