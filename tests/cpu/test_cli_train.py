@@ -197,7 +197,7 @@ def test_a_dry_run_leaves_no_trace(trained: Path, tmp_path: Path, capsys: Any) -
 def test_data_prepared_in_advance_is_found_beside_the_run(tmp_path: Path, monkeypatch: Any) -> None:
     run, runs = str(run_file(tmp_path)), tmp_path / "runs"
     assert main(["data", "prepare", run, "--folder", str(runs / ".prepared")]) == 0
-    monkeypatch.setattr("moefold.data.prepare._prepare", None)
+    monkeypatch.setattr("moefold.data.prepare._write", None)
     assert main(["train", run, "--folder", str(runs / "x"), "--dry-run"]) == 0
 
 
