@@ -153,7 +153,7 @@ PLANTS = (
         "a label of another share has a gradient here",
         B39,
         "kernels/cross_entropy/chunked.py",
-        "weight_c[:, None].neg().mul_(in_shard_C1[rows])",
+        "weight_c[:, None].neg().mul_(local_C1[rows])",
         "weight_c[:, None].neg()",
     ),
 )

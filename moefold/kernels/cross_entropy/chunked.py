@@ -122,14 +122,12 @@ def _statistics_and_gradients(
     Gradients use ``normaliser_C`` if given. Each chunk is upcast, as a CPU is slower in 16 bits.
     """
     label_C1 = labels_C[:, None] - vocab_start
-    in_shard_C1 = (label_C1 >= 0) & (label_C1 < logits_CV.shape[1])
-    label_C1 = torch.where(in_shard_C1, label_C1, 0)
+    local_C1 = (label_C1 >= 0) & (label_C1 < logits_CV.shape[1])
+    label_C1 = torch.where(local_C1, label_C1, 0)
     stats_2C = logits_CV.new_empty(2, len(labels_C), dtype=upcast_dtype(logits_CV))
     for rows in row_chunks(logits_CV):
         wide_cV = upcast(logits_CV[rows])
-        stats_2C[1, rows] = torch.where(in_shard_C1[rows], wide_cV.gather(1, label_C1[rows]), 0)[
-            :, 0
-        ]
+        stats_2C[1, rows] = torch.where(local_C1[rows], wide_cV.gather(1, label_C1[rows]), 0)[:, 0]
         max_c = wide_cV.amax(1)
         scratch = weight_C is not None or wide_cV.dtype != logits_CV.dtype
         probs_cV = torch.sub(wide_cV, max_c[:, None], out=wide_cV if scratch else None).exp_()
@@ -142,7 +140,7 @@ def _statistics_and_gradients(
         if normaliser_C is not None:
             factor_c = weight_c * (max_c - normaliser_C[rows]).exp_()
         probs_cV.mul_(factor_c[:, None])
-        probs_cV.scatter_add_(1, label_C1[rows], weight_c[:, None].neg().mul_(in_shard_C1[rows]))
+        probs_cV.scatter_add_(1, label_C1[rows], weight_c[:, None].neg().mul_(local_C1[rows]))
         if probs_cV.dtype != logits_CV.dtype:
             logits_CV[rows] = probs_cV
     return stats_2C

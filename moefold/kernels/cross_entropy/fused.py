@@ -85,15 +85,9 @@ def cross_entropy_gradient(
     columns = min(MAX_COLUMNS, next_power_of_2(width))
     if rows:
         _gradient[(rows, cdiv(width, columns))](
-            logits_CV,
-            labels_C,
-            normaliser_C,
-            weight_C,
-            width,
-            vocab_start,
-            columns,
+            logits_CV, labels_C, normaliser_C, weight_C, width, vocab_start, columns,
             num_warps=WARPS,
-        )
+        )  # fmt: skip
 
 
 statistics = Op(cross_entropy_statistics, _empty_statistics)

@@ -10,7 +10,7 @@ from moefold.kernels.fused import device_uses_triton, why_no_triton
 from moefold.kernels.grouped import fused, grouped, loop
 
 CPU = torch.device("cpu")
-SINGLE_KERNEL_CAPABILITIES = (9, 10)
+SINGLE_KERNEL = (9, 10)
 """Major compute capabilities on which ``grouped_mm`` multiplies all bf16 groups in one kernel."""
 
 
@@ -39,10 +39,8 @@ def choose_kernel(
     Raises:
         ValueError: the requested implementation does not support the dtype, a dim or the device.
     """
-    fits, triton = (
-        grouped.fits(dtype, *dims),
-        device_uses_triton(device.type) and dtype in fused.DTYPES,
-    )
+    fits = grouped.fits(dtype, *dims)
+    triton = device_uses_triton(device.type) and dtype in fused.DTYPES
     if requested == "grouped" and not fits:
         step = 16 // dtype.itemsize
         raise ValueError(
@@ -81,8 +79,4 @@ def why_grouped_mm_waits(dtype: torch.dtype, device: torch.device) -> str:
     if dtype != torch.bfloat16:
         return f"grouped_mm runs group by group in {dtype}"
     major, minor = torch.cuda.get_device_capability(device)
-    return (
-        ""
-        if major in SINGLE_KERNEL_CAPABILITIES
-        else f"grouped_mm runs group by group on sm_{major}{minor}"
-    )
+    return "" if major in SINGLE_KERNEL else f"grouped_mm runs group by group on sm_{major}{minor}"

@@ -154,8 +154,8 @@ def expand_latents(
         rope_Tr: position part of all heads' keys before rotation.
         cos_Tp: cosines of each row's angles.
         sin_Tp: sines of each row's angles.
-        nope: n.
-        interleaved: pairing of dims, as in :func:`turn_heads`.
+        nope_dim: n.
+        interleaved: pairing of dims, as in :func:`rotate_heads`.
     """
     results = _empty_expanded(kv_THx, rope_Tr, cos_Tp, sin_Tp, nope_dim)
     (tokens, heads, dims), pairs = kv_THx.shape, cos_Tp.shape[1]

@@ -148,15 +148,11 @@ class QuantisedWeight:
     ) -> "QuantisedWeight":
         """Quantise a weight; square blocks serve both dims."""
         form = recipe.format("weight")
-        local_amax = _nan_to_inf(amax_of(value)) if recipe.has_matrix_scale else None
-        amax = (
-            None
-            if local_amax is None
-            else reduce_amax(local_amax.clone(), "weight", range(local_amax.numel()))
-        )
+        local = _nan_to_inf(amax_of(value)) if recipe.has_matrix_scale else None
+        amax = None if local is None else reduce_amax(local.clone(), "weight", range(local.numel()))
         codes = encode(value, form, amax=amax)
         other = codes if recipe.has_square_blocks else encode(value, form, -2)
-        return cls(recipe, codes, other, local_amax)
+        return cls(recipe, codes, other, local)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised weight."""
