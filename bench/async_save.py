@@ -36,7 +36,7 @@ from moefold.model.init import initial_values
 from moefold.moe.config import Moe, Router
 from moefold.optim.base import Optimizer
 from moefold.optim.config import AdamW
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training.saving import Saver
@@ -60,7 +60,7 @@ class Bench:
 
     def __init__(self, folder: Path, layers: int, hidden: int) -> None:
         world, described = World.single(), decoder(layers, hidden)
-        self.data = ShardedState(build(described, "fp32", Layout(), world, "meta"))
+        self.data = ShardedState(build_parts(described, "fp32", Layout(), world, "meta"))
         self.data.fill(initial_values(described, 1))
         self.optimizer: Optimizer = self.data.optimizer(AdamW())
         draws = torch.Generator().manual_seed(1)

@@ -104,7 +104,7 @@ def budget_of(run: Run, layout: Layout) -> Budget:
             gradients(data, [micro_batch(rows)] * (STEADY + 1), run.train.loss_chunk)
             launches.keep(p.grad for p in data.params.values())
             optimizer.step(0.5)
-            data.renew()
+            data.refresh_weights()
             for _, mixture in data.placed.model.moe_layers():
                 mixture.balance.finish_step(mixture.router)
         budget.waits_step = dict(launches.waits - Counter(budget.waits_step))
@@ -153,7 +153,7 @@ def _even_routing(decoder: Decoder, rows: int, ep: int) -> Any:
 @contextmanager
 def _told_of_micro_batches(launches: Launches, budget: Budget) -> Iterator[None]:
     """While open, launches know their micro-batch, and the steady one's waits are counted."""
-    start, run, waits = Executor._start, Executor.run, launches.waits
+    start, run, waits = Executor._start_pass, Executor.run, launches.waits
     before: Counter[str] = Counter()
 
     def started(self: Executor, action: Any) -> Any:
@@ -171,7 +171,7 @@ def _told_of_micro_batches(launches: Launches, budget: Budget) -> Iterator[None]
         return result
 
     with (
-        mock.patch.object(Executor, "_start", started),
+        mock.patch.object(Executor, "_start_pass", started),
         mock.patch.object(Executor, "run", ran),
     ):
         yield

@@ -41,7 +41,10 @@ def timed(info: RankInfo, attempt: Attempt, run: Run, folder: Path, steps: int) 
             if step > FIRST:
                 seconds[step % RECORD.every].append(time.perf_counter() - started)
         size = packed(
-            [held.tensor for held in (*job.data.weights(), *job.data.states(job.optimizer))]
+            [
+                held.tensor
+                for held in (*job.data.weights(), *job.data.optimizer_state(job.optimizer))
+            ]
         )
     without, copied = statistics.median(seconds[1]), statistics.median(seconds[0])
     return {"without_s": without, "with_s": copied, "ratio": copied / without, "bytes": size}

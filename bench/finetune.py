@@ -41,7 +41,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.spec.tuning import adapt, adapter_scales
@@ -81,7 +81,7 @@ def write_both(at: Path) -> None:
 
 def ours(at: Path, precision: Any) -> Step:
     """Return our step."""
-    placed = build(adapt(SHAPE, LORA), precision, Layout(), World.single(), "meta")
+    placed = build_parts(adapt(SHAPE, LORA), precision, Layout(), World.single(), "meta")
     data = ShardedState(placed)
     optimizer = data.optimizer(AdamW(lr=LR, weight_decay=0.0))
     with import_folder(at / "base") as base:
@@ -93,7 +93,7 @@ def ours(at: Path, precision: Any) -> Step:
     def step() -> float:
         figures = gradients(data, [rows], loss_chunk=1024)
         optimizer.step(clip_scale(figures.grad_norm, CLIP))
-        data.renew()
+        data.refresh_weights()
         return figures.lm_loss
 
     return step

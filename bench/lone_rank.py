@@ -28,7 +28,7 @@ from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.moe import clone_weights
-from moefold.parallel.apply import place_model
+from moefold.parallel.apply import partition_model
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training import step
@@ -54,7 +54,7 @@ def data_of(
     world = World(Folding(layout.split, ranks), rank, device, 1.0)
     world._create_groups()
     model = DecoderModel(record, precision, layout.dispatch, layout.experts, "meta")  # type: ignore[arg-type]
-    return ShardedState(place_model(model, layout, world))
+    return ShardedState(partition_model(model, layout, world))
 
 
 def micro_batch(rows: int = ROWS, documents: int = 1) -> MicroBatch:

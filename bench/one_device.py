@@ -41,7 +41,7 @@ from moefold.model.init import initialise
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
@@ -74,7 +74,7 @@ def ours(
     model = DecoderModel(shape, precision)
     initialise(model, shape, seed=1)
     optimizer = build(AdamW(lr=LR, weight_decay=0.0), dict(model.named_parameters()))
-    rows, data = from_ids(ids_BS), ShardedState(alone(model, Layout(recompute=again)))
+    rows, data = from_ids(ids_BS), ShardedState(single_rank_parts(model, Layout(recompute=again)))
 
     def step() -> float:
         figures = gradients(data, [rows], loss_chunk=1024)

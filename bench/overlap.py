@@ -49,7 +49,7 @@ from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor
-from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, LaneTask, State
+from moefold.parallel.pipeline.lanes import Chain, FillTask, Lanes, LaneTask, State
 from moefold.schedule.simulate import Costs
 from moefold.schedule.table import Step, actions_of
 from moefold.training import step
@@ -133,8 +133,8 @@ class _Watched:
         finally:
             self._trace.busy += time.perf_counter() - start
 
-    def _noted(self, task: LaneTask | Fill, kind: str, micro: int) -> LaneTask | Fill:
-        exchanges = isinstance(task, LaneTask) and task.exchanges
+    def _noted(self, task: LaneTask | FillTask, kind: str, micro: int) -> LaneTask | FillTask:
+        exchanges = isinstance(task, LaneTask) and task.is_exchange
         lane = "exchange" if exchanges else "compute"
 
         def run(*state: Tensor | None) -> Any:
@@ -143,7 +143,7 @@ class _Watched:
             self._trace.spans.append(Span(kind, micro, lane, start, time.perf_counter()))
             return left
 
-        return LaneTask(run, exchanges) if isinstance(task, LaneTask) else Fill(run)
+        return LaneTask(run, exchanges) if isinstance(task, LaneTask) else FillTask(run)
 
 
 class _Pace(torch.autograd.Function):
@@ -209,7 +209,7 @@ def build(trial: Trial, schedule: str, world: World) -> ShardedState:
     """Return this rank's parts, paced."""
     layout = Layout.model_validate({"sizes": trial.sizes, "schedule": {"kind": schedule}})
     record = decoder(trial)
-    placed = apply.build(record, "fp32", layout, world)
+    placed = apply.build_parts(record, "fp32", layout, world)
     initialise(placed.model, record, 1, placed.shards)
     for layer in placed.model.layers.values() if trial.compute_s else ():
         slow = partial(paced, layer.segments, trial.compute_s)  # type: ignore[arg-type]

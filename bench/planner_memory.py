@@ -132,7 +132,7 @@ def measure(recipe: Recipe) -> dict[str, float]:
     from moefold.config.slot import build
     from moefold.data.batch import from_ids
     from moefold.model.decoder import DecoderModel
-    from moefold.parallel.apply import alone
+    from moefold.parallel.apply import single_rank_parts
     from moefold.parallel.config import Layout
     from moefold.parallel.data.sharding import ShardedState
     from moefold.training.step import gradients
@@ -147,7 +147,7 @@ def measure(recipe: Recipe) -> dict[str, float]:
         model = DecoderModel(recipe.decoder, recipe.precision)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        data = ShardedState(alone(model, layout))
+        data = ShardedState(single_rank_parts(model, layout))
         optimizer = build(recipe.optim, dict(model.named_parameters()))
         for _ in range(2):
             gradients(data, batches, LOSS_CHUNK)

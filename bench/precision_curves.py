@@ -113,7 +113,7 @@ def take(job: Trainer, base: Path, state: Mapping[str, Tensor], step: int) -> No
         fork(job, base)
         return
     restore(checkpoint_in(base), job.data, None)
-    job.data.renew()
+    job.data.refresh_weights()
     for name, moments in job.optimizer.low_precision.items():
         for one, what in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
             values = state[f"optim.{name}.{what}"].view(-1)

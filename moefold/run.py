@@ -82,7 +82,7 @@ class Run(Record):
                 cut = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
                 yield from (one.under("layout") for one in cut)
             yield from self.train.violations(self)
-            if self.layout.is_split and not any(self.layout.rules()):
+            if self.layout.constrains_model and not any(self.layout.rules()):
                 model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
                 found = self.layout.violations(model, rows * self.data.seq)
                 yield from (broken.under("layout") for broken in found)
@@ -119,7 +119,7 @@ def demand_fit(run: Run, world: int) -> None:
     layout = run.layout
     model = needs(run.decoder(), run.data.seq)
     found = size_violations(layout.split, model, world, layout.order, layout.stages)
-    found += [broken.under("layout") for broken in layout.violations_over(world)]
+    found += [broken.under("layout") for broken in layout.world_violations(world)]
     if found:
         ranks = f"{world} ranks" if world > 1 else "one rank (for more: --nproc N or a launcher)"
         raise RunError(found, to_dict(run), f"layout {layout.sizes!r} on {ranks}")

@@ -23,7 +23,7 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import StepResult, run_step
-from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.graphs import build_executor
 from moefold.training.step import gradients
 
 STEPS, EP = 10, 8
@@ -112,13 +112,13 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
 
 def stepping(data: ShardedState, trial: Trial) -> tuple[Callable[[], None], list[float]]:
     """Return a call that makes a step of other rows each time, and what the steps tell."""
-    optimizer, told, executor = data.optimizer(OPTIMIZER), list[float](), executor_of(data)
+    optimizer, told, executor = data.optimizer(OPTIMIZER), list[float](), build_executor(data)
 
     def step() -> None:
         rows = drawn_rows(trial, seed=len(told))
         figures = gradients(data, rows, LOSS_CHUNK, executor=executor)
         optimizer.step(clip_scale(figures.grad_norm, 1.0))
-        data.renew()
+        data.refresh_weights()
         told.append(figures.lm_loss)
 
     return step, told

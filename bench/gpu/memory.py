@@ -104,7 +104,7 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
     def step(**executor: Any) -> None:
         figures = gradients(data, batches, LOSS_CHUNK, **executor)
         optimizer.step(clip_scale(figures.grad_norm, 1.0))
-        data.renew()
+        data.refresh_weights()
 
     step()
     moments = state_bytes(data, optimizer)["moments"]

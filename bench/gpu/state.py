@@ -65,7 +65,7 @@ def measured(bench: Bench, rule: Optim, times: int, state: Mapping[str, Any]) ->
         settle()
         began = time.perf_counter()
         optimizer.step(clip_scale(figures.grad_norm, 1.0))
-        data.renew()
+        data.refresh_weights()
         settle()
         updates.append(time.perf_counter() - began)
 

@@ -30,7 +30,7 @@ from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.graphs import build_executor
 from moefold.planner.case import Case, Numbers
 from moefold.planner.count import count
 from moefold.planner.hardware import Machine
@@ -205,19 +205,19 @@ def drawn(
             parameter.normal_(one, 0.0 if one else trial.decoder.init_std)
         for buffer in data.placed.model.buffers():
             buffer.zero_()
-    data.renew()
+    data.refresh_weights()
     return data
 
 
 def stepping(trial: Trial, data: ShardedState) -> Callable[[], None]:
     """Return a call that makes one optimizer step of a trial."""
     optimizer, batches = data.optimizer(OPTIMIZER), drawn_rows(trial)
-    executor = executor_of(data)
+    executor = build_executor(data)
 
     def step() -> None:
         figures = gradients(data, batches, LOSS_CHUNK, executor=executor)
         optimizer.step(clip_scale(figures.grad_norm, 1.0))
-        data.renew()
+        data.refresh_weights()
         for _, mixture in data.placed.model.moe_layers():
             mixture.balance.finish_step(mixture.router)
 

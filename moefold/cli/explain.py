@@ -320,7 +320,7 @@ class LayoutReport:
             world,
             Folding(sizes, world, layout.order) if fits else None,
             stages,
-            layout.ordered_by.way,
+            layout.resolved_schedule.way,
             tuple(ids) if local else None,
             tuple(v if v.path == ("world",) else v.under("layout") for v in violations),
         )

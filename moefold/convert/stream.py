@@ -120,7 +120,7 @@ def stream_weights(
             "cannot stream the weights of a run with adapters; save a checkpoint and use moefold "
             "export, with --merged for the whole model"
         )
-    tensors = {(w.name, w.box): w.tensor.detach() for w in data.weights() if w.first}
+    tensors = {(w.name, w.box): w.tensor.detach() for w in data.weights() if w.is_first}
     mine = list(tensors)
     boxes = [
         [(name, tuple((start, end) for start, end in box)) for name, box in names]

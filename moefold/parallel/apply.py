@@ -1,7 +1,7 @@
-"""Applies a layout to a decoder: builds only the layers and weight shards of this rank.
+"""Applies a layout to a decoder: builds only this rank's layers and weight shards.
 
-Nothing here knows a kind of layer. The pipeline's stages select layers by number, and each layer
-states how its weights are cut (:mod:`moefold.layers.placement`).
+No code here is specific to a kind of layer. The pipeline's stages select layers by number, and each
+layer states how its weights are cut (:mod:`moefold.layers.placement`).
 """
 
 from collections import Counter
@@ -29,16 +29,16 @@ from moefold.schedule.table import Table
 
 @dataclass(frozen=True)
 class Chunk:
-    """The layers of one pipeline stage, and whether it includes the embedding and the head."""
+    """The layers of one pipeline stage, and whether it has the embedding and the head."""
 
     layers: tuple[str, ...]
-    """Numbers of its layers, in order; may be empty."""
-    embeds: bool
-    """Whether it begins with the embedding."""
-    scores: bool
-    """Whether it ends with norm, head and loss."""
-    ahead: tuple[str, ...] = ()
-    """Numbers of its multi-token prediction layers, which run after the final norm."""
+    """Numbers of the layers, in order; may be empty."""
+    has_embedding: bool
+    """Whether the stage begins with the embedding."""
+    has_head: bool
+    """Whether the stage ends with norm, head and loss."""
+    multi_token: tuple[str, ...] = ()
+    """Numbers of the multi-token prediction layers, which run after the final norm."""
 
     @classmethod
     def of(cls, places: tuple[StagePart, ...], layers: int) -> "Chunk":
@@ -56,14 +56,14 @@ HooksFor = Callable[..., UnshardHooks]
 """
 
 
-def resident(chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
-    """Return the hooks of weights that are never sharded; they do nothing."""
+def resident_hooks(chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
+    """Return hooks that do nothing, for weights that are never sharded."""
     return RESIDENT
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """This rank's parts of a model, and what a step needs to run them together with other ranks."""
+    """This rank's parts of a model, and what a step needs to run them with other ranks."""
 
     model: DecoderModel
     world: World
@@ -73,20 +73,20 @@ class ModelParts:
     shards: dict[str, Shard]
     """This rank's shard of each tensor of ``model``, by its global name."""
     table: Table
-    """A table of the schedule; which rank has which stage does not depend on micro-batches."""
+    """A table of the schedule; the stages of each rank do not depend on micro-batches."""
     embedding_stages: tuple[int, ...]
     """Pipeline ranks that hold the embedding matrix: more than one where the head is tied to it or
     the last stage has multi-token prediction layers."""
     term_layers: dict[str, int]
-    """Number of layers of the whole model that have each router term."""
-    beside: World | None
-    """This world with separate groups for the exchanges of paired passes; None without pairs."""
+    """Number of layers of the whole model with each router term."""
+    secondary: World | None
+    """The world's separate groups for exchanges of paired passes; None without pairs."""
     offload: Offloading | None
-    """Offloading of activations to host or disk; None where all stay on the device."""
-    hooks_for: HooksFor = resident
+    """Offloading of activations to host or disk; None if all stay on the device."""
+    hooks_for: HooksFor = resident_hooks
 
 
-def build(
+def build_parts(
     decoder: Decoder,
     precision: Precision,
     layout: Layout,
@@ -95,37 +95,37 @@ def build(
 ) -> ModelParts:
     """Build this rank's parts of a decoder, uninitialised; nothing else is ever allocated.
 
-    With device ``meta`` these stay unallocated too, so that ZeRO can shard them before allocating.
+    On device ``meta`` they are not allocated either, so that ZeRO can shard them first.
 
     Raises:
         ValueError: if an axis does not divide a dim that it cuts.
     """
     model = DecoderModel(decoder, precision, layout.dispatch, layout.experts, "meta")
-    placed = place_model(model, layout, world)
+    placed = partition_model(model, layout, world)
     model.to_empty(device=device)
     return placed
 
 
-def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts:
-    """Reduce a whole model, in place, to this rank's parts; its tensors may be on ``meta``."""
+def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts:
+    """Reduce a whole model in place to this rank's parts; its tensors may be on ``meta``."""
     terms = Counter(term for _, mixture in model.moe_layers() for term in mixture.terms)
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
     table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
     places = stages.parts()
-    here = [table.stage(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
-    chunks = tuple(Chunk.of(places[stage], model.record.layers) for stage in here)
+    stage_numbers = [table.stage(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
+    chunks = tuple(Chunk.of(places[stage], model.record.layers) for stage in stage_numbers)
     letters = "EL" if model.record.tied or depth else "E"
     holders = {table.home(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)}
-    # Drop the layers, embedding, norm and head that no chunk on this rank runs.
-    kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.ahead)]
+    # Drop the layers, embedding, norm and head that no chunk of this rank runs.
+    kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.multi_token)]
     model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
-    embeds, scores = any(one.embeds for one in chunks), any(one.scores for one in chunks)
+    embeds, scores = any(one.has_embedding for one in chunks), any(one.has_head for one in chunks)
     if not embeds and not (scores and (model.record.tied or depth)):
         model.embed = None
     if not scores:
         model.norm = model.head = None
-    shards = _cut(model, world)
+    shards = _shard_parameters(model, world)
     locate(model, shards)
     if layout.clones is not None:
         for _, mixture in model.moe_layers():
@@ -142,38 +142,40 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     )
 
 
-def alone(model: DecoderModel, layout: Layout | None = None) -> ModelParts:
-    """Return the parts of a whole model that runs on a single rank."""
+def single_rank_parts(model: DecoderModel, layout: Layout | None = None) -> ModelParts:
+    """Return a whole model as the parts of a single rank."""
     device = next(model.parameters()).device
-    return place_model(model, layout or Layout(), World.single(device))
+    return partition_model(model, layout or Layout(), World.single(device))
 
 
-def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:
-    """Replace each parameter by this rank's shard; return the shards of all tensors by name."""
+def _shard_parameters(model: DecoderModel, world: World) -> dict[str, Shard]:
+    """Replace each parameter by this rank's shard; return the shards of all tensors, by name."""
     sizes = world.folding.sizes
-    at = {
+    axis_position = {
         "tp": (world.attention.tp, sizes.tp),
         "ep": (world.experts.ep, sizes.ep),
         "etp": (world.experts.etp, sizes.etp),
     }
-    stated = placements(model, model.record)
+    placement = placements(model, model.record)
     shards: dict[str, Shard] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
-            shards[full] = piece = shard(full, tuple(parameter.shape), stated[full], at)
+            shards[full] = piece = shard(
+                full, tuple(parameter.shape), placement[full], axis_position
+            )
             if piece.local_shape != piece.shape:
                 taken = piece.of(parameter.detach()).clone()
                 setattr(module, name, nn.Parameter(taken, parameter.requires_grad))
     for name, buffer in model.named_buffers():
-        shards[name] = shard(name, tuple(buffer.shape), stated[name], at)
+        shards[name] = shard(name, tuple(buffer.shape), placement[name], axis_position)
     return shards
 
 
-def flow_of(
+def build_flow(
     placed: ModelParts, batch: MicroBatch, training: bool = True, exact: bool = False
 ) -> Flow:
-    """Return the ``Flow`` of a micro-batch, given whole and on the host, with this rank's rows."""
+    """Return the ``Flow`` of this rank's rows of a micro-batch, which is whole and on the host."""
     model, layout, world = placed.model, placed.layout, placed.world
     device, depth = world.device, len(model.record.multi_token) if training else 0
 

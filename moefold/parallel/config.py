@@ -52,7 +52,7 @@ class StatePlacement(Record):
             yield Violation(("folder",), self.folder, rule, None if self.folder else "./scratch")
 
     @property
-    def away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether any state is offloaded from the device."""
         return self.at != "device" and self.share > 0
 
@@ -115,7 +115,7 @@ class Layout(Record):
         if isinstance(self.dispatch, Dispatch):
             yield from (broken.under("dispatch") for broken in self.dispatch.violations(self.split))
         if isinstance(self.dispatch, FixedShape) and rows is not None:
-            yield from self._room_violations(self.dispatch, model, rows)
+            yield from self._capacity_violations(self.dispatch, model, rows)
         if self.clones is not None:
             yield from self._clone_violations(self.clones, model.experts)
         if self.offload is not None:
@@ -147,10 +147,10 @@ class Layout(Record):
         leaves |= isinstance(again, Auto) and bool(again.host or again.disk)
         sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedShape)
         draws = any(spec.draws for spec in model.specs)
-        pairs = self.ordered_by.paired
+        pairs = self.resolved_schedule.paired
         broken = (
             ("cannot be combined with offloaded activations", leaves, "none"),
-            ("cannot be combined with offloaded layout.state", self.state.away, "none"),
+            ("cannot be combined with offloaded layout.state", self.state.is_offloaded, "none"),
             ("cannot be combined with a router that draws random numbers", draws, "none"),
             (
                 "must be partial with a schedule that overlaps forwards and backwards: two threads "
@@ -180,12 +180,12 @@ class Layout(Record):
         if sizes.pp == 1:
             return
         each = divisors(micro_batches)
-        tried = [list(self.ordered_by.violations(sizes.pp, sizes.vpp, m)) for m in each]
+        tried = [list(self.resolved_schedule.violations(sizes.pp, sizes.vpp, m)) for m in each]
         broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
         if broken and all(broken):
             yield from broken[-1]
 
-    def _room_violations(
+    def _capacity_violations(
         self, dispatch: FixedShape, model: ModelNeeds, rows: int
     ) -> Iterator[Violation]:
         """Yield a capacity that is too small even for perfectly balanced routing."""
@@ -218,7 +218,7 @@ class Layout(Record):
     def _schedule_violations(self) -> Iterator[Violation]:
         """Yield sizes that the schedule does not support for any number of micro-batches."""
         sizes = self.split
-        for found in self.ordered_by.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
+        for found in self.resolved_schedule.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
             if found.path == ("vpp",) and sizes.pp == 1:
                 rule = f"needs a pipeline, pp above 1, with vpp{found.nearest}"
                 yield Violation(("schedule",), self.schedule, rule, None)
@@ -229,13 +229,13 @@ class Layout(Record):
                 yield found.under("schedule")
 
     @property
-    def ordered_by(self) -> Schedule:
+    def resolved_schedule(self) -> Schedule:
         """The schedule; by default 1f1b, or interleaved with virtual stages."""
         chosen = self.schedule or (Interleaved() if self.split.vpp > 1 else OneFOneB())
         assert isinstance(chosen, Schedule)
         return chosen
 
-    def violations_over(self, world: int) -> Iterator[Violation]:
+    def world_violations(self, world: int) -> Iterator[Violation]:
         """Yield options other than ``sizes`` that do not fit ``world`` ranks."""
         copies = world // (self.split.tp * self.split.pp)
         if self.zero and self.zero_ranks is not None and copies % self.zero_ranks:
@@ -251,13 +251,13 @@ class Layout(Record):
             RunError: outside the schedule's domain, with the nearest legal values.
         """
         sizes = self.split
-        return tabulate(self.ordered_by, sizes.pp, sizes.vpp, micro_batches)
+        return tabulate(self.resolved_schedule, sizes.pp, sizes.vpp, micro_batches)
 
     def stages_of(self, layers: int, multi_token: int = 0) -> Stages:
         """Return the stages of a model with so many ordinary and multi-token layers."""
         if self.stages is not None:
             return Stages.parse(self.stages)
-        sizes, way = self.split, self.ordered_by.way
+        sizes, way = self.split, self.resolved_schedule.way
         return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, way)
 
     @property
@@ -272,7 +272,7 @@ class Layout(Record):
         return context + (self.dispatch.splits if isinstance(self.dispatch, Dispatch) else ())
 
     @property
-    def is_split(self) -> bool:
+    def constrains_model(self) -> bool:
         """Whether the layout can conflict with a model: an axis or another such option is set."""
         chosen = self.stages, self.schedule, self.offload, self.recompute, self.clones
         named = any(one is not None for one in chosen)

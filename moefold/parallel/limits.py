@@ -15,17 +15,17 @@ from moefold.parallel.apply import ModelParts
 
 
 def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
-    """Check that micro-batches have equally many rows where the dispatcher needs that.
+    """Raise if micro-batches differ in rows and the dispatcher requires equal numbers.
 
     Raises:
-        ValueError: if not, on all ranks, before any row is sent.
+        ValueError: on all ranks, before any row is sent.
     """
     dispatch = placed.layout.dispatch
     if not isinstance(dispatch, Dispatch) or not dispatch.needs_equal_rows:
         return
-    said = torch.tensor([(1, b.rows, b.rows**2) for b in batches])
-    said = said.to(placed.world.device, non_blocking=True)
-    n, rows, squares = sum_(said.sum(0), placed.world.group("dp")).tolist()
+    counts = torch.tensor([(1, b.rows, b.rows**2) for b in batches])
+    counts = counts.to(placed.world.device, non_blocking=True)
+    n, rows, squares = sum_(counts.sum(0), placed.world.group("dp")).tolist()
     # Cauchy-Schwarz: n * sum(r**2) >= sum(r)**2, with equality only where all r are equal.
     if n * squares != rows**2:
         raise ValueError(
@@ -35,16 +35,16 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
         )
 
 
-def repeats(placed: ModelParts) -> bool:
+def repeats_on_overflow(placed: ModelParts) -> bool:
     """Return whether a step that exceeded the dispatcher's capacity is repeated without one."""
     dispatch = placed.layout.dispatch
     return isinstance(dispatch, FixedShape) and dispatch.on_overflow == "again"
 
 
 def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
-    """Return by how many rows (int64) a dispatch here exceeded its capacity at most, or None.
+    """Return the most rows (int64) by which a dispatch exceeded its capacity; None without one.
 
-    None: there is no capacity. With pages, a second number: the missing pages, in thousandths.
+    With pages, a second number: the missing pages, in thousandths.
     """
     if not isinstance(placed.layout.dispatch, FixedShape):
         return None
@@ -53,8 +53,8 @@ def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | Non
     return rows if stash is None else torch.stack([rows, stash.lacking()])
 
 
-class Enough(NamedTuple):
-    """Settings that would have sufficed for a step; 0 where the present one did."""
+class SufficientSettings(NamedTuple):
+    """Settings that would have sufficed for a step; 0 where the present value did."""
 
     needed_rows: int
     """``layout.dispatch.max_rows``."""
@@ -62,10 +62,10 @@ class Enough(NamedTuple):
     """``layout.offload.pages.load``."""
 
 
-def enough_room(placed: ModelParts, missing: Tensor) -> Enough:
+def sufficient_settings(placed: ModelParts, missing: Tensor) -> SufficientSettings:
     """Return the settings that would have sufficed on every rank.
 
-    A collective call, made once any rank exceeded its capacity. ``missing``: this rank's excess.
+    A collective call, for a step in which any rank exceeded its capacity. ``missing``: this rank's.
     """
     dispatch, offload = placed.layout.dispatch, placed.layout.offload
     assert isinstance(dispatch, FixedShape)
@@ -75,11 +75,11 @@ def enough_room(placed: ModelParts, missing: Tensor) -> Enough:
     load = 0.0
     if offload is not None and offload.pages is not None and any(parts):
         load = ceil(offload.pages.load * (1000 + parts[0])) / 1000
-    return Enough(dispatch.max_rows + rows if rows else 0, load)
+    return SufficientSettings(dispatch.max_rows + rows if rows else 0, load)
 
 
-def no_room(placed: ModelParts, needed: Enough) -> ValueError:
-    """Return the error for a run that exceeded its capacity; it names a sufficient setting."""
+def overflow_error(placed: ModelParts, needed: SufficientSettings) -> ValueError:
+    """Return the error for a run that exceeded its capacity, with a sufficient setting."""
     dispatch, offload = placed.layout.dispatch, placed.layout.offload
     assert isinstance(dispatch, FixedShape)
     if not needed.needed_rows:

@@ -320,7 +320,7 @@ def _given(
         return None, "a published model has no layout of its own"
     try:
         case = choice.case(task)
-        if broken := list(run.layout.violations_over(task.cluster.devices)):
+        if broken := list(run.layout.world_violations(task.cluster.devices)):
             raise RunError(broken, source="layout")
         return PlannedLayout(choice, case, "run"), ""
     except ValueError as error:

@@ -305,7 +305,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
         raise ValueError(f"layout.context: {type(context).__name__} cannot be planned")
     return Choice(
         sizes=sizes,
-        schedule=layout.ordered_by,
+        schedule=layout.resolved_schedule,
         micro_batch=micro_batch,
         dispatch=_known(layout.dispatch),
         recipe=precision,
@@ -313,8 +313,8 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
             zero=layout.zero,
             zero_ranks=layout.zero_ranks,
             recompute=recomputed(layout.recompute),
-            optimizer_offload=layout.state.share if layout.state.away else 0.0,
-            state_step=layout.state.step if layout.state.away else None,
+            optimizer_offload=layout.state.share if layout.state.is_offloaded else 0.0,
+            state_step=layout.state.step if layout.state.is_offloaded else None,
             state_on_disk=layout.state.at == "disk",
             **offloaded(layout.offload),
         ),

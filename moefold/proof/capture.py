@@ -32,7 +32,7 @@ from moefold.comm.world import World
 from moefold.data.batch import ROW_TENSORS, MicroBatch
 from moefold.layers.flow import Flow
 from moefold.model.config import Decoder
-from moefold.parallel.apply import ModelParts, build
+from moefold.parallel.apply import ModelParts, build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Factors, ScaledLoss, run_step
@@ -145,7 +145,7 @@ def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], 
     """Return a rank's operators that need values, and the line where a pass failed."""
     mode, subject = RecordingFakeMode(), case.subject
     # bf16, as graphs are for GPUs, and torch has no grouped product in fp32 without values.
-    placed = build(subject.decoder, "bf16", _gpu_layout(subject.decoder, case.layout), world)
+    placed = build_parts(subject.decoder, "bf16", _gpu_layout(subject.decoder, case.layout), world)
     for module in placed.model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, Parameter(mode.from_tensor(p.detach()), p.requires_grad))

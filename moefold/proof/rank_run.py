@@ -26,7 +26,7 @@ from moefold.model.init import initialise, normal_slice
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import ModelParts
-from moefold.parallel.apply import build as build_parts
+from moefold.parallel.apply import build_parts as build_parts
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.modes import NarrowWatch, ShuffledSums
@@ -196,7 +196,7 @@ class RankRun:
             result.pieces["weights"] = [
                 replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
             ]
-            for piece in _copy_slices(self.data.states(self.optimizer)):
+            for piece in _copy_slices(self.data.optimizer_state(self.optimizer)):
                 parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
                 state = result.pieces.setdefault(f"optimizer/{what}", [])
                 state.append(replace(piece, name=parameter))
@@ -217,7 +217,7 @@ class RankRun:
             )
         if fault is not None and fault.parameter:
             for piece in self.data.gradients():
-                at_start = piece.first and not any(start for start, _ in piece.box)
+                at_start = piece.is_first and not any(start for start, _ in piece.box)
                 if piece.name == fault.parameter and at_start:
                     piece.tensor.mul_(fault.factor)
         scale = clip_scale(figures.grad_norm, self.subject.optim.clip_norm)  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon, Optim
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, Numbers
 from moefold.planner.from_run import of_run
@@ -249,13 +249,13 @@ def stepping(case: Case) -> Callable[[], None]:
         from_ids(torch.randint(case.decoder.vocab, shape, generator=draw))
         for _ in range(case.micro_batches)
     ]
-    data = ShardedState(alone(model))
+    data = ShardedState(single_rank_parts(model))
     optimizer = build(case.numbers.optimizer, dict(model.named_parameters()))
 
     def step() -> None:
         gradients(data, batches, LOSS_CHUNK)
         optimizer.step()
-        data.renew()
+        data.refresh_weights()
 
     return step
 

@@ -11,8 +11,13 @@ from moefold.comm.collectives import sum_
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.optim.norm import read_scalars
-from moefold.parallel.apply import ModelParts, flow_of
-from moefold.parallel.limits import enough_room, missing_room, no_room, repeats
+from moefold.parallel.apply import ModelParts, build_flow
+from moefold.parallel.limits import (
+    missing_room,
+    overflow_error,
+    repeats_on_overflow,
+    sufficient_settings,
+)
 from moefold.parallel.pipeline.score import score
 from moefold.training.losses.base import CROSS_ENTROPY, Objective
 
@@ -53,9 +58,9 @@ def evaluate(
     said = 1 + len(objective.figures)
     figures = torch.zeros(said + 3, dtype=torch.float64, device=placed.world.device)
     overflow: list[Tensor] = []
-    exact = repeats(placed)
+    exact = repeats_on_overflow(placed)
     for batch in batches:
-        flow = flow_of(placed, batch, training=False, exact=exact)
+        flow = build_flow(placed, batch, training=False, exact=exact)
         flow = replace(flow, known=objective.known(placed, batch, flow, loss_chunk))
         with placed.world.recorder.module("evaluation"):
             if (share := score(placed, flow, objective.score, loss_chunk)) is not None:
@@ -72,5 +77,5 @@ def evaluate(
         sum_(figures, placed.world.group("world"))
     *totals, units, n_bytes, short = read_scalars(*figures.unbind())
     if missing is not None and short > 0:
-        raise no_room(placed, enough_room(placed, missing))
+        raise overflow_error(placed, sufficient_settings(placed, missing))
     return totals, round(units), n_bytes

@@ -93,7 +93,7 @@ def figures_of(
         values[-2] = (missing > 0).any()
     if ran.losses:
         values[1 : 1 + means] = torch.stack(ran.losses).sum(0)
-    share_M = totals.factors.share_M.unbind()
+    share_M = totals.factors.fraction_M.unbind()
     for at, name in enumerate(names, 1 + means):
         found = [
             (terms_N[list(mixtures[layer].terms).index(name)], share_M[micro])

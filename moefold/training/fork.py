@@ -75,7 +75,7 @@ def fork(
         raise CheckpointError(
             f"{path} and this run have different {what}; --weights-only takes only the weights"
         ) from None
-    job.data.renew()
+    job.data.refresh_weights()
     before = as_known_today(meta["run"], job.run) if "run" in meta else {}
     if not weights_only:
         job.progress = job.progress.rebatched(before["train"]["batch"], job.run.train.batch)

@@ -14,10 +14,10 @@ from moefold.data.batch import from_ids
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.model.init import initialise
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.p2p import messages_after, plan
+from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run, settled
 from moefold.planner.hardware import Cluster, processor
@@ -79,7 +79,7 @@ def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float],
     """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
     state, found = stage_of(case, pp).state, []
     row = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
-    crossing = messages_after(plan(layout, pp, case.micro_batches))  # type: ignore[arg-type]
+    crossing = held_messages(plan_rank(layout, pp, case.micro_batches))  # type: ignore[arg-type]
     for after, messages in zip(after_each(case, pp), crossing, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
         values = (*values, after.operands, messages * row, *after.away)
@@ -101,7 +101,7 @@ def executed(
         opened = World.open(folding, "cpu", run.watch.time_out_s)
     with opened as world:
         decoder, chunk = run.decoder(), run.train.loss_chunk
-        placed = build(decoder, precision, run.layout, world)
+        placed = build_parts(decoder, precision, run.layout, world)
         initialise(placed.model, decoder, run.seed, placed.shards)
         data = ShardedState(placed)
         optimizer = data.optimizer(run.optim)
@@ -110,7 +110,7 @@ def executed(
         batches = [from_ids(each) for each in ids]
         gradients(data, batches, chunk)
         optimizer.step()
-        data.renew()
+        data.refresh_weights()
         moments = state_bytes(data, optimizer)["moments"]
         steps = weigh(data, batches, chunk, wanted[world.attention.pp])
         return gather_objects([{**one, "moments": moments} for one in steps], world.on_host)

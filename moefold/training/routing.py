@@ -167,7 +167,7 @@ class ChoiceReader:
 
 def executor_of(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
     """Return the executor of steps for ``layout.graphs`` and ``train.routing``."""
-    inner = graphs.executor_of(data)
+    inner = graphs.build_executor(data)
     if record is None:
         return inner
     kind = ChoiceWriter if record.record else ChoiceReader

@@ -76,7 +76,7 @@ def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[s
     yield from ((MODEL + held.name, held) for held in data.weights())
     if optimizer is None:
         return
-    yield from ((held.name, held) for held in data.states(optimizer))
+    yield from ((held.name, held) for held in data.optimizer_state(optimizer))
 
 
 def whole_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
@@ -89,9 +89,9 @@ def whole_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
     known = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
     found = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in known}
     for held in data.weights():
-        if held.first and held.name in found:
+        if held.is_first and held.name in found:
             found[held.name][slices(held.box)] = held.tensor.detach()
-    data.settle()
+    data.flush()
     return {name: sum_(whole, ranks) for name, whole in found.items()}
 
 
@@ -141,7 +141,7 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
     """Fill this rank's state from a checkpoint of any layout; return the run's progress.
 
     Without an optimizer only the model is filled, and the progress is that of a new run.
-    Once all ranks have succeeded, call ``data.renew()`` to refresh the compute weights.
+    Once all ranks have succeeded, call ``data.refresh_weights()`` to refresh the compute weights.
 
     Raises:
         DamagedError: if data are damaged; the state is then partly overwritten.
@@ -168,7 +168,7 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
             raise MismatchError(path, missing, unexpected, mismatched)
         reader.check_sizes(names)
         for name, held in wanted:
-            if data.valued:
+            if data.has_values:
                 values = held.tensor.to(DTYPES[stored[name].dtype])
                 reader.read_into(name, values, tuple(start for start, _ in held.box))
                 if values is not held.tensor:

@@ -13,9 +13,15 @@ from torch import Tensor
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow
 from moefold.moe.balance import sum_counters
-from moefold.parallel.apply import flow_of
+from moefold.parallel.apply import build_flow
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.limits import check_even_rows, enough_room, missing_room, no_room, repeats
+from moefold.parallel.limits import (
+    check_even_rows,
+    missing_room,
+    overflow_error,
+    repeats_on_overflow,
+    sufficient_settings,
+)
 from moefold.parallel.pipeline.executor import StepResult, run_step
 from moefold.training.figures import StepFigures, Totals, figures_of, totals_of
 from moefold.training.losses.base import CROSS_ENTROPY, Objective
@@ -52,9 +58,9 @@ def gradients(
     figures, missing = run()
     if missing is None:
         return figures
-    needed = enough_room(placed, missing)
-    if not repeats(placed):
-        raise no_room(placed, needed)
+    needed = sufficient_settings(placed, missing)
+    if not repeats_on_overflow(placed):
+        raise overflow_error(placed, needed)
     return replace(run(exact=True)[0], **needed._asdict())
 
 
@@ -75,7 +81,7 @@ def _pass(
     placed = data.placed
     model, world = placed.model, placed.world
     module = world.recorder.module
-    flows = [flow_of(placed, batch, exact=exact) for batch in batches]
+    flows = [build_flow(placed, batch, exact=exact) for batch in batches]
     with module("loss"):
         flows = [
             replace(flow, known=objective.known(placed, batch, flow, loss_chunk))

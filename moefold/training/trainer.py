@@ -31,9 +31,9 @@ from moefold.data.prepare import Progress as Told
 from moefold.files import demand_writable, named
 from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import build as build_parts
+from moefold.parallel.apply import build_parts as build_parts
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.score import continuing
+from moefold.parallel.pipeline.score import incremental_logits
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
@@ -136,7 +136,7 @@ class Trainer:
                 dtype = self.precision.precision
                 placed = build_parts(self.decoder, dtype, run.layout, world, "meta")
                 with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
-                    self.data = ShardedState(placed, valued=scratch is None)
+                    self.data = ShardedState(placed, has_values=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
                 self.placed, self.model = self.data.placed, self.data.placed.model
                 self.executor = executor_of(self.data, run.train.routing)
@@ -172,7 +172,7 @@ class Trainer:
                 said, self.resumed_from = found
         if said is None:
             return False
-        self.data.renew()
+        self.data.refresh_weights()
         self.progress = Progress.of(said)
         return True
 
@@ -180,7 +180,7 @@ class Trainer:
         """Copy the state to memory or local disk, if configured; ``anew``: after a rewind."""
         for copies in filter(None, (self.memory, self.local)):
             copies.keep(asdict(self.progress), self._state, anew)
-        self.data.settle()
+        self.data.flush()
 
     def _state(self) -> list[torch.Tensor]:
         return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]
@@ -200,7 +200,7 @@ class Trainer:
             told = gather_objects(damage and str(damage), self.world.on_host)
             said = [text for text in told if text]
             if not said:
-                self.data.renew()
+                self.data.refresh_weights()
                 self._saved = stored.step
                 return path
             older = self._newest(before=stored.step)
@@ -413,7 +413,7 @@ class Trainer:
         }
         path = self.saver.save(step, contents(self.data, self.optimizer), meta)
         self._saved = step
-        self.data.settle()
+        self.data.flush()
         return path
 
     @together
@@ -435,7 +435,7 @@ class Trainer:
     @together
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
         """Return the token ids generated after each prompt; options of ``model.generate``."""
-        return generate(continuing(self.placed), prompts, **how)
+        return generate(incremental_logits(self.placed), prompts, **how)
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to save and end after the current step, from any rank."""

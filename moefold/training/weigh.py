@@ -84,17 +84,17 @@ class Weighing(Executor):
         with Made() as self._made:
             return super().run()
 
-    def _chain(self, action: Action) -> Chain:
+    def _start_action(self, action: Action) -> Chain:
         """Return the action's chain, with storages recorded on its exchanges' thread too."""
 
         def seen(run: Callable[..., State], *state: Any) -> State:
             with Made(self._made.storages):
                 return run(*state)
 
-        state, tasks = super()._chain(action)
+        state, tasks = super()._start_action(action)
         watched = [
             one._replace(run=partial(seen, one.run))
-            if isinstance(one, LaneTask) and one.exchanges
+            if isinstance(one, LaneTask) and one.is_exchange
             else one
             for one in tasks
         ]
@@ -102,13 +102,13 @@ class Weighing(Executor):
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         super()._step(step, lanes)
-        lanes.settle()
+        lanes.wait_idle()
 
-    def _fetch_for(self, at: int) -> None:
-        super()._fetch_for(at)
+    def _prefetch(self, at: int) -> None:
+        super()._prefetch(at)
         if at != len(self.executed):
             return
-        for held in self._held.values():
+        for held in self._in_flight.values():
             held.flow.keeper.departed.settle()
         found, until = self._weighed(), time.monotonic() + self._patience
         wanted = self._wanted[len(self._left)] if self._wanted else {}
@@ -121,20 +121,20 @@ class Weighing(Executor):
         self._left.append(found)
 
     def _weighed(self) -> Bytes:
-        held = self._held.values()
+        held = self._in_flight.values()
         messages = {one.untyped_storage()._cdata for one in self._messages.tensors}
         known: dict[str, set[int]] = defaultdict(set)
         for part, tensor in held_by(self._data):
             known[part].add(tensor.untyped_storage()._cdata)
         # Tensors that all layers of a pass share, and figures: losses, router terms, rows that
         # overflowed a dispatcher's room.
-        shared = [*self._ran.losses, *(terms for *_, terms in self._ran.terms)]
+        shared = [*self._result.losses, *(terms for *_, terms in self._result.terms)]
         shared += chain.from_iterable(flow.overflow for flow in self._flows)
         pairs = [pair for f in self._flows for pair in ((f.rows, f.piece), *f.ahead)]
         rows = [one for one in chain.from_iterable(pairs) if one is not None]
         shared += chain.from_iterable(vars(one).values() for one in rows)
         shared += chain.from_iterable(one.flow.shared for one in held)
-        shared += chain.from_iterable(one.way.seeds for one in held)
+        shared += chain.from_iterable(one.chunk_pass.seeds for one in held)
         offload = self._placed.offload
         stash = None if offload is None else offload.stash
         host = [] if stash is None else [ring.rows_SD for ring in stash.host.values()]
@@ -179,9 +179,9 @@ def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     yield from (("shared", buffer) for buffer in model.buffers())
     yield from (("weights", one) for past in data.histories.values() for one in past.buffers())
     for bucket in data.buckets:
-        yield from (("weights", one) for one in bucket.whole)
+        yield from (("weights", one) for one in bucket.unsharded_tensors)
         yield "master", bucket.master_L
-        yield from (("gradients", tensor) for tensor in bucket.sums)
+        yield from (("gradients", tensor) for tensor in bucket.gradient_tensors)
     for one in (*model.parameters(), *data.params.values()):
         yield "master", one
         if one.grad is not None:

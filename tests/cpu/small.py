@@ -20,7 +20,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Aux, Groups, Moe, Router, Shared, Z
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training import step
@@ -122,5 +122,5 @@ def gradients(
 ) -> StepFigures:
     """One training step's gradients on one rank."""
     return step.gradients(
-        ShardedState(alone(model, Layout(recompute=recompute))), batches, loss_chunk
+        ShardedState(single_rank_parts(model, Layout(recompute=recompute))), batches, loss_chunk
     )

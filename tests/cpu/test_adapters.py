@@ -17,7 +17,7 @@ from moefold.layers.linear import Adaptable
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import draw_normal
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
 from moefold.planner.from_run import of_run
@@ -85,7 +85,7 @@ def test_b61_adapters_compute_what_their_merged_weights_do(attention: Any) -> No
     plain = whole(record, model)
     found = []
     for each in (model, plain):
-        data = ShardedState(alone(each))
+        data = ShardedState(single_rank_parts(each))
         figures = gradients(data, [ROWS], loss_chunk=16)
         found.append((figures.lm_loss, {n: p.grad for n, p in data.params.items()}))
     (loss, grads), (want, wholes) = found
@@ -114,7 +114,7 @@ def test_b61_gradients_are_those_of_what_dropout_left() -> None:
     """Along a random direction, of all adapters; evaluation leaves nothing out."""
     record = decoder(GQA, Dense(width=24), moe(balance=()))
     model = adapted(record, LORA.model_copy(update={"dropout": 0.25}))
-    plain, data = adapted(record), ShardedState(alone(model))
+    plain, data = adapted(record), ShardedState(single_rank_parts(model))
     trained = {n: p for n, p in data.params.items() if "_lora_" in n}
     ways = {name: draw_normal(3, name, tuple(p.shape), 1.0).double() for name, p in trained.items()}
 
@@ -138,7 +138,7 @@ def test_b61_gradients_are_those_of_what_dropout_left() -> None:
     ids = torch.arange(24).view(2, 12)
     assert torch.equal(model.logits(ids), plain.logits(ids))
     (total,), labels, _ = evaluate(data.placed, [ROWS], 16)
-    without = gradients(ShardedState(alone(plain)), [ROWS], loss_chunk=16).lm_loss
+    without = gradients(ShardedState(single_rank_parts(plain)), [ROWS], loss_chunk=16).lm_loss
     assert total / labels == pytest.approx(without, rel=1e-12)
 
 
@@ -156,7 +156,7 @@ def test_dropout_leaves_its_share_out_and_keeps_the_mean() -> None:
 
 
 def test_every_routed_experts_adapter_has_a_gradient() -> None:
-    data = ShardedState(alone(adapted(decoder())))
+    data = ShardedState(single_rank_parts(adapted(decoder())))
     gradients(data, [ROWS], loss_chunk=16)
     for name, parameter in data.params.items():
         if ".experts." in name and parameter.grad is not None:

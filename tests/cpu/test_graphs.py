@@ -18,11 +18,11 @@ from moefold.mesh.folding import Folding
 from moefold.moe.config import Shared
 from moefold.moe.layer import MoeFfn
 from moefold.optim.config import AdamW
-from moefold.parallel.apply import alone, place_model
+from moefold.parallel.apply import partition_model, single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import recording
-from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.graphs import build_executor
 from moefold.parallel.pipeline.partial import PartGraphs
 from moefold.training.figures import StepFigures
 from moefold.training.step import gradients
@@ -41,9 +41,9 @@ class Run:
         given = {"graphs": graphs, "experts": "grouped", **layout}
         self.layout = Layout.model_validate(given)
         model = model_of(decoder(GQA, Dense(width=24), SHARED), precision, experts="grouped")
-        self.data = ShardedState(alone(model, self.layout))
+        self.data = ShardedState(single_rank_parts(model, self.layout))
         self.optimizer = self.data.optimizer(AdamW(lr=0.01))
-        self.executor = executor_of(self.data, Tapes)
+        self.executor = build_executor(self.data, Tapes)
         self.steps = 0
 
     def step(self, rows: int = 12, seed: int | None = None) -> StepFigures:
@@ -53,7 +53,7 @@ class Run:
         given: list[MicroBatch] = [from_ids(ids_of(2, rows, seed=2 * seed + i)) for i in range(2)]
         figures = gradients(self.data, given, 16, executor=self.executor)
         self.optimizer.step(scale=0.5)
-        self.data.renew()
+        self.data.refresh_weights()
         return figures
 
     @property
@@ -105,7 +105,7 @@ def test_b97_shapes_have_graphs_of_their_own_and_few_have_any(graphs: str) -> No
     """Three steps run as they are; shapes beyond the most, and back, run as they do."""
     plain, found = Run("none"), Run(graphs)
     made = []
-    with mock.patch.object(recording, "SHAPES", 2):
+    with mock.patch.object(recording, "MAX_SHAPES", 2):
         for rows in (4, 5, 6, 4):
             Tapes.made = 0
             check(plain, found, 3, rows)
@@ -130,12 +130,12 @@ def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
 
 def test_b97_memory_that_is_larger_is_not_where_it_was() -> None:
     """Pages of another shape may begin where those of the last one did."""
-    model, room_N, shapes = Run("none").data.placed.model, torch.zeros(8), recording.Shapes()
+    model, room_N, shapes = Run("none").data.placed.model, torch.zeros(8), recording.ShapeTracker()
     stash = SimpleNamespace(tensors=[room_N[:4]])
     placed: Any = SimpleNamespace(model=model, offload=SimpleNamespace(stash=stash))
-    assert shapes.moved(placed) and not shapes.moved(placed)
+    assert shapes.weights_moved(placed) and not shapes.weights_moved(placed)
     stash.tensors = [room_N]
-    assert shapes.moved(placed)
+    assert shapes.weights_moved(placed)
 
 
 @pytest.mark.parametrize("graphs", BOTH)
@@ -147,7 +147,7 @@ def test_b97_a_read_is_refused_with_its_line(graphs: str) -> None:
         return real(layer, rows, flow)
 
     with mock.patch.object(MoeFfn, "route", route):
-        for _ in range(recording.WARM):
+        for _ in range(recording.WARMUP_STEPS):
             run.step()
         with pytest.raises(RuntimeError, match=r"capturing.*__float__.*test_graphs.py"):
             run.step()
@@ -157,7 +157,7 @@ def test_b97_a_read_is_refused_with_its_line(graphs: str) -> None:
 def test_gradients_that_data_ranks_share_lie_in_buckets_alone(zero: int, summed: bool) -> None:
     layout = Layout(zero=zero, graphs="partial")
     with fake_world(Folding(Sizes(), 2), 0) as world:
-        data = ShardedState(place_model(model_of(decoder(GQA, SHARED)), layout, world))
+        data = ShardedState(partition_model(model_of(decoder(GQA, SHARED)), layout, world))
         assert bool(PartGraphs(data, Tapes)._sums) == summed
 
 

@@ -12,7 +12,7 @@ from moefold.layers.config import Full
 from moefold.layers.history import AmaxHistory
 from moefold.moe.config import Router
 from moefold.optim.config import AdamW
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Numbers
@@ -70,7 +70,7 @@ def after_steps(quantise: Record, again: Record | None = None) -> dict[str, torc
     """Gradients of a second step whose weights are those of the first."""
     every = moe(router=Router(experts=8, top_k=8))  # whose choice no rounding changes
     model = model_of(decoder(GQA, every, every, quantise=quantise), "fp32")
-    data = ShardedState(alone(model, Layout(recompute=again)))
+    data = ShardedState(single_rank_parts(model, Layout(recompute=again)))
     for number in range(2):
         step.gradients(data, [padded_rows((9, 17), 6, number), padded_rows((20,), 0)], 16)
         found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -94,7 +94,7 @@ def test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> 
     forgotten."""
     narrow = decoder(GQA, moe(), quantise=DELAYED)
     model = model_of(narrow, "fp32")
-    data = ShardedState(alone(model, Layout(zero=zero)))
+    data = ShardedState(single_rank_parts(model, Layout(zero=zero)))
     step.gradients(data, [padded_rows((20,), 0)], 16)
     cluster = Cluster(processor(1e11, 1e10, 2**34), 1, 1, 1)
     task = TrainingTask("delayed", narrow, 20, 1, cluster, Numbers("fp8_tensor", AdamW(lr=1e-3), 0))

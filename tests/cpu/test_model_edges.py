@@ -24,7 +24,7 @@ from moefold.moe import experts as experts_room
 from moefold.moe.config import Capacity, Shared
 from moefold.moe.dispatch.base import Dispatcher
 from moefold.moe.dispatch.config import LocalExperts
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import single_rank_parts
 from moefold.training.evaluate import evaluate
 from tests.cpu.small import (
     DEEP,
@@ -59,7 +59,7 @@ def test_a_micro_batch_without_any_row_gives_zeros(shape: str, policy: Record | 
     beside = gradients(model, [pack([]), rows], policy, 16)
     assert beside == by_itself
     same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, kept, 0.0)
-    assert evaluate(alone(model), [pack([])], 16) == ([0.0], 0, 0.0)
+    assert evaluate(single_rank_parts(model), [pack([])], 16) == ([0.0], 0, 0.0)
     assert model.logits(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 64)
 
 

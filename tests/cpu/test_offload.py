@@ -15,7 +15,7 @@ from moefold.layers.flow import Flow
 from moefold.offload import disk
 from moefold.offload.disk import BLOCK, DiskFile, OffloadError
 from moefold.offload.slots import Copies, FileSlot, HostPool, HostSlot, OffloadSlot
-from moefold.parallel.data.offload import units_away
+from moefold.parallel.data.offload import units_to_offload
 from moefold.training.fork import fork
 from tests.cpu.runs import equal, job_of, run_of, weights
 
@@ -209,7 +209,7 @@ def test_what_a_run_returns_has_values_wherever_its_state_lay(tmp_path: Path) ->
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.75, 1.0])
 def test_what_goes_is_spread_evenly_over_the_units(share: float) -> None:
     elements = {"embed": 40, **{f"layers.{n}": 100 for n in range(12)}, "head": 40}
-    away = units_away(elements, share)
+    away = units_to_offload(elements, share)
     gone = seen = 0
     for unit, count in elements.items():
         gone, seen = gone + count * (unit in away), seen + count

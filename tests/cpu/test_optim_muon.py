@@ -21,7 +21,7 @@ from moefold.optim.muon import (
     orthogonalise,
     update_scale,
 )
-from moefold.parallel.apply import build as build_parts
+from moefold.parallel.apply import build_parts as build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.subjects import DENSE, decoder

@@ -19,7 +19,7 @@ from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Stack
 from moefold.model.init import initialise
 from moefold.optim.config import AdamW, QkClip
-from moefold.parallel.apply import build as build_parts
+from moefold.parallel.apply import build_parts as build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.subjects import DENSE, GQA, decoder

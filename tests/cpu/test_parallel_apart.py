@@ -13,7 +13,7 @@ from lone_rank import META, ROWS, apart, data_of, micro_batch
 from moefold.comm import fake_world
 from moefold.mesh.folding import Folding
 from moefold.moe.topk import stable_topk
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.limits import missing_room
@@ -55,7 +55,7 @@ def test_pairs_cut_no_groups_that_their_exchanges_say_nothing_over() -> None:
     more: dict[str, Any] = {"context": {"kind": "mixed", "heads": 2}, "schedule": "merged"}
     with apart():
         data = data_of(RECORD, Layout.model_validate({"sizes": "cp4 ep2", **more}), 4)
-    world, beside = data.placed.world, data.placed.beside
+    world, beside = data.placed.world, data.placed.secondary
     assert beside is not None and beside is not world
     assert [group.size for group in world.split("cp", 2)] == [2, 2]
 
@@ -65,7 +65,7 @@ def test_a_table_on_two_stages_is_summed_over_them_last() -> None:
     drift apart: ``pp2`` on eight ranks with ``zero: 0`` and further tokens did."""
     layout = Layout(sizes="pp2", zero=0)
     with fake_world.fake_world(Folding(layout.split, 8), 0) as world:
-        data = ShardedState(build(decoder(GQA, moe(), tied=True), "fp32", layout, world))
+        data = ShardedState(build_parts(decoder(GQA, moe(), tied=True), "fp32", layout, world))
         data.begin_step(1)
         data.finish()
         said = [record.site.group.split("+")[0] for record in world.recorder.last(2)]
@@ -99,7 +99,7 @@ DISPATCHERS: dict[str, Any] = {
 @pytest.mark.parametrize("dispatch", DISPATCHERS)
 def test_what_lanes_hand_on_is_on_the_rows_device(dispatch: str, recompute: Any) -> None:
     """CUDA's allocator is told of the other stream, which it takes no tensor of the host for."""
-    handed, now = Counter[torch.device](), lanes._now
+    handed, now = Counter[torch.device](), lanes._wait
 
     def noted(state: Any) -> lanes.State:
         left = now(state)
@@ -107,7 +107,7 @@ def test_what_lanes_hand_on_is_on_the_rows_device(dispatch: str, recompute: Any)
         return left
 
     layout = {"dispatch": DISPATCHERS[dispatch], "recompute": recompute, "schedule": "merged"}
-    with apart(), mock.patch.object(lanes, "_now", noted):
+    with apart(), mock.patch.object(lanes, "_wait", noted):
         data = data_of(RECORD, Layout(sizes="ep2", zero=0, **layout), 2)
         gradients(data, [micro_batch()] * 3, 8)
     assert handed[META] > 100 and set(handed) == {META}

@@ -9,7 +9,7 @@ from torch import Tensor
 from moefold.kernels.quantise.elements import pack
 from moefold.kernels.quantise.shards import BlockGrid
 from moefold.kernels.scaled.products import QuantisedWeight, Recipe
-from moefold.parallel.data.bucket import lay_out
+from moefold.parallel.data.bucket import assign_slots
 
 SHAPES = {
     "odd": ((70, 130), 0),
@@ -44,10 +44,11 @@ def drawn() -> dict[str, Tensor]:
 def shared(recipe: Recipe, weights: dict[str, Tensor], ranks: int) -> tuple[dict, int]:
     """Return the weights as so many ranks' codes, and how many blocks lie on several ranks."""
     form = recipe.format("weight")
-    slots, length = lay_out(((name, shape) for name, (shape, _) in SHAPES.items()), ranks)
+    slots, length = assign_slots(((name, shape) for name, (shape, _) in SHAPES.items()), ranks)
     grids = {name: BlockGrid.of(form, *SHAPES[name]) for name in SHAPES}
     runs = [
-        {s.name: s.part(rank * length, (rank + 1) * length) for s in slots} for rank in range(ranks)
+        {s.name: s.range_in(rank * length, (rank + 1) * length) for s in slots}
+        for rank in range(ranks)
     ]
     amaxes, several = {}, 0
     for name, grid in grids.items():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.mesh.partition import ALIGN, assign_owners
-from moefold.parallel.data.bucket import boxes, lay_out, moved, size_of
+from moefold.parallel.data.bucket import assign_slots, box_size, boxes, to_global
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -23,22 +23,22 @@ def test_boxes_of_a_run_are_its_elements_in_order(shape: tuple[int, ...], data: 
     found = boxes(shape, start, stop)
     read = [tensor[tuple(slice(*ends) for ends in box)].ravel().tolist() for box in found]
     assert list(chain.from_iterable(read)) == list(range(start, stop))
-    assert [size_of(box) for box in found] == [len(part) for part in read]
+    assert [box_size(box) for box in found] == [len(part) for part in read]
     assert len(found) <= 2 * len(shape) - 1
 
 
 def test_a_box_of_a_piece_lies_where_the_piece_does() -> None:
-    assert moved(((1, 2), (0, 4)), ((8, 12), (4, 8))) == ((9, 10), (4, 8))
+    assert to_global(((1, 2), (0, 4)), ((8, 12), (4, 8))) == ((9, 10), (4, 8))
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=6), st.integers(2, 9))
 def test_every_element_has_one_owner_and_runs_are_equal(
     shapes: list[tuple[int, ...]], ranks: int
 ) -> None:
-    slots, length = lay_out(((str(i), shape) for i, shape in enumerate(shapes)), ranks)
+    slots, length = assign_slots(((str(i), shape) for i, shape in enumerate(shapes)), ranks)
     assert length % ALIGN == 0 and all(slot.start % ALIGN == 0 for slot in slots)
     for slot, shape in zip(slots, shapes, strict=True):
-        parts = [slot.part(rank * length, (rank + 1) * length) for rank in range(ranks)]
+        parts = [slot.range_in(rank * length, (rank + 1) * length) for rank in range(ranks)]
         owned = [e for first, last in parts for e in range(first, last)]
         assert owned == list(range(math.prod(shape)))
     assert all(one.stop <= next_.start for one, next_ in pairwise(slots))

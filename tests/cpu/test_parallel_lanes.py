@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.parallel.pipeline import lanes as lanes_module
-from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, LaneTask, State, in_turns
+from moefold.parallel.pipeline.lanes import Chain, FillTask, Lanes, LaneTask, State, interleave
 
 CPU = torch.device("cpu")
 LIMIT_S = 20.0
@@ -25,16 +25,16 @@ def noted(name: str, log: list[str]) -> Callable[..., State]:
 
 def chain(names: str, log: list[str]) -> Chain:
     """Return tasks by name: upper case exchanges, a full stop fills."""
-    tasks: list[LaneTask | Fill] = []
+    tasks: list[LaneTask | FillTask] = []
     for name in names.split():
         run = noted(name, log)
-        tasks.append(Fill(run) if name.startswith(".") else LaneTask(run, name.isupper()))
+        tasks.append(FillTask(run) if name.startswith(".") else LaneTask(run, name.isupper()))
     return Chain((), tasks)
 
 
 def order(*chains: str) -> list[str]:
     log: list[str] = []
-    for _, task in in_turns([chain(names, log) for names in chains]):
+    for _, task in interleave([chain(names, log) for names in chains]):
         task.run()
     return log
 
@@ -64,7 +64,7 @@ def test_an_exchange_runs_while_the_other_chain_computes() -> None:
         return state
 
     with Lanes(CPU) as lanes:
-        lanes.run(Chain((), [LaneTask(exchange, exchanges=True)]), Chain((), [LaneTask(compute)]))
+        lanes.run(Chain((), [LaneTask(exchange, is_exchange=True)]), Chain((), [LaneTask(compute)]))
 
 
 def test_a_task_takes_what_the_one_before_it_left() -> None:

@@ -17,7 +17,7 @@ from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
 from moefold.parallel.apply import Chunk
-from moefold.parallel.pipeline.lanes import Fill, LaneTask
+from moefold.parallel.pipeline.lanes import FillTask, LaneTask
 from moefold.parallel.pipeline.passes import ChunkPass
 from moefold.parallel.pipeline.subgraph import Subgraph
 from tests.cpu import small
@@ -39,22 +39,22 @@ def ways(
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
     model, sink = small.model_of(small.decoder()), DeferredSink()
     flow = Flow(rows, model.recipe, sink, Keeper(recompute))
-    chunk = Chunk(("0", "1"), embeds=True, scores=True)
+    chunk = Chunk(("0", "1"), has_embedding=True, has_head=True)
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 
 
-def kinds(tasks: list[LaneTask] | list[LaneTask | Fill]) -> str:
+def kinds(tasks: list[LaneTask] | list[LaneTask | FillTask]) -> str:
     """Return a letter for each task: computes, exchanges, fills."""
     return "".join(
-        "w" if isinstance(task, Fill) else "X" if task.exchanges else "c" for task in tasks
+        "w" if isinstance(task, FillTask) else "X" if task.is_exchange else "c" for task in tasks
     )
 
 
 def run(
-    tasks: list[LaneTask] | list[LaneTask | Fill], *state: Tensor | None
+    tasks: list[LaneTask] | list[LaneTask | FillTask], *state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     for task in tasks:
-        if isinstance(task, Fill):
+        if isinstance(task, FillTask):
             task.run()
         else:
             state = task.run(*state)

@@ -14,7 +14,7 @@ from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import recording
-from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.graphs import build_executor
 from moefold.parallel.pipeline.recording import Graph
 from moefold.planner.case import Case
 from moefold.planner.from_run import TrainingTask, choice_of
@@ -68,7 +68,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
 
     def execute(data: ShardedState, *given: Any) -> Any:
-        run: Any = executor_of(data, Recorder)
+        run: Any = build_executor(data, Recorder)
         data.placed.model.recipe.copies_stay = False  # no tensor without values is another's memory
         left = run(*given)
         storages: dict[int, Any] = {}
@@ -93,7 +93,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
         return states[-1]
 
     with (
-        mock.patch.object(recording, "WARM", 0),
+        mock.patch.object(recording, "WARMUP_STEPS", 0),
         mock.patch.object(Tensor, "data_ptr", lambda one: one.untyped_storage()._cdata),
         mock.patch.object(capture, "ShardedState", state),
         mock.patch.object(capture, "micro_batches", alike),

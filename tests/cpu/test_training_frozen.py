@@ -10,7 +10,7 @@ from moefold.comm.world import World
 from moefold.config.errors import RunError, dotted
 from moefold.moe.config import Bias
 from moefold.optim.config import AdamW
-from moefold.parallel.apply import alone, build
+from moefold.parallel.apply import build_parts, single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Numbers
@@ -32,7 +32,7 @@ def test_b60_frozen_weights_have_no_gradient_and_others_the_same() -> None:
     described = decoder(MLA)
     found = []
     for record in (described, freeze(described, SOME)):
-        data = ShardedState(alone(model_of(record)))
+        data = ShardedState(single_rank_parts(model_of(record)))
         gradients(data, [padded_rows((7, 9), 3)], loss_chunk=16)
         found.append({name: p.grad for name, p in data.params.items()})
     whole, part = found
@@ -44,7 +44,9 @@ def test_b60_frozen_weights_have_no_gradient_and_others_the_same() -> None:
 def test_b60_bytes_of_frozen_weights_are_those_of_the_compute_format() -> None:
     """On the meta device, where nothing is allocated: what a step has, tensor by tensor."""
     record = freeze(decoder(), ("*.experts.*", "*.attention.*", "*.router.*", "embed.weight"))
-    data = ShardedState(build(record, "bf16", Layout(), World.single(), "meta"), valued=False)
+    data = ShardedState(
+        build_parts(record, "bf16", Layout(), World.single(), "meta"), has_values=False
+    )
     optimizer = data.optimizer(AdamW(lr=0.1))
     state = {name.split(".", 1)[1].rpartition(".")[0] for name in optimizer.state()}
     for weight in model_weights(record):
@@ -78,7 +80,7 @@ def test_b60_the_bias_of_a_frozen_router_stays() -> None:
         model = model_of(record)
         ((_, mixture),) = model.moe_layers()
         before = mixture.router.selection_bias.clone()
-        gradients(ShardedState(alone(model)), [padded_rows((7, 9), 3)], loss_chunk=16)
+        gradients(ShardedState(single_rank_parts(model)), [padded_rows((7, 9), 3)], loss_chunk=16)
         mixture.balance.finish_step(mixture.router)
         assert torch.equal(before, mixture.router.selection_bias) != moves
 

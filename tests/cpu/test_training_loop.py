@@ -262,7 +262,7 @@ def test_b52_what_products_read_goes_back_with_the_weights(
         seen = [job.step()["lm_loss"]]
         gradients(job.data, job.loader.load_step(2), 16)  # of a step that is given up
         job.progress = restore(path, job.data, job.optimizer)
-        job.data.renew()
+        job.data.refresh_weights()
         seen.append(job.step()["lm_loss"])
     assert seen[0] == seen[1]
 

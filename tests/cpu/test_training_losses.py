@@ -21,7 +21,7 @@ from moefold.data.prepare import prepare
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.linear import Adaptable
 from moefold.model.decoder import DecoderModel
-from moefold.parallel.apply import alone
+from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
 from moefold.spec.tuning import adapt
@@ -93,7 +93,7 @@ def test_b76_gradients_of_pairs_are_those_of_the_closed_form(form: Any) -> None:
     wanted = grads_of(model)
     assert wanted and all(name.endswith(("_lora_a", "_lora_b")) for name in wanted)
     loss = build(Dpo(form=form, beta=beta))
-    found = gradients(ShardedState(alone(model)), [batch], 16, objective=loss)
+    found = gradients(ShardedState(single_rank_parts(model)), [batch], 16, objective=loss)
     for name, grad in grads_of(model).items():
         assert relative(grad, wanted[name]) <= 1e-10, name
     margin, accuracy = (beta * h).mean(), (h > 0).double().mean()
@@ -123,8 +123,8 @@ def test_b77_gradients_of_a_divergence_are_those_of_the_closed_form(t: float, k:
     wanted_loss.backward()
     wanted = grads_of(model)
     loss = build(Distill(teacher="", temperature=t, stored="" if k else None, top_k=k or 1))
-    loss.teacher = alone(teacher)
-    found = gradients(ShardedState(alone(model)), [batch], 16, objective=loss)
+    loss.teacher = single_rank_parts(teacher)
+    found = gradients(ShardedState(single_rank_parts(model)), [batch], 16, objective=loss)
     assert abs(found.lm_loss - wanted_loss.item()) <= 1e-10
     for name, grad in grads_of(model).items():
         assert relative(grad, wanted[name]) <= 1e-10, name

@@ -97,7 +97,7 @@ def travel(trip: Trip, state: StatePlacement, folder: Path) -> dict[str, torch.T
     data = opened(trip.second, RANKS, trip.precision)
     optimizer = data.optimizer(OPTIMIZERS[trip.second.optim])
     restore(path, data, optimizer)
-    data.renew()
+    data.refresh_weights()
     figures += steps(data, optimizer, trip.second)
     found = {f"{name} {held.box}": held.tensor.clone() for name, held in held_by(data, optimizer)}
     return found | {"figures": torch.tensor(figures, dtype=torch.float64)}

@@ -90,7 +90,7 @@ def decoder(kind: str) -> Decoder:
 def build(kind: str, layout: Layout, world: World) -> ShardedState:
     """Return this rank's parts of a decoder in fp64."""
     record = decoder(kind).model_copy(update={"init_std": 0.3, "init_out_scale": 1.0})
-    placed = apply.build(record, "fp64", layout, world)
+    placed = apply.build_parts(record, "fp64", layout, world)
     initialise(placed.model, record, 1, placed.shards)
     return ShardedState(placed)
 
@@ -127,9 +127,9 @@ class Recording(Executor):
         Recording.last = self
         return super().run()
 
-    def _chain(self, action: Action) -> Chain:
-        chain = super()._chain(action)
-        self.peak = max(self.peak, len(self._held))
+    def _start_action(self, action: Action) -> Chain:
+        chain = super()._start_action(action)
+        self.peak = max(self.peak, len(self._in_flight))
         return chain
 
 

@@ -31,7 +31,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.optim.config import OPTIMIZER, AdamW
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.case import ProofCase, Subject
@@ -130,7 +130,7 @@ class Here:
 
     def __init__(self, case: ProofCase, world: World) -> None:
         self.world, subject = world, case.subject
-        placed = build(subject.decoder, "fp64", case.layout, world)
+        placed = build_parts(subject.decoder, "fp64", case.layout, world)
         initialise_model(placed.model, subject, placed.shards)
         self.batches = micro_batches(subject)[world.attention.dp :: world.folding.dp]
         self.data = ShardedState(placed)
@@ -211,7 +211,7 @@ def wreck(here: Here) -> None:
     """Overwrite all of the state, so that nothing in it is right by chance."""
     for _, held in held_by(here.data, here.optimizer):
         held.tensor.fill_(math.nan if held.tensor.is_floating_point() else 99)
-    here.data.renew()
+    here.data.refresh_weights()
 
 
 def unequal(here: Here, truth: Path) -> Iterator[str]:
@@ -313,7 +313,7 @@ def load_in(task: Task, place: Place, world: World) -> list[str]:
         there = folder / name_of(source)
         wreck(here)
         progress = restore(there / step_name(BEFORE), here.data, here.optimizer)
-        here.data.renew()
+        here.data.refresh_weights()
         found = list(unequal(here, there / "truth"))
         if progress != Progress(BEFORE, 7, (1,)):
             found.append(f"{progress} is not what was saved")

@@ -155,7 +155,7 @@ def send(rank: int, sending: Sending) -> Sent:
     folding = Folding(sending.where.split, sending.ranks)
     world = World.open(folding, "cpu", 30)
     record = sending.decoder.model_copy(update={"init_std": 0.3})
-    placed = apply.build(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
+    placed = apply.build_parts(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
     initialise(placed.model, record, 1, placed.shards)
     data = ShardedState(placed)
     optimizer = data.optimizer(sending.optimizer)
@@ -164,7 +164,7 @@ def send(rank: int, sending: Sending) -> Sent:
     with recording(), kept_decisions() as kept:
         step.gradients(data, whole[world.attention.dp :: folding.dp], LOSS_CHUNK)
     optimizer.step(1.0, 1.0)
-    data.renew()
+    data.refresh_weights()
     lines = sending.case.table.lines[world.attention.pp]
     return Sent(totals(world), chosen(kept), tuple(Recording.last.executed) == lines)
 
@@ -175,16 +175,16 @@ Kept = list[tuple[int, Decisions]]
 @contextmanager
 def kept_decisions() -> Iterator[Kept]:
     """While open, what passes decide is kept in the list, with the micro-batch's number."""
-    sound, kept = Executor._start, Kept()
+    sound, kept = Executor._start_pass, Kept()
 
     def start(executor: Executor, action: Action) -> InFlight:
         held = sound(executor, action)
-        kept.append((action.micro, held.way._flow.decisions))
+        kept.append((action.micro, held.chunk_pass._flow.decisions))
         return held
 
     # A schedule whose weights' gradients wait lets go of what passes decided.
     stays = mock.patch.object(Decisions, "clear", lambda decisions: None)
-    with mock.patch.object(Executor, "_start", start), stays:
+    with mock.patch.object(Executor, "_start_pass", start), stays:
         yield kept
 
 

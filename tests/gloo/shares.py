@@ -93,7 +93,10 @@ class Seen:
     def keep(self, kind: str, here: Iterable[LocalSlice]) -> None:
         """Keep copies of what is here."""
         for held in here:
-            self.pieces[kind, held.name, held.box] = held.tensor.detach().clone(), held.first
+            self.pieces[kind, held.name, held.box] = (
+                held.tensor.detach().clone(),
+                held.is_first,
+            )
 
 
 @lru_cache
@@ -115,7 +118,7 @@ def opened(
     record: Decoder = DECODERS[case.model]
     folding = Folding(case.layout.split, ranks)
     world = World.open(folding, "cpu", 30) if ranks > 1 else World.single()
-    placed = apply.build(record, precision, case.layout, world, "meta")
+    placed = apply.build_parts(record, precision, case.layout, world, "meta")
     for name, parameter in placed.model.named_parameters():
         parameter.requires_grad_(unit_of(name) not in frozen)
     data = ShardedState(placed)
@@ -152,7 +155,7 @@ def train(case: Case, ranks: int) -> Seen:
     (total,), labels, _ = evaluate(data.placed, mine, CHUNK)
     seen.figures.append((total / labels,))
     seen.keep("weights", data.weights())
-    seen.keep("states", data.states(optimizer))
+    seen.keep("states", data.optimizer_state(optimizer))
     return seen
 
 

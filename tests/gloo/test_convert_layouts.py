@@ -25,7 +25,7 @@ from moefold.data.batch import from_ids
 from moefold.mesh.folding import Folding
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training.model_checkpoint import StoredModel, describe
@@ -85,14 +85,14 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def trained(folder: Path, layout: Layout, world: World) -> ShardedState:
     """Bring a folder's weights into a layout, each rank its own pieces, and make the steps."""
     with import_folder(folder) as found:
-        data = ShardedState(build(found.decoder, "fp32", layout, world, "meta"))
+        data = ShardedState(build_parts(found.decoder, "fp32", layout, world, "meta"))
         data.fill(lambda piece: found.tensors.read_box(piece.name, piece.box), buffers=True)
     optimizer = data.optimizer(ADAMW)
     mine = [from_ids(x) for x in ids()][world.attention.dp :: world.folding.dp]
     for _ in range(STEPS):
         figures = gradients(data, mine, 16)
         optimizer.step(clip_scale(figures.grad_norm, ADAMW.clip_norm))
-        data.renew()
+        data.refresh_weights()
     return data
 
 
@@ -184,7 +184,7 @@ def test_b23_matrices_that_share_a_tensor_come_and_go_by_parts(
     def work(ranks: Group) -> None:
         with World.open(Folding(layout.split, 2), "cpu", 30.0) as world:
             with import_folder(tmp_path / "theirs") as found:
-                data = ShardedState(build(found.decoder, "fp32", layout, world, "meta"))
+                data = ShardedState(build_parts(found.decoder, "fp32", layout, world, "meta"))
                 data.fill(lambda piece: found.tensors.read_box(piece.name, piece.box), buffers=True)
             handed, _ = taken(stream_weights(data, "float32"))
             if ranks.index == 0:
@@ -214,7 +214,7 @@ def taken(buckets: Any) -> tuple[dict[str, Tensor], int]:
 def test_a_consumer_notices_bytes_that_are_not_as_sent(theirs: tuple[Path, Any]) -> None:
     with import_folder(theirs[0]) as found:
         world = World.single()
-        data = ShardedState(build(found.decoder, "fp32", Layout(), world, "meta"))
+        data = ShardedState(build_parts(found.decoder, "fp32", Layout(), world, "meta"))
         data.fill(lambda piece: found.tensors.read_box(piece.name, piece.box), buffers=True)
     bucket = next(iter(stream_weights(data, "float32")))
     assert isinstance(bucket, TensorBatch)
@@ -247,7 +247,7 @@ def test_b25_every_expert_of_every_rank_is_in_its_place(
                     layer = int(held.name.split(".")[1])
                     for row, expert in enumerate(range(*held.box[0])):
                         held.tensor[row] = code(layer, expert)
-            data.renew()
+            data.refresh_weights()
             save_all(data, tmp_path / "run")
 
     assert fork_ranks(work, count, tmp_path) == [0] * count

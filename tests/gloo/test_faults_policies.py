@@ -70,7 +70,7 @@ def bad_steps(info: RankInfo, folder: str) -> Told:
             told["documents"] = "; ".join(sorted(named))
             if info.rank == 1:
                 spoil(job)
-            job.data.renew()
+            job.data.refresh_weights()
             told["data"] = error_of(job)
         with Trainer(run, home / "machine", world=world) as job:
             compute, calls = trainer.gradients, [0]

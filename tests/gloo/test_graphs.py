@@ -12,10 +12,10 @@ from moefold.mesh.folding import Folding
 from moefold.model.init import initial_values
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.graphs import build_executor
 from moefold.training.step import gradients
 from tests.cpu.tape import Tapes
 from tests.gloo.harness import run_ranks
@@ -68,10 +68,10 @@ def stepped(rank: int, cases: tuple[dict[str, Any], ...], steps: int) -> list[tu
         for graphs in ("none", given["graphs"]):
             layout = Layout.model_validate({"experts": "grouped", **given, "graphs": graphs})
             world = World.open(Folding(layout.split, 4), "cpu", 60)
-            data = ShardedState(build(small(), "bf16", layout, world))
+            data = ShardedState(build_parts(small(), "bf16", layout, world))
             data.fill(initial_values(data.placed.model.record, 1))
             optimizer, Tapes.made = data.optimizer(AdamW(lr=0.01)), 0
-            executor = executor_of(data, Tapes)
+            executor = build_executor(data, Tapes)
             dp, told = world.folding.dp, []
             for step in range(steps):
                 mine = batches(8 * step + 8)[-8:][world.attention.dp :: dp]
@@ -80,7 +80,7 @@ def stepped(rank: int, cases: tuple[dict[str, Any], ...], steps: int) -> list[tu
                 told += [figures.needed_rows, figures.needed_load]
                 again.append(bool(figures.needed_rows or figures.needed_load))
                 optimizer.step(clip_scale(figures.grad_norm, 1.0))
-                data.renew()
+                data.refresh_weights()
                 for _, mixture in data.placed.model.moe_layers():
                     mixture.balance.finish_step(mixture.router)
             held = {one.name: one.tensor.clone() for one in data.weights()}
@@ -118,9 +118,9 @@ def recorded(rank: int, by: str) -> list[int]:
     in some of them."""
     layout = Layout.model_validate({"sizes": "ep2", "graphs": by, "dispatch": PADDED})
     world = World.open(Folding(layout.split, 2), "cpu", 60)
-    data = ShardedState(build(small(), "fp32", layout, world))
+    data = ShardedState(build_parts(small(), "fp32", layout, world))
     data.fill(initial_values(data.placed.model.record, 1))
-    executor, made, Tapes.made = executor_of(data, Tapes), [], 0
+    executor, made, Tapes.made = build_executor(data, Tapes), [], 0
     for step in range(9):
         texts = [[1] * 8, [2] * 8] if rank and step in (1, 3) else [[1] * 9, [2] * 7]
         gradients(data, [pack(texts), pack([[3] * 16])], 16, executor=executor)

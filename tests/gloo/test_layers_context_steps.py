@@ -120,7 +120,7 @@ def step(
 ) -> tuple[list[LocalSlice], StepFigures]:
     """Build a decoder's parts, fill them and compute one step's gradients."""
     decoder = decoder.model_copy(update=LOUD)
-    placed = apply.build(decoder, "fp64", layout, world)
+    placed = apply.build_parts(decoder, "fp64", layout, world)
     initialise(placed.model, decoder, 1, placed.shards)
     data = ShardedState(placed)
     figures = gradients(data, batches, 16)

@@ -15,7 +15,7 @@ from moefold.layers import offload
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.offload import Away, Departed
 from moefold.mesh.folding import Folding
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training.step import gradients
@@ -103,7 +103,7 @@ def present(rank: int, given: dict[str, Any]) -> tuple[int, int]:
         mock.patch.object(Away, "take", lambda *of: clock.take(*of)),
     ):
         ffns = [Dense(width=16)] * LAYERS * layout.split.pp * layout.split.vpp
-        placed = build(small.decoder(small.GQA, *ffns), "fp32", layout, world)
+        placed = build_parts(small.decoder(small.GQA, *ffns), "fp32", layout, world)
         for parameter in placed.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         rows = from_ids(torch.arange(16).view(1, 16) % small.VOCAB)

@@ -42,11 +42,11 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
             figures = step.gradients(data, trial.batches, LOSS_CHUNK)
             lacked.append(figures.needed_rows)
             trial.optimizer.step(clip_scale(figures.grad_norm, 1.0))
-            data.renew()
+            data.refresh_weights()
             for mixture in mixtures:
                 mixture.balance.finish_step(mixture.router)
     left = {held.name: held.tensor.clone() for held in data.weights()}
-    left |= {held.name: held.tensor.clone() for held in data.states(trial.optimizer)}
+    left |= {held.name: held.tensor.clone() for held in data.optimizer_state(trial.optimizer)}
     for number, mixture in enumerate(mixtures):
         left |= {f"{number}.{name}": one.clone() for name, one in mixture.named_buffers()}
     return left, lacked

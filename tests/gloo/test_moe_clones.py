@@ -15,7 +15,7 @@ from moefold.mesh.folding import Folding
 from moefold.model.init import initial_values
 from moefold.moe.clone_weights import reduce_clone_gradients
 from moefold.moe.dispatch.config import Clones, Spread
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.spec.decoder import needs
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 def step_of(layout: Layout, world: World) -> Step:
     """Run forward and backward of a step."""
-    placed = build(small(), "fp64", layout, world)
+    placed = build_parts(small(), "fp64", layout, world)
     data = ShardedState(placed)
     data.fill(initial_values(placed.model.record, 1))
     dp, here = world.folding.dp, world.attention.dp

@@ -17,7 +17,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.init import initial_values
 from moefold.moe.dispatch.config import AllToAll, FixedShape, Padded, Spread
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training.evaluate import evaluate
@@ -128,7 +128,7 @@ def without_room(rank: int) -> tuple[int, str, str]:
     assert sent.overflow is not None and bool(torch.isfinite(sent.out_TD).all())
     folding = Folding(Sizes.parse("ep2"), 4)
     layout = Layout(sizes="ep2", dispatch=Padded(max_rows=1, on_overflow="stop"), zero=0)
-    placed = build(small(), "fp64", layout, World.open(folding, "cpu", 20))
+    placed = build_parts(small(), "fp64", layout, World.open(folding, "cpu", 20))
     for parameter in placed.model.parameters():
         torch.nn.init.normal_(parameter)
     mine = batches(4)[rank : rank + 1]
@@ -170,7 +170,7 @@ def made_again(rank: int) -> list[dict[str, Any]]:
         world = World.open(Folding(Sizes.parse(sizes), 4), "cpu", 20)
         for dispatch in (AllToAll(), short):
             layout = Layout(sizes=sizes, dispatch=dispatch, zero=zero, schedule=schedule)
-            placed = build(small(), precision, layout, world)
+            placed = build_parts(small(), precision, layout, world)
             data = ShardedState(placed)
             data.fill(initial_values(placed.model.record, 1))
             dp, here_ = world.folding.dp, world.attention.dp

@@ -13,7 +13,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training.step import gradients
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 def step_of(sizes: str, dispatch: object, world: World) -> Step:
     """Run the backward of one step in a layout."""
     layout = Layout(sizes=sizes, dispatch=dispatch, zero=0)  # type: ignore[arg-type]
-    placed = build(small(), "fp64", layout, world)
+    placed = build_parts(small(), "fp64", layout, world)
     initialise(placed.model, placed.model.record, 1, placed.shards)
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(batches(4)) if j % dp == here]

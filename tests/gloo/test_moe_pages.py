@@ -15,7 +15,7 @@ from moefold.layers.stash import Pages
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder, Stack
 from moefold.model.init import initial_values
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import executor
@@ -92,7 +92,7 @@ def step_of(
     stated = {"page": 4, "load": load, "spill": asked.spill}
     pages = None if load is None else {"pages": stated, "in_flight": 1}
     layout = Layout.model_validate({**asked.layout, "offload": pages})
-    placed = build(model, asked.precision, layout, world)
+    placed = build_parts(model, asked.precision, layout, world)
     data = ShardedState(placed)
     data.fill(initial_values(placed.model.record, 1))
     dp, here = world.folding.dp, world.attention.dp

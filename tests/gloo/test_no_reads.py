@@ -13,7 +13,7 @@ from moefold.layers.config import Full, Offload, OffloadToPages, Selective
 from moefold.mesh.folding import Folding
 from moefold.model.init import initial_values
 from moefold.moe.dispatch.config import Clones, Padded, Spread
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor
@@ -44,7 +44,7 @@ def reads_of(rank: int, layouts: tuple[dict[str, Any], ...]) -> list[Found]:
     for given in layouts:
         layout = Layout(**given, experts="grouped")  # as on a GPU
         world = World.open(Folding(layout.split, 4), "cpu", 20)
-        data = ShardedState(build(small(), "bf16", layout, world))
+        data = ShardedState(build_parts(small(), "bf16", layout, world))
         data.fill(initial_values(data.placed.model.record, 1))
         dp, here = world.folding.dp, world.attention.dp
         mine = [batch for j, batch in enumerate(batches(8)) if j % dp == here]

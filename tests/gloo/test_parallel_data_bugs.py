@@ -62,7 +62,7 @@ def counted(case: Case) -> dict[str, Any]:
     stated = {
         (held.name, held.box): float(held.tensor.square().sum())
         for held in data.gradients()
-        if held.first
+        if held.is_first
     }
     _, norm = one_rank(case.alone, case.micro_batches)
     clip = clip_scale(figures.grad_norm, CLIP)
@@ -270,7 +270,7 @@ def refused(rank: int) -> str:
     """Return what is said of runs over three of four ranks."""
     case = Case(more=(("zero_ranks", 3),))
     world = World.open(Folding(case.layout.split, RANKS), "cpu", 30)
-    placed = apply.build(small.decoder(), "fp64", case.layout, world)
+    placed = apply.build_parts(small.decoder(), "fp64", case.layout, world)
     with pytest.raises(ValueError, match="zero_ranks") as error:
         ShardedState(placed)
     return str(error.value)

@@ -10,10 +10,10 @@ from moefold.comm.launch import launch
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.model.generate import generate
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.score import continuing, next_logits
+from moefold.parallel.pipeline.score import incremental_logits, next_logits
 from moefold.proof.rank_run import initialise_model
 from moefold.proof.subjects import SUBJECTS
 
@@ -29,10 +29,10 @@ def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -
         else World.open(Folding(layout.split, info.world_size, layout.order), "cpu", 60)
     )
     torch.manual_seed(0)
-    placed = build(subject.decoder, "fp64", layout, world)
+    placed = build_parts(subject.decoder, "fp64", layout, world)
     initialise_model(placed.model, subject, placed.shards)
     placed = ShardedState(placed).placed
-    follows = continuing(placed) if keep else partial(next_logits, placed)
+    follows = incremental_logits(placed) if keep else partial(next_logits, placed)
     return generate(follows, PROMPTS, 8, temperature=0)
 
 

@@ -20,7 +20,7 @@ from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import initialise
 from moefold.parallel import apply
-from moefold.parallel.apply import flow_of
+from moefold.parallel.apply import build_flow
 from moefold.parallel.config import Layout
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
@@ -75,10 +75,10 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
         vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=((BLOCKS | LINEAR)[asked.block],)),)
     )
     layout = {"sizes": f"cp{ranks}", "context": asked.context, "recompute": asked.policy}
-    placed = apply.build(decoder, asked.precision, Layout.model_validate(layout), world)
+    placed = apply.build_parts(decoder, asked.precision, Layout.model_validate(layout), world)
     initialise(placed.model, decoder, 1, placed.shards)
     layer: nn.Module = placed.model.get_submodule("layers.0")
-    flow = flow_of(placed, from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH))))
+    flow = build_flow(placed, from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH))))
     x_TD = torch.randn(flow.rows.rows, HIDDEN, dtype=flow.recipe.dtype, requires_grad=True)
     layer(x_TD, flow)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}

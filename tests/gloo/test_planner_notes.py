@@ -15,7 +15,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import initial_values
-from moefold.parallel.apply import build, flow_of
+from moefold.parallel.apply import build_flow, build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import recomputed
@@ -36,10 +36,10 @@ def alive(block: Block, policy: Record | None, world: World, planned: int | None
     """
     decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(block,)),))
     layout = Layout(sizes="tp2", recompute=policy)
-    data = ShardedState(build(decoder, "fp32", layout, world, "meta"))
+    data = ShardedState(build_parts(decoder, "fp32", layout, world, "meta"))
     data.fill(initial_values(decoder, 1))
     ids = torch.randint(0, 50, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
-    flow = flow_of(data.placed, from_ids(ids))
+    flow = build_flow(data.placed, from_ids(ids))
     layer = data.placed.model.get_submodule("layers.0")
     x_TD = torch.randn(flow.rows.rows, HIDDEN, requires_grad=True)
     layer(x_TD, flow)  # makes what passes share: angles, and copies of weights

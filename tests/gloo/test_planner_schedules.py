@@ -18,10 +18,10 @@ from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import RoundRobin
 from moefold.optim.config import AdamW
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.p2p import messages_after, plan
+from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case, Keeping, Numbers, offloaded, recomputed
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import after_each, memory
@@ -199,7 +199,7 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
     stage = world.attention.pp
     found: list[tuple[list[Bytes], dict[str, int]]] = []
     for one in asked:
-        placed = build(one.decoder, "bf16" if one.codes else "fp32", one.layout, world)
+        placed = build_parts(one.decoder, "bf16" if one.codes else "fp32", one.layout, world)
         for parameter in placed.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         draw = torch.Generator().manual_seed(0)
@@ -236,7 +236,7 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
         ),
     )
     row = case.rows * HIDDEN * (2 if asked.codes else 4)
-    crossing = messages_after(plan(layout, rank, MICRO))
+    crossing = held_messages(plan_rank(layout, rank, MICRO))
     state = memory(case)[rank].state
     pages = round(state.pages), round(state.away_pages)
     after = [

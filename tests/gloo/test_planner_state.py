@@ -60,7 +60,7 @@ def looked(case: Case, precision: Any) -> dict[str, int]:
     return {
         "master": sum(r.nbytes for r, b in zip(runs, data.buckets, strict=True) if b.offloaded),
         "moments": sum(m.nbytes for m in moments),
-        "on device": 0 if offload.by_host else there(runs) + there(moments),
+        "on device": 0 if offload.updates_on_host else there(runs) + there(moments),
         "came": most,
         "host": offload.pool.bytes,
         "disk": offload.file.bytes if offload.file else 0,

@@ -11,7 +11,7 @@ from moefold.layers.placement import Box
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.init import initialise
-from moefold.parallel.apply import build as build_parts
+from moefold.parallel.apply import build_parts as build_parts
 from moefold.parallel.config import Layout
 from moefold.proof.case import BOUND, ProofCase, micro_batch_count
 from moefold.proof.pool import run_cases

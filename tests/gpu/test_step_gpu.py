@@ -22,12 +22,12 @@ from moefold.kernels.attention.block import Tile, attention, causal_tiles
 from moefold.layers.flow import Flow
 from moefold.optim.base import Optimizer
 from moefold.optim.config import AdamW, Muon, Optim
-from moefold.parallel.apply import flow_of
+from moefold.parallel.apply import build_flow
 from moefold.parallel.config import Layout
 from moefold.parallel.pipeline.executor import Factors
-from moefold.parallel.pipeline.graphs import executor_of
+from moefold.parallel.pipeline.graphs import build_executor
 from moefold.parallel.pipeline.lanes import Lanes
-from moefold.parallel.pipeline.recording import WARM
+from moefold.parallel.pipeline.recording import WARMUP_STEPS
 from moefold.training.step import gradients
 from tests import references
 from tests.cpu.runs import raw_run
@@ -102,13 +102,13 @@ def test_two_lanes_give_what_one_after_the_other_does(
     """Four micro-batches, in fp64, twice: memory that one lane lets go the other takes."""
     found: list[dict[str, Tensor]] = []
     begun: list[int] = []
-    begin = Lanes._begin
+    begin = Lanes._submit
 
     def counted(self: Lanes, *given: Any) -> Any:
         begun.append(len(found))
         return begin(self, *given)
 
-    monkeypatch.setattr(Lanes, "_begin", counted)
+    monkeypatch.setattr(Lanes, "_submit", counted)
     for schedule in (None, "merged", "merged"):
         trial = small_trial("ep8", "merged")
         batches = drawn_rows(Trial(trial.name, trial.decoder, rows=trial.rows, micro_batches=4))
@@ -121,7 +121,7 @@ def test_two_lanes_give_what_one_after_the_other_does(
                 parameter.data.copy_(values * 0.3)
             for buffer in data.placed.model.buffers():
                 buffer.zero_()
-            data.renew()
+            data.refresh_weights()
             figures = gradients(data, batches, 16)
             assert figures.finite
             grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
@@ -165,13 +165,13 @@ def test_a_step_that_is_replayed_is_the_step(recompute: str | None, by: str) -> 
         chosen = {"graphs": graphs, "recompute": recompute and {"kind": recompute}}
         layout = Layout.model_validate({k: v for k, v in chosen.items() if v})
         data = drawn_state(trial, 1, torch.device("cuda"), layout)
-        optimizer, executor = data.optimizer(AdamW(lr=0.01)), executor_of(data)
+        optimizer, executor = data.optimizer(AdamW(lr=0.01)), build_executor(data)
         figures: list[float] = []
         for step in range(6):
             rows = drawn_rows(trial, seed=step)
             said = gradients(data, rows, 16, executor=executor)
             optimizer.step(scale=0.5)
-            data.renew()
+            data.refresh_weights()
             figures += [said.lm_loss, said.grad_norm, *said.router_terms.values()]
         weights = [float(p.detach().double().norm()) for p in data.params.values()]
         found.append(figures + weights)
@@ -187,10 +187,10 @@ def test_a_step_that_is_replayed_is_the_step(recompute: str | None, by: str) -> 
 def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
     trial = small_trial()
     data = drawn_state(trial, 1, torch.device("cuda"), Layout(graphs="step"))
-    executor = executor_of(data)
+    executor = build_executor(data)
     for rows in (8, 16):
         other = replace(trial, rows=rows)
-        for _ in range(WARM + 2):
+        for _ in range(WARMUP_STEPS + 2):
             gradients(data, drawn_rows(other), 16, executor=executor)
     assert len(executor.recorded) == 2
 
@@ -199,7 +199,7 @@ def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
 
     factors = Factors(*(torch.ones(n, device="cuda") for n in (1, trial.micro_batches)))
     with pytest.raises(RuntimeError, match="Use graphs: none"):
-        flows = [flow_of(data.placed, rows) for rows in drawn_rows(trial)]
+        flows = [build_flow(data.placed, rows) for rows in drawn_rows(trial)]
         executor._recorded(data.placed, flows, factors, loss)
 
 

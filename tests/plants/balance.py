@@ -22,7 +22,7 @@ PLANTS = (
         "each micro-batch adds its terms whole",
         STEP + "test_b05_a_step_of_equal_micro_batches_is_that_of_one",
         "parallel/pipeline/passes.py",
-        "torch.ones_like(weighted) * self._share",
+        "torch.ones_like(weighted) * self._fraction",
         "torch.ones_like(weighted)",
     ),
     Plant(
@@ -72,8 +72,9 @@ PLANTS = (
         "the step's reported loss holds the terms",
         STEP + "test_b07_a_step_reports_loss_and_terms_apart",
         "parallel/pipeline/executor.py",
-        "self._ran.losses.append(way.summed)",
-        "self._ran.losses.append(way.summed + sum(v.sum() for _, v in way.terms))",
+        "self._result.losses.append(chunk_pass.summed_loss)",
+        "self._result.losses.append(chunk_pass.summed_loss"
+        " + sum(v.sum() for _, v in chunk_pass.terms))",
     ),
     Plant(
         "b07",
@@ -186,8 +187,8 @@ PLANTS = (
         "the bias moves after every micro-batch",
         LOOP + "test_b18_the_bias_moves_once_a_step_whatever_runs_in_between",
         "parallel/pipeline/executor.py",
-        "                self._ran.losses.append(way.summed)\n",
-        "                self._ran.losses.append(way.summed)\n"
+        "                self._result.losses.append(chunk_pass.summed_loss)\n",
+        "                self._result.losses.append(chunk_pass.summed_loss)\n"
         "                for _, mixture in self._placed.model.moe_layers():\n"
         "                    mixture.balance.finish_step(mixture.router)\n",
     ),

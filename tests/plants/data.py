@@ -24,14 +24,14 @@ PLANTS = (
         B01,
         BUCKET,
         "        pending.wait()\n        self.summed_L",
-        "        pending.wait()\n        part_L.div_(self.inside.size)\n        self.summed_L",
+        "        pending.wait()\n        part_L.div_(self.shard_group.size)\n        self.summed_L",
     ),
     Plant(
         "b03",
         "only the first rank's share enters the norm",
         B03,
         SHARING,
-        "holders = world.group(placement.copies) if bucket is None else bucket.across",
+        "holders = world.group(placement.copies) if bucket is None else bucket.replica_group",
         "holders = world.group(placement.copies)",
     ),
     Plant(
@@ -47,7 +47,7 @@ PLANTS = (
         "a tied table counts on both stages",
         B03,
         SHARING,
-        "        if name == TABLE:\n",
+        "        if name == EMBEDDING_WEIGHT:\n",
         "        if False:\n",
     ),
     Plant(
@@ -55,8 +55,8 @@ PLANTS = (
         "whole gradients begin with what was in their memory",
         B13,
         BUCKET,
-        "self.gradients = whole\n",
-        "self.gradients = whole + 1\n",
+        "self.gradients = full\n",
+        "self.gradients = full + 1\n",
     ),
     Plant(
         "b30",

@@ -22,7 +22,7 @@ PLANTS = (
         "weights that stay whole are not brought up to date with what came from memory",
         LIVED,
         "training/trainer.py",
-        "            return False\n        self.data.renew()\n",
+        "            return False\n        self.data.refresh_weights()\n",
         "            return False\n",
     ),
     Plant(

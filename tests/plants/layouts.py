@@ -15,7 +15,7 @@ PLANTS = (
         "copies enter the norm as often as there are",
         B03,
         "parallel/data/sharding.py",
-        "for n, p in trained.items() if not self._copy(n)[0]]",
+        "for n, p in trained.items() if not self._copy_index(n)[0]]",
         "for n, p in trained.items()]",
     ),
     Plant(
@@ -23,8 +23,8 @@ PLANTS = (
         "experts are left out of the norm",
         B03,
         "parallel/data/sharding.py",
-        "for n, p in trained.items() if not self._copy(n)[0]]",
-        'for n, p in trained.items() if not self._copy(n)[0] and ".experts." not in n]',
+        "for n, p in trained.items() if not self._copy_index(n)[0]]",
+        'for n, p in trained.items() if not self._copy_index(n)[0] and ".experts." not in n]',
     ),
     Plant(
         "b10",

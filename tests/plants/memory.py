@@ -79,8 +79,8 @@ PLANTS = (
         "tests/gloo/test_parallel_data_bugs.py::"
         "test_b60_units_whose_weights_are_gathered_run_again_with_them",
         "parallel/pipeline/passes.py",
-        "self._back.append([before, *backward, after])",
-        "self._back.append([*backward[:3], before, *backward[3:], after])",
+        "self._backward_tasks.append([before, *backward, after])",
+        "self._backward_tasks.append([*backward[:3], before, *backward[3:], after])",
     ),
     Plant(
         "b60",

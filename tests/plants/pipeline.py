@@ -26,7 +26,7 @@ PLANTS = (
         B06,
         "parallel/pipeline/passes.py",
         "        if weighted is None or not weighted.requires_grad:",
-        "        if weighted is None or not self._chunk.scores:",
+        "        if weighted is None or not self._chunk.has_head:",
     ),
     Plant(
         "b29",
@@ -113,16 +113,16 @@ PLANTS = (
         "each rank records what it has seen often enough itself",
         "tests/gloo/test_graphs.py::test_b97_ranks_record_alike",
         "parallel/pipeline/recording.py",
-        'said = gather(mine, world.group("world")).tolist()',
-        "said = [mine.tolist()] * world.size",
+        'hashes = gather(mine, world.group("world")).tolist()',
+        "hashes = [mine.tolist()] * world.size",
     ),
     Plant(
         "b97",
         "passes in flight share memory",
         "tests/gloo/test_graphs.py::test_b97_steps_by_graphs_are_the_steps",
         "parallel/pipeline/partial.py",
-        "self._holds, self._record())",
-        "self._holds, *[p.record for p in self.passes[:1]] or [self._record()])",
+        "self._is_graphed, self._record())",
+        "self._is_graphed, *[p.record for p in self.passes[:1]] or [self._record()])",
     ),
     Plant(
         "b97",
@@ -169,7 +169,7 @@ PLANTS = (
         "shapes beyond the most are recorded too",
         GRAPHS + "test_b97_shapes_have_graphs_of_their_own_and_few_have_any",
         "parallel/pipeline/recording.py",
-        " and len(self._known) < SHAPES",
+        " and len(self._recorded) < MAX_SHAPES",
         "",
     ),
     Plant(
@@ -177,7 +177,7 @@ PLANTS = (
         "products that wait are put on the queue as they are recorded alone",
         "tests/gloo/test_graphs.py::test_b97_steps_by_graphs_are_the_steps",
         "parallel/pipeline/partial.py",
-        "            waiting += held.waiting\n",
+        "            waiting += recorded.deferred\n",
         "",
     ),
 )

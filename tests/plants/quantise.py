@@ -501,8 +501,8 @@ PLANTS = (
         "ranks ask nobody for the extremes of cut groups",
         PROOF,
         "parallel/data/groups.py",
-        "whole = max_(torch.stack(here), ranks)",
-        "whole = torch.stack(here)",
+        "combined = max_(torch.stack(local), ranks)",
+        "combined = torch.stack(local)",
     ),
     Plant(
         "b52",
@@ -518,7 +518,7 @@ PLANTS = (
         "the largest of a block that ranks share is that of the part that is here",
         PROOF,
         "parallel/data/coded.py",
-        "self._amaxes = self._maximum([*found.values()], self.inside)",
+        "self._amaxes = self._maximum([*found.values()], self.shard_group)",
         "self._amaxes = dict(found)",
     ),
     Plant(
@@ -649,7 +649,7 @@ PLANTS = (
         "tests/cpu/test_training_quantise.py::"
         "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "parallel/data/sharding.py",
-        "            yield LocalSlice.whole(key, history.past_RMH, stage.index, stage.size)",
+        "            yield LocalSlice.full(key, history.past_RMH, stage.index, stage.size)",
         "            assert key and history and stage",
     ),
     Plant(

@@ -41,8 +41,8 @@ PLANTS = (
         "first moments are left out of checkpoints",
         KEPT,
         "training/state.py",
-        "    yield from ((held.name, held) for held in data.states(optimizer))\n",
-        "    for held in data.states(optimizer):\n"
+        "    yield from ((held.name, held) for held in data.optimizer_state(optimizer))\n",
+        "    for held in data.optimizer_state(optimizer):\n"
         "        if not held.name.endswith('exp_avg'):\n"
         "            yield held.name, held\n",
     ),

@@ -25,7 +25,7 @@ def found(given: dict[str, Any], world: int, **moe: Any) -> list[Violation]:
     blocks = tuple(Block(attention=attention, ffn=one) for one in (Dense(width=32), ffn) * 2)
     model = needs(Decoder(vocab=64, hidden=32, stacks=(Stack(blocks=blocks),)), 64)
     layout = Layout.model_validate(given)
-    return [*layout.violations(model), *layout.violations_over(world)]
+    return [*layout.violations(model), *layout.world_violations(world)]
 
 
 @pytest.mark.parametrize(

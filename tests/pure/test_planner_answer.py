@@ -54,7 +54,7 @@ def as_printed(found: Plan) -> PlannedLayout:
     assert layout is not None and train["batch"] == task.batch
     model, world = needs(task.decoder, task.seq), task.cluster.devices
     assert not size_violations(layout.split, model, world, layout.order, layout.stages)
-    assert not [*layout.violations(model), *layout.violations_over(world)]
+    assert not [*layout.violations(model), *layout.world_violations(world)]
     assert not list(layout.step_violations(task.batch // train["micro_batch"]))
     choice = choice_of(layout, train["micro_batch"], train["precision"])
     return PlannedLayout(choice, choice.case(task))

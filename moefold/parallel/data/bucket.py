@@ -1,11 +1,11 @@
-"""Flat buckets of parameters whose copies live on the same ranks, one equal run for each rank.
+"""Flat buckets of parameters, sharded into one equal run for each rank.
 
-A bucket is one flat row of elements: parameters one after another at aligned offsets, cut into as
-many equal runs as ranks share it. A rank owns masters, summed gradients and, through the optimizer,
-the state of its run, which covers some parameters whole and at most two in part; any run of a
-row-major tensor is a few boxes, by which checkpoints name it. Whole, for as long as needed, are the
-weights in the dtype that products read and the gradients of one pass or step. Collectives fill and
-read both in place: parameters are views, and nothing is copied in or out.
+A bucket is one flat tensor: parameters one after another at aligned offsets, cut into as many equal
+runs as ranks shard it. A rank owns masters, summed gradients and, through the optimizer, the state
+of its run, which has some parameters in full and at most two in part; any run of a row-major tensor
+is a few boxes, which identify it in checkpoints. Unsharded, for as long as needed, are the weights
+in the dtype that products read and the gradients of one pass or step. Collectives fill and read
+both in place: parameters are views, and nothing is copied in or out.
 
 Suffix L: elements of a run; other tensors cover the whole bucket.
 """
@@ -40,20 +40,20 @@ class BucketSlot:
         """Offset after the last element."""
         return self.start + math.prod(self.shape)
 
-    def of(self, row: Tensor) -> Tensor:
-        """Return the parameter as a view of a flat tensor of the whole bucket."""
+    def view_in(self, row: Tensor) -> Tensor:
+        """Return the parameter as a view of a flat tensor of the unsharded bucket."""
         return row[self.start : self.stop].view(self.shape)
 
-    def part(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of the parameter's elements in a bucket run; ``(a, a)`` for none."""
+    def range_in(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of the parameter's elements in a run; ``(a, a)`` if there are none."""
         first = min(max(start, self.start), self.stop)
         return first - self.start, max(first, min(stop, self.stop)) - self.start
 
 
-def lay_out(
+def assign_slots(
     shapes: Iterable[tuple[str, tuple[int, ...]]], ranks: int
 ) -> tuple[list[BucketSlot], int]:
-    """Return the parameters' slots and the length of each rank's run."""
+    """Return the parameters' slots, and the length of each rank's run."""
     slots, end = [], 0
     for name, shape in shapes:
         slots.append(BucketSlot(name, shape, end))
@@ -84,14 +84,14 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return found
 
 
-def size_of(box: Box) -> int:
+def box_size(box: Box) -> int:
     """Return the number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
-def moved(box: Box, by: Box) -> Box:
-    """Translate a box of a shard to a box of the whole tensor, in which ``by`` is the shard."""
-    return tuple((a + at, b + at) for (a, b), (at, _) in zip(box, by, strict=True))
+def to_global(box: Box, shard_box: Box) -> Box:
+    """Translate a box of the shard at ``shard_box`` to a box of the full tensor."""
+    return tuple((a + at, b + at) for (a, b), (at, _) in zip(box, shard_box, strict=True))
 
 
 class Bucket:
@@ -99,47 +99,52 @@ class Bucket:
 
     Args:
         unit: the model unit of the parameters, such as ``layers.3``.
-        parameters: by name; their present values are copied, unless they are on ``meta``.
-        inside: the ranks that share the bucket; one where only its state is offloaded.
-        across: ranks that have the same run and saw other tokens.
+        parameters: by name; their values are copied, unless they are on ``meta``.
+        shard_group: ranks that shard the bucket; one rank if only its state is offloaded.
+        replica_group: ranks that have the same run and saw other tokens.
         dtype: dtype that products read.
         device: device of weights and gradients.
-        keeps: whether weights stay whole between uses (ZeRO below 3).
-        home: device on which offloaded masters are updated, or None. Such masters can be absent
-            (:mod:`moefold.parallel.data.offload`): gathers then read the copy of :meth:`narrow`.
+        keeps_weights: whether weights stay unsharded between uses (ZeRO below 3).
+        master_device: device on which offloaded masters are updated, or None. Such masters can be
+            freed (:mod:`moefold.parallel.data.offload`): gathers read a copy in ``dtype``.
     """
 
-    stored: torch.dtype | None = None
-    """Storage dtype of whole weights, where it is not ``dtype``."""
-    per_item = 1
-    """Elements per item of ``stored``."""
-    gradients_stay = False
-    """Whether whole gradients keep their memory across steps: recorded graphs add to them."""
+    storage_dtype: torch.dtype | None = None
+    """Storage dtype of unsharded weights, where it is not ``dtype``."""
+    elements_per_item = 1
+    """Elements per item of ``storage_dtype``."""
+    keeps_gradients = False
+    """Whether unsharded gradients keep their memory across steps: recorded graphs add to them."""
 
     def __init__(
         self,
         unit: str,
         parameters: Mapping[str, Tensor],
-        inside: Group,
-        across: Group,
+        shard_group: Group,
+        replica_group: Group,
         dtype: torch.dtype,
         device: torch.device,
-        keeps: bool,
-        home: torch.device | None = None,
+        keeps_weights: bool,
+        master_device: torch.device | None = None,
     ) -> None:
         first = next(iter(parameters.values()))
-        self.unit, self.inside, self.across, self.dtype = unit, inside, across, dtype
-        self.alone = inside.size == 1
-        self.keeps = keeps or self.alone
-        self.offloaded = home is not None
+        self.unit, self.shard_group, self.replica_group, self.dtype = (
+            unit,
+            shard_group,
+            replica_group,
+            dtype,
+        )
+        self.is_unsharded = shard_group.size == 1
+        self.keeps_weights = keeps_weights or self.is_unsharded
+        self.offloaded = master_device is not None
         self.trained = first.requires_grad
         shapes = [(name, tuple(p.shape)) for name, p in parameters.items()]
-        slots, self.length = lay_out(shapes, inside.size)
+        slots, self.length = assign_slots(shapes, shard_group.size)
         self.slots = {slot.name: slot for slot in slots}
-        self.master_L = torch.zeros(self.length, dtype=first.dtype, device=home or device)
-        self._narrow_L: Tensor | None = None
-        items = self.length * inside.size // self.per_item
-        self.values = torch.empty(items, dtype=self.stored or dtype, device=device)
+        self.master_L = torch.zeros(self.length, dtype=first.dtype, device=master_device or device)
+        self._compute_copy_L: Tensor | None = None
+        items = self.length * shard_group.size // self.elements_per_item
+        self.values = torch.empty(items, dtype=self.storage_dtype or dtype, device=device)
         self.gradients: Tensor | None = None
         self._freed_gradients: Tensor | None = None
         self.summed_L: Tensor | None = None
@@ -151,8 +156,8 @@ class Bucket:
         self._resize(0)
         for name, slot in self.slots.items():
             if not parameters[name].is_meta:
-                first, last = self.part(slot)
-                self.own(slot, self.master_L).copy_(
+                first, last = self.local_range(slot)
+                self.local_view(slot, self.master_L).copy_(
                     parameters[name].detach().reshape(-1)[first:last]
                 )
         self.handles = {name: handle_of(p, device) for name, p in parameters.items()}
@@ -162,49 +167,49 @@ class Bucket:
     @property
     def start(self) -> int:
         """Offset of this rank's run in the bucket."""
-        return self.inside.index * self.length
+        return self.shard_group.index * self.length
 
-    def part(self, slot: BucketSlot) -> tuple[int, int]:
+    def local_range(self, slot: BucketSlot) -> tuple[int, int]:
         """Return the range of a parameter's elements in this rank's run."""
-        return slot.part(self.start, self.start + self.length)
+        return slot.range_in(self.start, self.start + self.length)
 
-    def own(self, slot: BucketSlot, run_L: Tensor) -> Tensor:
+    def local_view(self, slot: BucketSlot, run_L: Tensor) -> Tensor:
         """Return this rank's elements of a parameter as a view of a run."""
-        first, last = self.part(slot)
+        first, last = self.local_range(slot)
         at = slot.start + first - self.start
         return run_L[at : at + last - first]
 
     # Weights
 
     def _view(self, slot: BucketSlot) -> Tensor:
-        return slot.of(self.values)
+        return slot.view_in(self.values)
 
     @property
-    def whole(self) -> list[Tensor]:
-        """Tensors that store the whole weights."""
+    def unsharded_tensors(self) -> list[Tensor]:
+        """Tensors that store the unsharded weights."""
         return [self.values]
 
-    def lend(self, recipe: PrecisionPolicy) -> None:
-        """Register the weights with ``recipe``, from which layers read them by their handles."""
+    def register_weights(self, recipe: PrecisionPolicy) -> None:
+        """Register the weights with ``recipe``, where layers look them up by their handles."""
         for name, handle in self.handles.items():
             recipe.give(handle, self.weights[name])
 
-    def renew(self) -> None:
-        """Start to gather weights that stay whole, after any change of the masters."""
-        if self.keeps:
+    def refresh_weights(self) -> None:
+        """Start to gather weights that stay unsharded, after any change of the masters."""
+        if self.keeps_weights:
             self.all_gather()
 
     def unshard(self) -> None:
         """Add a user of the weights; the first one starts the gather of weights that are freed."""
         self._users += 1
-        if self._users == 1 and not self.keeps:
+        if self._users == 1 and not self.keeps_weights:
             self.all_gather()
 
     def reshard(self) -> None:
-        """Remove a user of the weights; the last one frees those that do not stay whole."""
+        """Remove a user of the weights; the last one frees those that do not stay unsharded."""
         self._users -= 1
         assert self._users >= 0, f"{self.unit} was released more often than acquired"
-        if not self._users and not self.keeps:
+        if not self._users and not self.keeps_weights:
             self.wait_unshard()
             self._resize(0)
 
@@ -212,18 +217,18 @@ class Bucket:
         """Start to gather the weights of all runs; :meth:`wait_unshard` waits for them."""
         self.wait_unshard()
         self._resize(self.values.numel())
-        # Autograd saved these tensors in forward; the refill is not a change, the values are equal.
+        # Autograd saved these tensors in forward. The refill is no change: the values are equal.
         unchanged = _unsafe_preserve_version_counter(self.values)
-        run = self._sent()
-        if self.keeps:
-            self._narrow_L = None
-        with self.inside.recorder.module("weights"):
-            pending = all_gather_into(self.values, run, self.inside, asynchronous=True)
+        run = self._gather_input()
+        if self.keeps_weights:
+            self._compute_copy_L = None
+        with self.shard_group.recorder.module("weights"):
+            pending = all_gather_into(self.values, run, self.shard_group, asynchronous=True)
         self._gathering = pending, unchanged
 
-    def _sent(self) -> Tensor:
-        """Return what the gather sends of this rank's run."""
-        run_L = self._narrow_L if self.offloaded else self.master_L.to(self.dtype)
+    def _gather_input(self) -> Tensor:
+        """Return this rank's run as the all-gather sends it."""
+        run_L = self._compute_copy_L if self.offloaded else self.master_L.to(self.dtype)
         assert run_L is not None, f"{self.unit} is gathered while its masters are offloaded"
         return run_L
 
@@ -236,13 +241,13 @@ class Bucket:
                 pending.wait()
 
     @property
-    def narrowed(self) -> bool:
+    def has_compute_copy(self) -> bool:
         """Whether there is a copy of this rank's run in the dtype of products."""
-        return self._narrow_L is not None
+        return self._compute_copy_L is not None
 
-    def narrow(self, run_L: Tensor) -> None:
-        """Copy this rank's run, given its masters on any device, in the dtype of products."""
-        self._narrow_L = run_L.detach().to(self.values.device, self.dtype, copy=True)
+    def store_compute_copy(self, run_L: Tensor) -> None:
+        """Copy this rank's run in the dtype of products, from masters on any device."""
+        self._compute_copy_L = run_L.detach().to(self.values.device, self.dtype, copy=True)
 
     def _resize(self, elements: int) -> None:
         self.values.untyped_storage().resize_(elements * self.values.element_size())
@@ -250,47 +255,49 @@ class Bucket:
     # Gradients
 
     @property
-    def sums(self) -> list[Tensor]:
-        """Allocated gradients: whole ones, this rank's sums, and a reduce-scatter's output."""
-        parts = (self.gradients, self.summed_L, self._scattering and self._scattering[0])
-        return [one for one in parts if one is not None]
+    def gradient_tensors(self) -> list[Tensor]:
+        """Allocated gradients: unsharded ones, this rank's sums, a reduce-scatter's output."""
+        tensors = (self.gradients, self.summed_L, self._scattering and self._scattering[0])
+        return [tensor for tensor in tensors if tensor is not None]
 
     def begin_step(self) -> None:
-        """Drop the last step's sums, including a reduce-scatter that an aborted step has begun."""
+        """Drop the last step's sums, and the reduce-scatter of an aborted step."""
         self.wait_reduce()
         self.summed_L = None
         self.free_gradients()
 
     def open_gradients(self) -> None:
-        """Allocate zeroed whole gradients, unless present, as the ``grad`` of the handles."""
+        """Allocate zeroed unsharded gradients, unless present, as the ``grad`` of the handles."""
         if self.gradients is not None or not self.trained:
             return
-        there = self._freed_gradients
-        whole = self._zeros(self.length * self.inside.size) if there is None else there.zero_()
-        self.gradients = whole
+        kept = self._freed_gradients
+        full = self._zeros(self.length * self.shard_group.size) if kept is None else kept.zero_()
+        self.gradients = full
         for name, slot in self.slots.items():
-            self.handles[name].grad = slot.of(self.gradients)
+            self.handles[name].grad = slot.view_in(self.gradients)
 
     def free_gradients(self) -> None:
-        """Free the whole gradients."""
-        if self.gradients_stay and self.gradients is not None:
+        """Free the unsharded gradients."""
+        if self.keeps_gradients and self.gradients is not None:
             self._freed_gradients = self.gradients
         self.gradients = None
         for handle in self.handles.values():
             handle.grad = None
 
     def reduce(self) -> None:
-        """Start to reduce-scatter the whole gradients; :meth:`wait_reduce` waits for it."""
-        if self.gradients is None or self.alone:
+        """Start to reduce-scatter the unsharded gradients; :meth:`wait_reduce` waits for it."""
+        if self.gradients is None or self.is_unsharded:
             return
         self.wait_reduce()
         part_L = self.gradients.new_empty(self.length)
-        with self.inside.recorder.module("gradients"):
-            pending = reduce_scatter_into(part_L, self.gradients, self.inside, asynchronous=True)
+        with self.shard_group.recorder.module("gradients"):
+            pending = reduce_scatter_into(
+                part_L, self.gradients, self.shard_group, asynchronous=True
+            )
         self._scattering = part_L, pending
 
     def wait_reduce(self) -> None:
-        """Wait for a reduce-scatter, add its output to this rank's sums, free whole gradients."""
+        """Wait for a reduce-scatter, add its output to this rank's sums, free its input."""
         if self._scattering is None:
             return
         part_L, pending = self._scattering
@@ -300,20 +307,20 @@ class Bucket:
         self.free_gradients()
 
     def finish(self) -> None:
-        """Complete this rank's sums over all passes, ``inside`` and ``across``."""
+        """Complete this rank's sums over all passes, and over both groups."""
         if not self.trained:
             return
         if self._scattering is None:
             self.reduce()
         self.wait_reduce()
-        if self.alone:
+        if self.is_unsharded:
             self.summed_L = self.gradients
         if self.summed_L is None:
             self.summed_L = self._zeros(self.length)
-        if self.alone:
-            return  # ShardedState sums these over copies, with gradients outside of buckets
-        with self.inside.recorder.module("gradients"):
-            sum_(self.summed_L, self.across)
+        if self.is_unsharded:
+            return  # ShardedState sums these over replicas, with gradients outside of buckets
+        with self.shard_group.recorder.module("gradients"):
+            sum_(self.summed_L, self.replica_group)
 
     def _zeros(self, elements: int) -> Tensor:
         return torch.zeros(elements, dtype=self.master_L.dtype, device=self.values.device)
@@ -329,7 +336,7 @@ def handle_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
 
 
 def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
-    """Refuse a gradient by autograd: products give theirs to the sink, so the handle was read."""
+    """Raise on a gradient from autograd: products use the sink, so the handle was read."""
     if gradient is None:
         return
     raise ValueError(

@@ -1,7 +1,7 @@
 """Buckets that gather weights as low-precision codes, where one set of codes serves all products.
 
-The codes are bitwise those of quantising the whole weight: ranks reduce the amaxes of blocks once a
-step, after the masters change, and gather only codes whenever weights are unsharded.
+The codes are bitwise those of quantising the full weight: ranks reduce the amaxes of blocks once a
+step, after the masters change, and gather only codes when weights are unsharded.
 """
 
 from collections.abc import Mapping
@@ -21,67 +21,71 @@ from moefold.parallel.data.bucket import Bucket, BucketSlot
 
 
 class CodedBucket(Bucket):
-    """A bucket whose whole weights are stored as codes.
+    """A bucket whose unsharded weights are stored as codes.
 
     Args:
         narrow: the number format and history of each parameter's products.
-        cut: the ranks that hold the other tp or etp shards of the matrices.
-        given: arguments of :class:`Bucket`.
+        slice_group: the ranks that hold the tp or etp shards of the matrices.
+        args: arguments of :class:`Bucket`.
     """
 
-    def __init__(self, narrow: Mapping[str, Narrow], cut: Group, *given: Any) -> None:
+    def __init__(self, narrow: Mapping[str, Narrow], slice_group: Group, *args: Any) -> None:
         self._recipe = next(iter(narrow.values())).recipe
         self._form = form = self._recipe.format("weight")
-        self.stored, self.per_item = torch.uint8, 2 if form.element is None else 1
-        super().__init__(*given)
-        self._cut, self._narrow = cut, narrow
+        self.storage_dtype, self.elements_per_item = torch.uint8, 2 if form.element is None else 1
+        super().__init__(*args)
+        self._slice_group, self._narrow = slice_group, narrow
         self._grids = {
             name: BlockGrid.of(form, slot.shape, narrow[name].first_expert is not None)
             for name, slot in self.slots.items()
         }
         self._amaxes: dict[str, Tensor] = {}
         self._matrices: dict[str, Tensor] = {}
-        self._here: dict[str, Tensor] = {}
-        """Present amaxes of this rank's elements, under delayed scaling."""
+        self._local_amaxes: dict[str, Tensor] = {}
+        """Current amaxes of this rank's elements, under delayed scaling."""
 
     def _view(self, slot: BucketSlot) -> Tensor:
-        return self.values[slot.start // self.per_item : -(-slot.stop // self.per_item)]
+        return self.values[
+            slot.start // self.elements_per_item : -(-slot.stop // self.elements_per_item)
+        ]
 
     @property
-    def whole(self) -> list[Tensor]:
-        """Codes, and the amaxes that give their scales."""
-        told = self._amaxes, self._matrices, self._here
-        return [self.values, *(one for each in told for one in each.values())]
+    def unsharded_tensors(self) -> list[Tensor]:
+        """Codes, and the amaxes from which scales are computed."""
+        amaxes = self._amaxes, self._matrices, self._local_amaxes
+        return [self.values, *(amax for by_name in amaxes for amax in by_name.values())]
 
-    def lend(self, recipe: PrecisionPolicy) -> None:
-        """Register functions with ``recipe`` by which products read the codes."""
+    def register_weights(self, recipe: PrecisionPolicy) -> None:
+        """Register with ``recipe`` the functions by which products read the codes."""
         for name, handle in self.handles.items():
             recipe.give(handle, partial(self._read, name))
 
-    def renew(self) -> None:
-        """Recompute the amaxes, then start to gather codes that stay whole."""
-        run_L = super()._sent()
-        found = {
-            name: self._grids[name].block_amax(self.own(slot, run_L), self.part(slot)[0])
+    def refresh_weights(self) -> None:
+        """Recompute the amaxes, then start to gather codes that stay unsharded."""
+        run_L = super()._gather_input()
+        amaxes = {
+            name: self._grids[name].block_amax(
+                self.local_view(slot, run_L), self.local_range(slot)[0]
+            )
             for name, slot in self.slots.items()
         }
-        if all(self._narrow[name].history is not None for name in found):
-            self._here = found
+        if all(self._narrow[name].history is not None for name in amaxes):
+            self._local_amaxes = amaxes
             self._amaxes = self._matrices = {
                 name: self._narrow[name].delayed(one, "weight", range(one.numel()), False)
-                for name, one in found.items()
+                for name, one in amaxes.items()
             }
         else:
-            self._exchange(found)
-        super().renew()
+            self._reduce_amaxes(amaxes)
+        super().refresh_weights()
 
-    def _exchange(self, found: Mapping[str, Tensor]) -> None:
-        """Reduce amaxes to those of whole blocks and matrices."""
-        with self.inside.recorder.module("weights"):
-            self._amaxes = self._maximum([*found.values()], self.inside)
+    def _reduce_amaxes(self, found: Mapping[str, Tensor]) -> None:
+        """Reduce amaxes to those of full blocks and matrices."""
+        with self.shard_group.recorder.module("weights"):
+            self._amaxes = self._maximum([*found.values()], self.shard_group)
             if self._recipe.has_matrix_scale:
                 most = [one.amax((-2, -1), keepdim=True) for one in self._amaxes.values()]
-                self._matrices = self._maximum(most, self._cut)
+                self._matrices = self._maximum(most, self._slice_group)
                 if self._form.columns is None:
                     self._amaxes = self._matrices
 
@@ -94,17 +98,19 @@ class CodedBucket(Bucket):
             whole = [one.view_as(part) for one, part in zip(split, parts, strict=True)]
         return dict(zip(self.slots, whole, strict=True))
 
-    def _sent(self) -> Tensor:
-        run_L = super()._sent()
+    def _gather_input(self) -> Tensor:
+        run_L = super()._gather_input()
         coded_L = torch.zeros(run_L.shape, dtype=torch.uint8, device=run_L.device)
         for name, slot in self.slots.items():
             largest = self._amaxes[name], self._matrices.get(name)
-            codes = self._grids[name].encode(self.own(slot, run_L), self.part(slot)[0], *largest)
-            self.own(slot, coded_L).copy_(codes)
-        return coded_L if self.per_item == 1 else pack(coded_L)
+            codes = self._grids[name].encode(
+                self.local_view(slot, run_L), self.local_range(slot)[0], *largest
+            )
+            self.local_view(slot, coded_L).copy_(codes)
+        return coded_L if self.elements_per_item == 1 else pack(coded_L)
 
     def _read(self, name: str) -> QuantisedWeight:
         assert self.values.untyped_storage().size(), "a weight is read outside of its unit's pass"
         largest = self._amaxes[name], self._matrices.get(name)
         made = self._grids[name].decode(self.weights[name], *largest)
-        return QuantisedWeight(self._recipe, made, made, self._here.get(name))
+        return QuantisedWeight(self._recipe, made, made, self._local_amaxes.get(name))

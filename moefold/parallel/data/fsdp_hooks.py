@@ -16,20 +16,20 @@ Units = Mapping[str, Sequence[Bucket]]
 class GradReducer:
     """Reduces a unit's gradients over data ranks after each of its passes, or after the last.
 
-    ``uses`` is the number of passes through each unit in a step. With ``each_pass``, whole
+    ``uses`` is the number of passes through each unit in a step. With ``each_pass``, unsharded
     gradients are freed after every pass.
     """
 
     def __init__(self, units: Units, uses: Mapping[str, int], each_pass: bool) -> None:
-        self._units, self._left, self._each_pass = units, dict(uses), each_pass
+        self._units, self._remaining, self._each_pass = units, dict(uses), each_pass
         self._reducing: Sequence[Bucket] = ()
 
-    def completed(self, unit: str) -> None:
-        """Register that one pass has added all its gradients to a unit."""
-        self._left[unit] = self._left.get(unit, 0) - 1
-        if not self._each_pass and self._left[unit]:
+    def mark_complete(self, unit: str) -> None:
+        """Register that one pass has added all of its gradients to a unit."""
+        self._remaining[unit] = self._remaining.get(unit, 0) - 1
+        if not self._each_pass and self._remaining[unit]:
             return
-        # One at a time, so that whole gradients of at most two units exist at once.
+        # One at a time, so that unsharded gradients of at most two units exist at once.
         for bucket in self._reducing if self._each_pass else ():
             bucket.wait_reduce()
         self._reducing = self._units.get(unit, ())
@@ -57,36 +57,36 @@ class FsdpHooks(UnshardHooks):
         self._units, self._order = units, order
         self._reducer, self._deferred = reducer, deferred
         self._prefetched: set[str] = set()
-        self._awaited: list[str] = []
+        self._awaiting_gradients: list[str] = []
         self._in_backward: set[str] = set()
 
     def pre_forward(self, unit: str) -> None:
         """Unshard the unit, and prefetch the next."""
-        if unit == EMBEDDING and self._awaited:
+        if unit == EMBEDDING and self._awaiting_gradients:
             self._unshard(unit)  # for a multi-token layer; the next unit is already being gathered
         else:
             self._unshard_and_prefetch(unit, 1)
 
     def post_forward(self, unit: str) -> None:
-        """Reshard the unit, and await its gradients from now on."""
+        """Reshard the unit, whose gradients are awaited from now on."""
         self._reshard(unit)
         if self._reducer is not None:
-            self._awaited.append(unit)
+            self._awaiting_gradients.append(unit)
 
     @contextmanager
     def unsharded(self, unit: str) -> Iterator[None]:
-        """Unshard the unit inside the context; its gradients are complete on exit."""
+        """Unshard the unit in this context; its gradients are complete on exit."""
         self._unshard(unit)
         if self._reducer is not None:
             self._open_gradients(unit)
         yield
         self._reshard(unit)
         if self._reducer is not None:
-            self._reducer.completed(unit)
+            self._reducer.mark_complete(unit)
 
     def pre_backward(self, unit: str) -> None:
         """Unshard the unit, and prefetch the one whose backward comes next."""
-        if unit != EMBEDDING:  # backward of a look-up reads no weights
+        if unit != EMBEDDING:  # the backward of a look-up reads no weights
             self._unshard_and_prefetch(unit, -1)
             self._in_backward.add(unit)
         if not self._deferred:
@@ -100,17 +100,17 @@ class FsdpHooks(UnshardHooks):
             self._complete(unit)
 
     def pre_weight_gradients(self) -> None:
-        """Allocate whole gradients of the units whose forward has run."""
-        for unit in self._awaited:
+        """Allocate unsharded gradients of the units whose forward has run."""
+        for unit in self._awaiting_gradients:
             self._open_gradients(unit)
 
     def post_weight_gradients(self) -> None:
-        """Reshard units that are still whole, and reduce gradients still awaited."""
+        """Reshard units that are still unsharded, and reduce gradients still awaited."""
         # Autograd skips post_backward of units whose inputs need no gradient.
         for unit in [*self._in_backward, *self._prefetched]:
             self._reshard(unit)
         self._in_backward, self._prefetched = set(), set()
-        for unit in list(self._awaited):
+        for unit in list(self._awaiting_gradients):
             self._complete(unit)
 
     def _unshard_and_prefetch(self, unit: str, step: int) -> None:
@@ -144,5 +144,5 @@ class FsdpHooks(UnshardHooks):
 
     def _complete(self, unit: str) -> None:
         assert self._reducer is not None, "backward belongs to training"
-        self._awaited.remove(unit)
-        self._reducer.completed(unit)
+        self._awaiting_gradients.remove(unit)
+        self._reducer.mark_complete(unit)

@@ -1,7 +1,8 @@
 """Quantisation groups of optimizer moments where data ranks shard the parameter.
 
-A group is part of one row of the whole parameter. No axis of a layout cuts it
-(:func:`moefold.spec.quantised.cut_violations`), but runs of a bucket may: ranks reduce its maximum.
+A group is part of one row of the full parameter. No axis of a layout cuts it
+(:func:`moefold.spec.quantised.cut_violations`), but runs of a bucket may: ranks then reduce its
+maximum.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,19 +16,19 @@ from moefold.comm.group import Group
 from moefold.layers.placement import Box, Shard
 from moefold.layers.precision import PrecisionPolicy
 from moefold.optim.moments import FACTORS, ElementRun, MomentPosition
-from moefold.parallel.data.bucket import Bucket, boxes, moved, size_of
+from moefold.parallel.data.bucket import Bucket, box_size, boxes, to_global
 
 MOMENTS = 2
 
 
 class SharedGroups:
-    """Positions of this rank's elements, and maxima over the ranks that hold parts of groups.
+    """Positions of this rank's elements, and maxima over ranks that have parts of a group.
 
     Args:
         size: elements of a group; 0 without groups.
         shards: this rank's shard of each parameter.
         buckets: buckets of the parameters; the same list on all ranks that share them.
-        recipe: the model's precision policy, read for the run's seed.
+        recipe: the model's precision policy, which has the run's seed.
     """
 
     def __init__(
@@ -37,46 +38,48 @@ class SharedGroups:
         buckets: Iterable[Bucket],
         recipe: PrecisionPolicy,
     ) -> None:
-        self._shards, self._first, self._recipe = shards, dict[str, int](), recipe
+        self._shards, self._first_element, self._recipe = shards, dict[str, int](), recipe
         self._device = torch.device("cpu")
         cut: dict[Group, dict[tuple[str, int], None]] = {}
         for bucket in buckets:
-            self._first |= {name: bucket.part(slot)[0] for name, slot in bucket.slots.items()}
+            self._first_element |= {
+                name: bucket.local_range(slot)[0] for name, slot in bucket.slots.items()
+            }
             self._device = bucket.values.device
-            if bucket.alone or not (bucket.trained and size):
+            if bucket.is_unsharded or not (bucket.trained and size):
                 continue
-            ends = range(bucket.length, bucket.length * bucket.inside.size, bucket.length)
+            ends = range(bucket.length, bucket.length * bucket.shard_group.size, bucket.length)
             for slot, end in product(bucket.slots.values(), ends):
                 if slot.start < end < slot.stop and len(slot.shape) > 1:
                     before = ElementRun(0, end - slot.start, slot.shape[-1], size)
                     # A dict, since several borders may cut the same group.
                     keys = ((slot.name, group) for group in before.partial_groups)
-                    cut.setdefault(bucket.inside, {}).update(dict.fromkeys(keys))
+                    cut.setdefault(bucket.shard_group, {}).update(dict.fromkeys(keys))
         self._cut = {ranks: list(keys) for ranks, keys in cut.items() if keys}
 
     def position(self, name: str) -> MomentPosition:
         """Return the position of this rank's elements in a parameter."""
-        shard, first = self._shards[name], self._first.get(name, 0)
+        shard, first = self._shards[name], self._first_element.get(name, 0)
         return MomentPosition(name, first, shard.box, shard.shape, self._recipe.seed)
 
     def maxima(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
         """Return the maximum over ranks for each cut group; a collective of the sharing ranks."""
-        found: dict[tuple[str, int], Tensor] = {}
+        maxima: dict[tuple[str, int], Tensor] = {}
         for ranks, keys in self._cut.items():
-            nothing = torch.full((MOMENTS, 2), -torch.inf)
-            here = [parts.get(key, nothing).to(self._device) for key in keys]
+            absent = torch.full((MOMENTS, 2), -torch.inf)
+            local = [parts.get(key, absent).to(self._device) for key in keys]
             with ranks.recorder.module("optimizer"):
-                whole = max_(torch.stack(here), ranks)
-            for key, one in zip(keys, whole, strict=True):
-                if key in parts:  # On the host, if the host updates the group.
-                    found[key] = one.to(parts[key].device)
-        return found
+                combined = max_(torch.stack(local), ranks)
+            for key, maximum in zip(keys, combined, strict=True):
+                if key in parts:  # on the host, if the host updates the group
+                    maxima[key] = maximum.to(parts[key].device)
+        return maxima
 
 
 def group_boxes(
     shard: Shard, size: int, run: tuple[int, int], factors_G3: Tensor
 ) -> Iterable[tuple[Tensor, tuple[int, ...], Box, bool]]:
-    """Yield the factors of quantisation groups as boxes of the whole parameter's, in order.
+    """Yield factors of quantisation groups as boxes of the full parameter's, in order.
 
     ``run`` is the range of the shard's elements on this rank, and ``factors_G3`` holds the factors
     of all groups with elements in it. Each item is (values, global shape, box, whether this rank
@@ -85,17 +88,17 @@ def group_boxes(
     piece, whole = (
         (*shape[:-1], -(-shape[-1] // size)) for shape in (shard.local_shape, shard.shape)
     )
-    here = ElementRun(run[0], run[1] - run[0], shard.local_shape[-1], size)
+    local = ElementRun(run[0], run[1] - run[0], shard.local_shape[-1], size)
     *lead, (start, stop) = shard.box
     by = *lead, (start // size, -(-stop // size))
-    groups, at = here.groups, 0
+    groups, at = local.groups, 0
     # A cut group is a separate box, which all ranks with part of the group name alike.
-    cut = here.partial_groups
+    cut = local.partial_groups
     borders = {groups[0], groups[-1] + 1, *cut, *(group + 1 for group in cut)}
-    begun = run[0] % here.row % size > 0
+    begun = run[0] % local.row % size > 0
     for first, last in pairwise(sorted(borders)):
         for box in boxes(piece, first, last):
-            part = factors_G3[at : at + size_of(box)].view(*(b - a for a, b in box), FACTORS)
+            part = factors_G3[at : at + box_size(box)].view(*(b - a for a, b in box), FACTORS)
             owned = not (begun and first == groups[0])
-            yield part, (*whole, FACTORS), (*moved(box, by), (0, FACTORS)), owned
-            at += size_of(box)
+            yield part, (*whole, FACTORS), (*to_global(box, by), (0, FACTORS)), owned
+            at += box_size(box)

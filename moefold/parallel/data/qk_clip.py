@@ -1,7 +1,7 @@
-"""QK-clip: scales down query and key weights of heads whose largest logit exceeded a bound.
+"""QK-clip: scales down the query and key weights of heads whose largest logit exceeds a bound.
 
 Source: Kimi K2, arXiv 2507.20534, section 2.1 and algorithm 1. There each head has its own key;
-where heads share a key, it is scaled for the largest of their logits, and each query so that its
+where heads share a key, it is scaled for the largest of their logits, and each query such that the
 head's logits are scaled by the head's own factor.
 
 H query heads and G key heads of a tensor rank, R rows of one of their weights.
@@ -21,7 +21,7 @@ from moefold.parallel.apply import ModelParts
 from moefold.spec.layer import LayerSpec, LogitRows, Side
 
 
-class _Watched(NamedTuple):
+class _ClippedLayer(NamedTuple):
     name: str
     rows: Sequence[LogitRows]
     largest_H: Tensor
@@ -44,7 +44,7 @@ class ClippedOptimizer(Optimizer):
         super().__init__(inner.params)
         self._inner, self._world, self._weights = inner, placed.world, weights
         self._record, self.group = record, inner.group
-        self._watched = tuple(_watch(placed))
+        self._layers = tuple(_clipped_layers(placed))
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
@@ -65,23 +65,23 @@ class ClippedOptimizer(Optimizer):
         Factors are equal on all ranks that hold the rows.
         """
         world, found = self._world, dict[str, Tensor]()
-        if not self._watched:
+        if not self._layers:
             return found
-        tp, here = world.group("tp").size, [one.largest_H for one in self._watched]
-        parts_H = max_(torch.cat(here), world.group("dp_cp")).split([len(one_H) for one_H in here])
+        tp, local = world.group("tp").size, [layer.largest_H for layer in self._layers]
+        parts_H = max_(torch.cat(local), world.group("dp_cp")).split([len(part) for part in local])
         bound, alpha = self._record.bound, self._record.alpha
-        for one, largest_H in zip(self._watched, parts_H, strict=True):
+        for layer, largest_H in zip(self._layers, parts_H, strict=True):
             # A logit that is not finite gives no factor: such heads are not scaled.
             shrink_H = torch.where(largest_H.isfinite(), bound / largest_H.clamp(min=bound), 1)
-            groups = min(rows.heads for rows in one.rows) // tp
+            groups = min(rows.heads for rows in layer.rows) // tp
             key_G = shrink_H.view(groups, -1).amin(1) ** (1 - alpha)
             query_H = (shrink_H.view(groups, -1) / key_G[:, None]).flatten()
             sides: dict[Side | None, Tensor]
             sides = {"query": query_H, "key": key_G, "alone": shrink_H}
-            for rows in one.rows:
+            for rows in layer.rows:
                 sides[None] = torch.ones_like(shrink_H[: rows.heads // tp])
                 parts = [sides[side][:, None].expand(-1, dims) for dims, side in rows.parts]
-                found[f"{one.name}.{rows.weight}"] = torch.cat(parts, 1).flatten()
+                found[f"{layer.name}.{rows.weight}"] = torch.cat(parts, 1).flatten()
         return found
 
     def state(self) -> dict[str, Tensor]:
@@ -97,9 +97,9 @@ class ClippedOptimizer(Optimizer):
         return {**self._inner.describe(), "qk_clip": f"logits up to {self._record.bound:g}"}
 
 
-def _watch(placed: ModelParts) -> list[_Watched]:
-    """Make the attention layers on this rank record their largest logits."""
-    model, found = placed.model, list[_Watched]()
+def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
+    """Return this rank's attention layers, set up to record their largest logits."""
+    model, found = placed.model, list[_ClippedLayer]()
     tp = placed.world.group("tp").size
     for number, block in enumerate(model.record.blocks):
         name = f"layers.{number}.attention"
@@ -123,5 +123,5 @@ def _watch(placed: ModelParts) -> list[_Watched]:
                 )
         largest_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
         attention.largest_H = largest_H
-        found.append(_Watched(name, rows, largest_H))
+        found.append(_ClippedLayer(name, rows, largest_H))
     return found

@@ -1,7 +1,7 @@
 """ZeRO sharding of weights, gradients and optimizer state over data ranks.
 
 A gradient is complete after three sums: over ranks that hold copies and saw other tokens, over
-tensor ranks that hold a parameter whole and apply it to different rows, and over the stages that
+tensor ranks that hold a full parameter and apply it to different rows, and over the stages that
 hold the embedding. Each element counts once in the norm.
 """
 
@@ -26,7 +26,7 @@ from moefold.optim.base import PREFIX, LocalMatrices, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, ModelParts
-from moefold.parallel.data.bucket import Bucket, BucketSlot, boxes, handle_of, moved, size_of
+from moefold.parallel.data.bucket import Bucket, BucketSlot, box_size, boxes, handle_of, to_global
 from moefold.parallel.data.coded import CodedBucket
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
 from moefold.parallel.data.groups import SharedGroups, group_boxes
@@ -35,12 +35,12 @@ from moefold.parallel.data.offload import (
     OffloadedOptimizer,
     OffloadedPart,
     StateOffload,
-    units_away,
+    units_to_offload,
 )
 from moefold.parallel.data.qk_clip import ClippedOptimizer
 from moefold.spec.decoder import rows_of_heads
 
-TABLE = f"{EMBEDDING}.weight"
+EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 
 
 @dataclass(frozen=True)
@@ -51,60 +51,60 @@ class LocalSlice:
     tensor: Tensor
     """The live values, contiguous, in the shape of the box."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     box: Box
     copy: int
-    """Index among the ``copies`` owners of the box; ``copies`` where this rank owns none."""
+    """Index among the ``copies`` owners of the box; ``copies`` if this rank is not an owner."""
     copies: int
     """Number of ranks that own a copy of the box."""
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor, copy: int, copies: int) -> "LocalSlice":
-        """Return a slice that covers the whole tensor."""
+    def full(cls, name: str, tensor: Tensor, copy: int, copies: int) -> "LocalSlice":
+        """Return a slice that covers the full tensor."""
         shape = tuple(tensor.shape)
         return cls(name, tensor, shape, tuple((0, size) for size in shape), copy, copies)
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this rank is the first owner of the box."""
         return self.copy == 0
 
 
 class ShardedState:
-    """This rank's shard of the training state, with its gathers, gradient sums and renewals.
+    """This rank's shard of the training state, with its collectives.
 
     Attributes:
         placed: this rank's parts of the model; sharded parameters are replaced by handles.
         params: what this rank updates, by global name: its elements of a parameter, or all of it.
-        valued: whether tensors have values, not only names, shapes and dtypes.
+        has_values: whether tensors have values, not only names, shapes and dtypes.
         histories: amax histories for delayed scaling of products on codes, by weight name.
     """
 
-    def __init__(self, placed: ModelParts, valued: bool = True) -> None:
-        """Shard the parameters' present values.
+    def __init__(self, placed: ModelParts, has_values: bool = True) -> None:
+        """Shard the parameters' values.
 
         Those on ``meta`` are allocated on the world's device; :meth:`fill` sets their values.
         """
-        self.valued = valued
+        self.has_values = has_values
         self.placed = replace(placed, hooks_for=self.hooks_for)
         self._shards, world, layout = placed.shards, placed.world, placed.layout
-        if broken := list(layout.violations_over(world.size)):
+        if broken := list(layout.world_violations(world.size)):
             raise RunError(broken, source="layout")
-        self._levels: dict[str, tuple[Group, Group]] = {}
+        self._groups_by_kind: dict[str, tuple[Group, Group]] = {}
         """By kind: ranks that shard one copy, and ranks with the corresponding shard of others."""
         for kind in ("dp_cp", "edp"):
             size = world.group(kind).size
             inside = math.gcd(layout.zero_ranks or size, size) if layout.zero else 1
-            self._levels[kind] = world.split(kind, inside)
-        self._ends: Group | None = None
+            self._groups_by_kind[kind] = world.split(kind, inside)
+        self._embedding_group: Group | None = None
         if len(placed.embedding_stages) > 1:
             # Collective: ranks of the stages in between take part too.
-            self._ends = world.stage_group(placed.embedding_stages)
+            self._embedding_group = world.stage_group(placed.embedding_stages)
         self._units: dict[str, list[Bucket]] = defaultdict(list)
         self._bucket: dict[str, Bucket] = {}
         self.params: dict[str, Tensor] = {}
         self._masters: dict[str, Tensor] = {}
-        """What the optimizer updates, by name; other tensors than ``params`` if the host does."""
+        """What the optimizer updates, by name; not ``params`` if the host updates."""
         self._moments: list[Tensor] = []
         """Offloaded moments."""
         self._stale = True
@@ -114,78 +114,78 @@ class ShardedState:
         """Number of heads of weights whose rows are divided into heads, by name."""
         state = layout.state
         self.offload: StateOffload | None = None
-        if state.away and valued:
+        if state.is_offloaded and has_values:
             self.offload = StateOffload(state, world.device, world.rank)
-        self._share_out()
+        self._build_buckets()
         self._reducer = GradReducer({}, {}, False)
-        self.renew()
+        self.refresh_weights()
 
     # Sharding
 
-    def _share_out(self) -> None:
-        """Move parameters with copies into buckets, and put handles in their place."""
+    def _build_buckets(self) -> None:
+        """Move sharded and offloaded parameters into buckets; replace them by handles."""
         model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
-        alike: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
-        alike, away = defaultdict(dict), self._units_away()
-        # Those of which one set of codes serves all products.
+        groups: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
+        groups, offloaded = defaultdict(dict), self._units_to_offload()
         coded = {n: p for n, p in narrow_products(model).items() if p.recipe.has_square_blocks}
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
-            goes = parameter.requires_grad and unit_of(name) in away
-            alone = self._levels[placement.copies][0].size == 1
-            # A frozen parameter has neither master nor state: only ZeRO 3 shards its values.
-            if (alone and not goes) or (zero < 3 and not parameter.requires_grad):
+            is_offloaded = parameter.requires_grad and unit_of(name) in offloaded
+            is_unsharded = self._groups_by_kind[placement.copies][0].size == 1
+            # A frozen parameter has no master and no state: only ZeRO 3 shards its values.
+            if (is_unsharded and not is_offloaded) or (zero < 3 and not parameter.requires_grad):
                 continue
             wide = placement.wide or parameter.dim() < 2
             dtype = parameter.dtype if wide else model.recipe.dtype
             key = unit_of(name), placement.copies, dtype, parameter.requires_grad, name in coded
-            alike[key][name] = parameter
-        for (unit, kind, dtype, trained, codes), parameters in alike.items():
-            home = self.offload.home if self.offload and trained and unit in away else None
-            given = unit, parameters, *self._levels[kind], dtype, device, zero < 3, home
-            cut = self.placed.world.group("etp" if kind == "edp" else "tp")
-            bucket = CodedBucket(coded, cut, *given) if codes else Bucket(*given)
+            groups[key][name] = parameter
+        for (unit, kind, dtype, trained, codes), parameters in groups.items():
+            offload = self.offload if trained and unit in offloaded else None
+            home = offload and offload.update_device
+            args = unit, parameters, *self._groups_by_kind[kind], dtype, device, zero < 3, home
+            slices = self.placed.world.group("etp" if kind == "edp" else "tp")
+            bucket = CodedBucket(coded, slices, *args) if codes else Bucket(*args)
             self._units[unit].append(bucket)
             for name, handle in bucket.handles.items():
                 self._bucket[name] = bucket
-                _put(model, name, handle)
-            bucket.lend(model.recipe)
+                _set_tensor(model, name, handle)
+            bucket.register_weights(model.recipe)
         _materialise(model, device)
         for name, parameter in model.named_parameters():
             bucket = self._bucket.get(name)
             if bucket is None:
                 self.params[name] = parameter
-            elif bucket.alone:
-                self._update(bucket, bucket.slots[name], bucket.slots[name].shape)
+            elif bucket.is_unsharded:
+                self._register_update(bucket, bucket.slots[name], bucket.slots[name].shape)
         for bucket in self.buckets:
-            for slot in () if bucket.alone else bucket.slots.values():
+            for slot in () if bucket.is_unsharded else bucket.slots.values():
                 # As many dims as the parameter has: weight decay depends on their number.
-                self._update(bucket, slot, [*[1] * (len(slot.shape) - 1), -1])
-        for bucket in self._away:
+                self._register_update(bucket, slot, [*[1] * (len(slot.shape) - 1), -1])
+        for bucket in self._offloaded_buckets:
             assert self.offload is not None
-            self.offload.adopt(f"masters of {bucket.unit}", bucket.master_L)
+            self.offload.register(f"masters of {bucket.unit}", bucket.master_L)
 
-    def _update(self, bucket: Bucket, slot: BucketSlot, shape: Sequence[int]) -> None:
-        """Register this rank's elements of a parameter, if any, for update, in a given shape."""
-        own = bucket.own(slot, bucket.master_L)
+    def _register_update(self, bucket: Bucket, slot: BucketSlot, shape: Sequence[int]) -> None:
+        """Register this rank's elements of a parameter, if any, for updates, in this shape."""
+        own = bucket.local_view(slot, bucket.master_L)
         if own.numel():
             own = own.view(*shape).requires_grad_(bucket.trained)
             self._masters[slot.name] = own
-            by_host = bucket.offloaded and self.offload is not None and self.offload.by_host
+            by_host = bucket.offloaded and self.offload is not None and self.offload.updates_on_host
             self.params[slot.name] = handle_of(own, bucket.values.device) if by_host else own
 
-    def _units_away(self) -> frozenset[str]:
+    def _units_to_offload(self) -> frozenset[str]:
         """Return the units whose masters and moments are offloaded."""
         if self.offload is None:
             return frozenset()
         elements: dict[str, int] = defaultdict(int)
         for name, parameter in self.placed.model.named_parameters():
-            ranks = self._levels[self._shards[name].placement.copies][0].size
+            ranks = self._groups_by_kind[self._shards[name].placement.copies][0].size
             elements[unit_of(name)] += parameter.numel() * parameter.requires_grad // ranks
-        return units_away(elements, self.offload.record.share)
+        return units_to_offload(elements, self.offload.record.share)
 
     @property
-    def _away(self) -> list[Bucket]:
+    def _offloaded_buckets(self) -> list[Bucket]:
         """Buckets whose masters are offloaded."""
         return [bucket for bucket in self.buckets if bucket.offloaded]
 
@@ -196,44 +196,44 @@ class ShardedState:
             yield from buckets
 
     def optimizer(self, record: Record) -> Optimizer:
-        """Build the optimizer of this rank's params; offloaded state of an earlier one is freed."""
+        """Build the optimizer of this rank's params; free offloaded state of an earlier one."""
         assert isinstance(record, Optim)
         masters = {name: self._masters.get(name, p) for name, p in self.params.items()}
         if self.offload is None:
-            made = self._optimizer_of(record, masters, tuple(self._units))
+            optimizer = self._build_optimizer(record, masters, tuple(self._units))
         else:
-            self.offload.forget(self._moments)
+            self.offload.unregister(self._moments)
             self._moments, parts = [], []
             # In one order on all ranks: an update may contain collectives.
             units = dict.fromkeys([*(one.unit for one in self.buckets), *map(unit_of, masters)])
             for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
                 params = {name: held for name, held in masters.items() if unit_of(name) in part}
-                parts.append(self._offloaded(record, params, part))
-            made = OffloadedOptimizer(self.params, parts, self.offload)
+                parts.append(self._build_offloaded_part(record, params, part))
+            optimizer = OffloadedOptimizer(self.params, parts, self.offload)
         if record.qk_clip is None:
-            return made
-        return ClippedOptimizer(made, self.placed, self.weights, record.qk_clip)
+            return optimizer
+        return ClippedOptimizer(optimizer, self.placed, self.weights, record.qk_clip)
 
-    def _offloaded(
+    def _build_offloaded_part(
         self, record: Optim, masters: dict[str, Tensor], units: tuple[str, ...]
     ) -> OffloadedPart:
-        """Build the optimizer of some units and offload its moments."""
+        """Build the optimizer of some units, and offload its moments."""
         assert self.offload is not None
-        buckets = [bucket for bucket in self._away if bucket.unit in units]
+        buckets = [bucket for bucket in self._offloaded_buckets if bucket.unit in units]
         tensors = [bucket.master_L for bucket in buckets]
-        self.offload.come(tensors)()
-        optimizer = self._optimizer_of(record, masters, units)
-        self.offload.leave(tensors)()
-        away = {name for bucket in buckets for name in bucket.slots}
+        self.offload.prefetch(tensors)()
+        optimizer = self._build_optimizer(record, masters, units)
+        self.offload.write_back(tensors)()
+        offloaded = {name for bucket in buckets for name in bucket.slots}
         for key, moment in optimizer.state().items():
-            name = _named(key)
-            if name in away and moment.dim():
-                self.offload.adopt(key, moment)
+            name = _parameter_name(key)
+            if name in offloaded and moment.dim():
+                self.offload.register(key, moment)
                 self._moments.append(moment)
                 tensors.append(moment)
         return OffloadedPart(optimizer, buckets, tensors)
 
-    def _optimizer_of(
+    def _build_optimizer(
         self, record: Optim, masters: dict[str, Tensor], units: Collection[str]
     ) -> Optimizer:
         """Build the optimizer of the masters of some units, given how ranks shard them."""
@@ -242,21 +242,21 @@ class ShardedState:
             groups = SharedGroups(record.group, self._shards, buckets, self.placed.model.recipe)
             return build(record, masters, groups=groups)
         sources = [
-            self._source(name, record)
+            self._matrix_source(name, record)
             for name, parameter in self.placed.model.named_parameters()
             if parameter.requires_grad and record.needs_whole(name, self._shards[name].shape)
         ]
         if not sources:
             return build(record, masters)
         shapes = {n: record.split(self._shards[n].shape, self._heads.get(n, 0)) for n in masters}
-        if all(source.inside.size == 1 and source.slices is None for source in sources):
+        if all(source.shard_group.size == 1 and source.slice_group is None for source in sources):
             return build(record, masters, wholes=LocalMatrices(shapes))
         dtype, device = self.placed.model.recipe.master_dtype, self.placed.world.device
-        nothing = torch.empty(0, dtype=dtype, device=device)
-        return build(record, masters, wholes=ShardedMatrices(sources, shapes, nothing))
+        empty = torch.empty(0, dtype=dtype, device=device)
+        return build(record, masters, wholes=ShardedMatrices(sources, shapes, empty))
 
-    def _source(self, name: str, record: Optim) -> MatrixSource:
-        """Return how ranks hold a parameter made of matrices; no head is split between ranks."""
+    def _matrix_source(self, name: str, record: Optim) -> MatrixSource:
+        """Return how a parameter made of matrices is sharded; no rank has part of a head."""
         shard, bucket, world = self._shards[name], self._bucket.get(name), self.placed.world
         whole, heads = shard.local_shape, self._heads.get(name, 0)
         dims = len(whole)
@@ -267,17 +267,17 @@ class ShardedState:
             if len(shape) == dims and dim >= dims - 2 and world.group(axis).size > 1
         ]
         slices, dim = cut[0] if cut else (None, 0)
-        inside, runs = self._levels[shard.placement.copies][0], ((0, math.prod(shape)),)
+        inside, runs = self._groups_by_kind[shard.placement.copies][0], ((0, math.prod(shape)),)
         if bucket is not None:
             slot, length = bucket.slots[name], bucket.length
-            runs = tuple(slot.part(r * length, (r + 1) * length) for r in range(inside.size))
+            runs = tuple(slot.range_in(r * length, (r + 1) * length) for r in range(inside.size))
         return MatrixSource(name, shape, runs, inside, slices, dim)
 
     # A step
 
     def begin_step(self, micro_batches: int) -> None:
-        """Drop the last step's gradients; set up reduction for this many micro-batches."""
-        # The shards' gradients too: they are views of the last step's sums.
+        """Drop the last step's gradients; prepare to reduce those of this many micro-batches."""
+        # Also the shards' gradients, which are views of the last step's sums.
         for parameter in (*self.placed.model.parameters(), *self.params.values()):
             parameter.grad = None
         for bucket in self.buckets:
@@ -286,8 +286,9 @@ class ShardedState:
             history.seen_RM.zero_()
         uses: dict[str, int] = defaultdict(int)
         for chunk in self.placed.chunks:
-            ends = [self.placed.model.head_unit] * chunk.scores + [EMBEDDING] * len(chunk.ahead)
-            for unit in self._order(chunk, True) + ends:
+            ends = [self.placed.model.head_unit] * chunk.has_head
+            ends += [EMBEDDING] * len(chunk.multi_token)
+            for unit in self._unit_order(chunk, True) + ends:
                 uses[unit] += micro_batches
         self._reducer = GradReducer(self._units, uses, self.placed.layout.zero >= 2)
 
@@ -296,19 +297,19 @@ class ShardedState:
         if not self._units:
             return RESIDENT
         reducer = self._reducer if training else None
-        return FsdpHooks(self._units, self._order(chunk, training), reducer, deferred)
+        return FsdpHooks(self._units, self._unit_order(chunk, training), reducer, deferred)
 
-    def _order(self, chunk: Chunk, training: bool) -> list[str]:
+    def _unit_order(self, chunk: Chunk, training: bool) -> list[str]:
         """Return the units of a chunk in forward order, without the head.
 
         Multi-token layers, which run only in training, also look up embeddings in between.
         """
-        layers, ahead = ([f"layers.{n}" for n in some] for some in (chunk.layers, chunk.ahead))
-        ends = ["norm"] * chunk.scores + ahead * training
-        return [EMBEDDING] * chunk.embeds + layers + ends
+        layers, later = ([f"layers.{n}" for n in ns] for ns in (chunk.layers, chunk.multi_token))
+        ends = ["norm"] * chunk.has_head + later * training
+        return [EMBEDDING] * chunk.has_embedding + layers + ends
 
     def finish(self) -> Tensor:
-        """Complete every gradient; return this rank's share of the squared norm, fp64.
+        """Complete every gradient; return this rank's part of the squared norm, fp64.
 
         A parameter that received none gets a zero gradient, so that its moments still decay.
         """
@@ -320,67 +321,65 @@ class ShardedState:
             bucket = self._bucket.get(name)
             if bucket is not None:
                 assert bucket.summed_L is not None
-                parameter.grad = bucket.own(bucket.slots[name], bucket.summed_L).view_as(parameter)
+                own = bucket.local_view(bucket.slots[name], bucket.summed_L)
+                parameter.grad = own.view_as(parameter)
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         placed = {name: self._shards[name].placement for name in trained}
-        for kind, (_, across) in self._levels.items():
-            copied = [
-                p
-                for n, p in trained.items()
-                if (n not in self._bucket or self._bucket[n].alone) and placed[n].copies == kind
-            ]
-            _sum(copied, across)
+        sharded = {n for n, bucket in self._bucket.items() if not bucket.is_unsharded}
+        for kind, (_, replicas) in self._groups_by_kind.items():
+            copied = [n for n in trained if n not in sharded and placed[n].copies == kind]
+            _sum_gradients([trained[n] for n in copied], replicas)
         whole = [p for n, p in trained.items() if placed[n].shared_over_tp]
-        _sum(whole, self.placed.world.group("tp"))
+        _sum_gradients(whole, self.placed.world.group("tp"))
         sliced = [p for n, p in trained.items() if placed[n].shared_over_etp]
-        _sum(sliced, self.placed.world.group("etp"))
+        _sum_gradients(sliced, self.placed.world.group("etp"))
         # Last, when each stage has summed over data ranks: a sum of two is the same in any order.
-        if self._ends is not None and TABLE in trained:
-            _sum([trained[TABLE]], self._ends)
-        counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
+        if self._embedding_group is not None and EMBEDDING_WEIGHT in trained:
+            _sum_gradients([trained[EMBEDDING_WEIGHT]], self._embedding_group)
+        counted = [p.grad for n, p in trained.items() if not self._copy_index(n)[0]]
         grads = [grad for grad in counted if grad is not None]
         return squared_norm(grads, self.placed.world.device)
 
     def end_step(self) -> None:
-        """After an update of the masters, update router balance, amax histories and weights."""
+        """Update router balance, amax histories and weights, after the masters were updated."""
         for _, mixture in self.placed.model.moe_layers():
             mixture.balance.finish_step(mixture.router)
         for history in self.histories.values():
             history.advance()
-        self.renew()
+        self.refresh_weights()
 
     @torch.no_grad()
-    def renew(self) -> None:
-        """Refresh the weights that stay whole from the masters, after any change of these.
+    def refresh_weights(self) -> None:
+        """Refresh the weights that stay unsharded, after any change of the masters.
 
-        Starts the gathers; the first pass through a unit waits for that unit's.
+        Starts the gathers; the first pass through a unit waits for that unit's gather.
         """
-        for bucket in self._away:
-            if self._stale or not bucket.narrowed:
-                bucket.narrow(self._lying(bucket.master_L))
+        for bucket in self._offloaded_buckets:
+            if self._stale or not bucket.has_compute_copy:
+                bucket.store_compute_copy(self._stored_values(bucket.master_L))
         self._stale = False
-        self.settle()
+        self.flush()
         for bucket in self.buckets:
-            if self.valued:
-                bucket.renew()
+            if self.has_values:
+                bucket.refresh_weights()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write offloaded state that was read into memory back to disk."""
         if self.offload is not None:
-            self.offload.settle()
+            self.offload.flush()
 
-    def _lying(self, tensor: Tensor) -> Tensor:
-        """Return the values of a state tensor wherever they are stored."""
-        return tensor.detach() if self.offload is None else self.offload.lying(tensor)
+    def _stored_values(self, tensor: Tensor) -> Tensor:
+        """Return the values of a state tensor, wherever they are stored."""
+        return tensor.detach() if self.offload is None else self.offload.stored_values(tensor)
 
     # Reading and writing the state
 
-    def _copy(self, name: str) -> tuple[int, int]:
-        """Return this rank's index among holders of its elements of a tensor, and their number."""
+    def _copy_index(self, name: str) -> tuple[int, int]:
+        """Return this rank's index among owners of its elements of a tensor, and their number."""
         placement, world = self._shards[name].placement, self.placed.world
         bucket = self._bucket.get(name)
-        holders = world.group(placement.copies) if bucket is None else bucket.across
+        holders = world.group(placement.copies) if bucket is None else bucket.replica_group
         place, count = holders.index, holders.size
         if placement.shared_over_tp:
             tp = world.folding.sizes.tp
@@ -388,23 +387,23 @@ class ShardedState:
         if placement.shared_over_etp:
             etp = world.folding.sizes.etp
             place, count = place * etp + world.experts.etp, count * etp
-        if name == TABLE:
+        if name == EMBEDDING_WEIGHT:
             stages = self.placed.embedding_stages
             place, count = place + count * stages.index(world.attention.pp), count * len(stages)
         return place, count
 
     def weights(self) -> Iterator[LocalSlice]:
-        """Yield this rank's masters and buffers; after writing into them call :meth:`renew`."""
+        """Yield this rank's masters and buffers; call :meth:`refresh_weights` after writes."""
         self._stale = True
         for name, parameter in self.params.items():
             master = self._masters.get(name, parameter)
-            yield from self._boxes(name, name, self._lying(master))
+            yield from self._boxes(name, name, self._stored_values(master))
         kept = self.placed.model.state_dict()
         for name, buffer in self.placed.model.named_buffers():
             if name not in kept:
                 continue
             shard = self._shards[name]
-            yield LocalSlice(name, buffer, shard.shape, shard.box, *self._copy(name))
+            yield LocalSlice(name, buffer, shard.shape, shard.box, *self._copy_index(name))
 
     def gradients(self) -> Iterator[LocalSlice]:
         """Yield this rank's gradients, complete after :meth:`finish`."""
@@ -412,34 +411,34 @@ class ShardedState:
             if parameter.grad is not None:
                 yield from self._boxes(name, name, parameter.grad)
 
-    def states(self, optimizer: Optimizer) -> Iterator[LocalSlice]:
-        """Yield this rank's optimizer state, under its names in a checkpoint."""
+    def optimizer_state(self, optimizer: Optimizer) -> Iterator[LocalSlice]:
+        """Yield this rank's optimizer state under its names in a checkpoint."""
         for key, tensor in optimizer.state().items():
-            name = _named(key)
+            name = _parameter_name(key)
             if key.endswith("_groups"):
-                shard, (place, count) = self._shards[name], self._copy(name)
-                found = group_boxes(shard, optimizer.group, self._run(name), tensor)
+                shard, (place, count) = self._shards[name], self._copy_index(name)
+                found = group_boxes(shard, optimizer.group, self._local_range(name), tensor)
                 for part, shape, box, owned in found:
                     yield LocalSlice(key, part, shape, box, place if owned else count, count)
             elif tensor.shape == self.params[name].shape:
                 yield from self._boxes(key, name, tensor)
-            else:  # one value for all elements: owned by ranks with the parameter's first element
+            else:  # one value for all elements: owned by the ranks with the first element
                 at_start = not any(start for start, _ in self._shards[name].box)
-                place, count = self._copy(name)
-                owned = at_start and not self._run(name)[0]
-                yield LocalSlice.whole(key, tensor, place if owned else count, count)
+                place, count = self._copy_index(name)
+                owned = at_start and not self._local_range(name)[0]
+                yield LocalSlice.full(key, tensor, place if owned else count, count)
         stage = self.placed.world.group("stage")
         for name, history in self.histories.items():
             key = f"{PREFIX}.{name}.amaxes"
-            yield LocalSlice.whole(key, history.past_RMH, stage.index, stage.size)
+            yield LocalSlice.full(key, history.past_RMH, stage.index, stage.size)
 
     @torch.no_grad()
     def fill(self, values: Callable[[Shard], Tensor], buffers: bool = False) -> None:
-        """Set this rank's masters to ``values(shard)``, and renew the weights.
+        """Set this rank's masters to ``values(shard)``, and refresh the weights.
 
-        Buffers become zero; with ``buffers``, persistent ones are set by the function too.
+        Buffers become zero; with ``buffers``, the function sets persistent ones too.
         """
-        if not self.valued:
+        if not self.has_values:
             return
         for buffer in self.placed.model.buffers():
             buffer.zero_()
@@ -447,29 +446,29 @@ class ShardedState:
             if held.name in self.params or buffers:
                 placement = self._shards[held.name].placement
                 held.tensor.copy_(values(Shard(held.name, held.shape, held.box, placement)))
-        self.renew()
+        self.refresh_weights()
 
-    def _run(self, name: str) -> tuple[int, int]:
-        """Return the range of elements that this rank updates of its shard of a parameter."""
+    def _local_range(self, name: str) -> tuple[int, int]:
+        """Return the range of elements of its shard of a parameter that this rank updates."""
         bucket = self._bucket.get(name)
         if bucket is None:
             return 0, math.prod(self._shards[name].local_shape)
-        return bucket.part(bucket.slots[name])
+        return bucket.local_range(bucket.slots[name])
 
     def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[LocalSlice]:
-        """Yield, as boxes of the whole parameter, a tensor of this rank's elements of it."""
-        shard, copy = self._shards[name], self._copy(name)
+        """Yield a tensor of this rank's elements of a parameter, as boxes of the full parameter."""
+        shard, copy = self._shards[name], self._copy_index(name)
         if name not in self._bucket:
             yield LocalSlice(key, tensor, shard.shape, shard.box, *copy)
             return
         flat, at = tensor.reshape(-1), 0
-        for box in boxes(shard.local_shape, *self._run(name)):
-            part = flat[at : at + size_of(box)].view([stop - start for start, stop in box])
-            yield LocalSlice(key, part, shard.shape, moved(box, shard.box), *copy)
-            at += size_of(box)
+        for box in boxes(shard.local_shape, *self._local_range(name)):
+            part = flat[at : at + box_size(box)].view([stop - start for start, stop in box])
+            yield LocalSlice(key, part, shard.shape, to_global(box, shard.box), *copy)
+            at += box_size(box)
 
 
-def _named(key: str) -> str:
+def _parameter_name(key: str) -> str:
     """Return the parameter's name from the key of an optimizer state tensor."""
     return key.removeprefix(f"{PREFIX}.").rpartition(".")[0]
 
@@ -481,16 +480,16 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
             empty = torch.empty_like(held, device=device)
             if isinstance(held, nn.Parameter):
                 empty = nn.Parameter(empty, held.requires_grad)
-            _put(model, name, empty)
+            _set_tensor(model, name, empty)
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     prefix, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(prefix), leaf, tensor)
 
 
-def _sum(parameters: Sequence[Tensor], ranks: Group) -> None:
-    """Sum gradients over ranks with the same elements of each parameter, in one all-reduce."""
+def _sum_gradients(parameters: Sequence[Tensor], ranks: Group) -> None:
+    """Sum gradients over ranks with the same elements of the parameters, in one all-reduce."""
     if ranks.size == 1 or not parameters:
         return
     grads = [p.grad for p in parameters if p.grad is not None]

@@ -1,9 +1,9 @@
-"""Executes a pipeline schedule's table: the steps of this rank's line, one after another.
+"""Executes a pipeline schedule: the steps of this rank's line in the table, in order.
 
 T rows on this rank, D hidden. One rank without a pipeline is a table of one line.
 
 The head's loss, its weight gradient and the gradient of its rows are computed together at the end
-of the last stage's F, so that logits are never stored. I and W of that stage do the rest.
+of the last stage's F, so that logits are never stored. I and W of that stage compute the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from moefold.model.config import Block
 from moefold.moe.dispatch.config import FixedShape
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
-from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
+from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan_rank
 from moefold.parallel.pipeline.partial import GraphedPass, PartGraphs
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
 from moefold.planner.case import Keeping, offloaded, recomputed
@@ -36,12 +36,12 @@ class Factors(NamedTuple):
 
     scale_L: Tensor
     """For the loss: 1 / labels; for each further token's loss: its weight / its labels."""
-    share_M: Tensor
-    """For each micro-batch's router terms: its share of the step's valid rows."""
+    fraction_M: Tensor
+    """For each micro-batch's router terms: its fraction of the step's valid rows."""
 
 
 ScaledLoss = Callable[[Tensor, Flow, Tensor], tuple[Tensor, Tensor]]
-"""``loss(x_TD, flow, scale)``: this rank's share of the summed loss, and the gradient of x_TD times
+"""``loss(x_TD, flow, scale)``: this rank's part of the summed loss, and the gradient of x_TD times
 the scale."""
 
 
@@ -50,33 +50,33 @@ class StepResult:
     """Losses and router terms of a step on this rank."""
 
     losses: list[Tensor] = field(default_factory=list)
-    """This rank's share of each micro-batch's summed loss, on the last stage."""
+    """This rank's part of each micro-batch's summed loss, on the last stage."""
     terms: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """Micro-batch, layer, and its router terms [N], without gradient."""
 
 
 @dataclass
 class InFlight:
-    """State of one micro-batch in one chunk, from its F until its last backward action."""
+    """State of one micro-batch in one chunk, from F until the last backward action."""
 
-    way: ChunkPass
+    chunk_pass: ChunkPass
     flow: Flow
     sink: DeferredSink | AccumulatingSink
     hooks: UnshardHooks
     graphs: GraphedPass | None
     gradients: State = ()
-    """Gradients of the output rows, where the chunk ends with the loss."""
+    """Gradients of the output rows, if the chunk ends with the loss."""
 
 
 class Executor:
-    """One step of training on one rank.
+    """Runs one training step on one rank.
 
     Args:
         placed: this rank's parts of the model.
         flows: one per micro-batch, without a gradient sink.
         factors: of the loss and of router terms.
         loss: computes the loss at the end of the last stage.
-        graphs: CUDA graphs of parts of blocks, with ``layout.graphs: partial``.
+        graphs: CUDA graphs of parts of blocks, for ``layout.graphs: partial``.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class Executor:
         graphs: PartGraphs | None = None,
     ) -> None:
         self._placed, self._flows, self._graphs = placed, flows, graphs
-        self._shares, scales = factors.share_M.unbind(), factors.scale_L.unbind()
+        self._fractions, scales = factors.fraction_M.unbind(), factors.scale_L.unbind()
         self._loss: Loss = lambda x_TD, flow, later: loss(x_TD, flow, scales[later])
         rank = placed.world.attention.pp
-        self.plan: RankPlan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
+        self.plan: RankPlan = plan_rank(placed.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
         """Completed steps."""
-        self._beside = placed.beside if self.plan.table.has_pairs else None
+        self._secondary = placed.secondary if self.plan.table.has_pairs else None
         self._messages = P2PMessages(self.plan, placed.world.group("pp"), self._buffer)
-        self._held: dict[tuple[int, int], InFlight] = {}
-        self._ran = StepResult()
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._result = StepResult()
 
     def run(self) -> StepResult:
         """Run every step of this rank's line."""
@@ -111,95 +111,97 @@ class Executor:
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
                 self._messages.post(at)
-                # Before a step without backward; otherwise after that backward's own fetches.
+                # Before a step without backward; otherwise after the fetches of that backward.
                 takes = any(action.kind in "BI" for action in actions_of(step))
                 if not takes:
-                    self._fetch_for(at + 1)
+                    self._prefetch(at + 1)
                 self._step(step, lanes)
                 self.executed.append(step)
-                self._fetch_for(at + 1)
+                self._prefetch(at + 1)
         self._messages.close()
-        assert not self._held, "forward passes without their backward"
-        return self._ran
+        assert not self._in_flight, "forward passes without their backward"
+        return self._result
 
-    def _fetch_for(self, at: int) -> None:
-        """Start to fetch the offloaded activations that a step's backward takes first."""
+    def _prefetch(self, at: int) -> None:
+        """Start to fetch the offloaded activations that a step's backward reads first."""
         for step in self.plan.line[at : at + 1]:
             for action in actions_of(step):
-                held = self._held.get(self._spot(action))
+                held = self._in_flight.get(self._stage_and_micro(action))
                 if held is not None and action.kind in "BI":
                     held.flow.keeper.fetch()
 
     def _step(self, step: Step, lanes: Lanes) -> None:
-        """Run one action, or a pair concurrently, of which the backward has the first turn."""
+        """Run one action, or a pair concurrently, beginning with the backward."""
         actions = actions_of(step)
-        chains = {action: self._chain(action) for action in reversed(actions)}
-        left = dict(zip(chains, lanes.run(*chains.values()), strict=True))
+        chains = {action: self._start_action(action) for action in reversed(actions)}
+        results = dict(zip(chains, lanes.run(*chains.values()), strict=True))
         for action in actions:
-            self._end(action, left[action])
+            self._finish_action(action, results[action])
 
-    def _chain(self, action: Action) -> Chain:
+    def _start_action(self, action: Action) -> Chain:
         """Wait for an action's inputs, and return its tasks."""
-        stage, micro = self._spot(action)
+        stage, micro = self._stage_and_micro(action)
         if action.kind == "F":
-            held = self._held[stage, micro] = self._start(action)
+            held = self._in_flight[stage, micro] = self._start_pass(action)
             needs = self.plan.table.needs(self.plan.rank, action)
-            given = [self._messages.take(need).requires_grad_() for need in needs]
-            return Chain(tuple(given), held.way.forward())
-        held = self._held[stage, micro]
+            inputs = [self._messages.wait_for(need).requires_grad_() for need in needs]
+            return Chain(tuple(inputs), held.chunk_pass.forward())
+        held = self._in_flight[stage, micro]
         if action.kind == "W":
             assert isinstance(held.sink, DeferredSink)
             held.hooks.pre_weight_gradients()
             held.sink.drain()
             return Chain((), ())
-        given, held.gradients = held.gradients, ()
-        if not given:
-            given = (self._messages.take(ActionResult("gradient", stage + 1, micro)),)
+        inputs, held.gradients = held.gradients, ()
+        if not inputs:
+            inputs = (self._messages.wait_for(ActionResult("gradient", stage + 1, micro)),)
         drain = held.sink.drain if isinstance(held.sink, DeferredSink) else None
         if drain is not None and action.kind == "B":
             held.hooks.pre_weight_gradients()
-        return Chain(given, held.way.backward(drain if action.kind == "B" else None))
+        return Chain(inputs, held.chunk_pass.backward(drain if action.kind == "B" else None))
 
-    def _start(self, action: Action) -> InFlight:
+    def _start_pass(self, action: Action) -> InFlight:
         """Prepare a micro-batch's pass through a chunk."""
-        # Without W or pairs, weight gradients are computed at once and their rows are freed.
-        apart = self.plan.splits or self._beside is not None
-        sink = DeferredSink() if apart else AccumulatingSink()
+        # Without W or pairs, weight gradients are computed at once, which frees their rows.
+        deferred = self.plan.splits_backward or self._secondary is not None
+        sink = DeferredSink() if deferred else AccumulatingSink()
         placed, micro = self._placed, action.micro
-        chunk, share = placed.chunks[action.chunk], self._shares[micro]
-        hooks = placed.hooks_for(chunk, training=True, deferred=apart)
-        flow = self._flows[micro].begun(sink, hooks, chunk.scores)
-        graphs = self._graphs and self._graphs.take(action.chunk, micro, flow)
+        chunk, share = placed.chunks[action.chunk], self._fractions[micro]
+        hooks = placed.hooks_for(chunk, training=True, deferred=deferred)
+        flow = self._flows[micro].begun(sink, hooks, chunk.has_head)
+        graphs = self._graphs and self._graphs.acquire(action.chunk, micro, flow)
         if graphs is not None:
             flow = replace(flow, rows=graphs.flow.rows, piece=graphs.flow.piece)
-        way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside, graphs)
-        return InFlight(way, flow, sink, hooks, graphs)
+        chunk_pass = ChunkPass(
+            placed.model, chunk, flow, share, self._loss, self._secondary, graphs
+        )
+        return InFlight(chunk_pass, flow, sink, hooks, graphs)
 
-    def _end(self, action: Action, left: State) -> None:
-        """Record or send an action's result, and free what later actions do not need."""
-        stage, micro = self._spot(action)
-        held = self._held[stage, micro]
+    def _finish_action(self, action: Action, state: State) -> None:
+        """Record or send an action's result; free what later actions do not need."""
+        stage, micro = self._stage_and_micro(action)
+        held = self._in_flight[stage, micro]
         if action.kind == "F":
-            way = held.way
+            chunk_pass = held.chunk_pass
             held.flow.keeper.end_forward()
-            self._ran.terms += [(micro, layer, values) for layer, values in way.terms]
-            if way.summed is not None:
-                self._ran.losses.append(way.summed)
-                held.gradients = left
+            self._result.terms += [(micro, layer, values) for layer, values in chunk_pass.terms]
+            if chunk_pass.summed_loss is not None:
+                self._result.losses.append(chunk_pass.summed_loss)
+                held.gradients = state
         if action.kind == "I":
             held.flow.end_backward()
         if action.kind in "BW":
             held.hooks.post_weight_gradients()
             if self._graphs is not None and held.graphs is not None:
-                self._graphs.give(held.graphs)
-            del self._held[stage, micro]
-        given = self.plan.table.gives(self.plan.rank, action)
-        if given is not None and self.plan.table.reader(given) is not None:
-            (rows_TD,) = left
+                self._graphs.release(held.graphs)
+            del self._in_flight[stage, micro]
+        result = self.plan.table.gives(self.plan.rank, action)
+        if result is not None and self.plan.table.reader(result) is not None:
+            (rows_TD,) = state
             assert rows_TD is not None, "no gradient reaches the chunk's input"
-            self._messages.give(given, rows_TD.detach())
+            self._messages.send(result, rows_TD.detach())
 
-    def _spot(self, action: Action) -> tuple[int, int]:
+    def _stage_and_micro(self, action: Action) -> tuple[int, int]:
         return self.plan.table.stage(self.plan.rank, action.chunk), action.micro
 
     def _buffer(self, micro: int) -> Tensor:
@@ -235,6 +237,7 @@ def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
         return [decoder.blocks[int(number)] for number in numbers]
 
     chunks = [
-        ChunkBlocks(blocks(one.layers), blocks(one.ahead), one.scores) for one in placed.chunks
+        ChunkBlocks(blocks(one.layers), blocks(one.multi_token), one.has_head)
+        for one in placed.chunks
     ]
     return Pages(*pages(chunks, shape, keeping, line))

@@ -16,18 +16,18 @@ from moefold.parallel.pipeline.partial import PartGraphs
 from moefold.parallel.pipeline.recording import (
     CudaGraphs,
     GraphRecorder,
-    Shapes,
+    ShapeTracker,
     refill,
     static_copy,
 )
 
 
-def executor_of(
+def build_executor(
     data: ShardedState, record: Callable[[], GraphRecorder] | None = None
 ) -> Callable[..., Any]:
     """Return the function that runs steps, with the signature of :func:`run_step`.
 
-    It follows ``layout.graphs``. ``record`` builds recorders; by default those of CUDA, on CUDA.
+    ``layout.graphs`` selects it. ``record`` builds recorders; by default CUDA's, on CUDA devices.
     """
     placed = data.placed
     if record is None and placed.world.device.type == "cuda":
@@ -45,10 +45,10 @@ Replay = Callable[[Sequence[Flow], Factors], StepResult]
 
 
 class StepGraphs:
-    """Runs steps by one graph per shape once it is recorded, and eagerly before."""
+    """Runs steps by one graph per shape, and eagerly until it is recorded."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
-        self._data, self._record, self._shapes = data, record, Shapes()
+        self._data, self._record, self._shapes = data, record, ShapeTracker()
         self.recorded: dict[Hashable, Replay] = {}
 
     def __call__(
@@ -62,29 +62,29 @@ class StepGraphs:
         if None in key or not self._shapes.ready(key):
             return run_step(placed, flows, factors, loss)
         for bucket in self._data.buckets:
-            bucket.wait_unshard()  # started by the update, which is not part of the graph
+            bucket.wait_unshard()  # started by the optimizer step, which is not in the graph
         if key not in self.recorded:
-            self.recorded[key] = self._recorded(placed, flows, factors, loss)
+            self.recorded[key] = self._record_step(placed, flows, factors, loss)
         return self.recorded[key](flows, factors)
 
-    def _recorded(
+    def _record_step(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> Replay:
-        # Copies, since the step's own tensors are freed after it.
+        # Copies, since the step's tensors are freed after it.
         own_factors = Factors(*(factor.clone() for factor in factors))
         own_flows = [static_copy(flow) for flow in flows]
         buckets = list(self._data.buckets)
 
         def passes() -> StepResult:
-            left = run_step(placed, own_flows, own_factors, loss)
+            result = run_step(placed, own_flows, own_factors, loss)
             for bucket in buckets:
                 bucket.wait_reduce()
-            return left
+            return result
 
-        graph, left = self._record()(passes)
-        given = [*placed.model.parameters(), *self._data.params.values()]
-        gradients = [(one, one.grad) for one in given]
-        sums = [(one, one.gradients, one.summed_L) for one in buckets]
+        graph, result = self._record()(passes)
+        parameters = [*placed.model.parameters(), *self._data.params.values()]
+        gradients = [(p, p.grad) for p in parameters]
+        sums = [(b, b.gradients, b.summed_L) for b in buckets]
 
         def replay(flows: Sequence[Flow], factors: Factors) -> StepResult:
             for old, new in zip(own_flows, flows, strict=True):
@@ -95,8 +95,8 @@ class StepGraphs:
             graph()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for bucket, whole, summed_L in sums:
-                bucket.gradients, bucket.summed_L = whole, summed_L
-            return left
+            for bucket, full, summed_L in sums:
+                bucket.gradients, bucket.summed_L = full, summed_L
+            return result
 
         return replay

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 State = tuple[Any, ...]
-"""What one task of a chain passes to the next: tensors, None, and Python values."""
+"""What one task of a chain passes to the next: tensors, None and Python values."""
 
 
 class LaneTask(NamedTuple):
-    """A task that takes the previous task's results as arguments."""
+    """A task whose arguments are the previous task's results."""
 
     run: Callable[..., State]
-    exchanges: bool = False
+    is_exchange: bool = False
 
 
-class Fill(NamedTuple):
-    """A task without arguments or results, such as deferred weight gradients, to fill waits."""
+class FillTask(NamedTuple):
+    """A task without arguments or results that fills waits: deferred weight gradients."""
 
     run: Callable[[], Any]
 
@@ -37,10 +37,10 @@ class Chain(NamedTuple):
     """Consecutive tasks, and the arguments of the first one."""
 
     state: State
-    tasks: Sequence[LaneTask | Fill]
+    tasks: Sequence[LaneTask | FillTask]
 
 
-class Promised(NamedTuple):
+class ExchangeFuture(NamedTuple):
     """The future result of an exchange."""
 
     future: Future[State]
@@ -48,22 +48,22 @@ class Promised(NamedTuple):
     """On CUDA, recorded after its work."""
 
 
-def in_turns(chains: Sequence[Chain]) -> Iterator[tuple[int, LaneTask | Fill]]:
+def interleave(chains: Sequence[Chain]) -> Iterator[tuple[int, LaneTask | FillTask]]:
     """Yield (chain index, task) in the order of issue.
 
-    A turn ends with an exchange and the fills after it; then the next chain has its turn, so that
-    exchanges of one chain overlap with compute of another.
+    Chains alternate: after an exchange and the fills that follow it, the next chain continues, so
+    that exchanges of one chain overlap with compute of another.
     """
-    turns: list[list[list[LaneTask | Fill]]] = []
+    segments: list[list[list[LaneTask | FillTask]]] = []
     for chain in chains:
-        mine: list[list[LaneTask | Fill]] = [[]]
+        own: list[list[LaneTask | FillTask]] = [[]]
         for task in chain.tasks:
-            exchanged = any(isinstance(t, LaneTask) and t.exchanges for t in mine[-1])
-            if exchanged and isinstance(task, LaneTask):
-                mine.append([])
-            mine[-1].append(task)
-        turns.append(mine)
-    for together in zip_longest(*turns, fillvalue=()):
+            has_exchange = any(isinstance(t, LaneTask) and t.is_exchange for t in own[-1])
+            if has_exchange and isinstance(task, LaneTask):
+                own.append([])
+            own[-1].append(task)
+        segments.append(own)
+    for together in zip_longest(*segments, fillvalue=()):
         for index, tasks in enumerate(together):
             yield from ((index, task) for task in tasks)
 
@@ -77,7 +77,7 @@ class Lanes:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
 
     def __enter__(self) -> "Lanes":
-        """Return itself; the thread starts with the first exchange."""
+        """Return itself; the first exchange starts the thread."""
         return self
 
     def __exit__(
@@ -90,56 +90,56 @@ class Lanes:
         self._thread.shutdown(wait=error is None, cancel_futures=True)
 
     def run(self, *chains: Chain) -> list[State]:
-        """Run chains concurrently to their ends; return the result of each one's last task."""
-        states: list[State | Promised] = [chain.state for chain in chains]
-        for index, task in in_turns(chains):
-            if isinstance(task, Fill):
+        """Run chains concurrently; return the result of the last task of each."""
+        states: list[State | ExchangeFuture] = [chain.state for chain in chains]
+        for index, task in interleave(chains):
+            if isinstance(task, FillTask):
                 task.run()
-            elif task.exchanges:
-                states[index] = self._begin(task, states[index])
+            elif task.is_exchange:
+                states[index] = self._submit(task, states[index])
             else:
-                states[index] = task.run(*self._state(states[index]))
-        return [self._state(state) for state in states]
+                states[index] = task.run(*self._resolve(states[index]))
+        return [self._resolve(state) for state in states]
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until the second thread has released its last exchange's references."""
         self._thread.submit(int).result()
 
-    def _begin(self, task: LaneTask, state: State | Promised) -> Promised:
+    def _submit(self, task: LaneTask, state: State | ExchangeFuture) -> ExchangeFuture:
         """Queue an exchange after the earlier ones."""
         stream = self._stream
         if stream is None:
-            return Promised(self._thread.submit(lambda: task.run(*_now(state))))
-        # Recorded here, not by the thread, so that later work of this lane is not waited for.
+            return ExchangeFuture(self._thread.submit(lambda: task.run(*_wait(state))))
+        # Recorded here, not by the thread, which would then wait for later work of this lane.
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record()
 
         def on_stream() -> State:
             with torch.cuda.device(self._device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
-                given = _now(state)
-                _used_on(stream, given)
-                left = task.run(*given)
+                args = _wait(state)
+                _record_stream(stream, args)
+                result = task.run(*args)
                 done.record(stream)
-            return left
+            return result
 
-        return Promised(self._thread.submit(on_stream), done)
+        return ExchangeFuture(self._thread.submit(on_stream), done)
 
-    def _state(self, state: State | Promised) -> State:
+    def _resolve(self, state: State | ExchangeFuture) -> State:
         """Return a task's result for use on the main lane, waiting for an exchange."""
-        left = _now(state)
-        if isinstance(state, Promised) and state.done is not None:
+        result = _wait(state)
+        if isinstance(state, ExchangeFuture) and state.done is not None:
             torch.cuda.current_stream().wait_event(state.done)
-            _used_on(torch.cuda.current_stream(), left)
-        return left
+            _record_stream(torch.cuda.current_stream(), result)
+        return result
 
 
-def _now(state: State | Promised) -> State:
-    return state.future.result() if isinstance(state, Promised) else state
+def _wait(state: State | ExchangeFuture) -> State:
+    return state.future.result() if isinstance(state, ExchangeFuture) else state
 
 
-def _used_on(stream: torch.cuda.Stream, state: State) -> None:
-    """Record with the allocator that tensors are used on a stream other than their own.
+def _record_stream(stream: torch.cuda.Stream, state: State) -> None:
+    """Record with the allocator that tensors are used on another stream.
 
     Holding references until an event would not suffice: autograd saves the tensors for backward,
     and can release them on either lane.

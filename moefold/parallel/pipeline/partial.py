@@ -1,7 +1,7 @@
 """Partial CUDA graphs: replays parts of blocks as separate graphs; everything between runs eagerly.
 
-Each pass in flight has its own graphs of its parts' forward and backward, since they hold the
-activations for backward; a later micro-batch reuses them once the pass is over. The graphs of one
+Each pass in flight has separate graphs of its parts' forward and backward, since they hold the
+activations for backward; a later micro-batch reuses them when the pass is over. The graphs of one
 pass share a memory pool, in the order of its parts, which never changes.
 """
 
@@ -21,7 +21,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.recording import (
     Graph,
     GraphRecorder,
-    Shapes,
+    ShapeTracker,
     refill,
     static_copy,
 )
@@ -35,13 +35,13 @@ class RecordedPart(NamedTuple):
     static_inputs: tuple[Any, ...]
     """Tensors that the graph reads, and Python values that it was recorded with."""
     static_outputs: tuple[Any, ...]
-    form: Any
+    output_spec: Any
     """Pytree structure of the outputs."""
-    waiting: Sequence[Any]
+    deferred: Sequence[Any]
     """Deferred weight-gradient products that it adds to the pass's queue."""
 
-    def take(self, values: Sequence[Any]) -> None:
-        """Copy values into the static inputs, except tensors that already have that memory."""
+    def copy_inputs(self, values: Sequence[Any]) -> None:
+        """Copy values into the static inputs, except tensors that already use that memory."""
         for old, new in zip(self.static_inputs, values, strict=True):
             if not isinstance(old, Tensor):
                 assert old == new, f"a graph was recorded with {old}, and gets {new}"
@@ -58,8 +58,8 @@ class GraphedPass:
     """(chunk, shape)."""
     flow: Flow
     """The flow whose static rows the graphs read."""
-    holds: Callable[[int, Sequence[bool]], bool]
-    """``holds(at, exchanges)``: whether segment ``at`` of a block is in a graph, given which
+    is_graphed: Callable[[int, Sequence[bool]], bool]
+    """``is_graphed(at, exchanges)``: whether segment ``at`` of a block is in a graph, given which
     segments are exchanges."""
     record: GraphRecorder
     _parts: dict[Hashable, RecordedPart] = field(default_factory=dict)
@@ -67,24 +67,28 @@ class GraphedPass:
     """Addresses of the graphs' static inputs and outputs."""
 
     def run(
-        self, part: "GraphedPart", way: str, function: Callable[..., Any], values: Sequence[Any]
+        self,
+        part: "GraphedPart",
+        direction: str,
+        function: Callable[..., Any],
+        values: Sequence[Any],
     ) -> tuple[Any, ...]:
         """Run a part ``forward``, ``bare`` or ``backward``; the first time, record it."""
-        key, forms, at = (part.name, way), part.forms, part.name[1]
-        held, waiting = self._parts.get(key), part.waiting
-        if held is None:
-            given, before = tuple(map(self._static_input, values)), len(waiting)
-            graph, left = self.record(lambda: function(*given))
-            self._static |= {x.data_ptr() for x in left if isinstance(x, Tensor)}
-            held = RecordedPart(graph, given, left, forms[at], waiting[before:])
-            self._parts[key] = held
+        key, forms, at = (part.name, direction), part.forms, part.name[1]
+        recorded, waiting = self._parts.get(key), part.waiting
+        if recorded is None:
+            inputs, before = tuple(map(self._static_input, values)), len(waiting)
+            graph, outputs = self.record(lambda: function(*inputs))
+            self._static |= {x.data_ptr() for x in outputs if isinstance(x, Tensor)}
+            recorded = RecordedPart(graph, inputs, outputs, forms[at], waiting[before:])
+            self._parts[key] = recorded
         else:
-            held.take(values)
-            waiting += held.waiting
-            forms[at] = held.form
-        held.graph()
-        left = held.static_outputs
-        return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in left)
+            recorded.copy_inputs(values)
+            waiting += recorded.deferred
+            forms[at] = recorded.output_spec
+        recorded.graph()
+        outputs = recorded.static_outputs
+        return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in outputs)
 
     def _static_input(self, value: Any) -> Any:
         """Return a value with the same memory in every step: a graph's output, or a copy."""
@@ -102,7 +106,7 @@ class GraphedPart:
     structures of the records between the block's segments.
     """
 
-    exchanges = False
+    is_exchange = False
 
     def __init__(
         self,
@@ -122,9 +126,9 @@ class GraphedPart:
         """Run the part."""
         return self._graphs.run(self, "forward", self._part.forward, inputs)
 
-    def bare(self, *inputs: Any) -> tuple[Any, ...]:
+    def forward_no_grad(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the part without saving anything for backward."""
-        return self._graphs.run(self, "bare", self._part.bare, inputs)
+        return self._graphs.run(self, "bare", self._part.forward_no_grad, inputs)
 
     def backward(self, *gradients: Tensor | None) -> Gradients:
         """Return the inputs' gradients, given those of the outputs."""
@@ -136,36 +140,36 @@ class PartGraphs:
     """Pool of graphed passes through the model parts of this rank, by chunk and shape."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
-        self._record, self._shapes = record, Shapes()
+        self._record, self._shapes = record, ShapeTracker()
         self._keys: list[Hashable | None] = []
         """Shape of each micro-batch of the step; those in ``_ready`` run as graphs."""
         self._ready: set[Hashable] = set()
         self._free: dict[Hashable, list[GraphedPass]] = defaultdict(list)
         self.passes: list[GraphedPass] = []
-        """All passes with graphs, as many as were ever in flight at once."""
+        """All passes with graphs: as many as were ever in flight at once."""
         layout, handles = data.placed.layout, set[Tensor]()
-        self._alone = layout.split.ep * layout.split.etp == 1
-        self._fixed = self._alone or isinstance(layout.dispatch, FixedShape)
+        self._no_exchange = layout.split.ep * layout.split.etp == 1
+        self._static_shapes = self._no_exchange or isinstance(layout.dispatch, FixedShape)
         for bucket in data.buckets:
-            bucket.gradients_stay = True
+            bucket.keeps_gradients = True
             handles.update(bucket.handles.values())
         # Graphs add to gradients in fixed memory from the first micro-batch on, as buckets have.
         trained = [one for one in data.placed.model.parameters() if one.requires_grad]
         self._sums = {one: torch.zeros_like(one) for one in trained if one not in handles}
 
     def begin_step(self, placed: ModelParts, flows: Sequence[Flow]) -> None:
-        """Find which of the step's shapes have graphs, and set gradients to their fixed memory."""
+        """Determine which of the step's shapes have graphs; put gradients in their fixed memory."""
         moved, self._keys = self._shapes.begin_step(placed, flows)
         if moved:
             self._free.clear()
             self.passes.clear()
-        # In micro-batch order, so that all ranks record alike.
+        # In micro-batch order, so that all ranks record in the same order.
         keys = [key for key in dict.fromkeys(self._keys) if key is not None]
         self._ready = {key for key in keys if self._shapes.ready(key)}
         for parameter, sums in self._sums.items() if self._ready else ():
             parameter.grad = sums.zero_()
 
-    def take(self, chunk: int, micro: int, flow: Flow) -> GraphedPass | None:
+    def acquire(self, chunk: int, micro: int, flow: Flow) -> GraphedPass | None:
         """Return graphs for a pass through a chunk, filled with its rows; None to run eagerly."""
         shape = self._keys[micro]
         if shape not in self._ready:
@@ -175,14 +179,14 @@ class PartGraphs:
             found = free.pop()
             refill(found.flow, flow)
             return found
-        found = GraphedPass((chunk, shape), static_copy(flow), self._holds, self._record())
+        found = GraphedPass((chunk, shape), static_copy(flow), self._is_graphed, self._record())
         self.passes.append(found)
         return found
 
-    def _holds(self, at: int, exchanges: Sequence[bool]) -> bool:
+    def _is_graphed(self, at: int, exchanges: Sequence[bool]) -> bool:
         between = any(exchanges[:at]) and any(exchanges[at:])
-        return self._alone or not (exchanges[at] or (between and not self._fixed))
+        return self._no_exchange or not (exchanges[at] or (between and not self._static_shapes))
 
-    def give(self, graphs: GraphedPass) -> None:
+    def release(self, graphs: GraphedPass) -> None:
         """Return graphs to the pool, once their outputs are no longer needed."""
         self._free[graphs.key].append(graphs)

@@ -1,8 +1,7 @@
 """Forward and backward of one micro-batch on one model chunk, as task lists.
 
-T rows on this rank, D hidden. Without pairs in the table the whole chunk is one part. With pairs
-each segment of a block is a part, so that exchanges of one micro-batch overlap with compute of
-another.
+T rows on this rank, D hidden. Without pairs in the table the chunk is one part. With pairs each
+segment of a block is a part, so that exchanges of one micro-batch overlap with compute of another.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +19,13 @@ from moefold.layers.flow import Exchange, Flow, Segment
 from moefold.layers.keeper import Keeper, take
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import Chunk
-from moefold.parallel.pipeline.lanes import Fill, LaneTask, State
+from moefold.parallel.pipeline.lanes import FillTask, LaneTask, State
 from moefold.parallel.pipeline.partial import GraphedPart, GraphedPass
 from moefold.parallel.pipeline.subgraph import Subgraph
 
 Loss = Callable[[Tensor, Flow, int], tuple[Tensor, Tensor]]
-"""``loss(x_TD, flow, later)``: this rank's share of the summed loss on labels ``later`` tokens
-further on, and the scaled gradient of x_TD."""
+"""``loss(x_TD, flow, later)``: this rank's part of the summed loss on labels ``later`` tokens
+ahead, and the scaled gradient of x_TD."""
 LEAF = tree_flatten(0)[1]
 """The pytree structure of a block's input: one tensor."""
 
@@ -38,10 +37,10 @@ class ChunkPass:
         model: the parts of the model on this rank.
         chunk: the layers to run.
         flow: the micro-batch's flow, with this chunk's gradient sink.
-        share: weight of the router terms: the micro-batch's share of the step's valid rows.
+        fraction: weight of the router terms: the micro-batch's fraction of the step's valid rows.
         loss: computes the loss at the end of the last stage.
-        beside: groups for exchanges that overlap with another pass; each segment is then a part.
-        graphs: CUDA graphs of segments, or None; without both the chunk is one part.
+        secondary: groups for exchanges that overlap with another pass; each segment is then a part.
+        graphs: CUDA graphs of segments, or None; without both the chunk is a single part.
     """
 
     def __init__(
@@ -49,63 +48,63 @@ class ChunkPass:
         model: DecoderModel,
         chunk: Chunk,
         flow: Flow,
-        share: float | Tensor,
+        fraction: float | Tensor,
         loss: Loss,
-        beside: World | None,
+        secondary: World | None,
         graphs: GraphedPass | None = None,
     ) -> None:
         self._model, self._chunk, self._flow = model, chunk, flow
-        self._share, self._loss, self._graphs = share, loss, graphs
-        self._beside = None if beside is None else replace(flow, world=beside)
-        self._back: list[list[LaneTask]] = []
-        """Backward tasks of each stretch of the forward so far."""
-        self.summed: Tensor | None = None
-        """This rank's share of the micro-batch's summed loss, where the chunk has the head."""
+        self._fraction, self._loss, self._graphs = fraction, loss, graphs
+        self._second_flow = None if secondary is None else replace(flow, world=secondary)
+        self._backward_tasks: list[list[LaneTask]] = []
+        """Backward tasks of each section of the forward so far."""
+        self.summed_loss: Tensor | None = None
+        """This rank's part of the micro-batch's summed loss, if the chunk has the head."""
         self.terms: list[tuple[int, Tensor]] = []
-        """(layer, its router terms [N] without gradient)."""
+        """(layer, router terms [N] without gradient)."""
         self.seeds: list[Tensor] = []
         """Gradients of the step's loss with respect to router terms, elementwise."""
 
     def forward(self) -> list[LaneTask]:
         """Return the tasks from the chunk's input rows (none if it embeds) to its output."""
         chunk = self._chunk
-        if self._beside is None and self._graphs is None:
-            one = self._in_one(chunk.embeds, chunk.layers)
-            return [one, *([LaneTask(self._end)] if chunk.scores else [])]
+        if self._second_flow is None and self._graphs is None:
+            one = self._single_task(chunk.has_embedding, chunk.layers)
+            return [one, *([LaneTask(self._compute_losses)] if chunk.has_head else [])]
         tasks: list[LaneTask] = []
-        if chunk.embeds:
+        if chunk.has_embedding:
             start = Subgraph(lambda: (self._model.start(self._flow),))
-            self._back.append([LaneTask(start.backward)])
+            self._backward_tasks.append([LaneTask(start.backward)])
             tasks.append(LaneTask(start.forward))
         elif self._graphs is not None:
-            self._back.append([LaneTask(_copied)])
+            self._backward_tasks.append([LaneTask(_copy_state)])
         for at, number in enumerate(chunk.layers):
             tasks += self._block(number, (at, len(chunk.layers)))
-        if chunk.scores:
-            tasks += [self._in_one(False, ()), LaneTask(self._end)]
+        if chunk.has_head:
+            tasks += [self._single_task(False, ()), LaneTask(self._compute_losses)]
         elif self._graphs is not None:
-            tasks.append(LaneTask(_copied))
-        return tasks if self._beside else [task._replace(exchanges=False) for task in tasks]
+            tasks.append(LaneTask(_copy_state))
+        return tasks if self._second_flow else [task._replace(is_exchange=False) for task in tasks]
 
-    def backward(self, drain: Callable[[], Any] | None = None) -> list[LaneTask | Fill]:
+    def backward(self, drain: Callable[[], Any] | None = None) -> list[LaneTask | FillTask]:
         """Return the tasks from the output's gradient to the input's; can be called once.
 
         ``drain`` computes deferred weight gradients: concurrently with exchanges, and at the end.
         """
-        stretches, self._back = self._back, []
-        back = [task for stretch in reversed(stretches) for task in stretch]
-        if self._beside is None:
-            back = [task._replace(exchanges=False) for task in back]
+        sections, self._backward_tasks = self._backward_tasks, []
+        back = [task for section in reversed(sections) for task in section]
+        if self._second_flow is None:
+            back = [task._replace(is_exchange=False) for task in back]
         if drain is None:
             return list(back)
-        tasks: list[LaneTask | Fill] = []
+        tasks: list[LaneTask | FillTask] = []
         for task in back:
-            tasks += [task, Fill(drain)] if task.exchanges else [task]
-        return [*tasks, Fill(drain)]
+            tasks += [task, FillTask(drain)] if task.is_exchange else [task]
+        return [*tasks, FillTask(drain)]
 
-    def _in_one(self, embeds: bool, layers: Sequence[str]) -> LaneTask:
-        """Return one task for the embedding, ``layers``, last norm and multi-token layers here."""
-        model, scores, flow = self._model, self._chunk.scores, self._flow
+    def _single_task(self, embeds: bool, layers: Sequence[str]) -> LaneTask:
+        """Return one task for the chunk's embedding, ``layers``, norm and multi-token layers."""
+        model, scores, flow = self._model, self._chunk.has_head, self._flow
         numbers: list[int] = []
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
@@ -117,7 +116,7 @@ class ChunkPass:
             return normed_TD, *ahead, *terms.values(), *more.values()
 
         part = Subgraph(run)
-        self._back.append([LaneTask(part.backward)])
+        self._backward_tasks.append([LaneTask(part.backward)])
 
         def forward(*given: Any) -> State:
             made = part.forward(*given)
@@ -127,7 +126,7 @@ class ChunkPass:
 
         return LaneTask(forward)
 
-    def _end(self, *rows: Tensor) -> State:
+    def _compute_losses(self, *rows: Tensor) -> State:
         """Compute losses and gradients together, so that logits are never saved or recomputed."""
         with self._flow.unshard.unsharded(self._model.head_unit):
             pairs = [
@@ -135,32 +134,34 @@ class ChunkPass:
                 for later, x_TD in enumerate(rows)
             ]
         shares, gradients = zip(*pairs, strict=True)
-        self.summed = shares[0] if len(shares) == 1 else torch.cat([s.view(-1) for s in shares])
+        self.summed_loss = (
+            shares[0] if len(shares) == 1 else torch.cat([s.view(-1) for s in shares])
+        )
         return gradients
 
     def _block(self, number: str, place: tuple[int, int]) -> list[LaneTask]:
-        """Return the tasks of one layer; the last one also records its router terms."""
+        """Return the tasks of one layer; the last task also records its router terms."""
         segments = self._model.layers[number].segments()  # type: ignore[operator]
         parts = self._parts(segments, place)
         hooks, unit = self._flow.unshard, f"layers.{number}"
-        forward = [LaneTask(part.forward, part.exchanges) for part in parts]
-        backward = [LaneTask(part.backward, part.exchanges) for part in reversed(parts)]
+        forward = [LaneTask(part.forward, part.is_exchange) for part in parts]
+        backward = [LaneTask(part.backward, part.is_exchange) for part in reversed(parts)]
         if self._flow.keeper.block:
-            forward, backward = _recomputed(parts, self._flow.keeper, place)
-        before, after = _tell(hooks.pre_backward, unit), _tell(hooks.post_backward, unit)
-        self._back.append([before, *backward, after])
+            forward, backward = _recomputed_tasks(parts, self._flow.keeper, place)
+        before, after = _hook_task(hooks.pre_backward, unit), _hook_task(hooks.post_backward, unit)
+        self._backward_tasks.append([before, *backward, after])
 
         def close(x_TD: Tensor, terms_N: Tensor) -> State:
             hooks.post_forward(unit)
             parts[-1].seeds = self._seeds({int(number): terms_N})
             return (x_TD,)
 
-        return [_tell(hooks.pre_forward, unit), *forward, LaneTask(close)]
+        return [_hook_task(hooks.pre_forward, unit), *forward, LaneTask(close)]
 
     def _parts(
         self, segments: Sequence[Segment], place: tuple[int, int]
     ) -> list[Subgraph | GraphedPart]:
-        """Return a block's parts, between which records of tensors are flattened."""
+        """Return a block's parts; records of tensors are flattened between them."""
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
         def run(at: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
@@ -172,13 +173,15 @@ class ChunkPass:
             return tuple(flat)
 
         exchanges, graphs = [isinstance(one, Exchange) for one in segments], self._graphs
-        held = [graphs is not None and graphs.holds(at, exchanges) for at in range(len(segments))]
+        held = [
+            graphs is not None and graphs.is_graphed(at, exchanges) for at in range(len(segments))
+        ]
         # Consecutive segments in graphs are one part, whose intermediates need no static memory.
         starts = [at for at in range(len(held)) if not (at and held[at - 1] and held[at])]
         found: list[Subgraph | GraphedPart] = []
         for at, end in pairwise([*starts, len(held)]):
             away = exchanges[at] and not held[at]
-            flow = self._beside if away and self._beside else self._flow
+            flow = self._second_flow if away and self._second_flow else self._flow
             part = Subgraph(partial(run, at, end, flow), away)
             if graphs is not None and held[at]:
                 found.append(GraphedPart(graphs, part, (place, end), flow.sink, forms))
@@ -187,7 +190,7 @@ class ChunkPass:
         return found
 
     def _seeds(self, terms: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-        """Record router terms [N] by layer; return the gradient of the step's loss by each."""
+        """Record router terms [N] by layer; return the gradient of the step's loss for each."""
         noted = {at: values.detach() for at, values in terms.items() if values.numel()}
         if self._graphs is not None:  # a replay overwrites them
             noted = {at: values.clone() for at, values in noted.items()}
@@ -196,14 +199,14 @@ class ChunkPass:
         if weighted is None or not weighted.requires_grad:
             return (None,) * len(terms)
         leaves = [values for values in terms.values() if values.requires_grad]
-        scale = torch.ones_like(weighted) * self._share
+        scale = torch.ones_like(weighted) * self._fraction
         seeds = torch.autograd.grad(weighted, leaves, scale, allow_unused=True)
         self.seeds += [one for one in seeds if one is not None]
         found = iter(seeds)
         return tuple(next(found) if t.requires_grad else None for t in terms.values())
 
 
-def _tell(hook: Callable[[str], None], unit: str) -> LaneTask:
+def _hook_task(hook: Callable[[str], None], unit: str) -> LaneTask:
     """Return a task that calls an unshard hook for a unit and passes its state through."""
 
     def run(*state: Any) -> State:
@@ -213,20 +216,20 @@ def _tell(hook: Callable[[str], None], unit: str) -> LaneTask:
     return LaneTask(run)
 
 
-def _copied(*state: Any) -> State:
-    """Copy a chunk's inputs or outputs out of memory that graph replays overwrite."""
+def _copy_state(*state: Any) -> State:
+    """Copy a chunk's inputs or outputs, whose memory graph replays overwrite."""
     return tuple(x.clone() if isinstance(x, Tensor) else x for x in state)
 
 
-def _recomputed(
+def _recomputed_tasks(
     parts: Sequence[Subgraph | GraphedPart], keeper: Keeper, place: tuple[int, int]
 ) -> tuple[list[LaneTask], list[LaneTask]]:
     """Return the forward and backward tasks of a fully recomputed block: only its input is saved.
 
     Its parts run again in backward, except an exchange at the end, which runs once: for its
-    backward it saves where rows go, and no rows.
+    backward it saves the destinations of rows, but no rows.
     """
-    once = [part for part in parts[1:][-1:] if part.exchanges]
+    once = [part for part in parts[1:][-1:] if part.is_exchange]
     again = parts[: len(parts) - len(once)]
     kept: list[tuple[Any, bool]] = []
     held: list[State] = []
@@ -246,12 +249,15 @@ def _recomputed(
         keeper.again = False
         return held.pop()
 
-    forward = [LaneTask(keep), *(LaneTask(part.bare, part.exchanges) for part in again)]
+    forward = [
+        LaneTask(keep),
+        *(LaneTask(part.forward_no_grad, part.is_exchange) for part in again),
+    ]
     forward += [LaneTask(part.forward, True) for part in once]
     return forward, [
         *(LaneTask(part.backward, True) for part in once),
         LaneTask(begin),
-        *(LaneTask(part.forward, part.exchanges) for part in again),
+        *(LaneTask(part.forward, part.is_exchange) for part in again),
         LaneTask(resume),
-        *(LaneTask(part.backward, part.exchanges) for part in reversed(again)),
+        *(LaneTask(part.backward, part.is_exchange) for part in reversed(again)),
     ]

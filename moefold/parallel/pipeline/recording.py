@@ -20,10 +20,10 @@ from moefold.data.batch import ROW_TENSORS, MicroBatch
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
 
-WARM = 3
-"""Steps of a shape that run eagerly before one is recorded."""
-SHAPES = 8
-"""Most shapes that are recorded, each with memory for its outputs; others run eagerly."""
+WARMUP_STEPS = 3
+"""Steps of a shape that run eagerly before a step is recorded."""
+MAX_SHAPES = 8
+"""Most shapes that are recorded, each with memory for outputs; others run eagerly."""
 Graph = Callable[[], None]
 """Replays the recorded launches on the tensors of the recorded run."""
 GraphRecorder = Callable[[Callable[[], Any]], tuple[Graph, Any]]
@@ -32,7 +32,7 @@ Graphs of one recorder share memory, in the order recorded."""
 
 
 class CudaGraphs:
-    """Records CUDA graphs. Recording runs no kernel: only a replay fills the results."""
+    """Records CUDA graphs. Recording runs no kernel; a replay fills the results."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -46,9 +46,9 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # torch.cuda.graph would synchronise, and so wait for receives from other stages, which
-            # may in turn wait for what this stage sends next.
+            # may in turn wait for this stage's next send.
             with torch.cuda.stream(_recording_stream()):
-                # Of this thread alone: others query whether messages of other ranks have arrived.
+                # Only this thread: others query whether messages of other ranks have arrived.
                 graph.capture_begin(self._pool, "thread_local")
                 try:
                     left = function()
@@ -62,12 +62,12 @@ class CudaGraphs:
         return graph.replay, left
 
 
-class Shapes:
+class ShapeTracker:
     """Counts steps of each shape, and tracks whether weights moved since graphs were recorded."""
 
     def __init__(self) -> None:
-        self._seen, self._known = Counter[Hashable](), set[Hashable]()
-        self._held: tuple[tuple[int, int], ...] = ()
+        self._seen, self._recorded = Counter[Hashable](), set[Hashable]()
+        self._addresses: tuple[tuple[int, int], ...] = ()
 
     def begin_step(
         self, placed: ModelParts, flows: Sequence[Flow]
@@ -82,44 +82,44 @@ class Shapes:
             for flow in flows
         ]
         world = placed.world
-        said = [[self.moved(placed), *(hash(key or ()) for key in keys)]]
+        hashes = [[self.weights_moved(placed), *(hash(key or ()) for key in keys)]]
         if world.size > 1:
             with world.recorder.module("graphs"):
-                mine = torch.tensor(said[0], device=world.device)
-                said = gather(mine, world.group("world")).tolist()
-        moved_R, *shapes_MR = zip(*said, strict=True)
+                mine = torch.tensor(hashes[0], device=world.device)
+                hashes = gather(mine, world.group("world")).tolist()
+        moved_R, *shapes_MR = zip(*hashes, strict=True)
         if moved := any(moved_R):
             self._seen.clear()
-            self._known.clear()
+            self._recorded.clear()
         return moved, [key and (key, hash(all_)) for key, all_ in zip(keys, shapes_MR, strict=True)]
 
-    def moved(self, placed: ModelParts) -> bool:
-        """Renew low-precision weights, so that no replay casts; return whether any moved."""
+    def weights_moved(self, placed: ModelParts) -> bool:
+        """Refresh low-precision weights, so that no replay casts; return whether any moved."""
         model, stash = placed.model, placed.offload and placed.offload.stash
         model.recipe.renew()
         held = [*model.parameters(), *model.buffers(), *model.recipe.copies]
         held += stash.tensors if stash is not None else []
         places = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in held)
-        before, self._held = self._held, places
+        before, self._addresses = self._addresses, places
         return before != places
 
     def ready(self, key: Hashable) -> bool:
-        """Count a step of a shape; return whether it was or may now be recorded."""
-        if key in self._known:
+        """Count a step of a shape; return whether it is recorded or may be now."""
+        if key in self._recorded:
             return True
         self._seen[key] += 1
-        ready = self._seen[key] > WARM and len(self._known) < SHAPES
+        ready = self._seen[key] > WARMUP_STEPS and len(self._recorded) < MAX_SHAPES
         if ready:
-            self._known.add(key)
-            # Graphs have separate memory. No work of the step is in flight yet, for which freeing
-            # cached memory would have to wait.
+            self._recorded.add(key)
+            # Graphs have separate memory. No work of the step is in flight yet, so cached memory is
+            # freed without a wait.
             torch.cuda.empty_cache()
         return ready
 
 
 @lru_cache
 def _recording_stream() -> torch.cuda.Stream:
-    """Return the one stream on which graphs are recorded, so that backward is on forward's."""
+    """Return the single stream for recording graphs, so that backward uses forward's stream."""
     return torch.cuda.Stream()
 
 
@@ -133,7 +133,7 @@ def refill(old: Flow, new: Flow) -> None:
 
 
 def static_copy(flow: Flow) -> Flow:
-    """Return a flow with its own copies of rows, and segment bounds already on the device."""
+    """Return a flow with copies of its rows, and with segment bounds on the device."""
 
     def own(rows: MicroBatch) -> MicroBatch:
         found = replace(rows, **{name: getattr(rows, name).clone() for name in ROW_TENSORS})

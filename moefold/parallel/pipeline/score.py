@@ -24,13 +24,13 @@ time."""
 
 
 @torch.no_grad()
-def score(placed: ModelParts, flow: Flow, of: Score, chunk: int) -> Tensor | None:
+def score(placed: ModelParts, flow: Flow, score_fn: Score, chunk: int) -> Tensor | None:
     """Run a micro-batch through all stages; return its score on the last stage, else None."""
     x_TD = forward(placed, flow)
     if x_TD is None:
         return None
-    with head_here(placed):
-        return of(x_TD, placed.model.head_operand(), flow, chunk=chunk)
+    with unsharded_head(placed):
+        return score_fn(x_TD, placed.model.head_operand(), flow, chunk=chunk)
 
 
 @torch.no_grad()
@@ -63,15 +63,15 @@ def next_logits(
     vocab = model.record.vocab
     logits_PV = torch.zeros(len(texts), vocab, dtype=model.recipe.dtype, device=world.device)
     if x_TD is not None:
-        with head_here(placed):
-            logits_PV = linear(_rows(x_TD, flow, last_P), model.head_operand())
+        with unsharded_head(placed):
+            logits_PV = linear(_gather_rows(x_TD, flow, last_P), model.head_operand())
         logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
     last_rank = placed.table.home(placed.table.stages - 1)
     return broadcast_(logits_PV, world.group("pp"), last_rank)
 
 
-def continuing(placed: ModelParts) -> Callable[[Sequence[Sequence[int]]], Tensor]:
-    """Return ``next_logits`` for texts that grow, with a key-value cache where possible."""
+def incremental_logits(placed: ModelParts) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+    """Return ``next_logits`` for growing texts, with a key-value cache where possible."""
     return partial(next_logits, placed, cache=KeyValueCache.of(placed.model.record))
 
 
@@ -79,38 +79,40 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
     """Run every stage; return the normed rows ``x_TD`` on the last one, elsewhere None."""
     model, ranks = placed.model, placed.world.group("pp")
     table, rank = placed.table, placed.world.attention.pp
-    here = {table.stage(rank, number): chunk for number, chunk in enumerate(placed.chunks)}
+    chunk_by_stage = {
+        table.stage(rank, number): chunk for number, chunk in enumerate(placed.chunks)
+    }
     x_TD: Tensor | None = None
     for stage in range(table.stages):
-        source, home = table.home(max(stage - 1, 0)), table.home(stage)
-        if source != home and rank == source:
+        source, owner = table.home(max(stage - 1, 0)), table.home(stage)
+        if source != owner and rank == source:
             assert x_TD is not None
-            send(x_TD, ranks.ranks[home], ranks).wait()
+            send(x_TD, ranks.ranks[owner], ranks).wait()
             x_TD = None
-        if rank != home:
+        if rank != owner:
             continue
-        if source != home:
+        if source != owner:
             shape = (flow.rows.rows, model.record.hidden)
             x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=placed.world.device)
             receive(x_TD, ranks.ranks[source], ranks).wait()
-        chunk = here[stage]
+        chunk = chunk_by_stage[stage]
         flow = replace(flow, unshard=placed.hooks_for(chunk, training=False))
-        x_TD = model.start(flow) if chunk.embeds else x_TD
+        x_TD = model.start(flow) if chunk.has_embedding else x_TD
         assert x_TD is not None
         x_TD, _ = model.run(flow, x_TD, chunk.layers)
-        if chunk.scores:
+        if chunk.has_head:
             x_TD = model.finish(flow, x_TD)
     return x_TD if table.home(table.stages - 1) == rank else None
 
 
-def head_here(placed: ModelParts) -> AbstractContextManager[None]:
-    """Unshard the head's matrix inside the context."""
+def unsharded_head(placed: ModelParts) -> AbstractContextManager[None]:
+    """Unshard the head's matrix in this context."""
     last = placed.hooks_for(placed.chunks[-1], training=False)
     return last.unsharded(placed.model.head_unit)
 
 
-def _rows(x_TD: Tensor, flow: Flow, places_P: Tensor) -> Tensor:
-    """Return rows [P, D] of the micro-batch by their places in it, from whichever rank has them."""
+def _gather_rows(x_TD: Tensor, flow: Flow, places_P: Tensor) -> Tensor:
+    """Return rows [P, D] at given positions in the micro-batch, from the ranks that have them."""
     row_T = flow.rows.row_T
     if row_T is None:
         return x_TD[places_P]

@@ -1,4 +1,4 @@
-"""A part of a pass with a separate autograd graph, so that backward can run part by part."""
+"""A part of a pass with a separate autograd graph, so that backward runs part by part."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,33 +14,35 @@ Gradients = tuple[Tensor | None, ...]
 class Subgraph:
     """One function of a pass, with an autograd graph from its detached inputs to its outputs.
 
-    It holds only what the function saves for backward: neither inputs nor outputs.
+    It keeps alive what the function saves for backward, but not its inputs and outputs.
     """
 
     def __init__(
-        self, function: Callable[..., tuple[Tensor, ...]], exchanges: bool = False
+        self, function: Callable[..., tuple[Tensor, ...]], is_exchange: bool = False
     ) -> None:
-        """Wrap a function; ``exchanges``: it mostly waits for other ranks."""
-        self._function, self.exchanges = function, exchanges
-        self._caught: list[Tensor | None] = []
+        """Wrap a function; ``is_exchange``: it mostly waits for other ranks."""
+        self._function, self.is_exchange = function, is_exchange
+        self._input_gradients: list[Tensor | None] = []
         self._edges: list[Any] = []
         self.seeds: Gradients = ()
-        """Gradients, known since forward, of outputs that the next subgraph does not take."""
+        """Gradients, known since forward, of outputs that the next subgraph does not read."""
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the function; return its outputs, detached but with their ``requires_grad``."""
         live = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        self._caught = [None] * len(inputs)
+        self._input_gradients = [None] * len(inputs)
         if any(live):
             anchor = torch.empty(0, requires_grad=True)
-            inputs = _Border.apply(anchor, self._caught, live, *map(detached, inputs))  # type: ignore[assignment]
+            inputs = _CaptureGradients.apply(
+                anchor, self._input_gradients, live, *map(detached, inputs)
+            )  # type: ignore[assignment]
         outputs = self._function(*inputs)
         live = tuple(isinstance(y, Tensor) and y.requires_grad for y in outputs)
         pairs = zip(outputs, live, strict=True)
         self._edges = [get_gradient_edge(y) if lives else None for y, lives in pairs]
         return tuple(map(detached, outputs, live))
 
-    def bare(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward_no_grad(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the function without saving anything; it must run again before its backward.
 
         Outputs still require gradients, so that later parts compute them.
@@ -57,18 +59,18 @@ class Subgraph:
         if pairs:
             edges, grads = zip(*pairs, strict=True)
             torch.autograd.backward(edges, grads)
-        found = tuple(self._caught)
+        found = tuple(self._input_gradients)
         # Break a cycle: deferred products hold rows, rows the graph, and the graph this list.
-        self._caught.clear()
+        self._input_gradients.clear()
         return found
 
 
-def detached(value: Any, live: bool = False) -> Any:
+def detached(value: Any, requires_grad: bool = False) -> Any:
     """Return a tensor without its autograd history; other values unchanged."""
-    return value.detach().requires_grad_(live) if isinstance(value, Tensor) else value
+    return value.detach().requires_grad_(requires_grad) if isinstance(value, Tensor) else value
 
 
-class _Border(torch.autograd.Function):
+class _CaptureGradients(torch.autograd.Function):
     """An identity that captures gradients without holding the tensors.
 
     The anchor makes autograd record the function: detached inputs would not, and inputs that

@@ -29,9 +29,9 @@ from moefold.kernels.operand import Operand
 from moefold.layers.divergence import divergence_and_gradients, top, top_probabilities, whole
 from moefold.layers.flow import Flow
 from moefold.model.init import initialise
-from moefold.parallel.apply import ModelParts, build, flow_of
+from moefold.parallel.apply import ModelParts, build_flow, build_parts
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.score import forward, head_here, score
+from moefold.parallel.pipeline.score import forward, score, unsharded_head
 from moefold.spec.tuning import freeze, trainable
 from moefold.training.losses.base import Objective, segments
 from moefold.training.losses.config import Distill
@@ -66,7 +66,7 @@ class Distillation(Objective):
                 )
         config, layout = record.read_config(), record.layout(job.run.layout)
         decoder, precision = freeze(trainable(config.decoder), ("*",)), job.precision.precision
-        data = ShardedState(build(decoder, precision, layout, job.world, "meta"))
+        data = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
             fill_from(imported, data)
         self.teacher = data.placed
@@ -75,7 +75,7 @@ class Distillation(Objective):
     def trial(self, placed: ModelParts, subject: Any) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
         decoder = freeze(trainable(subject.decoder), ("*",))
-        parts = build(decoder, placed.model.recipe.precision, placed.layout, placed.world)
+        parts = build_parts(decoder, placed.model.recipe.precision, placed.layout, placed.world)
         initialise(parts.model, decoder, subject.seed + 1, parts.shards)
         self.teacher = ShardedState(parts).placed
         return self
@@ -91,14 +91,14 @@ class Distillation(Objective):
 
     def asked(self, batch: MicroBatch) -> Flow:
         """Return the teacher's forward pass for a micro-batch."""
-        return flow_of(self.teacher, batch, training=False, exact=True)
+        return build_flow(self.teacher, batch, training=False, exact=True)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Return the summed divergence, and its gradient."""
         t = self.record.temperature
-        with head_here(self.teacher):
+        with unsharded_head(self.teacher):
             compare = whole(flow.known, self.teacher.model.head_operand(), t, flow)
             how = {"compare": compare, "temperature": t, "scale": scale, "chunk": chunk}
             return divergence_and_gradients(x_TD, head, flow, **how)
@@ -151,7 +151,7 @@ class TopKDistillation(Distillation):
         """Return the teacher's top probabilities [P, W]."""
         if self._folder is None:
             return self._said(self.asked(batch), chunk)
-        if not any(one.scores for one in placed.chunks):
+        if not any(one.has_head for one in placed.chunks):
             return None
         told_TW = torch.from_numpy(self._read(batch)).to(placed.world.device)
         return told_TW[flow.whole.rows.full_row_T]
@@ -167,7 +167,7 @@ class TopKDistillation(Distillation):
         spot, count = job.world.attention, 0
         with ExitStack() as stack:
             file = None
-            if any(one.scores for one in job.placed.chunks) and spot.tp == spot.cp == 0:
+            if any(one.has_head for one in job.placed.chunks) and spot.tp == spot.cp == 0:
                 file = stack.enter_context(_file(folder, spot.dp).open("wb"))
             for batch in job.loader.all_batches(held_out=False):
                 flow = self.asked(batch)

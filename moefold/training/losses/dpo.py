@@ -27,7 +27,7 @@ from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.loss import label_losses, loss_and_gradients
 from moefold.optim.norm import widest_dtype
-from moefold.parallel.apply import ModelParts, flow_of
+from moefold.parallel.apply import ModelParts, build_flow
 from moefold.parallel.pipeline.score import score
 from moefold.training.losses.base import Objective, segments
 from moefold.training.losses.config import Dpo
@@ -53,7 +53,7 @@ class Preference(Objective):
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the reference's log-probability of each segment [N]; on the last stage only."""
         with placed.model.recipe.without_adapters():
-            asked = flow_of(placed, batch, training=False, exact=True)
+            asked = build_flow(placed, batch, training=False, exact=True)
             return score(placed, asked, log_probabilities, chunk)
 
     def __call__(
@@ -111,7 +111,7 @@ class StoredPreference(Preference):
                 )
             found: dict[str, float] = {}  # log-probability of every answer, by its digest
             for batch in job.loader.all_batches():
-                flow = flow_of(job.placed, batch, training=False, exact=True)
+                flow = build_flow(job.placed, batch, training=False, exact=True)
                 log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
                 if log_N is not None:
                     found |= zip((key for key, _ in segments(batch)), log_N.tolist(), strict=True)
