@@ -127,8 +127,7 @@ class Trainer:
                 self.run = run = settle_recompute(self.precision.settle(run), world)
                 cache = cache or self.folder.parent / ".prepared"
                 prepared = lru_cache(partial(prepare, run.data, cache, told, scratch))
-                # The other ranks open the files later.
-                run_on_first(lambda: bool(prepared()), world.on_host)
+                run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
                 self.tokenizer = prepared().tokenizer
                 self.loader = _loader(run, prepared(), world)
                 check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)

@@ -133,10 +133,9 @@ class ChunkPass:
                 self._loss(x_TD.detach(), self._flow.at(later), later)
                 for later, x_TD in enumerate(rows)
             ]
-        shares, gradients = zip(*pairs, strict=True)
-        self.summed_loss = (
-            shares[0] if len(shares) == 1 else torch.cat([s.view(-1) for s in shares])
-        )
+        losses, gradients = zip(*pairs, strict=True)
+        one = len(losses) == 1
+        self.summed_loss = losses[0] if one else torch.cat([x.view(-1) for x in losses])
         return gradients
 
     def _block(self, number: str, place: tuple[int, int]) -> list[LaneTask]:
