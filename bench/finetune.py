@@ -87,7 +87,7 @@ def ours(at: Path, precision: Any) -> Step:
     with import_folder(at / "base") as base:
         first = open_adapter(at / "adapter", at / "base", base.decoder, base.tensors)
         with closing(first):
-            fill_from(base, data, lambda piece: piece.of(first[piece.name]))
+            fill_from(base, data, lambda piece: piece.slice_of(first[piece.name]))
     rows = from_ids(ids())
 
     def step() -> float:

@@ -64,8 +64,8 @@ def measured(bench: Bench, trial: AwayTrial, plain: float | None) -> dict[str, A
     data = drawn(trial, 1, bench.device)
     step, offload = stepping(trial, data), data.placed.offload
     took = timed({"step": step}, bench.device, 1 if bench.smoke else ROUNDS)["step"]
-    places = {} if offload is None else offload.places
-    before = {name: place.figures.moved for name, place in places.items()}
+    places = {} if offload is None else offload.stores
+    before = {name: place.stats.moved for name, place in places.items()}
     on_device = bench.device.type == "cuda"
     if on_device:
         torch.cuda.reset_peak_memory_stats()
@@ -74,14 +74,14 @@ def measured(bench: Bench, trial: AwayTrial, plain: float | None) -> dict[str, A
     found["peak_bytes"] = torch.cuda.max_memory_allocated() if on_device else None
     if offload is None:
         return found
-    moved = {name: place.figures.moved - before[name] for name, place in places.items()}
-    most = {name: place.figures.peak for name, place in places.items()}
+    moved = {name: place.stats.moved - before[name] for name, place in places.items()}
+    most = {name: place.stats.peak for name, place in places.items()}
     alone = sum(copying(place, bench.device) * moved[name] for name, place in places.items())
-    takes = sum(place.figures.takes for place in places.values())
+    takes = sum(place.stats.reads for place in places.values())
     return found | {
         "moved_bytes": moved,
         "away_bytes": most,
-        "present": sum(place.figures.present for place in places.values()) / takes,
+        "present": sum(place.stats.prefetched for place in places.values()) / takes,
         "copies_s": alone,
         "hidden": None if plain is None else 1 - max(took.median - plain, 0.0) / alone,
     }
@@ -91,8 +91,8 @@ def copying(place: HostStore, device: torch.device) -> float:
     """Return the seconds that a byte takes to a place and back, with nothing beside it."""
     data_N = torch.zeros(BLOCK, dtype=torch.uint8, device=device)
     into_N, began = torch.empty_like(data_N), time.perf_counter()
-    sent = place.send(data_N)
-    place.bring(sent, into_N).result()
+    sent = place.write(data_N)
+    place.read(sent, into_N).result()
     seconds = time.perf_counter() - began
-    place.drop(sent, BLOCK)
+    place.free(sent, BLOCK)
     return seconds / BLOCK

@@ -19,7 +19,7 @@ from moefold.checkpoint.errors import DamagedError
 from moefold.checkpoint.folder import check_size
 from moefold.checkpoint.manifest import ITEM_BYTES, StoredSlice, TensorMeta
 from moefold.checkpoint.tensors import BLOCK_BYTES, DTYPES, empty, host_bytes
-from moefold.layers.placement import Box, inside, shared_box
+from moefold.layers.placement import Box, intersection, relative_slices
 
 ATTEMPTS = 3
 _log = logging.getLogger("moefold.checkpoint")
@@ -60,10 +60,10 @@ class Reader:
         at = (0,) * target.dim() if at is None else at
         box = tuple((a, a + n) for a, n in zip(at, target.shape, strict=True))
         for part in stored.slices:
-            shared = shared_box(part.box, box)
+            shared = intersection(part.box, box)
             if shared is None:
                 continue
-            there = target[inside(shared, box)]
+            there = target[relative_slices(shared, box)]
             plain = there.is_contiguous() and not there.is_conj() and not there.is_neg()
             if plain and there.shape == part.shape:
                 bytes_ = there.view(-1).view(torch.uint8)
@@ -79,7 +79,7 @@ class Reader:
     def _read_box(self, name: str, part: StoredSlice, shared: Box, there: Tensor) -> None:
         """Fill ``there`` with the box ``shared``, in global indices, of a slice."""
         dtype, step = self.manifest.tensors[name].dtype, self.manifest.chunk_bytes
-        columns, row = inside(shared[1:], part.box[1:]), part.size // part.shape[0]
+        columns, row = relative_slices(shared[1:], part.box[1:]), part.size // part.shape[0]
         first, end = (place - part.at[0] for place in shared[0])
         rows = max(1, BLOCK_BYTES // row)
         for start in range(first, end, rows):

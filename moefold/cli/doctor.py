@@ -135,16 +135,16 @@ def _bf16() -> Finding:
     """Time bf16 and fp32 products, since a CPU's features do not show its speed."""
     import torch
 
-    from moefold.layers.config import faster
+    from moefold.layers.config import faster_precision
     from moefold.training.machine import machines
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rates = {name: rate.flops_per_s for name, rate in machines(device).items()}
-    chosen = faster(rates) == "bf16"
+    chosen = faster_precision(rates) == "bf16"
     level = torch.backends.cpu.get_cpu_capability()
     verdict = "faster than fp32" if chosen else "no faster than fp32"
     figures = f"{rates['bf16'] / 1e9:,.0f} against {rates['fp32'] / 1e9:,.0f} GFLOP/s"
-    why = f"{verdict} on {device.type}, so precision: auto is {faster(rates)}: {figures}"
+    why = f"{verdict} on {device.type}, so precision: auto is {faster_precision(rates)}: {figures}"
     return Finding("bf16", True, level, chosen, why)
 
 

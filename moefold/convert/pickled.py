@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moefold.checkpoint.manifest import tiles
 from moefold.convert.source import DTYPES, ConvertError, TensorInfo, Weights
-from moefold.layers.placement import Box, inside, shared_box
+from moefold.layers.placement import Box, intersection, relative_slices
 
 METADATA = ".metadata"
 METADATA_LIMIT = 256 * 2**20
@@ -99,9 +99,9 @@ class PickledWeights(Weights):
         size = [end - start for start, end in box]
         tensor = torch.empty(size, dtype=DTYPES[self.tensors[name].dtype])
         for stored, read in self._pickled[name].boxes:
-            shared = shared_box(box, stored)
+            shared = intersection(box, stored)
             if shared is not None:
-                tensor[inside(shared, box)] = read()[inside(shared, stored)]
+                tensor[relative_slices(shared, box)] = read()[relative_slices(shared, stored)]
         return tensor
 
     def close(self) -> None:

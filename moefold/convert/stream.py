@@ -23,7 +23,7 @@ from moefold.comm.agree import gather_to_first
 from moefold.comm.collectives import receive, send
 from moefold.convert.plan import Dtype, ExportTensor, contract
 from moefold.convert.source import ConvertError
-from moefold.layers.placement import Box, inside, shared_box
+from moefold.layers.placement import Box, intersection, relative_slices
 from moefold.model.families.names import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.spec.tuning import adapter_scales
@@ -210,7 +210,7 @@ def _intersections(spans: Iterable[RowRange], mine: Sequence[NamedBox]) -> Itera
         for sent in (span.sent, *span.sent.others):
             box = span.box if sent is span.sent else full_box(sent)
             for named in by_name.get(sent.param, ()):
-                shared = shared_box(box, named[1])
+                shared = intersection(box, named[1])
                 if shared is not None:
                     yield SpanPart(span, named, shared, sent)
 
@@ -219,7 +219,7 @@ def _pack(parts: Iterable[SpanPart], tensors: dict[NamedBox, Tensor]) -> Tensor:
     """Return this rank's parts of a bucket as concatenated bytes."""
     packed = [torch.empty(0, dtype=torch.uint8)]
     for span, named, box, _ in parts:
-        part = tensors[named][inside(box, named[1])]
+        part = tensors[named][relative_slices(box, named[1])]
         packed.append(part.to("cpu", span.sent.dtype).reshape(-1).view(torch.uint8))
     return torch.cat(packed)
 
@@ -233,7 +233,7 @@ def _unpack(parts: Iterable[SpanPart], packed: Tensor, bucket: Tensor) -> None:
         values = packed[start : start + part.size].clone().view(dtype).view(part.shape)
         if part.sent.rows is None:
             shape = tuple(end - first for first, end in span.box)
-            span.sent.from_hf(raw, shape)[inside(part.box, span.box)] = values
+            span.sent.from_hf(raw, shape)[relative_slices(part.box, span.box)] = values
         else:
             rows = part.sent.rows.disk_rows(*part.box[0])
             columns = (slice(*bounds) for bounds in part.box[1:])

@@ -14,24 +14,24 @@ from moefold.kernels.rope.rotate import expand, rotate
 from moefold.kernels.rows import upcast_dtype
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
-from moefold.layers.context.attend import attend, largest
+from moefold.layers.context.attend import attend, local_max_logits
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.gqa import Chunked, Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.linear import Linear
-from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm, ZeroCentredNorm
+from moefold.layers.norm import RmsNorm, ShardedRmsNorm, UnitNorm, ZeroCentredNorm
 
 
 class SoftmaxAttention(nn.Module):
     """Base of softmax attention that records its largest logits for QK-clip."""
 
-    largest_H: Tensor | None = None
+    max_logit_H: Tensor | None = None
     """Largest logit of each head on this rank over a step's passes; None if not recorded."""
 
     def start_step(self) -> None:
         """Reset the largest logits."""
-        if self.largest_H is not None:
-            self.largest_H.zero_()
+        if self.max_logit_H is not None:
+            self.max_logit_H.zero_()
 
 
 class GroupedQueryAttention(SoftmaxAttention):
@@ -52,12 +52,12 @@ class GroupedQueryAttention(SoftmaxAttention):
         if record.qk_norm == "unit":
             self.q_norm = self.k_norm = UnitNorm(epsilon)
         elif record.qk_norm != "none":
-            whole = record.qk_norm == "projection"
-            norm = {"projection": RmsNormAcross, "head": RmsNorm}.get(
+            across = record.qk_norm == "projection"
+            norm = {"projection": ShardedRmsNorm, "head": RmsNorm}.get(
                 record.qk_norm, ZeroCentredNorm
             )
-            self.q_norm = norm(record.head_dim * (record.heads if whole else 1), epsilon)
-            self.k_norm = norm(record.head_dim * (record.kv_heads if whole else 1), epsilon)
+            self.q_norm = norm(record.head_dim * (record.heads if across else 1), epsilon)
+            self.k_norm = norm(record.head_dim * (record.kv_heads if across else 1), epsilon)
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
@@ -65,34 +65,36 @@ class GroupedQueryAttention(SoftmaxAttention):
         out_TO = self.heads(x_TD, whole).flatten(1)
         if self.out_gate is not None:
             out_TO = out_TO * self.out_gate(x_TD, whole).sigmoid()
-        return self.o.shift(flow.scatter(self.o.product(out_TO, whole)), flow)
+        return self.o.add_bias(flow.scatter(self.o.product(out_TO, whole)), flow)
 
     def heads(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the outputs [T, H, v] of this rank's heads for the rows of its tensor group."""
-        q_THd = self._turned_heads(self.q(x_TD, flow), self.q_norm, flow)
-        k_TGd = self._turned_heads(self.k(x_TD, flow), self.k_norm, flow)
+        q_THd = self._rotated_heads(self.q(x_TD, flow), self.q_norm, flow)
+        k_TGd = self._rotated_heads(self.k(x_TD, flow), self.k_norm, flow)
         v_TGv = self.v(x_TD, flow).unflatten(1, (-1, self.record.value_dim))
         if self.record.value_scale != 1:
             v_TGv = v_TGv * self.record.value_scale
-            flow.keeper.owns("attention", v_TGv)
+            flow.saved_tensors.set_owner("attention", v_TGv)
         return self.attend(q_THd, k_TGd, v_TGv, flow)
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
         """Return attention's output for rotated queries and keys; subclasses override this."""
-        return attended(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, flow)
+        return causal_attention(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, flow)
 
-    def _turned_heads(self, rows: Tensor, norm: RmsNorm | UnitNorm | None, flow: Flow) -> Tensor:
+    def _rotated_heads(self, rows: Tensor, norm: RmsNorm | UnitNorm | None, flow: Flow) -> Tensor:
         """Return rows split into heads, normed (before or after the split) and rotated."""
         if norm is not None and self.record.qk_norm == "projection":
             rows, norm = norm(rows, flow), None
         x_THd, rope = rows.unflatten(1, (-1, self.record.head_dim)), self.record.rope
         if rope is None or self.record.norm_after_rope:
-            x_THd = x_THd if rope is None else _turned(x_THd, rope, flow)
+            x_THd = x_THd if rope is None else _norm_and_rotate(x_THd, rope, flow)
             x_THd = x_THd if norm is None else norm(x_THd, flow)
-            flow.keeper.owns("attention", x_THd)  # attention's input, even if a norm made it
+            flow.saved_tensors.set_owner(
+                "attention", x_THd
+            )  # attention's input, even if a norm computed it
             return x_THd
         assert not isinstance(norm, UnitNorm), "a norm without a weight comes after rotation"
-        return _turned(x_THd, rope, flow, norm)
+        return _norm_and_rotate(x_THd, rope, flow, norm)
 
 
 class WindowedAttention(GroupedQueryAttention):
@@ -106,7 +108,7 @@ class WindowedAttention(GroupedQueryAttention):
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
         """Return the output of attention within the window."""
         scale = self.record.softmax_scale
-        return attended(self, q_THd, k_TGd, v_TGv, scale, flow, self.window, self.sinks)
+        return causal_attention(self, q_THd, k_TGd, v_TGv, scale, flow, self.window, self.sinks)
 
 
 class ChunkedAttention(GroupedQueryAttention):
@@ -122,9 +124,11 @@ class ChunkedAttention(GroupedQueryAttention):
             wide = upcast_dtype(q_THd)
             factor_T = 1 + temperature.scale * torch.log1p(steps_T.to(wide))
             q_THd = q_THd * factor_T.to(q_THd.dtype)[:, None, None]
-            flow.keeper.owns("attention", q_THd)
+            flow.saved_tensors.set_owner("attention", q_THd)
         seen = flow if chunk is None else flow.chunked(chunk)
-        return attended(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, seen, chunk=chunk)
+        return causal_attention(
+            self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, seen, chunk=chunk
+        )
 
 
 class LatentAttention(SoftmaxAttention):
@@ -157,19 +161,19 @@ class LatentAttention(SoftmaxAttention):
         q = x_TD
         if self.q_down is not None and self.q_norm is not None:
             q = self.q_norm(self.q_down(x_TD, flow), flow)
-        # Tensor ranks gather latents, which are narrower than rows, and computed only once.
+        # Tensor ranks gather latents, which are narrower than rows and computed only once.
         rows = () if self.out_gate is None or q is x_TD else (x_TD,)
         q, kv, k_rope, *rows = flow.gather_all(q, kv, k_rope, *rows)
         factor = 1.0 if record.rope is None else record.rope.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
         out_THv = None
         if flow.cache is not None and not self.kv_up.narrow:
-            out_THv = self._of_kept(q, kv, k_rope, scale, flow.cache, whole)
+            out_THv = self._absorbed_attention(q, kv, k_rope, scale, flow.cache, whole)
             whole = replace(whole, cache=None)
         if out_THv is None:
             up = partial(self._expand, flow=whole)
-            q_THd, k_THd, v_THv = flow.keeper.run("mla_up", up, q, kv, k_rope)
-            out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
+            q_THd, k_THd, v_THv = flow.saved_tensors.run("mla_up", up, q, kv, k_rope)
+            out_THv = causal_attention(self, q_THd, k_THd, v_THv, scale, whole)
         if self.out_gate is not None:
             out_THv = out_THv * self.out_gate(*(rows or [q]), whole).sigmoid()[..., None]
         return flow.scatter(self.o(out_THv.flatten(1), whole))
@@ -192,16 +196,16 @@ class LatentAttention(SoftmaxAttention):
         record, up = self.record, self.q if self.q_up is None else self.q_up
         assert up is not None
         q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
-        return self._turned(q_THd, flow)
+        return self._rotate(q_THd, flow)
 
-    def _turned(self, x_THd: Tensor, flow: Flow) -> Tensor:
+    def _rotate(self, x_THd: Tensor, flow: Flow) -> Tensor:
         rope = self.record.rope
         if rope is None:
-            flow.keeper.owns("attention", x_THd)
+            flow.saved_tensors.set_owner("attention", x_THd)
             return x_THd
         return rotate(x_THd, *flow.angles(rope, self.record.rope_dim), rope.layout)
 
-    def _of_kept(
+    def _absorbed_attention(
         self,
         q: Tensor,
         kv: Tensor,
@@ -210,14 +214,14 @@ class LatentAttention(SoftmaxAttention):
         cache: KeyValueCache,
         flow: Flow,
     ) -> Tensor | None:
-        """Cache this pass's latents and return the output over all; None in a pass of whole texts.
+        """Cache the latents and return the output over all of them; None in a pass of whole texts.
 
-        The up-projections of keys and values are absorbed into queries and outputs, so that no
-        latent is expanded (section 2.1.2 of the source).
+        The up-projections of keys and values are absorbed into queries and outputs, so no latent is
+        expanded (section 2.1.2 of the source).
         """
         record = self.record
-        k_T1d = torch.cat([kv[:, None], self._turned(k_rope[:, None], flow)], 2)
-        if not cache.goes_on(self):
+        k_T1d = torch.cat([kv[:, None], self._rotate(k_rope[:, None], flow)], 2)
+        if not cache.has_rows(self):
             return cache.attend(self, k_T1d, k_T1d, record.kv_rank, scale)
         weight = self.kv_up.operand("weight", flow)
         w_OC, low = weight.value, weight.low_rank
@@ -232,20 +236,20 @@ class LatentAttention(SoftmaxAttention):
         return torch.einsum("thc,hvc->thv", seen_THC, values_HvC)
 
 
-def _turned(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) -> Tensor:
-    turning, dims = rope.dims(x_THd.shape[-1]), x_THd.shape[-1]
-    angles = flow.angles(rope, turning)
-    if turning < dims:
+def _norm_and_rotate(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) -> Tensor:
+    rotary, dims = rope.dims(x_THd.shape[-1]), x_THd.shape[-1]
+    angles = flow.angles(rope, rotary)
+    if rotary < dims:
         x_THd = x_THd if norm is None else norm(x_THd, flow)
-        first, rest = x_THd.split((turning, dims - turning), 2)
+        first, rest = x_THd.split((rotary, dims - rotary), 2)
         first = rotate(first.contiguous(), *angles, rope.layout)
         return torch.cat([first, rest], 2)
     if norm is not None:
-        return norm.turned(x_THd, angles, rope.layout, flow)
+        return norm.norm_and_rotate(x_THd, angles, rope.layout, flow)
     return rotate(x_THd, *angles, rope.layout)
 
 
-def attended(
+def causal_attention(
     layer: nn.Module,
     q_THd: Tensor,
     k_TGd: Tensor,
@@ -258,8 +262,8 @@ def attended(
 ) -> Tensor:
     """Return ``out_THv`` of causal attention, with the layer's cache in generation.
 
-    Queries and keys are rotated, of the tensor group's rows. A row attends to ``window`` rows,
-    including itself, and to its own ``chunk`` only; in a pass without cache the segments of
+    Queries and keys are rotated, and cover the tensor group's rows. A row attends to ``window``
+    rows, including itself, and only to its own ``chunk``; in a pass without cache the segments of
     ``flow`` express chunks. ``sinks`` is a learned logit per head whose value is zero.
     """
     given = [q_THd, k_TGd, v_TGv]
@@ -270,11 +274,11 @@ def attended(
         if seen is not None:
             return seen
 
-    if flow.training and isinstance(layer, SoftmaxAttention) and layer.largest_H is not None:
-        found_H = largest(q_THd.detach(), k_TGd.detach(), scale, flow, window)
-        torch.maximum(layer.largest_H, found_H, out=layer.largest_H)
+    if flow.training and isinstance(layer, SoftmaxAttention) and layer.max_logit_H is not None:
+        found_H = local_max_logits(q_THd.detach(), k_TGd.detach(), scale, flow, window)
+        torch.maximum(layer.max_logit_H, found_H, out=layer.max_logit_H)
 
     def core(q: Tensor, k: Tensor, v: Tensor, *sinks_H: Tensor) -> Tensor:
         return attend(q, k, v, scale, flow, window, *sinks_H)
 
-    return flow.keeper.run("attention", core, *given)
+    return flow.saved_tensors.run("attention", core, *given)

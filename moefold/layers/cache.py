@@ -1,6 +1,6 @@
-"""Key-value cache of generation, with which a new token costs one row instead of the whole text.
+"""Key-value cache of generation: a new token costs one row instead of the whole text.
 
-T rows, P texts, C columns, of which the newest L are attended to, H query heads, G key-value heads
+T rows, P texts, C columns (attention reads the newest L), H query heads, G key-value heads
 with R = H / G query heads each, d query-key dims and v value dims per head.
 """
 
@@ -21,15 +21,15 @@ class KeyValueCache:
     """Cached tensors of each text: rotated keys and values of this rank's heads; for latent
     attention latents and the shared rotated key; for other mixers a state and the last rows.
 
-    If every text extends one of the last pass by one token, a pass has one new row per text.
+    If every text extends a text of the last pass by one token, a pass has one new row per text.
     Otherwise (first pass, moved window) all rows are recomputed.
     """
 
     def __init__(self) -> None:
         self._texts: list[list[int]] = []
-        self.continues = False
-        """Whether this pass has one row per text, each of which extends one of the last pass."""
-        self._kept: dict[nn.Module, _Kept] = {}
+        self.incremental = False
+        """Whether this pass has one row per text, each extending a text of the last pass."""
+        self._layers: dict[nn.Module, _LayerCache] = {}
         self.states: dict[tuple[nn.Module, str], Tensor] = {}
         """Tensors [P, ...] of fixed size, by layer and name; empty before the first pass."""
 
@@ -37,33 +37,33 @@ class KeyValueCache:
     def of(cls, decoder: Decoder) -> Self | None:
         """Return an empty cache; None if any kind of layer does not declare that it caches."""
         parts = [part for block in decoder.blocks for part in (block.attention, block.ffn)]
-        # Not inherited: a plug-in's subclass may mix rows in another way.
+        # Not inherited: a plug-in's subclass may mix rows differently.
         return cls() if all(vars(type(part)).get("caches") for part in parts) else None
 
-    def rows(self, texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
+    def next_rows(self, texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
         """Return the rows of the next pass: the last one of each text, or all."""
-        places = {tuple(text): i for i, text in enumerate(self._texts)}
-        found = [places.get(tuple(text[:-1])) for text in texts]
-        there, self.continues = list(range(len(self._texts))), None not in found
+        indices = {tuple(text): i for i, text in enumerate(self._texts)}
+        previous = [indices.get(tuple(text[:-1])) for text in texts]
+        unchanged, self.incremental = list(range(len(self._texts))), None not in previous
         self._texts = [list(text) for text in texts]
-        if not self.continues:
-            self._kept.clear()
+        if not self.incremental:
+            self._layers.clear()
             self.states.clear()
             return pack(texts, pad_to)
-        if found != there:
-            for kept in self._kept.values():
-                kept.choose(found)  # type: ignore[arg-type]
-            self.states = {key: _chosen(x, found) for key, x in self.states.items()}  # type: ignore[arg-type]
+        if previous != unchanged:
+            for layer in self._layers.values():
+                layer.select(previous)  # type: ignore[arg-type]
+            self.states = {key: _select(x, previous) for key, x in self.states.items()}  # type: ignore[arg-type]
         return pack_last_tokens(texts, pad_to)
 
-    def spans(self) -> list[slice]:
+    def text_slices(self) -> list[slice]:
         """Return the slice of rows of each text in this pass."""
-        ends = [*accumulate(1 if self.continues else len(text) for text in self._texts)]
+        ends = [*accumulate(1 if self.incremental else len(text) for text in self._texts)]
         return [slice(start, end) for start, end in pairwise([0, *ends])]
 
-    def goes_on(self, layer: nn.Module) -> bool:
-        """Whether the layer has cached rows, after which this pass has one row per text."""
-        return layer in self._kept
+    def has_rows(self, layer: nn.Module) -> bool:
+        """Whether the layer has cached rows, so that this pass has one row per text."""
+        return layer in self._layers
 
     def attend(
         self,
@@ -78,17 +78,17 @@ class KeyValueCache:
     ) -> Tensor | None:
         """Cache a layer's keys and values of this pass, and return attention over all cached ones.
 
-        An integer ``v_TGv`` means that values are the first so many features of keys. Rows attend
+        An integer ``v_TGv`` is the number of leading key features that serve as values. Rows attend
         to the last ``window`` rows of a text, or to its last ``chunk``; ``sinks_H`` is a logit per
         head whose value is zero. Returns None in a pass of whole texts, which needs no cache.
         """
         lengths, texts = [len(text) for text in self._texts], len(self._texts)
-        kept = self._kept.get(layer)
-        given = [k_TGd] if isinstance(v_TGv, int) else [k_TGd, v_TGv]
-        if kept is None:
-            self._kept[layer] = _Kept(given, lengths)
+        cached = self._layers.get(layer)
+        new = [k_TGd] if isinstance(v_TGv, int) else [k_TGd, v_TGv]
+        if cached is None:
+            self._layers[layer] = _LayerCache(new, lengths)
             return None
-        k_PGLd, *values = kept.grown([x[:texts] for x in given], chunk or window)
+        k_PGLd, *values = cached.append([x[:texts] for x in new], chunk or window)
         if chunk is not None:
             lengths = [(length - 1) % chunk + 1 for length in lengths]
         v_PGLv = k_PGLd[..., :v_TGv] if isinstance(v_TGv, int) else values[0]
@@ -100,14 +100,18 @@ class KeyValueCache:
         if sinks_H is None:
             out_PGRv = F.scaled_dot_product_attention(q_PGRd, k_PGLd, v_PGLv, seen, scale=scale)
         else:
-            out_PGRv = _beside(sinks_H, (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale), seen, v_PGLv)
+            out_PGRv = _attend_with_sinks(
+                sinks_H, (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale), seen, v_PGLv
+            )
         out_PHv = out_PGRv.flatten(1, 2)
         # Padding rows, added for tensor ranks, attend to nothing.
         padding = len(q_THd) - texts
         return F.pad(out_PHv, (0, 0, 0, 0, 0, padding)) if padding else out_PHv
 
 
-def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: Tensor) -> Tensor:
+def _attend_with_sinks(
+    sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: Tensor
+) -> Tensor:
     """Return the output of attention with a sink logit per head, whose value is zero."""
     if seen is not None:
         logits_PGRL.masked_fill_(~seen, -torch.inf)
@@ -118,24 +122,24 @@ def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: T
     return weights_PGRL @ v_PGLv
 
 
-class _Kept:
+class _LayerCache:
     """Cached keys and values of a layer, right-aligned: texts end in one column."""
 
-    def __init__(self, given: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> None:
         """Store keys and values of whole texts, with zeros before shorter ones."""
         columns = self._columns = max(lengths)
         self._parts: list[Tensor] = []
-        for x_TGd in given:
+        for x_TGd in parts:
             x_PGCd = x_TGd.new_zeros(len(lengths), x_TGd.shape[1], 2 * columns, x_TGd.shape[2])
             for i, x_LGd in enumerate(x_TGd[: sum(lengths)].split(list(lengths))):
                 x_PGCd[i, :, columns - len(x_LGd) : columns] = x_LGd.transpose(0, 1)
             self._parts.append(x_PGCd)
 
-    def choose(self, texts: list[int]) -> None:
+    def select(self, texts: list[int]) -> None:
         """Keep only the texts with these indices, in this order."""
-        self._parts = [_chosen(x, texts) for x in self._parts]
+        self._parts = [_select(x, texts) for x in self._parts]
 
-    def grown(self, given: Sequence[Tensor], window: int | None) -> list[Tensor]:
+    def append(self, new: Sequence[Tensor], window: int | None) -> list[Tensor]:
         """Append a column, and return the columns that its rows attend to, [P, G, L, d]."""
         if self._columns == self._parts[0].shape[2]:
             # Drop columns before the window and double the rest.
@@ -143,13 +147,13 @@ class _Kept:
             kept = (x[:, :, self._columns - columns :] for x in self._parts)
             self._parts = [F.pad(x_PGLd, (0, 0, 0, columns)) for x_PGLd in kept]
             self._columns = columns
-        for x_PGCd, new_PGd in zip(self._parts, given, strict=True):
+        for x_PGCd, new_PGd in zip(self._parts, new, strict=True):
             x_PGCd[:, :, self._columns] = new_PGd
         self._columns += 1
         first = 0 if window is None else max(self._columns - window, 0)
         return [x[:, :, first : self._columns] for x in self._parts]
 
 
-def _chosen(x: Tensor, texts: list[int]) -> Tensor:
+def _select(x: Tensor, texts: list[int]) -> Tensor:
     """Return the entries of the texts with these indices."""
     return x[torch.tensor(texts, device=x.device)]

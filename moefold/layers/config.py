@@ -167,7 +167,7 @@ class Gathered(Context):
 
     gathers = True
 
-    owner = "moefold.layers.context.attend:gathered"
+    owner = "moefold.layers.context.attend:all_gather_attention"
 
 
 @CONTEXT.register
@@ -176,7 +176,7 @@ class Ulysses(Context):
 
     kind: Literal["all_to_all"] = "all_to_all"
 
-    owner = "moefold.layers.context.attend:ulysses"
+    owner = "moefold.layers.context.attend:ulysses_attention"
 
     def sharing_heads(self, cp: int) -> int:
         """Return ``cp``: all context ranks divide the heads."""
@@ -184,9 +184,11 @@ class Ulysses(Context):
 
     def violations(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
         """Require that ``cp`` divides the heads of a tensor rank; else suggest mixed or ring."""
-        most = _most_over_heads(sizes, heads)
+        most = _max_head_ranks(sizes, heads)
         if most < sizes.cp:
-            rule = f"all_to_all needs tp * cp ({sizes.tp * sizes.cp}) to divide {_counts(heads)}"
+            rule = (
+                f"all_to_all needs tp * cp ({sizes.tp * sizes.cp}) to divide {_head_counts(heads)}"
+            )
             fewer = {"kind": "mixed", "heads": most} if most > 1 else {"kind": "ring"}
             yield Violation((), self.kind, rule, fewer)
 
@@ -199,7 +201,7 @@ class Mixed(Context):
     heads: Size
     """Number of neighbours that divide heads; best are ranks with the fastest links."""
 
-    owner = "moefold.layers.context.attend:mixed"
+    owner = "moefold.layers.context.attend:mixed_attention"
 
     def sharing_heads(self, cp: int) -> int:
         """Return the number of neighbours that divide heads."""
@@ -211,25 +213,27 @@ class Mixed(Context):
 
     def violations(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
         """Require that ``heads`` divides ``cp`` and the heads of a tensor rank."""
-        most = _most_over_heads(sizes, heads, self.heads)
+        most = _max_head_ranks(sizes, heads, self.heads)
         if sizes.cp > 1 and most < self.heads:
-            rule = f"must divide cp ({sizes.cp}), and tp * heads must divide {_counts(heads)}"
+            rule = f"must divide cp ({sizes.cp}), and tp * heads must divide {_head_counts(heads)}"
             yield Violation(("heads",), self.heads, rule, most)
 
 
-def _most_over_heads(sizes: Sizes, heads: Collection[int], at_most: int | None = None) -> int:
+def _max_head_ranks(sizes: Sizes, heads: Collection[int], at_most: int | None = None) -> int:
     """Return the most context ranks, up to ``at_most``, that can divide a tensor rank's heads."""
     among = math.gcd(*heads) // sizes.tp
     bound = min(at_most or sizes.cp, sizes.cp)
     return max(n for n in range(1, bound + 1) if sizes.cp % n == among % n == 0)
 
 
-def _counts(heads: Collection[int]) -> str:
+def _head_counts(heads: Collection[int]) -> str:
     counts = ", ".join(str(count) for count in sorted(set(heads)))
     return f"the numbers of attention and key-value heads ({counts})"
 
 
-Kind = Literal["norms", "attention", "mla_up", "ffn", "shared", "experts", "permute", "gather"]
+RecomputeKind = Literal[
+    "norms", "attention", "mla_up", "ffn", "shared", "experts", "permute", "gather"
+]
 """Kinds of module that can be recomputed separately; ``permute`` is the experts' copies of rows, if
 one rank has all experts, and ``gather`` the rows gathered over tp."""
 
@@ -246,7 +250,7 @@ class Selective(Record):
     """Recomputes modules of the given kinds and saves the rest."""
 
     kind: Literal["selective"] = "selective"
-    modules: Annotated[tuple[Kind, ...], Field(min_length=1)]
+    modules: Annotated[tuple[RecomputeKind, ...], Field(min_length=1)]
 
     def violations(self, known: Collection[str], tp: int) -> Iterator[Violation]:
         """Yield kinds that the model does not have (not ``known``), and ``gather`` without tp."""
@@ -299,17 +303,17 @@ class Auto(Record):
         return float(self.limit[:-2]) * (1e9 if self.limit.endswith("GB") else 1e6)
 
 
-Offloaded = Literal["block", "norms", "attention", "ffn", "shared", "experts"]
+OffloadKind = Literal["block", "norms", "attention", "ffn", "shared", "experts"]
 """Kinds of module whose activations can be offloaded; ``block`` is the residual rows."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def leaving(share: float, layers: int, ends: bool) -> int:
-    """Return how many of a chunk's layers, from the first on, are offloaded, given a share.
+def offloaded_layers(fraction: float, layers: int, computes_loss: bool) -> int:
+    """Return how many of a chunk's layers, from the first on, are offloaded.
 
-    If the chunk ``ends`` in the loss, its last layer is excluded: its backward comes at once.
+    If the chunk computes the loss, its last layer is excluded: its backward follows at once.
     """
-    return round(share * max(layers - ends, 0))
+    return round(fraction * max(layers - computes_loss, 0))
 
 
 class OffloadToPages(Record):
@@ -332,7 +336,7 @@ class OffloadToPages(Record):
 class OffloadToHost(Record):
     """Activations that are in host memory between forward and backward."""
 
-    modules: Annotated[tuple[Offloaded, ...], Field(min_length=1)]
+    modules: Annotated[tuple[OffloadKind, ...], Field(min_length=1)]
     share: Share = 1.0
     """Share of a chunk's layers, its first ones, that are offloaded. The layer before the loss is
     excluded, since its backward comes at once."""
@@ -356,16 +360,16 @@ class Offload(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Require at least one place, and no kind in two places."""
-        if not self.stated:
+        if not self.destinations:
             rule = "layout.offload needs pages, host or disk; to offload nothing, leave it out"
             yield Violation(("host",), None, rule, {"modules": ["experts"]})
         gone = dict[str, str]()
-        for place, to in self.stated.items():
+        for place, to in self.destinations.items():
             twice = [name for name in to.modules if name in gone]
             if twice:
                 there = ", ".join(f"{name} ({gone[name]})" for name in twice)
                 rest = [name for name in to.modules if name not in twice]
-                free = [name for name in get_args(Offloaded) if name not in gone]
+                free = [name for name in get_args(OffloadKind) if name not in gone]
                 rule = f"must leave out kinds that another place offloads: {there}"
                 nearest = rest or free[:1] or None
                 path = (place, "modules") if nearest else (place,)
@@ -373,54 +377,54 @@ class Offload(Record):
             gone |= dict.fromkeys(to.modules, place)
 
     @property
-    def stated(self) -> dict[str, OffloadToPages | OffloadToHost]:
+    def destinations(self) -> dict[str, OffloadToPages | OffloadToHost]:
         """The records of the places in use, by name."""
         places = ("pages", self.pages), ("host", self.host), ("disk", self.disk)
         return {name: to for name, to in places if to}
 
-    def violations(self, present: Collection[str], again: Record | None) -> Iterator[Violation]:
-        """Yield kinds that the model does not have, or that recompute (``again``) does not save."""
-        for name, to in self.stated.items():
+    def violations(self, present: Collection[str], recompute: Record | None) -> Iterator[Violation]:
+        """Yield kinds that the model does not have, or that ``recompute`` does not save."""
+        for name, to in self.destinations.items():
             absent = [kind for kind in to.modules if kind not in present]
             if absent:
                 rule = f"the model has no modules of kind {', '.join(absent)}"
-                yield self._without(name, absent, rule, "attention")
-            chosen = again.modules if isinstance(again, Selective) else ()
-            gone = ["norms"] if isinstance(again, Auto) or "norms" in chosen else []
-            if isinstance(again, Full):
-                gone = [kind for kind in get_args(Offloaded) if kind != "block"]
+                yield self._drop_kinds(name, absent, rule, "attention")
+            chosen = recompute.modules if isinstance(recompute, Selective) else ()
+            gone = ["norms"] if isinstance(recompute, Auto) or "norms" in chosen else []
+            if isinstance(recompute, Full):
+                gone = [kind for kind in get_args(OffloadKind) if kind != "block"]
             gone = [kind for kind in to.modules if kind in gone]
             if gone:
-                may = "may recompute" if isinstance(again, Auto) else "recomputes"
+                may = "may recompute" if isinstance(recompute, Auto) else "recomputes"
                 rule = f"layout.recompute {may} {', '.join(gone)}, so there is nothing to offload"
-                yield self._without(name, gone, rule, "block")
+                yield self._drop_kinds(name, gone, rule, "block")
 
-    def _without(self, place: str, kinds: Collection[str], rule: str, other: str) -> Violation:
+    def _drop_kinds(self, place: str, kinds: Collection[str], rule: str, other: str) -> Violation:
         """Return a violation of kinds that cannot be offloaded, and suggest the value without."""
         if place == "pages":
             return Violation((place,), self.pages, rule, None)
-        modules = self.stated[place].modules
+        modules = self.destinations[place].modules
         rest = [kind for kind in modules if kind not in kinds] or [other]
         return Violation((place, "modules"), list(modules), rule, rest)
 
 
 Precision = Literal["bf16", "fp32", "fp64"]
 """``bf16`` computes in bfloat16 from fp32 master weights; ``fp64`` is for proofs."""
-Asked = Literal["auto", "bf16", "fp32", "fp64"]
+PrecisionSetting = Literal["auto", "bf16", "fp32", "fp64"]
 """Precision of a run file. ``auto``: the faster of bf16 and fp32, resolved when the run begins."""
-PAYS = 1.2
+MIN_BF16_SPEEDUP = 1.2
 """Least speed-up of products for which ``auto`` chooses bf16, which also has to cast."""
-SLOW = 2.0
+SLOW_RATIO = 2.0
 """Slow-down relative to another format from which on a run warns."""
 
 
-def faster(rates: Mapping[str, float]) -> Precision:
+def faster_precision(rates: Mapping[str, float]) -> Precision:
     """Return the precision that ``auto`` means, given matrix rates in bf16 and fp32."""
-    return "bf16" if rates["bf16"] > PAYS * rates["fp32"] else "fp32"
+    return "bf16" if rates["bf16"] > MIN_BF16_SPEEDUP * rates["fp32"] else "fp32"
 
 
-def slowness(precision: str, rates: Mapping[str, float]) -> tuple[str, float] | None:
+def slowdown(precision: str, rates: Mapping[str, float]) -> tuple[str, float] | None:
     """Return the fastest format and its speed-up; None if that is below ``SLOW``."""
     best = max(rates, key=lambda name: rates[name])
     factor = rates[best] / rates[precision]
-    return (best, factor) if factor >= SLOW else None
+    return (best, factor) if factor >= SLOW_RATIO else None

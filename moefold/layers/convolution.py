@@ -10,7 +10,7 @@ from moefold.comm.collectives import all_gather
 from moefold.kernels.convolution.short import short_convolution
 from moefold.kernels.linear.product import linear
 from moefold.layers.cache import KeyValueCache
-from moefold.layers.flow import Flow, in_order
+from moefold.layers.flow import Flow, undo_zigzag
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.linear import Adaptable, Linear
 
@@ -33,11 +33,11 @@ class ConvolutionMixer(Adaptable):
         valid_T, positions_T = whole.valid_T, whole.rows.positions_T
         if valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(valid_T, 0)
-        flow.keeper.owns("attention", h_T3C)
+        flow.saved_tensors.set_owner("attention", h_T3C)
         how = {"n_valid": whole.n_valid, "sink": whole.sink}
-        before = rows_before(self, h_T3C, self.taps.shape[-1] - 1, flow, _gated)
+        before = preceding_rows(self, h_T3C, self.taps.shape[-1] - 1, flow, _gated)
         y_TC = short_convolution(h_T3C, before, taps, positions_T, gated=True, **how)
-        flow.keeper.owns("attention", y_TC)
+        flow.saved_tensors.set_owner("attention", y_TC)
         return flow.scatter(self.out(y_TC, whole))
 
 
@@ -46,14 +46,14 @@ def _gated(h_PJ3C: Tensor) -> Tensor:
     return b * x
 
 
-def rows_before(
+def preceding_rows(
     layer: nn.Module,
     x_TC: Tensor,
     reach: int,
     flow: Flow,
-    of: Callable[[Tensor], Tensor] = lambda x: x,
+    transform: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor | None:
-    """Return the ``reach`` rows [P, J, C] before each run of rows; None if a single run has all.
+    """Return the ``reach`` rows [P, J, C] before each run of rows; None if one run has all rows.
 
     Runs are the two pieces of a context rank or, in generation, the new row of each text.
 
@@ -62,31 +62,33 @@ def rows_before(
         x_TC: this rank's rows.
         reach: J.
         flow: the pass.
-        of: function from rows [P, J, C] to the rows that are convolved.
+        transform: function from rows [P, J, C] to the rows that are convolved.
 
     Raises:
         ValueError: if a piece is shorter than ``reach``.
     """
     ranks = flow.world.group("cp")
     if ranks.size == 1:
-        return None if flow.cache is None else _kept(layer, x_TC, reach, flow.cache, of)
+        return (
+            None if flow.cache is None else _cached_rows(layer, x_TC, reach, flow.cache, transform)
+        )
     pieces = x_TC.unflatten(0, (2, -1))
     if pieces.shape[1] < reach:
         raise ValueError(
             f"cp{ranks.size} cuts sequences into pieces of {pieces.shape[1]} rows, but a "
             f"convolution reads {reach} rows back: lower cp or raise data.seq"
         )
-    every = in_order(all_gather(of(pieces[:, -reach:]).flatten(0, 1), ranks), ranks.size)
+    last = undo_zigzag(all_gather(transform(pieces[:, -reach:]).flatten(0, 1), ranks), ranks.size)
     first, second = ranks.index, 2 * ranks.size - 1 - ranks.index
-    start = every[first - 1] if first else torch.zeros_like(every[0])
-    return torch.stack([start, every[second - 1]])
+    start = last[first - 1] if first else torch.zeros_like(last[0])
+    return torch.stack([start, last[second - 1]])
 
 
-def _kept(
+def _cached_rows(
     layer: nn.Module, x_TC: Tensor, reach: int, cache: KeyValueCache, of: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
     """Cache the last rows of each text; return those before its new row, None for whole texts."""
-    texts, key = cache.spans(), (layer, "rows")
+    texts, key = cache.text_slices(), (layer, "rows")
     before = cache.states.get(key)
     if before is None:
         last = [F.pad(rows := x_TC[at][-reach:], (0, 0, reach - len(rows), 0)) for at in texts]

@@ -17,15 +17,15 @@ from moefold.kernels.delta.chunked import chunked_scan, recurrent_step
 from moefold.kernels.gradients import read_parameter
 from moefold.kernels.rows import upcast
 from moefold.layers.cache import KeyValueCache
-from moefold.layers.convolution import rows_before
-from moefold.layers.flow import Flow, in_order
+from moefold.layers.convolution import preceding_rows
+from moefold.layers.flow import Flow, undo_zigzag
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.linear import Linear
 from moefold.layers.norm import RmsNorm
 
 EPSILON = 1e-6
 """Added to the squared norm of a query or key before the square root."""
-Read = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+ScanInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Queries, keys, values, log decays and rates of the delta rule."""
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -54,35 +54,35 @@ class DeltaMixer(nn.Module):
         valid_T, positions_T = whole.valid_T, whole.rows.positions_T
         if valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(valid_T, 0)
-        given = self._convolved(x_TD, positions_T, flow)
-        given.append(self._projected("decay", x_TD, whole))
+        given = self._convolve(x_TD, positions_T, flow)
+        given.append(self._project("decay", x_TD, whole))
         for parameter in (self.a_log, self.dt_bias):
             operand = flow.operand(parameter, parameter.dtype)  # type: ignore[arg-type]
             given.append(read_parameter(operand, flow.sink))
         if self.record.delta:
-            given.append(self._projected("beta", x_TD, whole))
+            given.append(self._project("beta", x_TD, whole))
 
         def scan(*given: Tensor) -> Tensor:
-            out_THv = self._read(self._of_heads(given, valid_T), positions_T, whole)
+            out_THv = self._scan(self._split_heads(given, valid_T), positions_T, whole)
             return out_THv if valid_T is None else out_THv.where(valid_T[:, None, None], 0)
 
         if torch.is_grad_enabled():
             # Only the inputs are saved: chunks take much memory, and less time than projections.
             scan = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
         out_THv = self.norm(scan(*given).to(x_TD.dtype), whole)
-        gate_TO = GATES[self.record.gate](self._projected("gate", x_TD, whole))
+        gate_TO = GATES[self.record.gate](self._project("gate", x_TD, whole))
         return flow.scatter(self.out(out_THv.flatten(1) * gate_TO, whole))
 
-    def _projected(self, name: str, x_TD: Tensor, flow: Flow) -> Tensor:
+    def _project(self, name: str, x_TD: Tensor, flow: Flow) -> Tensor:
         down = getattr(self, f"{name}_down", None)
         return getattr(self, f"{name}_in")(x_TD if down is None else down(x_TD, flow), flow)
 
-    def _convolved(self, x_TD: Tensor, positions_T: Tensor, flow: Flow) -> list[Tensor]:
+    def _convolve(self, x_TD: Tensor, positions_T: Tensor, flow: Flow) -> list[Tensor]:
         """Return queries, keys and values [T, C] after their convolutions."""
         whole = flow.whole
-        rows = {name: self._projected(name, x_TD, whole) for name in "qkv"}
+        rows = {name: self._project(name, x_TD, whole) for name in "qkv"}
         reach = self.record.taps - 1
-        before = rows_before(self, torch.cat([*rows.values()], 1), reach, flow)
+        before = preceding_rows(self, torch.cat([*rows.values()], 1), reach, flow)
         widths = [x_TC.shape[1] for x_TC in rows.values()]
         parts: Any = [None] * 3 if before is None else before.split(widths, 2)
         found = list[Tensor]()
@@ -93,15 +93,15 @@ class DeltaMixer(nn.Module):
             found.append(short_convolution(x_TC, part, weight, positions_T, gated=False, **how))
         return found
 
-    def _read(self, parts: Read, positions_T: Tensor, flow: Flow) -> Tensor:
+    def _scan(self, parts: ScanInputs, positions_T: Tensor, flow: Flow) -> Tensor:
         """Return the scan's output [T, H, v], with states from the cache or other context ranks."""
         ranks, dims = flow.world.group("cp"), (self.record.value_dim, self.record.key_dim)
         if ranks.size == 1 and flow.cache is not None:
-            return self._written(parts, positions_T, flow.cache)
+            return self._scan_cached(parts, positions_T, flow.cache)
         if ranks.size == 1:
             return chunked_scan(*parts, positions_T)[0]
         out_THx, state_PHkx = chunked_scan(*parts, positions_T, runs=2)
-        every = in_order(all_gather(state_PHkx, ranks), ranks.size).flatten(0, 1)
+        every = undo_zigzag(all_gather(state_PHkx, ranks), ranks.size).flatten(0, 1)
         states = [torch.zeros_like(every[0, ..., : dims[0]])]
         for state_Hkx in every[:-1]:
             written, kept = state_Hkx.split(dims, -1)
@@ -110,21 +110,21 @@ class DeltaMixer(nn.Module):
         local, read = out_THx.unflatten(0, (2, -1)).split(dims, -1)
         return (local + torch.einsum("pthk,phkv->pthv", read, own_PHkv)).flatten(0, 1)
 
-    def _written(self, parts: Read, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
+    def _scan_cached(self, parts: ScanInputs, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the scan's output for texts in generation, and update their cached states."""
-        texts, key = cache.spans(), (self, "states")
+        texts, key = cache.text_slices(), (self, "states")
         state_PHkv, padding = cache.states.get(key), len(positions_T) - texts[-1].stop
         if state_PHkv is not None:
             out_THv, cache.states[key] = recurrent_step(
-                state_PHkv, *_rows(parts, slice(len(texts)))
+                state_PHkv, *_slice_rows(parts, slice(len(texts)))
             )
         else:
-            each = [chunked_scan(*_rows(parts, at), positions_T[at]) for at in texts]
+            each = [chunked_scan(*_slice_rows(parts, at), positions_T[at]) for at in texts]
             out_THv = torch.cat([out for out, _ in each])
             cache.states[key] = torch.cat([state for _, state in each])
         return F.pad(out_THv, (0, 0, 0, 0, 0, padding))
 
-    def _of_heads(self, given: tuple[Tensor, ...], valid_T: Tensor | None) -> Read:
+    def _split_heads(self, given: tuple[Tensor, ...], valid_T: Tensor | None) -> ScanInputs:
         """Return queries, keys, values, log decays and rates by head, wide and finite."""
         record, (*rows, a_log_H, dt_bias), beta_TH = self.record, given[:6], None
         if record.delta:
@@ -146,7 +146,7 @@ class DeltaMixer(nn.Module):
         return q_TGk * record.key_dim**-0.5, k_TGk, v_THv, decay_THk, beta_TH
 
 
-def _rows(parts: Read, at: slice) -> Read:
+def _slice_rows(parts: ScanInputs, at: slice) -> ScanInputs:
     """Return the rows ``at`` of all parts."""
     q_TGk, k_TGk, v_THv, decay_THk, beta_TH = parts
     return q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], None if beta_TH is None else beta_TH[at]

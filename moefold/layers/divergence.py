@@ -24,8 +24,8 @@ from moefold.kernels.cross_entropy.chunked import accumulate_head_gradient
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import upcast_dtype
 from moefold.layers.flow import Flow
-from moefold.layers.linear import places_here
-from moefold.layers.loss import widening
+from moefold.layers.linear import local_vocab_ids
+from moefold.layers.loss import apply_with_adapter
 
 Compare = Callable[[Tensor, slice, Group], tuple[Tensor, Tensor]]
 """``compare(logq_Cv, rows, ranks)`` returns this rank's part of the divergence of each row [C], and
@@ -51,7 +51,7 @@ def divergence_and_gradients(
         x_TD: normed rows of this rank.
         head: this rank's rows of the head's matrix [V, D].
         flow: the pass; only rows with a label count.
-        compare: comparison with the teacher, from :func:`whole` or :func:`top`.
+        compare: comparison with the teacher, from :func:`compare_full` or :func:`compare_top`.
         temperature: divisor of the logits.
         scale: factor on the gradients.
         chunk: number of rows whose logits exist at once.
@@ -78,10 +78,10 @@ def divergence_and_gradients(
         # Each rank has a partial sum, over its part of the vocabulary.
         return total * temperature**2, reduce_scatter(dx_PD, ranks)
 
-    return widening(product, x_TD, head, flow.n_valid)
+    return apply_with_adapter(product, x_TD, head, flow.n_valid)
 
 
-def whole(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compare:
+def compare_full(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compare:
     """Compare with a teacher's full distribution, given its normed rows and head."""
     x_PD, labels = all_gather(x_TD, flow.world.group("tp")), flow.whole.rows.labels_T
 
@@ -95,14 +95,14 @@ def whole(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compar
     return compare
 
 
-def top(told_PW: Tensor) -> Compare:
+def compare_top(top_PW: Tensor) -> Compare:
     """Compare with a teacher's largest probabilities, as :func:`top_probabilities` returns them."""
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
-        told_CW, here = told_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
-        k = told_CW.shape[1] // 2
-        ids_Ck, logp_Ck, rest_C1 = told_CW.split([k, k, 1], 1)
-        (mine_Ck, at_Ck), m_C = places_here(ids_Ck, here, ranks), rest_C1[:, 0].exp()
+        top_CW, here = top_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
+        k = top_CW.shape[1] // 2
+        ids_Ck, logp_Ck, rest_C1 = top_CW.split([k, k, 1], 1)
+        (mine_Ck, at_Ck), m_C = local_vocab_ids(ids_Ck, here, ranks), rest_C1[:, 0].exp()
         p_Ck = torch.where(mine_Ck, logp_Ck.exp(), 0)
         losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, at_Ck))).sum(1)
         q_Cv = logq_Cv.exp_()
@@ -129,7 +129,7 @@ def top_probabilities(
     ranks = flow.world.group("tp")
     x_PD = all_gather(x_TD, ranks)
     wide = upcast_dtype(x_PD)
-    told_PW = x_PD.new_zeros(x_PD.shape[0], 2 * k + 1, dtype=wide)
+    top_PW = x_PD.new_zeros(x_PD.shape[0], 2 * k + 1, dtype=wide)
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
         logp_Cv = _log_softmax(x_PD[rows], head, temperature, ranks)
@@ -140,12 +140,12 @@ def top_probabilities(
         best, at = best.topk(k, 1)
         ids = ids.gather(1, at)
         # Summed, as 1 minus the others would be mere rounding error if few tokens remain.
-        mine, at = places_here(ids, here, ranks)
+        mine, at = local_vocab_ids(ids, here, ranks)
         p_Cv = logp_Cv.exp_()
         p_Cv.scatter_add_(1, at, -torch.where(mine, p_Cv.gather(1, at), 0))
         rest_C1 = sum_(p_Cv.sum(1, keepdim=True), ranks).log_()
-        told_PW[rows] = torch.cat([ids, best, rest_C1], 1)
-    return told_PW
+        top_PW[rows] = torch.cat([ids, best, rest_C1], 1)
+    return top_PW
 
 
 def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:

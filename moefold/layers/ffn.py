@@ -29,7 +29,7 @@ class SwiGlu(Adaptable):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the output [T, D], under the activation policy of this kind of module."""
-        return flow.keeper.run(self._kind, lambda x_TD: self.rows(x_TD, flow), x_TD)
+        return flow.saved_tensors.run(self._kind, lambda x_TD: self.rows(x_TD, flow), x_TD)
 
     def rows(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the output [T, D], without an activation policy."""
@@ -41,7 +41,7 @@ class SwiGlu(Adaptable):
             )
             x_PD, hidden = flow.gather(x_TD), self.narrow["w_in"].recipe.hidden_format
             codes = codes_in, codes_out
-            share_PD = scaled_ffn(x_PD, *codes, whole.run, flow.sink, hidden=hidden)
+            share_PD = scaled_ffn(x_PD, *codes, whole.row_runs, flow.sink, hidden=hidden)
         else:
             w_in, w_out = (self.operand(name, whole) for name in ("w_in", "w_out"))
             products = dense_products(whole.n_valid)
@@ -49,9 +49,9 @@ class SwiGlu(Adaptable):
                 products = block_products(whole.n_valid, self._blocks)
             share_PD = gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink)
         y_TD = flow.scatter(share_PD)
-        return y_TD if self.gate is None else y_TD * self.share(x_TD, flow)
+        return y_TD if self.gate is None else y_TD * self.gate_factors(x_TD, flow)
 
-    def share(self, x_TD: Tensor, flow: Flow) -> Tensor:
+    def gate_factors(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the gate's factors [T, 1] on the rows' outputs."""
         assert self.gate is not None
         return self.gate(x_TD, flow).sigmoid()

@@ -28,13 +28,13 @@ from moefold.kernels.scaled.products import QuantisedOperand
 from moefold.kernels.scaled.rows import RowRuns, encode_row_ids
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
-from moefold.layers.keeper import Decisions, Keeper
 from moefold.layers.precision import Narrow, PrecisionPolicy
 from moefold.layers.rope import Angles
+from moefold.layers.saved_tensors import RoutingDecisions, SavedTensors
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 
 SINGLE_RANK = World.single()
-"""Default world, made once: generation makes a pass for every token."""
+"""Default world, a constant because generation runs a pass for every token."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,26 @@ class Flow:
         rows: this rank's rows of the micro-batch.
         recipe: number formats; turns weights into operands.
         sink: receives weight gradients.
-        keeper: what is saved for backward, and where.
+        saved_tensors: policy for tensors saved for backward.
         decisions: routing decisions of this micro-batch; a recomputed layer replays them.
         training: whether balance counters, dropout and random routing are active.
         world: the groups of ranks that share the micro-batch, the experts and the global batch.
         context: kind of context parallelism; a record of the slot CONTEXT.
-        overflow: int64 rows beyond the room of each dispatch that has one; checked by the step.
-        exact: whether dispatch has no bound on room, even if the layout's dispatcher has.
+        overflow: int64 rows beyond the capacity of each bounded dispatch; checked by the step.
+        exact: whether dispatch is unbounded, even if the layout's dispatcher has a bound.
         piece: rows of this rank's tensor group; None if these are ``rows``.
         unshard: hooks that gather weights sharded over data ranks (ZeRO).
         cache: key-value cache of generation.
         dropless: whether capacity is ignored, as in generation, where texts must not compete.
         known: data of the loss about the micro-batch, besides its rows.
-        ahead: (rows, piece) with ids and labels shifted by one token, by two, and so on.
+        shifted_rows: (rows, piece) with ids and labels shifted by one token, by two, and so on.
     """
 
     rows: MicroBatch
     recipe: PrecisionPolicy
     sink: GradientSink = AUTOGRAD_SINK
-    keeper: Keeper = field(default_factory=Keeper)
-    decisions: Decisions = field(default_factory=Decisions)
+    saved_tensors: SavedTensors = field(default_factory=SavedTensors)
+    decisions: RoutingDecisions = field(default_factory=RoutingDecisions)
     training: bool = True
     world: World = SINGLE_RANK
     context: Record | None = None
@@ -75,17 +75,20 @@ class Flow:
     cache: KeyValueCache | None = None
     dropless: bool = False
     known: Any = None
-    ahead: tuple[tuple[MicroBatch, MicroBatch | None], ...] = ()
+    shifted_rows: tuple[tuple[MicroBatch, MicroBatch | None], ...] = ()
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
-    def begun(self, sink: GradientSink, unshard: UnshardHooks, ends: bool) -> "Flow":
-        """Return the pass through one pipeline chunk; ``ends``: the chunk computes the loss.
+    def for_chunk(self, sink: GradientSink, unshard: UnshardHooks, computes_loss: bool) -> "Flow":
+        """Return the pass through one pipeline chunk.
 
         It owns its decisions and rotary angles, which are freed with it.
         """
-        keeper, decisions = self.keeper.begun(ends), self.decisions.begun()
-        mine = {"keeper": keeper, "decisions": decisions, "_angles": {}}
-        return replace(self, sink=sink, unshard=unshard, **mine)
+        own: dict[str, Any] = {
+            "saved_tensors": self.saved_tensors.for_chunk(computes_loss),
+            "decisions": self.decisions.for_chunk(),
+            "_angles": {},
+        }
+        return replace(self, sink=sink, unshard=unshard, **own)
 
     def end_backward(self) -> None:
         """Free decisions and angles, which deferred weight gradients do not read."""
@@ -93,12 +96,12 @@ class Flow:
         self._angles.clear()
 
     @property
-    def shared(self) -> list[Tensor]:
-        """Tensors that all layers of the pass share: rotary angles, and row numbers if computed."""
+    def shared_tensors(self) -> list[Tensor]:
+        """Tensors that all layers of the pass read: rotary angles, and row ids if computed."""
         found = [one for angles in self._angles.values() for one in angles]
-        found += [self.number_T] if "number_T" in vars(self) else []
+        found += [self.row_id_T] if "row_id_T" in vars(self) else []
         held = [vars(one) for one in (self, vars(self).get("_whole", self))]
-        numbers = [one["run"].number_N for one in held if "run" in one]
+        numbers = [one["row_runs"].number_N for one in held if "row_runs" in one]
         return found + [one for one in numbers if one is not None]
 
     @property
@@ -122,18 +125,18 @@ class Flow:
         assert self.piece is not None
         return replace(self, rows=self.piece, piece=None)
 
-    def at(self, later: int) -> "Flow":
+    def shifted(self, by: int) -> "Flow":
         """Return the pass with ids and labels shifted by ``later`` tokens."""
-        if not later:
+        if not by:
             return self
-        rows, piece = self.ahead[later - 1]
+        rows, piece = self.shifted_rows[by - 1]
         return replace(self, rows=rows, piece=piece)
 
     def with_rows(self, change: Callable[[MicroBatch], MicroBatch]) -> "Flow":
         """Return the pass with ``change`` applied to all its rows, shifted ones included."""
         (rows, piece), *ahead = (
             (change(rows), piece and change(piece))
-            for rows, piece in ((self.rows, self.piece), *self.ahead)
+            for rows, piece in ((self.rows, self.piece), *self.shifted_rows)
         )
         return replace(self, rows=rows, piece=piece, ahead=tuple(ahead))
 
@@ -146,20 +149,20 @@ class Flow:
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """All-gather rows over the tensor group; backward is a reduce-scatter."""
-        return self._gathered(x_TD) if self.piece is not None else x_TD
+        return self._gather(x_TD) if self.piece is not None else x_TD
 
     def gather_all(self, *parts_TX: Tensor) -> tuple[Tensor, ...]:
         """All-gather several tensors of the same rows in one collective."""
         if self.piece is None:
             return parts_TX
-        return self._gathered(*parts_TX).split([part.shape[1] for part in parts_TX], 1)
+        return self._gather(*parts_TX).split([part.shape[1] for part in parts_TX], 1)
 
-    def _gathered(self, *parts_TX: Tensor) -> Tensor:
+    def _gather(self, *parts_TX: Tensor) -> Tensor:
         def gather(*parts_TX: Tensor) -> Tensor:
             rows = parts_TX[0] if len(parts_TX) == 1 else torch.cat(parts_TX, 1)
             return all_gather(rows, self.world.group("tp"))
 
-        return self.keeper.run("gather", gather, *parts_TX)
+        return self.saved_tensors.run("gather", gather, *parts_TX)
 
     def scatter(self, y_TD: Tensor) -> Tensor:
         """Reduce-scatter partial sums over the tensor group; return this rank's rows."""
@@ -168,7 +171,7 @@ class Flow:
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return a parameter, which may be a sharded handle, as operand in the compute dtype."""
         operand = self.recipe.operand(weight, dtype)
-        self.keeper.stays(*operand.tensors)
+        self.saved_tensors.keep_on_device(*operand.tensors)
         return operand
 
     def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> QuantisedOperand:
@@ -179,21 +182,21 @@ class Flow:
         def largest(amax: Tensor, role: Role, matrices: Sequence[int]) -> Tensor:
             if narrow.history is not None:
                 return narrow.delayed(amax, role, matrices, self.training)
-            axes = narrow.sharing(role, own)
+            axes = narrow.scale_axes(role, own)
             group = world.group("_".join(axes)) if axes else SELF_GROUP
             return max_(amax, group, label if role == "gradient" else None)
 
         found = self.recipe.narrow_operand(weight, narrow, largest, groups)
-        return found._replace(cache=self.keeper.once)
+        return found._replace(cache=self.saved_tensors.cached)
 
     @cached_property
-    def run(self) -> RowRuns:
-        """The valid rows, described as quantised products need them."""
+    def row_runs(self) -> RowRuns:
+        """The valid rows, in the form that quantised products read."""
         return RowRuns.dense(self.rows.n_valid, self.rows.full_row_T + self.rows.first)
 
     @cached_property
-    def number_T(self) -> Tensor:
-        """int64 number of each row in the step, from which random numbers are drawn."""
+    def row_id_T(self) -> Tensor:
+        """int64 id of each row in the step, the key of its random numbers."""
         return encode_row_ids(self.rows.first, self.rows.full_row_T).to(torch.int64)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
@@ -202,7 +205,7 @@ class Flow:
         if key not in self._angles:
             self._angles[key] = Angles.of(self.rows.positions_T, rope, dim, self.recipe.dtype)
         angles = self._angles[key]
-        self.keeper.stays(*angles)
+        self.saved_tensors.keep_on_device(*angles)
         return angles
 
 
@@ -211,7 +214,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
-def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]:
+def local_rows(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]:
     """Return this rank's rows of a micro-batch and, if tp > 1, those of its tensor group."""
     spot, sizes = world.attention, world.folding.sizes
     piece = batch
@@ -222,8 +225,8 @@ def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]
     return piece.select_rows(contiguous_rows(piece.rows, spot.tp, sizes.tp)), piece
 
 
-def in_order(x_RX: Tensor, ranks: int) -> Tensor:
-    """Return rows that are concatenated by context rank in the order of the micro-batch."""
+def undo_zigzag(x_RX: Tensor, ranks: int) -> Tensor:
+    """Reorder rows from concatenation by context rank to the order of the micro-batch."""
     pieces = x_RX.unflatten(0, (ranks, 2, -1))
     # Zigzag: rank r of n has piece r and piece 2 n - 1 - r.
     return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)])

@@ -1,7 +1,7 @@
 """Delayed scaling: scales of whole matrices from a history of largest magnitudes (amax) for each
 operand of a weight's products, by the rule of TransformerEngine with margin 0.
 
-The codes of a step use the scales at its beginning, and larger values saturate. The step's amax, a
+The codes of a step use the scales at its start, and larger values saturate. The step's amax, a
 maximum over all passes and ranks, enters the history with the update; an abandoned step changes
 nothing. R roles, M matrices of the whole weight, H steps.
 """
@@ -19,9 +19,9 @@ ROLES: tuple[Role, ...] = ("rows", "weight", "gradient")
 
 
 class AmaxHistory(nn.Module):
-    """Amax history of the operands of one weight's products, whole on each rank.
+    """Amax history of the operands of one weight's products, replicated on each rank.
 
-    Its buffers are fp32, and belong to the training state, not to the model.
+    Its fp32 buffers belong to the training state, not to the model.
     """
 
     past_RMH: Tensor
@@ -30,32 +30,34 @@ class AmaxHistory(nn.Module):
     def __init__(self, matrices: int, steps: int, latest: bool, device: torch.device) -> None:
         super().__init__()
         self._latest, shape = latest, (len(ROLES), matrices, 1 + steps)
-        # First the amax that scales now (0: scale 1), then those of past steps, latest first.
+        # First the current scaling amax (0: scale 1), then those of past steps, latest first.
         past_RMH = torch.zeros(shape, dtype=torch.float32, device=device)
         self.register_buffer("past_RMH", past_RMH, persistent=False)
         self.register_buffer("seen_RM", past_RMH[..., 0].clone(), persistent=False)
 
     @torch.no_grad()
-    def scaling(self, amax: Tensor, role: Role, matrices: Sequence[int], notes: bool) -> Tensor:
-        """Return the amax to scale by, in place of the present one.
+    def scaling_amax(
+        self, amax: Tensor, role: Role, matrices: Sequence[int], record: bool
+    ) -> Tensor:
+        """Return the amax to scale by, in place of the current one.
 
         Args:
             amax: fp32 largest magnitude of this rank's part of each matrix; non-finite ones are
                 returned as they are.
             role: operand of the product.
             matrices: indices of the matrices in the weight.
-            notes: whether to record ``amax`` for the history.
+            record: whether to add ``amax`` to the history.
         """
         place, first, end = ROLES.index(role), matrices[0], matrices[0] + len(matrices)
         seen_M, now_M = self.seen_RM[place], self.past_RMH[place, :, 0]
         if list(matrices) == [*range(first, end)]:  # no index tensor to copy to the device
             noted_M, now_M = seen_M[first:end], now_M[first:end]
-            if notes:
+            if record:
                 torch.maximum(noted_M, amax.flatten(), out=noted_M)
         else:
             at = torch.tensor(matrices, device=amax.device)
             now_M = now_M[at]
-            if notes:
+            if record:
                 seen_M.scatter_reduce_(0, at, amax.flatten(), "amax")
         return torch.where(amax.isfinite(), now_M.view_as(amax), amax)
 
@@ -70,7 +72,7 @@ class AmaxHistory(nn.Module):
         past_RMH[..., 0] = torch.where(chosen_RM > 0, chosen_RM, past_RMH[..., 0])
 
 
-def share_seen(histories: Collection[AmaxHistory], ranks: Group) -> None:
+def all_reduce_amax(histories: Collection[AmaxHistory], ranks: Group) -> None:
     """All-reduce the step's amax by maximum over ranks that share the layers."""
     if ranks.size == 1 or not histories:
         return

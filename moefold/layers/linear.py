@@ -24,8 +24,8 @@ from moefold.model.config import LowRank
 from moefold.spec.decoder import LORA_A, LORA_B
 
 
-class DropPlace(NamedTuple):
-    """Which part of an adapted weight is on this rank, to draw the adapter's dropout."""
+class DropoutPosition(NamedTuple):
+    """The part of an adapted weight on this rank, which determines the adapter's dropout mask."""
 
     number: int
     """Hash of the weight's name; key of its random numbers."""
@@ -35,14 +35,14 @@ class DropPlace(NamedTuple):
 
 
 class Adaptable(WeightProducts):
-    """Base of layers that read weights by :meth:`operand`, so that these may have adapters."""
+    """Base of layers that read weights through :meth:`operand`, so that these may have adapters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.adapters: dict[str, LowRank] = {}
         """Adapters by weight name in this module; A and B are parameters of this module too."""
-        self.drops: dict[str, DropPlace] = {}
-        """Place of each weight whose adapter has dropout, by weight name."""
+        self.dropout_positions: dict[str, DropoutPosition] = {}
+        """Position of each weight whose adapter has dropout, by weight name."""
 
     def add_adapter(self, name: str, record: LowRank, a: Tensor, b: Tensor) -> None:
         """Register the matrices ``a`` and ``b`` of the adapter of weight ``name``."""
@@ -55,24 +55,24 @@ class Adaptable(WeightProducts):
         name: str,
         flow: Flow,
         dtype: torch.dtype | None = None,
-        number_N: Tensor | None = None,
+        row_id_N: Tensor | None = None,
     ) -> Operand:
         """Return weight ``name`` with its adapter as the operand of a product.
 
-        ``number_N``: numbers of the product's rows, for dropout; by default those of the flow.
+        ``row_id_N``: ids of the product's rows, for dropout; by default those of the flow.
         """
-        found = adapted(self, name, flow.recipe, dtype, flow, number_N)
-        flow.keeper.stays(*found.tensors)
+        found = adapted_operand(self, name, flow.recipe, dtype, flow, row_id_N)
+        flow.saved_tensors.keep_on_device(*found.tensors)
         return found
 
 
-def adapted(
+def adapted_operand(
     owner: Adaptable,
     name: str,
     recipe: PrecisionPolicy,
     dtype: torch.dtype | None = None,
     flow: Flow | None = None,
-    number_N: Tensor | None = None,
+    row_id_N: Tensor | None = None,
 ) -> Operand:
     """Return weight ``name`` of a layer with its adapter, as the operand of a product.
 
@@ -82,32 +82,35 @@ def adapted(
     if record is None or not recipe.adapts:
         return weight
     a, b = (recipe.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
-    drop, place = None, owner.drops.get(name)
-    if place is not None and flow is not None and flow.training:
-        number_N = flow.number_T if number_N is None else number_N
-        key = recipe.seed, place.number
-        drop = Dropout(record.dropout, key, recipe.step, place.columns, number_N)
+    drop, position = None, owner.dropout_positions.get(name)
+    if position is not None and flow is not None and flow.training:
+        row_id_N = flow.row_id_T if row_id_N is None else row_id_N
+        key = recipe.seed, position.number
+        drop = Dropout(record.dropout, key, recipe.step, position.columns, row_id_N)
     return replace(weight, low_rank=AdapterOperand(a, b, record.scale, drop))
 
 
-def locate(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Tell layers which part they hold of weights with quantised products or adapter dropout."""
+def assign_shards(model: nn.Module, shards: Mapping[str, Shard]) -> None:
+    """Give layers the shards of their weights that have quantised products or adapter dropout."""
     for path, module in model.named_modules():
         if isinstance(module, WeightProducts):
-            located = {n: one.located(shards[f"{path}.{n}"]) for n, one in module.narrow.items()}
-            module.narrow = located
+            module.narrow = {
+                leaf: narrow.for_shard(shards[f"{path}.{leaf}"])
+                for leaf, narrow in module.narrow.items()
+            }
         if isinstance(module, Adaptable):
             for leaf in (leaf for leaf, record in module.adapters.items() if record.dropout):
                 name = f"{path}.{leaf}"
                 box = shards[name + LORA_A].box
-                module.drops[leaf] = DropPlace(crc32(name.encode()), range(*box[-1]), box[0][0])
+                position = DropoutPosition(crc32(name.encode()), range(*box[-1]), box[0][0])
+                module.dropout_positions[leaf] = position
 
 
 class Linear(Adaptable):
     """``y_TO = x_TI w_OI^T``, optionally plus a bias; the weight is the master parameter.
 
     If tp cuts the outputs, each rank computes some of them. If it cuts the inputs, each computes a
-    partial sum of all outputs, and :meth:`shift` adds the bias once, after the sum over ranks.
+    partial sum of all outputs, and :meth:`add_bias` adds the bias once, after the sum over ranks.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -117,17 +120,17 @@ class Linear(Adaptable):
 
     def forward(self, x_TI: Tensor, flow: Flow) -> Tensor:
         """Return [T, outputs] in the compute dtype."""
-        return self.shift(self.product(x_TI, flow), flow)
+        return self.add_bias(self.product(x_TI, flow), flow)
 
     def product(self, x_TI: Tensor, flow: Flow) -> Tensor:
         """Return the rows times the weight, with its adapter but without the bias."""
         if (narrow := self.narrow.get("weight")) is not None:
             codes = flow.narrow_operand(self.weight, narrow)
-            return scaled_product(x_TI, codes, flow.run, flow.sink)
+            return scaled_product(x_TI, codes, flow.row_runs, flow.sink)
         weight = self.operand("weight", flow)
         return linear(x_TI, weight, n_valid=flow.n_valid, sink=flow.sink)
 
-    def shift(self, y_TO: Tensor, flow: Flow) -> Tensor:
+    def add_bias(self, y_TO: Tensor, flow: Flow) -> Tensor:
         """Return the rows plus the bias, if there is one."""
         if self.bias is None:
             return y_TO
@@ -148,17 +151,17 @@ class Embedding(nn.Module):
         whole, ranks = flow.whole, flow.world.group("tp")
         ids_T, mine_T = whole.rows.ids_T, None
         if ranks.size > 1:
-            mine_T, ids_T = places_here(ids_T, len(table.value), ranks)
+            mine_T, ids_T = local_vocab_ids(ids_T, len(table.value), ranks)
         rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
         if mine_T is not None:  # one rank holds the row of an id; the others add zeros
             rows = flow.scatter(torch.where(mine_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
 
 
-def places_here(ids: Tensor, here: int, ranks: Group) -> tuple[Tensor, Tensor]:
-    """Return which ids this rank's part of the vocabulary holds, and their local rows, else 0."""
-    at = ids.long() - ranks.index * here
-    mine = (at >= 0) & (at < here)
+def local_vocab_ids(ids: Tensor, vocab: int, ranks: Group) -> tuple[Tensor, Tensor]:
+    """Return which ids are in this rank's ``vocab`` entries, and their local indices, else 0."""
+    at = ids.long() - ranks.index * vocab
+    mine = (at >= 0) & (at < vocab)
     return mine, torch.where(mine, at, 0)
 
 

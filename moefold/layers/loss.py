@@ -43,17 +43,17 @@ def loss_and_gradients(
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
     how: dict[str, Any] = {"scale": scale, "chunk": chunk}
     if ranks.size > 1:
-        how |= _share(head, ranks)
+        how |= _vocab_arguments(head, ranks)
 
     def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
         total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **how)
         # All tensor ranks computed the same loss: only one of them reports it.
         return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
 
-    return widening(product, x_TD, head, flow.n_valid)
+    return apply_with_adapter(product, x_TD, head, flow.n_valid)
 
 
-def widening(
+def apply_with_adapter(
     product: Callable[[Tensor, Operand], tuple[Tensor, Tensor]],
     x_TD: Tensor,
     head: Operand,
@@ -66,7 +66,7 @@ def widening(
     if head.low_rank is None:
         return product(x_TD, head)
     low = head.low_rank
-    total, dwide_TD = product(*widened(x_TD, head))
+    total, dwide_TD = product(*append_adapter(x_TD, head))
     dx_TD, dinner_TR = dwide_TD.split([x_TD.shape[1], low.a.value.shape[0]], 1)
     dinner_TR = dinner_TR * low.scale
     rows_TD = low.apply_dropout(x_TD)
@@ -74,7 +74,7 @@ def widening(
     return total, dx_TD + low.apply_dropout(dinner_TR @ low.a.value)
 
 
-def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
+def append_adapter(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
     """Return rows and head, each concatenated with the adapter's, so that one product has both."""
     low = head.low_rank
     assert low is not None
@@ -83,15 +83,15 @@ def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
     return torch.cat([x_TD, inner_TR], 1), replace(head, value=value)
 
 
-def _share(head: Operand, ranks: Group) -> dict[str, Any]:
+def _vocab_arguments(head: Operand, ranks: Group) -> dict[str, Any]:
     """Return arguments of ``chunked``: the rank's first token id, and how to combine statistics."""
     return {
         "vocab_start": ranks.index * len(head.value),
-        "combine": partial(_combined, ranks=ranks),
+        "combine": partial(_combine_stats, ranks=ranks),
     }
 
 
-def _combined(stats_2C: Tensor, ranks: Group) -> Tensor:
+def _combine_stats(stats_2C: Tensor, ranks: Group) -> Tensor:
     """Return log-sum-exp and label logit [2, C] over the vocabulary from those of each rank."""
     normaliser_RC, picked_RC = gather(stats_2C, ranks).unbind(1)
     return torch.stack([normaliser_RC.logsumexp(0), picked_RC.sum(0)])
@@ -111,9 +111,9 @@ def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tens
     Rows without a label have 0.
     """
     if head.low_rank is not None:
-        x_TD, head = widened(x_TD, head)
+        x_TD, head = append_adapter(x_TD, head)
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
-    x_PD, share = all_gather(x_TD, ranks), _share(head, ranks)
+    x_PD, share = all_gather(x_TD, ranks), _vocab_arguments(head, ranks)
     losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=upcast_dtype(x_PD))
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)

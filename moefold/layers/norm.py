@@ -22,8 +22,8 @@ from moefold.layers.rope import Angles
 class RmsNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dim."""
 
-    adds = True
-    """Whether an own kernel computes the sum of rows and its norm at once."""
+    fused_add = True
+    """Whether a fused kernel computes the sum of rows and its norm."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -41,34 +41,34 @@ class RmsNorm(nn.Module):
             weight = self.scale(flow)
             return rms_norm(x, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
 
-        return flow.keeper.run("norms", normed, x)
+        return flow.saved_tensors.run("norms", normed, x)
 
-    def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return ``x + more``, the residual rows, and their norm."""
-        # Recompute of the norm starts from the sum, which is then saved as its input.
-        if "norms" in flow.keeper.kinds or not (self.adds and uses_triton(x)):
+        # Recomputing the norm starts from the sum, which is then saved as its input.
+        if "norms" in flow.saved_tensors.kinds or not (self.fused_add and uses_triton(x)):
             total = x + more
             return total, self(total, flow)
         weight = self.scale(flow)
         how = {"n_valid": flow.n_valid, "sink": flow.sink}
         total, normed = add_and_norm(x, more, weight, self.epsilon, **how)
-        flow.keeper.owns("norms", normed)
+        flow.saved_tensors.set_owner("norms", normed)
         return total, normed
 
-    def turned(self, x_THd: Tensor, angles: Angles, layout: str, flow: Flow) -> Tensor:
+    def norm_and_rotate(self, x_THd: Tensor, angles: Angles, layout: str, flow: Flow) -> Tensor:
         """Return normed heads, rotated by their rows' angles."""
         if not uses_triton(x_THd):
             return rotate(self(x_THd, flow), *angles, layout)
-        # Normed heads that are not rotated are never saved, so that recompute drops nothing.
+        # Normed heads before rotation are never saved, so recompute has nothing to drop.
         weight, how = self.scale(flow), {"n_valid": flow.n_valid, "sink": flow.sink}
-        with flow.keeper.scope("norms", x_THd):
+        with flow.saved_tensors.scope("norms", x_THd):
             return norm_and_rotate(x_THd, weight, self.epsilon, *angles, layout, **how)
 
 
 class LayerNorm(RmsNorm):
-    """LayerNorm without bias: RMSNorm of rows minus their mean, which are what it saves."""
+    """LayerNorm without bias: RMSNorm of rows minus their mean; it saves the differences."""
 
-    adds = False
+    fused_add = False
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows."""
@@ -94,7 +94,7 @@ NORMS: Mapping[str, type[RmsNorm]] = {
 """Norms of residual rows by kind (``Decoder.norm``)."""
 
 
-class RmsNormAcross(RmsNorm):
+class ShardedRmsNorm(RmsNorm):
     """RMSNorm over a width that tp cuts: the mean square is of the whole row."""
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
@@ -112,7 +112,7 @@ class RmsNormAcross(RmsNorm):
             scaled = _Scaled.apply(wide, scale_T1, *more)
             return scaled.to(x.dtype)  # type: ignore[union-attr]
 
-        return flow.keeper.run("norms", normed, x)
+        return flow.saved_tensors.run("norms", normed, x)
 
 
 class UnitNorm(nn.Module):
@@ -124,7 +124,7 @@ class UnitNorm(nn.Module):
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows."""
-        return flow.keeper.run("norms", lambda x: _Unit.apply(x, self.epsilon), x)
+        return flow.saved_tensors.run("norms", lambda x: _Unit.apply(x, self.epsilon), x)
 
 
 class _Unit(Function):

@@ -1,8 +1,8 @@
 """Offloading of activations to host memory or disk between forward and backward.
 
 A storage is copied once, for all its views, and prefetched before its layer's backward. Copies run
-concurrently with compute: on threads, and on CUDA on a stream of their own. Device memory is freed
-when the copy has ended.
+concurrently with compute, on threads and, with CUDA, on separate streams. Device memory is freed
+when the copy is complete.
 """
 
 import mmap
@@ -17,21 +17,21 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost, leaving
+from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost, offloaded_layers
 from moefold.layers.stash import PagedRows, PagedStash
 from moefold.offload.disk import BLOCK, DiskFile, DiskSlot
-from moefold.offload.slots import Copies, finish
+from moefold.offload.slots import AsyncCopies, synchronize
 
 
-class StoreFigures:
-    """Statistics of a place on one rank: bytes, and how often prefetching was in time."""
+class StoreStats:
+    """Statistics of a store on one rank: bytes, and how often prefetching was in time."""
 
     def __init__(self) -> None:
         self.held = self.peak = self.moved = 0
         """Bytes held now, at most, and written in total."""
-        self.takes = self.present = 0
-        """Number of takes, and of takes that found the data already fetched."""
-        # Reentrant: storages are freed on any thread, even by an allocation within these methods.
+        self.reads = self.prefetched = 0
+        """Number of reads, and of reads that found the data already on the device."""
+        # Reentrant: any thread may free a storage, even an allocation within these methods.
         self._lock = threading.RLock()
 
     def add(self, size: int) -> None:
@@ -41,58 +41,58 @@ class StoreFigures:
             self.moved += max(size, 0)
             self.peak = max(self.peak, self.held)
 
-    def taken(self, there: bool) -> None:
-        """Count a take."""
+    def count_read(self, was_fetched: bool) -> None:
+        """Count a read."""
         with self._lock:
-            self.takes += 1
-            self.present += there
+            self.reads += 1
+            self.prefetched += was_fetched
 
 
 class HostStore:
-    """Offloads to host memory, pinned for a GPU; base of every place.
+    """Offloads to host memory, pinned for a GPU; base of every store.
 
-    Each copy is a job on the place's threads; jobs run in the order of their requests.
+    Each copy is a job on the store's threads; jobs run in the order of submission.
     """
 
     threads = 1
 
     def __init__(self, record: OffloadToHost, device: torch.device) -> None:
         self.record, self._device = record, device
-        self.figures = StoreFigures()
-        self._copies = Copies(device, self.threads)
+        self.stats = StoreStats()
+        self._copies = AsyncCopies(device, self.threads)
 
-    def send(self, data_N: Tensor) -> "Future[Any]":
-        """Begin to copy the bytes of a storage; the future returns where they are stored."""
-        self.figures.add(data_N.numel())
-        held = [data_N]  # popped, as a job is released only a moment after its future is done
-        return self._copies.begin(lambda: self._send(held.pop()))
+    def write(self, data_N: Tensor) -> "Future[Any]":
+        """Start to copy the bytes of a storage; the future returns where they are stored."""
+        self.stats.add(data_N.numel())
+        held = [data_N]  # popped, because a job outlives its future for a moment
+        return self._copies.start(lambda: self._write(held.pop()))
 
-    def bring(self, sent: "Future[Any]", into_N: Tensor) -> "Future[None]":
-        """Begin to copy bytes back, after they have been sent."""
+    def read(self, written: "Future[Any]", into_N: Tensor) -> "Future[None]":
+        """Start to copy bytes back, once they are written."""
         held = [into_N]
-        return self._copies.begin(lambda: self._bring(sent, held.pop()))
+        return self._copies.start(lambda: self._read(written, held.pop()))
 
-    def drop(self, sent: "Future[Any]", size: int) -> None:
+    def free(self, written: "Future[Any]", size: int) -> None:
         """Release bytes that will not be read any more."""
-        self.figures.add(-size)
-        sent.add_done_callback(self._free)
+        self.stats.add(-size)
+        written.add_done_callback(self._free)
 
-    def _send(self, data_N: Tensor) -> Any:
+    def _write(self, data_N: Tensor) -> Any:
         kept_N = torch.empty(data_N.numel(), dtype=torch.uint8, pin_memory=data_N.is_cuda)
         kept_N.copy_(data_N, non_blocking=True)
-        finish(data_N)
+        synchronize(data_N)
         return kept_N
 
-    def _bring(self, sent: "Future[Any]", into_N: Tensor) -> None:
-        into_N.copy_(sent.result(), non_blocking=True)
-        finish(into_N)
+    def _read(self, written: "Future[Any]", into_N: Tensor) -> None:
+        into_N.copy_(written.result(), non_blocking=True)
+        synchronize(into_N)
 
-    def _free(self, sent: "Future[Any]") -> None:
-        """Free the stored bytes; here the memory is freed with the future."""
+    def _free(self, written: "Future[Any]") -> None:
+        """Free the stored bytes; host memory is freed with the future."""
 
 
 class FileStore(HostStore):
-    """Offloads to a file per rank, in slots of few sizes, at most an eighth larger than needed."""
+    """Offloads to a file per rank, in size classes at most an eighth larger than needed."""
 
     threads = 2
 
@@ -100,137 +100,136 @@ class FileStore(HostStore):
         super().__init__(record, device)
         self._file = DiskFile(record.folder, rank, "the activations' file")
         self._own = threading.local()
-        tried = self._send(torch.ones(BLOCK, dtype=torch.uint8))
-        self._file.read(tried, memoryview(self._staged(tried.room)))
-        self._file.free(tried)
+        probe = self._write(torch.ones(BLOCK, dtype=torch.uint8))
+        self._file.read(probe, memoryview(self._staging_memory(probe.capacity)))
+        self._file.free(probe)
 
-    def _send(self, data_N: Tensor) -> DiskSlot:
-        staged = self._staged(room := _room(data_N.numel()))
+    def _write(self, data_N: Tensor) -> DiskSlot:
+        staged = self._staging_memory(capacity := _slot_size(data_N.numel()))
         held_N = torch.frombuffer(staged, dtype=torch.uint8, count=data_N.numel())
         held_N.copy_(data_N, non_blocking=True)
-        finish(data_N)
-        slot = self._file.slot("activations", room)
+        synchronize(data_N)
+        slot = self._file.allocate("activations", capacity)
         self._file.write(slot, memoryview(staged))
         return slot
 
-    def _bring(self, sent: "Future[Any]", into_N: Tensor) -> None:
-        slot: DiskSlot = sent.result()
-        staged = self._staged(slot.room)
+    def _read(self, written: "Future[Any]", into_N: Tensor) -> None:
+        slot: DiskSlot = written.result()
+        staged = self._staging_memory(slot.capacity)
         self._file.read(slot, memoryview(staged))
         read_N = torch.frombuffer(staged, dtype=torch.uint8, count=into_N.numel())
         into_N.copy_(read_N, non_blocking=True)
-        finish(into_N)
+        synchronize(into_N)
 
-    def _free(self, sent: "Future[Any]") -> None:
-        if not sent.cancelled() and sent.exception() is None:
-            self._file.free(sent.result())
+    def _free(self, written: "Future[Any]") -> None:
+        if not written.cancelled() and written.exception() is None:
+            self._file.free(written.result())
 
-    def _staged(self, room: int) -> mmap.mmap:
-        """Return this thread's aligned staging memory of at least ``room`` bytes."""
+    def _staging_memory(self, capacity: int) -> mmap.mmap:
+        """Return this thread's aligned staging memory of at least ``capacity`` bytes."""
         held: mmap.mmap | None = getattr(self._own, "memory", None)
-        if held is None or len(held) < room:
-            held = self._own.memory = mmap.mmap(-1, room)
+        if held is None or len(held) < capacity:
+            held = self._own.memory = mmap.mmap(-1, capacity)
         return held
 
 
-def _room(size: int) -> int:
-    """Return the size of a slot: one of eight sizes between two powers of two."""
+def _slot_size(size: int) -> int:
+    """Return the size class of a slot: one of eight between two powers of two."""
     step = max(BLOCK, 1 << max(size.bit_length() - 4, 0))
     return -(-size // step) * step
 
 
-class Offloading:
-    """Offloading of one rank: the place of activations by kind of module."""
+class ActivationOffload:
+    """Offloading of one rank's activations: the store of each kind of module."""
 
     def __init__(self, record: Offload, device: torch.device, rank: int = 0) -> None:
         self.record = record
-        self.places: dict[str, HostStore] = {}
+        self.stores: dict[str, HostStore] = {}
         if record.host is not None:
-            self.places["host"] = HostStore(record.host, device)
+            self.stores["host"] = HostStore(record.host, device)
         if record.disk is not None:
-            self.places["disk"] = FileStore(record.disk, device, rank)
+            self.stores["disk"] = FileStore(record.disk, device, rank)
         self.stash: PagedStash | None = None
         if record.pages is not None:
             self.stash = PagedStash(record.pages, device, record.in_flight)
 
-    def without_pages(self) -> "Offloading":
+    def without_pages(self) -> "ActivationOffload":
         """Return a copy without the paged stash."""
-        places = copy(self)
-        places.stash = None
-        return places
+        other = copy(self)
+        other.stash = None
+        return other
 
-    def place_of(self, kind: str, at: int, of: int, ends: bool) -> HostStore | None:
-        """Return the place of a kind's activations in layer ``at`` of a chunk of ``of`` layers.
-
-        ``ends``: whether the chunk computes the loss.
-        """
-        for place in self.places.values():
-            if kind in place.record.modules and at < leaving(place.record.share, of, ends):
-                return place
+    def store_for(self, kind: str, at: int, of: int, computes_loss: bool) -> HostStore | None:
+        """Return the store of a kind's activations in layer ``at`` of a chunk of ``of`` layers."""
+        for store in self.stores.values():
+            if kind in store.record.modules and at < offloaded_layers(
+                store.record.share, of, computes_loss
+            ):
+                return store
         return None
 
 
-class Away:
-    """An offloaded storage, released when nothing refers to it any more."""
+class OffloadedStorage:
+    """An offloaded storage, released with its last reference."""
 
-    def __init__(self, place: HostStore, sent: "Future[Any]", data_N: Tensor) -> None:
-        self._place, self._sent = place, sent
+    def __init__(self, store: HostStore, written: "Future[Any]", data_N: Tensor) -> None:
+        self._store, self._written = store, written
         self._size, self._device = data_N.numel(), data_N.device
-        self._back: tuple[Tensor, Future[None]] | None = None
+        self._fetched: tuple[Tensor, Future[None]] | None = None
 
     def __del__(self) -> None:
         """Release the offloaded bytes."""
-        self._place.drop(self._sent, self._size)
+        self._store.free(self._written, self._size)
 
-    def left(self) -> None:
-        """Wait until the copy has ended and the device memory is free."""
-        self._sent.result()
+    def wait_offloaded(self) -> None:
+        """Wait until the copy is complete and the device memory is free."""
+        self._written.result()
 
-    def fetch(self) -> None:
-        """Begin to copy the storage back to the device."""
-        if self._back is None:
+    def prefetch(self) -> None:
+        """Start to copy the storage back to the device."""
+        if self._fetched is None:
             into_N = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-            self._back = into_N, self._place.bring(self._sent, into_N)
+            self._fetched = into_N, self._store.read(self._written, into_N)
 
-    def arrived(self) -> Tensor | None:
-        """Wait for the bytes and return them on the device; None if they were not fetched."""
-        if self._back is None:
+    def wait_fetched(self) -> Tensor | None:
+        """Wait for the bytes on the device and return them; None if they were not prefetched."""
+        if self._fetched is None:
             return None
-        into_N, done = self._back
+        into_N, done = self._fetched
         done.result()
         return into_N
 
-    def take(self, departed: "Departed", layer: int, dtype: torch.dtype) -> Tensor:
-        """Return the storage on the device, and prefetch the layers that are read next."""
-        self._place.figures.taken(self._back is not None and self._back[1].done())
-        departed.fetch(layer)
-        self.fetch()
-        into_N = self.arrived()
+    def load(self, layers: "OffloadedLayers", layer: int, dtype: torch.dtype) -> Tensor:
+        """Return the storage on the device, and prefetch the layers that backward reads next."""
+        self._store.stats.count_read(self._fetched is not None and self._fetched[1].done())
+        layers.prefetch(layer)
+        self.prefetch()
+        into_N = self.wait_fetched()
         assert into_N is not None
         return into_N.view(dtype)
 
 
-class Departed:
+class OffloadedLayers:
     """Offloaded storages of a chunk by layer, for one micro-batch, to prefetch in backward.
 
-    It holds weak references, so that storages which will not be read are released.
+    It holds weak references, so that storages that backward will not read are released.
     """
 
     def __init__(self, in_flight: int) -> None:
         self._in_flight, self._lowest = in_flight, 1 << 62
-        self._layers: defaultdict[int, list[ref[Away | PagedRows]]] = defaultdict(list)
+        self._layers: defaultdict[int, list[ref[OffloadedStorage | PagedRows]]] = defaultdict(list)
 
-    def add(self, layer: int, away: Away | PagedRows) -> None:
+    def add(self, layer: int, storage: OffloadedStorage | PagedRows) -> None:
         """Record an offloaded storage of a layer."""
-        self._layers[layer].append(ref(away))
+        self._layers[layer].append(ref(storage))
 
-    def enter(self, layer: int) -> None:
+    def wait_for_copies(self, layer: int) -> None:
         """Wait, before a layer's forward, until at most ``in_flight`` layers are being copied."""
-        for away in self._of(layer - self._in_flight):
-            away.left()
+        for storage in self._alive(layer - self._in_flight):
+            storage.wait_offloaded()
 
-    def fetch(self, layer: int | None = None) -> None:
-        """Begin to fetch a layer that is read now, and those that follow in backward.
+    def prefetch(self, layer: int | None = None) -> None:
+        """Start to fetch a layer and those that follow in backward.
 
         By default, fetch those that backward reads first.
         """
@@ -238,17 +237,17 @@ class Departed:
         last = max(first - self._in_flight + (layer is None), 0)
         if last < self._lowest:  # skip layers that were fetched already
             for number in range(min(first, self._lowest - 1), last - 1, -1):
-                for away in self._of(number):
-                    away.fetch()
+                for storage in self._alive(number):
+                    storage.prefetch()
             self._lowest = last
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all copies in progress."""
         for layer in list(self._layers):
-            for away in self._of(layer):
-                away.left()
-                away.arrived()
+            for storage in self._alive(layer):
+                storage.wait_offloaded()
+                storage.wait_fetched()
 
-    def _of(self, layer: int) -> Iterator[Away | PagedRows]:
+    def _alive(self, layer: int) -> Iterator[OffloadedStorage | PagedRows]:
         found = (one() for one in reversed(self._layers.get(layer, ())))
-        return (away for away in found if away is not None)
+        return (storage for storage in found if storage is not None)

@@ -1,6 +1,6 @@
 """Placement of parameters: which dim of a parameter each axis of a layout cuts.
 
-Layers are written for one device; their records describe the weights, and ``parallel/`` cuts them
+Layers are written for one device; their records describe the weights, and ``parallel/`` shards them
 accordingly. A parameter is replicated over every axis that does not cut it.
 """
 
@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 """Half-open range of indices along each dim of a tensor."""
 
 
-def shared_box(one: Box, other: Box) -> Box | None:
+def intersection(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes; None if it is empty."""
     pairs = zip(one, other, strict=True)
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
@@ -28,18 +28,18 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in box)
 
 
-def inside(box: Box, outer: Box) -> tuple[slice, ...]:
+def relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices by which ``box`` is indexed in a tensor that holds ``outer``."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The cuts of one parameter, and the ranks that hold copies of each of its pieces.
+    """The cuts of one parameter, and the group of ranks that replicate each shard.
 
-    A parameter that tp does not cut has a partial gradient on each tensor rank, as each reads it
-    with its own rows; partial gradients are summed before the update. Parameters that tp cuts, and
-    experts, see all their rows.
+    A parameter that tp does not cut has a partial gradient on each tensor rank, because each rank
+    reads it with its own rows; partial gradients are summed before the update. Parameters that tp
+    cuts, and experts, see all their rows.
     """
 
     cuts: Mapping[str, int] = field(default_factory=dict)
@@ -48,33 +48,33 @@ class Placement:
     """Whether layers read this matrix in the master dtype, as they do all vectors."""
 
     @property
-    def of_experts(self) -> bool:
+    def is_expert(self) -> bool:
         """Whether the parameter is on the expert grid: replicated over edp, not dp and cp."""
         return "ep" in self.cuts
 
     @property
-    def copies(self) -> str:
-        """Kind of the group whose ranks hold copies and process different tokens."""
-        return "edp" if self.of_experts else "dp_cp"
+    def replicas(self) -> str:
+        """Kind of the group whose ranks hold replicas and process different tokens."""
+        return "edp" if self.is_expert else "dp_cp"
 
     @property
-    def shared_over_tp(self) -> bool:
-        """Whether each tensor rank holds it whole, with a partial gradient."""
-        return not self.of_experts and "tp" not in self.cuts
+    def replicated_over_tp(self) -> bool:
+        """Whether each tensor rank holds a replica, with a partial gradient."""
+        return not self.is_expert and "tp" not in self.cuts
 
     @property
-    def shared_over_etp(self) -> bool:
-        """Whether each rank of etp holds it whole, with a partial gradient."""
-        return self.of_experts and "etp" not in self.cuts
+    def replicated_over_etp(self) -> bool:
+        """Whether each rank of etp holds a replica, with a partial gradient."""
+        return self.is_expert and "etp" not in self.cuts
 
 
-WHOLE = Placement()
+REPLICATED = Placement()
 
 
 def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
     """Return the placement of every parameter and buffer of a model, by global name.
 
-    Parameters without a description, and buffers, are whole on each rank.
+    Parameters without a description, and buffers, are replicated.
 
     Raises:
         ValueError: if the shape of a parameter differs from its description.
@@ -84,7 +84,7 @@ def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         weight = described.get(name)
         if weight is None:
-            found[name] = WHOLE
+            found[name] = REPLICATED
             continue
         if weight.shape != tuple(tensor.shape):
             built = list(tensor.shape)
@@ -101,7 +101,7 @@ class Shard:
     shape: tuple[int, ...]
     """Shape of the global tensor."""
     box: Box
-    """Box of the global tensor that this piece is."""
+    """Box of this piece in the global tensor."""
     placement: Placement
 
     @property
@@ -109,8 +109,8 @@ class Shard:
         """Shape of the piece."""
         return tuple(end - start for start, end in self.box)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the piece as a view of the whole tensor."""
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """Return the piece as a view of the global tensor."""
         return tensor[slices(self.box)]
 
 

@@ -55,16 +55,16 @@ class Narrow(NamedTuple):
         """A number that changes whenever the scales of delayed scaling do."""
         return 0 if self.history is None else self.history.past_RMH._version
 
-    def delayed(self, amax: Tensor, role: Role, matrices: Sequence[int], notes: bool) -> Tensor:
-        """Return the amax of delayed scaling for local matrices (:meth:`AmaxHistory.scaling`)."""
+    def delayed(self, amax: Tensor, role: Role, matrices: Sequence[int], record: bool) -> Tensor:
+        """Return the amax that scales local matrices (:meth:`AmaxHistory.scaling_amax`)."""
         assert self.history is not None
-        whole = [(self.first_expert or 0) + one for one in matrices]
-        return self.history.scaling(amax, role, whole, notes)
+        matrices = [(self.first_expert or 0) + matrix for matrix in matrices]
+        return self.history.scaling_amax(amax, role, matrices, record)
 
-    def located(self, shard: Shard) -> "Narrow":
-        """Return the record for the piece of the weight on this rank."""
+    def for_shard(self, shard: Shard) -> "Narrow":
+        """Return the record for this rank's shard of the weight."""
         cuts = {dim: axis for axis, dim in shard.placement.cuts.items()}
-        lead, last = int(shard.placement.of_experts), len(shard.shape) - 1
+        lead, last = int(shard.placement.is_expert), len(shard.shape) - 1
         (start, end), width = shard.box[last - 1], shard.shape[last - 1]
         outer = range(*shard.box[lead]) if last - lead > 1 else range(1)
         return self._replace(
@@ -74,10 +74,10 @@ class Narrow(NamedTuple):
             first_expert=shard.box[0][0] if lead else None,
         )
 
-    def sharing(self, role: Role, own: bool) -> tuple[str, ...]:
+    def scale_axes(self, role: Role, own: bool) -> tuple[str, ...]:
         """Return the axes whose ranks hold parts of a matrix with one scale.
 
-        ``own``: whether each tensor rank reads rows of its own.
+        ``own``: whether each tensor rank reads its own rows.
         """
         if role == "weight":
             cut = self.inputs + self.outputs  # no weight has both
@@ -91,7 +91,7 @@ class Narrow(NamedTuple):
 
 
 class WeightProducts(nn.Module):
-    """Base of modules that multiply by their weights, so that these products can be quantised."""
+    """Base of modules whose products with their weights can be quantised."""
 
     narrow: Mapping[str, Narrow] = {}
     """Quantised weights, by name in the module."""
@@ -110,7 +110,7 @@ class ExactBuffers(nn.Module):
         for name, old in before.items():
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
-                # Copied from the old values, as the cast has already lost digits.
+                # Copied from the old values, because the cast has lost digits.
                 self._buffers[name] = old.to(new.device)
         return self
 
@@ -151,7 +151,7 @@ def recipe_of(record: Quantise) -> Recipe:
     return Recipe(record.kind, record.scale_rule, narrow_dw, *more)
 
 
-def narrow_products(model: nn.Module) -> dict[str, Narrow]:
+def quantised_weights(model: nn.Module) -> dict[str, Narrow]:
     """Return the quantised weights of a model, by global name."""
     return {
         f"{path}.{leaf}": narrow
@@ -173,24 +173,24 @@ class PrecisionPolicy:
         self.dtype = DTYPES[precision]
         self.master_dtype = torch.promote_types(self.dtype, torch.float32)
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._sharded_values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._codes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.copies_stay = False
-        """Whether copies are renewed in place, since captured graphs read them."""
+        self.in_place_copies = False
+        """Whether copies are refreshed in place, because captured graphs read them."""
         self.seed, self.step = 0, 0
         """Key of random numbers: stochastic rounding, dropout and routing."""
         self.adapts = True
         """Whether adapters are applied to weights."""
-        self.noted: list[tuple[int, str, int | None]] | None = None
+        self.non_finite_operands: list[tuple[int, str, int | None]] | None = None
         """Non-finite operands of quantised products in order of execution, as (number of weight,
         role, expert); None unless a fault is being traced."""
 
-    def give(self, weight: Tensor, value: Tensor | Callable[[], QuantisedWeight]) -> None:
+    def set_value(self, weight: Tensor, value: Tensor | Callable[[], QuantisedWeight]) -> None:
         """Use ``value``, or the codes it returns, for the sharded parameter ``weight``.
 
-        The caller keeps the value up to date, and may free its memory between uses.
+        The caller keeps the value current, and may free its memory between uses.
         """
-        self._given[weight] = value
+        self._sharded_values[weight] = value
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -209,37 +209,37 @@ class PrecisionPolicy:
     @property
     def codes(self) -> list[Tensor]:
         """Codes and scales of local weights, and their amax under delayed scaling."""
-        held = [one for *_, one in self._codes.values()]
-        made = [one for weight in held for one in weight.operands]
-        found = [part for one in made for part in (one.codes, one.scales, one.matrix_scale)]
-        found += [weight.amax for weight in held]
-        return [part for part in found if part is not None]
+        weights = [weight for *_, weight in self._codes.values()]
+        operands = [operand for weight in weights for operand in weight.operands]
+        parts = [part for one in operands for part in (one.codes, one.scales, one.matrix_scale)]
+        parts += [weight.amax for weight in weights]
+        return [part for part in parts if part is not None]
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return the weight as an operand in the compute dtype, or in ``dtype``.
 
-        The copy is renewed when the parameter's version counter has changed (as by any in-place
+        The copy is refreshed when the parameter's version counter has changed (as by any in-place
         update, of an optimizer or a checkpoint) or its memory has. Writing through ``weight.data``
         changes neither: update under ``torch.no_grad()`` instead.
         """
         dtype = dtype or self.dtype
-        if self._given and (value := self._given.get(weight)) is not None:
+        if self._sharded_values and (value := self._sharded_values.get(weight)) is not None:
             if not isinstance(value, Tensor):
                 return Operand(weight, value().dequantise(dtype).view(weight.shape))
-            return Operand(weight, _as_asked(value, weight.dtype, dtype))
+            return Operand(weight, _in_dtype(value, weight.dtype, dtype))
         if weight.dtype == dtype:
             return Operand(weight, weight.detach())
         held = self._copies.get(weight)
-        if held is None or held[2].dtype != dtype or not _fresh(weight, *held[:2]):
+        if held is None or held[2].dtype != dtype or not _is_current(weight, *held[:2]):
             values = weight.detach()
-            if held is not None and held[2].dtype == dtype and self.copies_stay:
+            if held is not None and held[2].dtype == dtype and self.in_place_copies:
                 copy = held[2].copy_(values)
             else:
                 copy = values.to(dtype)
             held = self._copies[weight] = (weight._version, values, copy)
         return Operand(weight, held[2])
 
-    def renew(self) -> None:
+    def refresh_copies(self) -> None:
         """Update the compute copies now instead of on their next use."""
         for weight, (_, _, copy) in list(self._copies.items()):
             self.operand(weight, copy.dtype)
@@ -254,7 +254,7 @@ class PrecisionPolicy:
 
         Args:
             weight: the parameter.
-            narrow: recipe and place of the weight.
+            narrow: recipe and shard of the weight.
             largest: computes the maximum over ranks that hold parts of the same matrices.
             groups: number of leading dims that index matrices; the next dims are outputs.
         """
@@ -263,28 +263,28 @@ class PrecisionPolicy:
             new = QuantisedWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
             return new if narrow.history is not None else replace(new, amax=None)
 
-        def made() -> QuantisedWeight:
-            if (value := self._given.get(weight)) is not None:
+        def cached() -> QuantisedWeight:
+            if (value := self._sharded_values.get(weight)) is not None:
                 if not isinstance(value, Tensor):
                     return value()
-                return narrowed(_as_asked(value, weight.dtype, self.dtype))
+                return narrowed(_in_dtype(value, weight.dtype, self.dtype))
             held = self._codes.get(weight)
-            if held is None or held[0] != narrow.version or not _fresh(weight, *held[1:3]):
+            if held is None or held[0] != narrow.version or not _is_current(weight, *held[1:3]):
                 new = narrowed(weight.detach().to(self.dtype))
                 held = narrow.version, weight._version, weight.detach(), new
                 self._codes[weight] = held
             return held[3]
 
         def codes() -> QuantisedWeight:
-            # Codes are made once per update, but their amax belongs to each step that reads them.
-            found = made()
+            # Codes are computed once per update; their amax counts in each step that reads them.
+            found = cached()
             if narrow.history is not None and found.amax is not None:
                 narrow.delayed(found.amax, "weight", range(found.amax.numel()), True)
             return found
 
-        note = None if self.noted is None else partial(self._note, narrow)
+        note = None if self.non_finite_operands is None else partial(self._note, narrow)
         if note is not None:
-            given = self._given.get(weight)
+            given = self._sharded_values.get(weight)
             value = weight.detach() if given is None else given
             if not isinstance(value, Tensor):
                 value = value().dequantise(self.dtype)
@@ -295,19 +295,21 @@ class PrecisionPolicy:
 
     def _note(self, narrow: Narrow, role: str, group: int, values: Tensor) -> None:
         """Record an operand if it is not finite."""
-        assert self.noted is not None
+        assert self.non_finite_operands is not None
         if non_finite({role: values}):
             first = narrow.first_expert
-            self.noted.append((narrow.number, role, None if first is None else first + group))
+            self.non_finite_operands.append(
+                (narrow.number, role, None if first is None else first + group)
+            )
 
 
-def _fresh(weight: Tensor, version: int, values: Tensor) -> bool:
+def _is_current(weight: Tensor, version: int, values: Tensor) -> bool:
     """Return whether a parameter still has the version and memory that a copy was made of."""
     return version == weight._version and weight.is_set_to(values)
 
 
-def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Return a gathered value in the dtype that a layer asks for."""
+def _in_dtype(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Return a gathered value in the dtype that a layer requests."""
     assert value.untyped_storage().size(), "a weight is read outside of its unit's pass"
     assert dtype == value.dtype or value.dtype == master, (
         f"a layer reads a weight in {dtype} that was gathered in {value.dtype}: its description "

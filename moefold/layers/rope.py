@@ -24,18 +24,18 @@ class Angles(NamedTuple):
         Angles are computed in fp32 for any compute dtype, as in every published model.
         """
         on = positions_T.device
-        made = _on_device if on.type == "cuda" else _made
+        made = _on_device if on.type == "cuda" else _frequencies
         frequencies = made(rope, dim, on)
         angles_Tp = positions_T.float()[:, None] * frequencies
         magnitude = 1.0 if rope.yarn is None else rope.yarn.magnitude
         return cls((angles_Tp.cos() * magnitude).to(dtype), (angles_Tp.sin() * magnitude).to(dtype))
 
 
-def _made(rope: Rope, dim: int, device: torch.device) -> Tensor:
+def _frequencies(rope: Rope, dim: int, device: torch.device) -> Tensor:
     return inverse_frequencies(rope, dim).to(device, non_blocking=True)
 
 
-_on_device: Callable[[Rope, int, torch.device], Tensor] = lru_cache(maxsize=64)(_made)  # type: ignore[assignment]
+_on_device: Callable[[Rope, int, torch.device], Tensor] = lru_cache(maxsize=64)(_frequencies)  # type: ignore[assignment]
 """Cached, as the host waits for a copy to a GPU, and CUDA graphs cannot capture one. Records are
 hashable, though their types do not say so."""
 
@@ -45,7 +45,7 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     period = rope.theta**exponents
     if rope.yarn is not None:
-        return _stretched(period, rope.yarn, rope.theta, dim)
+        return _yarn_frequencies(period, rope.yarn, rope.theta, dim)
     plain = 1.0 / period
     if (bands := rope.bands) is None:
         return plain
@@ -55,7 +55,7 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     return (1 - kept) * plain / bands.factor + kept * plain
 
 
-def _stretched(period: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
+def _yarn_frequencies(period: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
     """Interpolate slow dims by ``factor``, leave fast dims, blend between the two boundaries.
 
     Operations are rounded as in transformers, so that results are bitwise equal.

@@ -1,8 +1,8 @@
 """Paged stash: saves experts' rows for backward in pages on the device, without unused rows.
 
 A dispatcher of fixed shapes gives experts a buffer for the most rows that any layer may receive.
-Valid rows are saved in pages (:mod:`moefold.kernels.pages.ring`), of which there are enough for all
-layers and micro-batches in flight together; the full buffer exists only for the running layer.
+Only valid rows are saved, in pages (:mod:`moefold.kernels.pages.ring`), enough for all layers and
+micro-batches in flight together; the full buffer exists only for the running layer.
 
 Rows of a chunk's first layers may spill to pages on the host, concurrently with other work. Their
 device pages are freed ``in_flight`` layers later, and others are claimed as their backward
@@ -21,23 +21,23 @@ from torch import Tensor
 
 from moefold.kernels.pages.ring import PageRing
 from moefold.layers.config import OffloadToPages
-from moefold.offload.slots import Copies
+from moefold.offload.slots import AsyncCopies
 
-Form = tuple[int, torch.dtype]
+RowFormat = tuple[int, torch.dtype]
 """Width and dtype of a row."""
-Leaving = tuple[Callable[[int], None], int]
-"""A function that prefetches rows of a layer and of those read next, and the layer's number."""
+SpillTarget = tuple[Callable[[int], None], int]
+"""A function that prefetches a layer and those read next, and the layer's number."""
 
 
 class Pages(NamedTuple):
-    """Numbers of pages on device and host, by the bytes of a row."""
+    """Numbers of pages on the device and on the host, by bytes per row."""
 
-    here: Mapping[int, int]
+    device: Mapping[int, int]
     host: Mapping[int, int]
 
 
 class PagedStash:
-    """All pages of a rank, by the form of their rows.
+    """All pages of a rank, by the format of their rows.
 
     Args:
         record: rows per page, and the share of layers that spill.
@@ -47,31 +47,31 @@ class PagedStash:
     Attributes:
         rings: pages on the device.
         host: pages on the host.
-        copies: copies between the two; ``under_way`` lists those of this step.
+        copies: copies between the two; ``in_progress`` lists those of this step.
         step: number of the step; rows of earlier steps are invalid.
     """
 
     def __init__(self, record: OffloadToPages, device: torch.device, in_flight: int = 1) -> None:
         self.record, self._device, self._in_flight = record, device, in_flight
-        self.rings: dict[Form, PageRing] = {}
-        self.host: dict[Form, PageRing] = {}
-        self.copies, self.under_way = Copies(device), list[Future[None]]()
+        self.rings: dict[RowFormat, PageRing] = {}
+        self.host: dict[RowFormat, PageRing] = {}
+        self.copies, self.in_progress = AsyncCopies(device), list[Future[None]]()
         self._pages = Pages({}, {})
         self._known: dict[Hashable, Pages] = {}
-        self._out: deque[tuple[Leaving, list[ref[PagedRows]]]] = deque()
+        self._spilling: deque[tuple[SpillTarget, list[ref[PagedRows]]]] = deque()
         self.step = 0
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the stash on the device."""
-        here = [one for ring in self.rings.values() for one in ring.tensors]
-        return here + [one for ring in self.host.values() for one in ring.tensors[1:]]
+        device = [one for ring in self.rings.values() for one in ring.tensors]
+        return device + [one for ring in self.host.values() for one in ring.tensors[1:]]
 
     def begin_step(self, key: Hashable, pages: Callable[[], Pages]) -> None:
         """Discard all rows, and allocate the numbers of ``pages()``, computed once per ``key``."""
-        for one in self.under_way:
-            one.exception()  # wait for copies of an abandoned step, which would overwrite rows
-        self.under_way.clear()
+        for copy in self.in_progress:
+            copy.exception()  # wait for copies of an abandoned step, which would overwrite rows
+        self.in_progress.clear()
         if key not in self._known:
             self._known[key] = pages()
         if self._known[key] is not self._pages:
@@ -80,39 +80,39 @@ class PagedStash:
             self.host.clear()
         for ring in (*self.rings.values(), *self.host.values()):
             ring.clear()
-        self._out.clear()
+        self._spilling.clear()
         self.step += 1
 
-    def put(
-        self, x_RD: Tensor, ends_E: Tensor, leaving: Leaving | None = None
+    def save(
+        self, x_RD: Tensor, ends_E: Tensor, spill: SpillTarget | None = None
     ) -> "PagedRows | None":
         """Save the valid rows of a buffer, whose number is the last of ``ends_E``.
 
-        Returns None if there are no pages for rows of this size. With ``leaving`` they spill.
+        Returns None if there are no pages of this size. With ``spill`` they move to the host.
         """
         width = prod(x_RD.shape[1:])
-        size, form = width * x_RD.element_size(), (width, x_RD.dtype)
-        if not self._pages.here.get(size):
+        size, row_format = width * x_RD.element_size(), (width, x_RD.dtype)
+        if not self._pages.device.get(size):
             return None
-        given = self.record.page, *form, self._device
-        if form not in self.rings:
-            self.rings[form] = PageRing(self._pages.here[size], *given)
-        if leaving is None:
-            return PagedRows(self, form, x_RD, ends_E)
-        if form not in self.host:
-            self.host[form] = PageRing(self._pages.host[size], *given, on_host=True)
-        if not self._out or self._out[-1][0] != leaving:
-            if len(self._out) == self._in_flight:
-                for one in self._out.popleft()[1]:
+        args = self.record.page, *row_format, self._device
+        if row_format not in self.rings:
+            self.rings[row_format] = PageRing(self._pages.device[size], *args)
+        if spill is None:
+            return PagedRows(self, row_format, x_RD, ends_E)
+        if row_format not in self.host:
+            self.host[row_format] = PageRing(self._pages.host[size], *args, on_host=True)
+        if not self._spilling or self._spilling[-1][0] != spill:
+            if len(self._spilling) == self._in_flight:
+                for one in self._spilling.popleft()[1]:
                     if (rows := one()) is not None:
-                        rows.left()
-            self._out.append((leaving, []))
-        rows = PagedRows(self, form, x_RD, ends_E, leaving)
-        self._out[-1][1].append(ref(rows))
+                        rows.wait_offloaded()
+            self._spilling.append((spill, []))
+        rows = PagedRows(self, row_format, x_RD, ends_E, spill)
+        self._spilling[-1][1].append(ref(rows))
         return rows
 
-    def lacking(self) -> Tensor:
-        """Return the largest relative shortage of pages over forms, in thousandths."""
+    def shortage(self) -> Tensor:
+        """Return the largest relative shortage of pages over formats, in thousandths."""
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         rings = (*self.rings.values(), *self.host.values())
         parts = ((one.refused * 1000 + one.pages - 1) // one.pages for one in rings)
@@ -120,76 +120,76 @@ class PagedStash:
 
 
 class PagedRows:
-    """Rows saved in pages, which are freed once the rows are read or dropped."""
+    """Rows saved in pages, which are freed once the rows are loaded or dropped."""
 
     def __init__(
         self,
         stash: PagedStash,
-        form: Form,
+        row_format: RowFormat,
         x_RD: Tensor,
         ends_E: Tensor,
-        leaving: Leaving | None = None,
+        spill: SpillTarget | None = None,
     ) -> None:
-        self._stash, self._ring, self._step = stash, stash.rings[form], 0
-        self._ends_E, self._room, self._leaving = ends_E, x_RD.shape[0], leaving
-        self._back: Tensor | None = None
-        self._copied: Future[None] | None = None
-        self._page_M = self._ring.put(x_RD.detach().reshape(self._room, -1), ends_E[-1])
-        self._here, self._goes = True, leaving is not None
-        if leaving is not None:
-            self._host = stash.host[form]
-            self._host_M = self._host.allocate(ends_E[-1], self._room)
+        self._stash, self._ring, self._step = stash, stash.rings[row_format], 0
+        self._ends_E, self._capacity, self._spill = ends_E, x_RD.shape[0], spill
+        self._loaded: Tensor | None = None
+        self._copy_done: Future[None] | None = None
+        self._page_M = self._ring.put(x_RD.detach().reshape(self._capacity, -1), ends_E[-1])
+        self._on_device, self._leaves_device = True, spill is not None
+        if spill is not None:
+            self._host = stash.host[row_format]
+            self._host_M = self._host.allocate(ends_E[-1], self._capacity)
             self._copy(self._ring, self._page_M, self._host, self._host_M)
         self._step = stash.step
 
     def __del__(self) -> None:
-        """Free pages of rows that were never read."""
-        self.arrived()
-        if self._back is None and self._step == self._stash.step:
+        """Free the pages of rows that were never loaded."""
+        self.wait_fetched()
+        if self._loaded is None and self._step == self._stash.step:
             self._free()
 
-    def left(self) -> None:
-        """Free the device pages after the copy to the host, unless the rows are fetched again."""
-        if self._goes:
-            self.arrived()
+    def wait_offloaded(self) -> None:
+        """Free the device pages after the copy to the host, unless the rows were prefetched."""
+        if self._leaves_device:
+            self.wait_fetched()
             self._ring.free(self._page_M)
-            self._here = self._goes = False
+            self._on_device = self._leaves_device = False
 
-    def fetch(self) -> None:
-        """Begin to copy spilled rows back to the device."""
-        self._goes = False
-        if not self._here:
-            self._page_M = self._ring.allocate(self._ends_E[-1], self._room)
+    def prefetch(self) -> None:
+        """Start to copy spilled rows back to the device."""
+        self._leaves_device = False
+        if not self._on_device:
+            self._page_M = self._ring.allocate(self._ends_E[-1], self._capacity)
             self._copy(self._host, self._host_M, self._ring, self._page_M)
-            self._here = True
+            self._on_device = True
 
-    def arrived(self) -> None:
+    def wait_fetched(self) -> None:
         """Wait for the copy in progress, if any."""
-        if self._copied is not None:
-            self._copied.result()
+        if self._copy_done is not None:
+            self._copy_done.result()
 
-    def take(self) -> Tensor:
+    def load(self) -> Tensor:
         """Return the rows in a buffer of their original size, and free their pages."""
-        if self._back is None:
-            if self._leaving is not None:
-                fetch, layer = self._leaving
+        if self._loaded is None:
+            if self._spill is not None:
+                fetch, layer = self._spill
                 fetch(layer)
-                self.fetch()
-                self.arrived()
-            self._back = self._ring.take(self._page_M, self._ends_E[-1], self._room)
-            self._here = False
+                self.prefetch()
+                self.wait_fetched()
+            self._loaded = self._ring.take(self._page_M, self._ends_E[-1], self._capacity)
+            self._on_device = False
             self._free()
             del self._page_M
-        return self._back
+        return self._loaded
 
     def _copy(self, source: PageRing, page_M: Tensor, to: PageRing, into_M: Tensor) -> None:
-        given = page_M, self._ends_E[-1], to, into_M
-        self._copied = self._stash.copies.begin(lambda: source.copy(*given))
-        self._stash.under_way.append(self._copied)
+        args = page_M, self._ends_E[-1], to, into_M
+        self._copy_done = self._stash.copies.start(lambda: source.copy(*args))
+        self._stash.in_progress.append(self._copy_done)
 
     def _free(self) -> None:
-        if self._here:
+        if self._on_device:
             self._ring.free(self._page_M)
-        if self._leaving is not None:
+        if self._spill is not None:
             self._host.free(self._host_M)
             del self._host_M

@@ -1,8 +1,8 @@
 """Hooks that gather a unit's weights before it runs and reduce its gradients after its backward.
 
 A unit is a block, the embedding, the last norm or the head. Its weight gradients are complete once
-the gradient of its inputs is. Its beginning and its end are therefore identity functions whose
-backward calls the backward hooks. A schedule that runs a unit in segments calls the hooks itself.
+the gradient of its inputs is. Its beginning and end are therefore identity functions whose backward
+calls the backward hooks. A schedule that runs a unit in segments calls the hooks itself.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class UnshardHooks:
 
 
 RESIDENT = UnshardHooks()
-"""Hooks of weights that are always whole on this rank."""
+"""Hooks of weights that are never sharded over data ranks."""
 
 
 def begin_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -64,26 +64,26 @@ def begin_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor
     if not tensors:
         hooks.pre_forward(unit)
         return ()
-    return _border(hooks.pre_forward, hooks.post_backward, unit, tensors)
+    return _call_hooks(hooks.pre_forward, hooks.post_backward, unit, tensors)
 
 
 def end_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Mark the end of a unit; returns its outputs."""
     if hooks is RESIDENT:
         return tensors
-    return _border(hooks.post_forward, hooks.pre_backward, unit, tensors)
+    return _call_hooks(hooks.post_forward, hooks.pre_backward, unit, tensors)
 
 
-def _border(
+def _call_hooks(
     now: Callable[[str], None], back: Callable[[str], None], unit: str, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     calls = partial(now, unit), partial(back, unit)
     # torch's stubs state Tensor | None; the result is that of forward.
-    return _Border.apply(*calls, *tensors)  # type: ignore[return-value]
+    return _HookCalls.apply(*calls, *tensors)  # type: ignore[return-value]
 
 
-class _Border(Function):
-    """An identity that calls one function in forward, and another one in backward."""
+class _HookCalls(Function):
+    """An identity that calls one function in forward and another in backward."""
 
     @staticmethod
     def forward(

@@ -79,12 +79,12 @@ class DecoderBlock(nn.Module):
         """Return the residual rows after attention, and the rows that the feed-forward reads."""
         with flow.world.recorder.module(f"{self._name}.attention"):
             normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD, flow)
-            with flow.keeper.scope("attention"):
+            with flow.saved_tensors.scope("attention"):
                 attended_TD = self.attention(normed_TD, flow)
             attended_TD = self._scale_output(self.attention_out_norm, attended_TD, flow)
         if self.ffn_norm is not None:
             with flow.world.recorder.module(self._ffn_name):
-                return MoeInput(*self.ffn_norm.summed(x_TD, attended_TD, flow))
+                return MoeInput(*self.ffn_norm.add_and_norm(x_TD, attended_TD, flow))
         total_TD = x_TD + attended_TD
         return MoeInput(total_TD, normed_TD if self._shared_norm else total_TD)
 

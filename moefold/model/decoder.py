@@ -24,7 +24,7 @@ from moefold.layers.attention import SoftmaxAttention
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, scaled
-from moefold.layers.linear import Embedding, Linear, adapted
+from moefold.layers.linear import Embedding, Linear, adapted_operand
 from moefold.layers.norm import NORMS, RmsNorm
 from moefold.layers.precision import PrecisionPolicy, quantise_products
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
@@ -141,9 +141,9 @@ class DecoderModel(nn.Module):
             def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
                 return layer(x_TD, flow)
 
-            with flow.keeper.keeping(index, len(numbers)):
+            with flow.saved_tensors.layer_hooks(index, len(numbers)):
                 (x_TD,) = begin_unit(flow.unshard, f"layers.{number}", x_TD)
-                outputs = flow.keeper.run("block", block, x_TD)
+                outputs = flow.saved_tensors.run("block", block, x_TD)
                 x_TD, terms_N = end_unit(flow.unshard, f"layers.{number}", *outputs)
             if terms_N.numel():
                 terms[int(number)] = terms_N
@@ -153,7 +153,7 @@ class DecoderModel(nn.Module):
         """Return the rows ``x_TD`` for the head: normed, and divided by ``logits_divisor``."""
         assert self.norm is not None, "the last norm is not on this rank"
         (x_TD,) = begin_unit(flow.unshard, "norm", x_TD)
-        with flow.keeper.keeping():
+        with flow.saved_tensors.layer_hooks():
             (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
         return scaled(x_TD, 1 / self.record.logits_divisor)
 
@@ -171,12 +171,13 @@ class DecoderModel(nn.Module):
         """
         rows, terms, factor = list[Tensor](), dict[int, Tensor](), 1 / self.record.logits_divisor
         blocks = [(n, b) for n, b in self.layers.items() if isinstance(b, MultiTokenBlock)]
-        for depth, (number, layer) in enumerate(blocks[: len(flow.ahead)], 1):
-            shifted = flow.at(depth)
+        for depth, (number, layer) in enumerate(blocks[: len(flow.shifted_rows)], 1):
+            shifted = flow.shifted(depth)
             inputs = (x_TD if layer.reads == "residual" else normed_TD), self.start(shifted)
-            with flow.keeper.keeping():
+            with flow.saved_tensors.layer_hooks():
                 inputs = begin_unit(flow.unshard, f"layers.{number}", *inputs)
-                outputs = flow.keeper.run("block", partial(layer.predict, flow=shifted), *inputs)
+                predict = partial(layer.predict, flow=shifted)
+                outputs = flow.saved_tensors.run("block", predict, *inputs)
                 x_TD, terms_N, normed_TD = end_unit(flow.unshard, f"layers.{number}", *outputs)
             rows.append(normed_TD := scaled(normed_TD, factor))
             if terms_N.numel():
@@ -186,7 +187,7 @@ class DecoderModel(nn.Module):
     def head_operand(self, flow: Flow | None = None) -> Operand:
         """Return the head's weight as an operand, its adapter with dropout if ``flow`` trains."""
         if self.head is not None:
-            return adapted(self.head, "weight", self.recipe, flow=flow)
+            return adapted_operand(self.head, "weight", self.recipe, flow=flow)
         return self.recipe.operand(self.head_weight)
 
     def sum_router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -217,7 +218,8 @@ class DecoderModel(nn.Module):
         Capacity is ignored: no row is dropped. With ``cache``, if every text extends one of the
         last call by one token, only the new tokens' rows are computed.
         """
-        rows = (pack(texts) if cache is None else cache.rows(texts)).to(self.head_weight.device)
+        rows = pack(texts) if cache is None else cache.next_rows(texts)
+        rows = rows.to(self.head_weight.device)
         x_TD, _ = self(Flow(rows, self.recipe, training=False, cache=cache, dropless=True))
         return linear(rows.gather_last(x_TD), self.head_operand())
 
@@ -238,7 +240,7 @@ class DecoderModel(nn.Module):
         self.start_step()
         records = self.record.multi_token
         ahead = tuple((rows.shift(depth), None) for depth in range(1, len(records) + 1))
-        flow = Flow(rows, self.recipe, ahead=ahead)
+        flow = Flow(rows, self.recipe, shifted_rows=ahead)
         x_TD, terms = self.run(flow, self.start(flow), self.main_blocks)
         normed_TD = self.finish(flow, x_TD)
         outputs, further_terms = self.run_multi_token(flow, x_TD, normed_TD)

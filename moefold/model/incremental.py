@@ -57,9 +57,9 @@ class IncrementalDecoder:
         model, cache = self._model, self._cache
         if cache is None or self._steps is None:
             return model.next_logits(texts, cache)
-        rows = cache.rows(texts).to(model.head_weight.device)
+        rows = cache.next_rows(texts).to(model.head_weight.device)
         flow = Flow(rows, model.recipe, training=False, cache=cache, dropless=True)
-        if not cache.continues:
+        if not cache.incremental:
             return linear(rows.gather_last(model(flow)[0]), model.head_operand())
         x_PD = model.start(flow)
         for step in self._steps:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moefold.layers.placement import WHOLE, Shard, shard
+from moefold.layers.placement import REPLICATED, Shard, shard
 from moefold.model.config import Decoder
 from moefold.spec.decoder import known_weights
 from moefold.spec.layer import Start
@@ -34,7 +34,7 @@ def initialise(
         for buffer in model.buffers():
             buffer.zero_()
         for name, parameter in model.named_parameters():
-            full = shard(name, tuple(parameter.shape), WHOLE, {})
+            full = shard(name, tuple(parameter.shape), REPLICATED, {})
             parameter.copy_(values(full if shards is None else shards[name]))
 
 

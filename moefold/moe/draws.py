@@ -13,7 +13,7 @@ JITTER, DROP, HASH, SKEW = 1, 2, 3, 4
 def uniform(flow: Flow, columns: int, layer: int, purpose: int, like: Tensor) -> Tensor:
     """Return uniform [T, columns] in [0, 1), keyed by seed, step, purpose, layer and row number."""
     key = (flow.recipe.seed * 8 + purpose) & MASK, layer
-    return chance(flow.number_T, range(columns), key, flow.recipe.step).to(like.dtype)
+    return chance(flow.row_id_T, range(columns), key, flow.recipe.step).to(like.dtype)
 
 
 def make_jitter(amount: float, layer: int, flow: Flow) -> RowTransform:

@@ -61,10 +61,10 @@ class Experts(Adaptable):
 
     def _dropout_numbers(self, offs_E: Tensor, row_number_R: Tensor | None) -> Tensor | None:
         """Return a number for each pair of row and expert, if adapters have dropout."""
-        if row_number_R is None or not self.drops:
+        if row_number_R is None or not self.dropout_positions:
             return None
         expert_R = expert_of_rows(offs_E, row_number_R.shape[0])
-        (first,) = {place.first_expert for place in self.drops.values()}
+        (first,) = {place.first_expert for place in self.dropout_positions.values()}
         return row_number_R.to(torch.int64) + ((expert_R + first) << EXPERT_BIT)
 
     def forward(
@@ -95,7 +95,7 @@ class Experts(Adaptable):
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
                 return scaled_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R, hidden)
 
-            return flow.keeper.run("experts", experts, x_RD, probs_R)
+            return flow.saved_tensors.run("experts", experts, x_RD, probs_R)
         number_R, sink = self._dropout_numbers(offs_E, row_number_R), flow.sink
         w_in, w_out = (self.operand(name, flow, None, number_R) for name in ("w_in", "w_out"))
         biases = [flow.operand(b, b.dtype) for b in (self.in_bias, self.out_bias) if b is not None]
@@ -103,7 +103,7 @@ class Experts(Adaptable):
             w_in, w_out, *biases = self._with_clones(clones, biases, flow)
             sink = AUTOGRAD_SINK
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
-        recompute = flow.keeper.wants("experts")
+        recompute = flow.saved_tensors.recomputes("experts")
         # The library's product may not support the adapter's rank as a width.
         name = "auto" if self._kernel == "grouped" else self._kernel
         dims = [
@@ -112,7 +112,7 @@ class Experts(Adaptable):
         kernel = choose_kernel(name, x_RD.dtype, *dims, device=x_RD.device) if dims else None
         adapters = None if kernel is None else grouped_products(kernel, offs_E)
         form = self._form(offs_E, biases, flow)
-        with flow.keeper.scope("experts", ends=offs_E):
+        with flow.saved_tensors.scope("experts", row_ends=offs_E):
             return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, recompute, adapters, form)
 
     def _form(self, offs_E: Tensor, biases: Sequence[Operand], flow: Flow) -> ExpertVariant | None:
@@ -143,8 +143,9 @@ class Experts(Adaptable):
         with torch.no_grad():
             values = append_clones([w.value for w in local], expert_Ps, ranks)
             added = append_clones([b.value for b in biases], expert_Ps, ranks) if biases else ()
-        if not (flow.keeper.again or flow.keeper.block):  # Recomputation fetches them anyway.
-            flow.keeper.discard("clones", values, fetch_again)
+        saved = flow.saved_tensors
+        if not (saved.recomputing or saved.block):  # Recomputation fetches them anyway.
+            saved.discard_outputs("clones", values, fetch_again)
         masters = [operand.master for operand in (*local, *biases)]
         stand_ins = CloneGradients.apply(expert_Ps, ranks, flow.sink, *masters)
         operands = iter(map(Operand, stand_ins, (*values, *added)))

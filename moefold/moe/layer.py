@@ -83,14 +83,16 @@ class MoeFfn(nn.Module):
 
     def route(self, rows: MoeInput, flow: Flow) -> RoutedRows:
         """Route the rows, or replay the micro-batch's decision, and compute router terms."""
-        with flow.keeper.scope("moe", *rows):
-            routed = self.router(rows.x_TD, flow, flow.decisions.made(self._key))
+        with flow.saved_tensors.scope("moe", *rows):
+            routed = self.router(rows.x_TD, flow, flow.decisions.lookup(self._key))
             flow.decisions[self._key], terms = self.balance(routed, flow)
             if self.idle is not None:
                 rows, routed = self.idle(rows, routed, flow, self.residual_scale)
             weights_TK, inner_TL = routed.weights_TK, None
             if self.shared is not None and self._two_way:
-                weights_TK = weights_TK * (1 - self.shared.share(rows.x_TD, flow)).to(weights_TK)
+                weights_TK = weights_TK * (1 - self.shared.gate_factors(rows.x_TD, flow)).to(
+                    weights_TK
+                )
             if self.down is not None:
                 inner_TL = self.down(rows.x_TD, flow)
         values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]
@@ -102,7 +104,7 @@ class MoeFfn(nn.Module):
         residual_TD, x_TD, terms_N, weights_TK, experts_TK, inner_TL = rows
         rows_TL = x_TD if inner_TL is None else inner_TL
         tokens = RoutedTokens(rows_TL, weights_TK, experts_TK, self._no_drop(flow))
-        draws = flow.training and bool(self.experts.drops)
+        draws = flow.training and bool(self.experts.dropout_positions)
         sent = self.dispatcher.send(tokens, flow, self.experts.shares_scales, draws)
         return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 
@@ -128,7 +130,7 @@ class MoeFfn(nn.Module):
     def finish(self, rows: ExpertRows, flow: Flow) -> BlockOutput | SeparateOutput:
         """Project the summed results from the latent width L to D."""
         assert self.up is not None
-        with flow.keeper.scope("moe"):
+        with flow.saved_tensors.scope("moe"):
             out_TD = self.up(rows.y_RD, flow)
         return self._add_to_residual(rows, out_TD)
 

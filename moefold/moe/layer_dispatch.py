@@ -84,7 +84,7 @@ class LayerDispatch:
             flow.overflow.append(sent.overflow)
         if sent.source is not None:
             rows_TD, copy_rows = sent.source
-            flow.keeper.discard("permute", (sent.x_RD,), copy_rows, rows_TD)
+            flow.saved_tensors.discard_outputs("permute", (sent.x_RD,), copy_rows, rows_TD)
         with_numbers = draws or (numbered and not single_rank)
         number_R = self._send_row_numbers(tokens, flow) if with_numbers else None
         return sent._replace(overflow=None, source=None, row_number_R=number_R, clones=clones)

@@ -45,7 +45,7 @@ class Rounds:
         """Return the sum [T, D] of the results of each token's copies."""
         with flow.world.recorder.module(f"{self._name}.dispatch"):
             round_TK, rounds = self._assign_rounds(tokens.experts_TK, flow.world)
-        if rounds == 1 and not flow.keeper.bounded:
+        if rounds == 1 and not flow.saved_tensors.uses_pages:
             return self._round(tokens, experts, flow)
         # Deferred weight gradients would hold the rows of all rounds.
         sink = EagerSink(flow.sink) if isinstance(flow.sink, DeferredSink) else flow.sink

@@ -1,7 +1,7 @@
 """A rank's file for offloaded tensors, divided into slots, for the lifetime of the process.
 
-The file is unlinked as soon as it is open, so that it never outlives the process. Space is
-allocated with each slot; for permanent slots that is before the first step. Imports no torch.
+The file is unlinked as soon as it is open, so it never outlives the process. Space is allocated
+with each slot; for permanent slots that is before the first step. Imports no torch.
 """
 
 import os
@@ -40,12 +40,12 @@ class OffloadError(OSError):
 class DiskSlot:
     """A range of the file."""
 
-    what: str
+    content: str
     """Name of the content, for messages."""
     start: int
     size: int
     """Bytes used."""
-    room: int
+    capacity: int
     """Bytes allocated, a multiple of ``BLOCK``; -1 once freed."""
     digest: int | None = None
     """CRC-32 of the content; None before the first write."""
@@ -58,7 +58,7 @@ class DiskFile:
         folder: folder of the file, created if necessary; ``$NAME`` is replaced by an environment
             variable of the machine.
         rank: for messages.
-        called: the file's purpose, for messages.
+        purpose: the file's purpose, for messages.
 
     Attributes:
         bytes: bytes of slots in use.
@@ -68,9 +68,9 @@ class DiskFile:
         OffloadError: if the file cannot be created.
     """
 
-    def __init__(self, folder: str, rank: int, called: str = "the state's file") -> None:
+    def __init__(self, folder: str, rank: int, purpose: str = "the state's file") -> None:
         path = os.path.expandvars(folder)
-        self._where, self._lock = f"rank {rank}, {called} in {path}", threading.Lock()
+        self._where, self._lock = f"rank {rank}, {purpose} in {path}", threading.Lock()
         if "$" in path:
             text = f"rank {rank}: an environment variable in the folder {path} is not set"
             raise OffloadError(text, EINVAL)
@@ -91,23 +91,23 @@ class DiskFile:
         self._end = self.bytes = self.peak = 0
         self._free: dict[int, list[int]] = {}
 
-    def slot(self, what: str, size: int) -> DiskSlot:
+    def allocate(self, content: str, size: int) -> DiskSlot:
         """Allocate a slot of ``size`` bytes.
 
         Raises:
             OffloadError: if the disk is full.
         """
-        room = -(-size // BLOCK) * BLOCK
+        capacity = -(-size // BLOCK) * BLOCK
         with self._lock:
-            free = self._free.get(room)
+            free = self._free.get(capacity)
             start = free.pop() if free else self._end
-            if start == self._end and room:
-                with self._told(what, start, room):
-                    _allocate(self._fd, start, room)
-                self._end += room
+            if start == self._end and capacity:
+                with self._converting_errors(content, start, capacity):
+                    _allocate(self._fd, start, capacity)
+                self._end += capacity
             self.bytes += size
             self.peak = max(self.peak, self.bytes)
-        return DiskSlot(what, start, size, room)
+        return DiskSlot(content, start, size, capacity)
 
     def free(self, slot: DiskSlot) -> None:
         """Free a slot.
@@ -116,50 +116,49 @@ class DiskFile:
             ValueError: if it was freed before.
         """
         with self._lock:
-            if slot.room < 0:
-                raise ValueError(f"{self._where}: the slot of {slot.what} is freed twice")
-            self._free.setdefault(slot.room, []).append(slot.start)
+            if slot.capacity < 0:
+                raise ValueError(f"{self._where}: the slot of {slot.content} is freed twice")
+            self._free.setdefault(slot.capacity, []).append(slot.start)
             self.bytes -= slot.size
-            slot.room = -1
+            slot.capacity = -1
 
     def write(self, slot: DiskSlot, data: memoryview) -> None:
-        """Write ``slot.room`` bytes from an address that is a multiple of ``BLOCK``."""
+        """Write ``slot.capacity`` bytes from an address that is a multiple of ``BLOCK``."""
         slot.digest = crc32(data[: slot.size])
         done = 0
-        while done < slot.room:
-            rest, at = data[done : slot.room], slot.start + done
-            with self._told(slot.what, at, slot.room - done):
+        while done < slot.capacity:
+            rest, at = data[done : slot.capacity], slot.start + done
+            with self._converting_errors(slot.content, at, slot.capacity - done):
                 done += os.pwrite(self._fd, rest, at)
 
     def read(self, slot: DiskSlot, into: memoryview) -> None:
-        """Read ``slot.room`` bytes to an address that is a multiple of ``BLOCK``.
+        """Read ``slot.capacity`` bytes to an address that is a multiple of ``BLOCK``.
 
         Raises:
             OffloadError: if bytes are missing, or differ from those written.
         """
         done = 0
-        while done < slot.room:
-            rest, at = into[done : slot.room], slot.start + done
-            with self._told(slot.what, at, slot.room - done):
+        while done < slot.capacity:
+            rest, at = into[done : slot.capacity], slot.start + done
+            with self._converting_errors(slot.content, at, slot.capacity - done):
                 count = os.preadv(self._fd, [rest], at)
             if not count:
-                raise OffloadError(
-                    f"{self._where}: only {done} of the {slot.room} bytes of {slot.what} remain"
-                )
+                size = f"only {done} of the {slot.capacity} bytes"
+                raise OffloadError(f"{self._where}: {size} of {slot.content} remain")
             done += count
         if slot.digest != crc32(into[: slot.size]):
             raise OffloadError(
-                f"{self._where}: the {slot.size} bytes of {slot.what} differ from those written; "
-                "test the disk, then resume from the newest checkpoint"
+                f"{self._where}: the {slot.size} bytes of {slot.content} differ from those "
+                "written; test the disk, then resume from the newest checkpoint"
             )
 
     @contextmanager
-    def _told(self, what: str, start: int, size: int) -> Iterator[None]:
+    def _converting_errors(self, content: str, start: int, size: int) -> Iterator[None]:
         """Convert an ``OSError`` to an :class:`OffloadError` that names the data."""
         try:
             yield
         except OSError as error:
-            text = f"{self._where}: {size} bytes of {what} at offset {start}: {error.strerror}"
+            text = f"{self._where}: {size} bytes of {content} at offset {start}: {error.strerror}"
             raise OffloadError(text, error.errno) from error
 
 

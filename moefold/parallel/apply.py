@@ -14,11 +14,11 @@ from torch import nn
 from moefold.comm.world import EXCHANGE_KINDS, World
 from moefold.data.batch import MicroBatch
 from moefold.layers.config import Precision
-from moefold.layers.flow import Flow, cut
-from moefold.layers.keeper import Keeper
-from moefold.layers.linear import locate
-from moefold.layers.offload import Offloading
+from moefold.layers.flow import Flow, local_rows
+from moefold.layers.linear import assign_shards
+from moefold.layers.offload import ActivationOffload
 from moefold.layers.placement import Shard, placements, shard
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 from moefold.mesh.pipeline import StagePart
 from moefold.model.config import Decoder
@@ -81,8 +81,8 @@ class ModelParts:
     """Number of layers of the whole model with each router term."""
     secondary: World | None
     """The world's separate groups for exchanges of paired passes; None without pairs."""
-    offload: Offloading | None
-    """Offloading of activations to host or disk; None if all stay on the device."""
+    offload: ActivationOffload | None
+    """ActivationOffload of activations to host or disk; None if all stay on the device."""
     hooks_for: HooksFor = resident_hooks
 
 
@@ -126,7 +126,7 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     if not scores:
         model.norm = model.head = None
     shards = _shard_parameters(model, world)
-    locate(model, shards)
+    assign_shards(model, shards)
     if layout.clones is not None:
         for _, mixture in model.moe_layers():
             mixture.dispatcher.enable_clones(layout.clones, sizes.ep)
@@ -136,7 +136,7 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
         if secondary is not None and kind in EXCHANGE_KINDS:
             secondary.split(kind, inner)
     embedding, to = tuple(sorted(holders)), layout.offload
-    offload = None if to is None else Offloading(to, world.device, world.rank)
+    offload = None if to is None else ActivationOffload(to, world.device, world.rank)
     return ModelParts(
         model, world, layout, chunks, shards, table, embedding, dict(terms), secondary, offload
     )
@@ -165,7 +165,7 @@ def _shard_parameters(model: DecoderModel, world: World) -> dict[str, Shard]:
                 full, tuple(parameter.shape), placement[full], axis_position
             )
             if piece.local_shape != piece.shape:
-                taken = piece.of(parameter.detach()).clone()
+                taken = piece.slice_of(parameter.detach()).clone()
                 setattr(module, name, nn.Parameter(taken, parameter.requires_grad))
     for name, buffer in model.named_buffers():
         shards[name] = shard(name, tuple(buffer.shape), placement[name], axis_position)
@@ -180,7 +180,7 @@ def build_flow(
     device, depth = world.device, len(model.record.multi_token) if training else 0
 
     def here(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch | None]:
-        rows, piece = cut(batch, world)
+        rows, piece = local_rows(batch, world)
         return rows.to(device), None if piece is None else piece.to(device)
 
     rows, piece = here(batch)
@@ -188,11 +188,11 @@ def build_flow(
     return Flow(
         rows,
         model.recipe,
-        keeper=Keeper(layout.recompute, places, clones=layout.clones is not None),
+        saved_tensors=SavedTensors(layout.recompute, places, clones=layout.clones is not None),
         training=training,
         world=world,
         context=layout.context,
         piece=piece,
         exact=exact,
-        ahead=tuple(here(batch.shift(later)) for later in range(1, depth + 1)),
+        shifted_rows=tuple(here(batch.shift(later)) for later in range(1, depth + 1)),
     )

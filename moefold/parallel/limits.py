@@ -50,7 +50,7 @@ def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | Non
         return None
     none = torch.zeros((), dtype=torch.int64, device=placed.world.device)
     rows, stash = torch.stack([none, *overflow]).amax(), placed.offload and placed.offload.stash
-    return rows if stash is None else torch.stack([rows, stash.lacking()])
+    return rows if stash is None else torch.stack([rows, stash.shortage()])
 
 
 class SufficientSettings(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from moefold.config.base import Record
 from moefold.config.errors import RunError
-from moefold.layers.config import Auto, Context, Full, Kind, Offload, Ring, Selective
+from moefold.layers.config import Auto, Context, Full, Offload, RecomputeKind, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
@@ -373,7 +373,7 @@ def recomputed(record: Record | None) -> Modules:
     if isinstance(record, Selective):
         return frozenset(record.modules)
     if isinstance(record, Auto):  # not decided yet: all that it could choose
-        return frozenset(get_args(Kind))
+        return frozenset(get_args(RecomputeKind))
     raise ValueError(f"layout.recompute: {type(record).__name__} cannot be planned")
 
 

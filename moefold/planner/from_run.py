@@ -12,7 +12,16 @@ from typing import Any, Literal, cast, get_args
 
 from moefold.config.base import Record
 from moefold.kernels.quantise.config import Quantise
-from moefold.layers.config import Auto, Context, Full, Kind, Offload, Offloaded, Selective, faster
+from moefold.layers.config import (
+    Auto,
+    Context,
+    Full,
+    Offload,
+    OffloadKind,
+    RecomputeKind,
+    Selective,
+    faster_precision,
+)
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder, MultiToken
@@ -171,10 +180,10 @@ class Choice:
         found = []
         if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in OTHERS:
             found.append(f"dispatch {self.dispatch}")
-        known = {*get_args(Kind), "block"}
+        known = {*get_args(RecomputeKind), "block"}
         found += [f"recompute {name}" for name in sorted(self.keeping.recompute - known)]
         away = self.keeping.offload | self.keeping.disk
-        found += [f"offload {name}" for name in sorted(away - {*get_args(Offloaded)})]
+        found += [f"offload {name}" for name in sorted(away - {*get_args(OffloadKind)})]
         if self.keeping.optimizer_offload and self.keeping.state_step is None:
             found.append("optimizer on the host")
         return tuple(found)
@@ -211,7 +220,7 @@ def _stated(
     asked = run.train.precision
     if asked == "fp64":
         raise ValueError("train.precision fp64 is for proofs, not for plans: use bf16 or fp32")
-    found = faster(dict(cluster.device.peaks)) if asked == "auto" else asked
+    found = faster_precision(dict(cluster.device.peaks)) if asked == "auto" else asked
     narrow = run.train.quantise
     precision = cast("Recipe", narrow.kind if isinstance(narrow, Quantise) else found)
     narrowed: set[Any] = set()

@@ -15,7 +15,7 @@ from math import inf
 from operator import add, mul
 from typing import NamedTuple
 
-from moefold.layers.config import leaving
+from moefold.layers.config import offloaded_layers
 from moefold.mesh.folding import ATTENTION, EXPERTS, GROUP_KINDS
 from moefold.mesh.grid import Grid
 from moefold.planner.case import Case, Held, kinds, main_layers, settled
@@ -440,12 +440,12 @@ def _rows(case: Case, held: Held, order: tuple[int, ...], whole: float) -> Count
         for part in layer_kept(case, blocks[kind]):
             if part.stays(keeping.recompute):
                 found[part.name] += here(part, keeping).bytes * count
-    for kind in order[: leaving(keeping.spill, len(order), held.loss)]:
+    for kind in order[: offloaded_layers(keeping.spill, len(order), held.loss)]:
         for part in layer_kept(case, blocks[kind]):
             if part.stays(keeping.recompute) and part.rows and part.saved:
                 found[part.name] += here(part, keeping).bytes
     for to, share in enumerate((keeping.offload_share, keeping.disk_share)):
-        for kind in order[: leaving(share, len(order), held.loss)]:
+        for kind in order[: offloaded_layers(share, len(order), held.loss)]:
             for part in departing(layer_kept(case, blocks[kind]), keeping)[to]:
                 found[part.name] -= part.bytes
     found[ENDS] = round(whole) - found.total()

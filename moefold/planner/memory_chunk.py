@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple
 
-from moefold.layers.config import leaving
+from moefold.layers.config import offloaded_layers
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import Held, Keeping, kinds
 from moefold.planner.memory_kept import CODES, experts_here, kept, operands
@@ -88,7 +88,7 @@ class ChunkSizes:
         widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
         layer, forward, backward = widest
         total = sum(one[0] * count for one, count in layers)
-        gone = leaving(self.keeping.spill, len(order), held.loss)
+        gone = offloaded_layers(self.keeping.spill, len(order), held.loss)
         total += sum(map(self._numbers, order[:gone]))
         waiting = sum(one[3] * count for one, count in layers)
         if looked_up := held.embedding + held.multi_token:
@@ -134,7 +134,7 @@ class ChunkSizes:
                 share * sum(one[i] * count for one, count in sent) for i, share in enumerate(shares)
             )
             return (host, disk), 0.0, 0.0
-        gone = [leaving(share, len(order), held.loss) for share in shares]
+        gone = [offloaded_layers(share, len(order), held.loss) for share in shares]
         sent = [self._sent(kind) for kind in order]
         host, disk = ([one[i] for one in sent[: gone[i]]] for i in range(2))
         sizes = [sum(pair) for pair in zip_longest(host, disk, fillvalue=0.0)]

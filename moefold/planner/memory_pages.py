@@ -7,7 +7,7 @@ from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
-from moefold.layers.config import leaving
+from moefold.layers.config import offloaded_layers
 from moefold.model.config import Block
 from moefold.planner.case import Keeping
 from moefold.schedule.table import Action, Line, Step, actions_of
@@ -74,7 +74,7 @@ class _Used:
         self._in_flight = keeping.in_flight
         each = [[_of_block(one, shape, keeping) for one in (*c.layers, *c.ahead)] for c in chunks]
         self._sizes = [{at: size for at, size in enumerate(of) if size} for of in each]
-        self._gone = [leaving(keeping.spill, len(one.layers), one.ends) for one in chunks]
+        self._gone = [offloaded_layers(keeping.spill, len(one.layers), one.ends) for one in chunks]
         self._now, self._host, self.most, self.most_host = Pages(), Pages(), Pages(), Pages()
         self._out: deque[tuple[dict[int, str], int, Pages]] = deque()
         self._passes: dict[tuple[int, int], dict[int, str]] = {}

@@ -6,7 +6,7 @@ from itertools import chain, combinations
 from math import inf
 from typing import Literal, get_args
 
-from moefold.layers.config import Kind, Offloaded
+from moefold.layers.config import OffloadKind, RecomputeKind
 from moefold.planner.case import Case, Keeping, kinds
 from moefold.planner.hardware import Cluster, device
 from moefold.planner.memory import peak_within
@@ -82,7 +82,7 @@ def _sets(case: Case) -> Iterator[Modules]:
     """Yield every set of modules whose recompute saves memory, and whole blocks."""
     rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
     dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
-    yield from _subsets([kind for kind in get_args(Kind) if kind in dropped])
+    yield from _subsets([kind for kind in get_args(RecomputeKind) if kind in dropped])
     yield frozenset(("block",))
 
 
@@ -90,7 +90,7 @@ def _leaving(case: Case, again: Modules, place: Place) -> Iterator[Modules]:
     """Yield every set of modules with saved activations that could be offloaded."""
     rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
     stay = {part.module for part in rows if part.stays(again)} - (again & {"norms"})
-    yield from _subsets([kind for kind in get_args(Offloaded) if place and kind in stay])
+    yield from _subsets([kind for kind in get_args(OffloadKind) if place and kind in stay])
 
 
 def _subsets(kinds: list[Module]) -> Iterator[Modules]:

@@ -17,12 +17,12 @@ from moefold.layers.config import (
     CONTEXT,
     RECOMPUTE,
     Full,
-    Kind,
     Offload,
-    Offloaded,
+    OffloadKind,
     OffloadToDisk,
     OffloadToHost,
     OffloadToPages,
+    RecomputeKind,
     Selective,
 )
 from moefold.layers.kinds.dense import Dense
@@ -102,7 +102,7 @@ def _short_name(value: Any) -> str:
     """Return a short name of a layout's setting: a record's kind and its fields."""
     kind = getattr(value, "kind", None)
     if isinstance(value, Offload):
-        return ", ".join(f"{to} {'+'.join(it.modules)}" for to, it in value.stated.items())
+        return ", ".join(f"{to} {'+'.join(it.modules)}" for to, it in value.destinations.items())
     if isinstance(value, StatePlacement):
         return f"on {value.at} by {value.step}, {value.share:.0%}"
     if kind is None:
@@ -197,7 +197,7 @@ def clones() -> Iterator[ProofCase]:
     for schedule, zero in zip(kinds(SCHEDULE), (0, 1, 2, 3) * 3, strict=False):
         sizes = [("pp2 ep2", 4), ("pp2 vpp2 ep4", 8)]
         yield from _cases(["deep", "mla"], sizes, schedule=schedule, zero=zero, clones=made)
-    for again in (Full(), Selective(modules=get_args(Kind))):
+    for again in (Full(), Selective(modules=get_args(RecomputeKind))):
         yield from _cases(["deep", "mla"], [("ep4", 4)], recompute=again, clones=made)
 
 
@@ -313,12 +313,15 @@ def recomputes() -> Iterator[ProofCase]:
     for record in RECOMPUTE.kinds.values():
         policy = record(**(some if "modules" in record.model_fields else {}))
         yield from _cases(["gqa", "mla"], layouts, recompute=policy)
-    kinds_of = {"mla": get_args(Kind), "gqa": tuple(k for k in get_args(Kind) if k != "mla_up")}
+    kinds_of = {
+        "mla": get_args(RecomputeKind),
+        "gqa": tuple(k for k in get_args(RecomputeKind) if k != "mla_up"),
+    }
     for (name, every), (sizes, world) in product(kinds_of.items(), [("tp2", 2), *layouts]):
         yield from _cases([name], [(sizes, world)], recompute=_recompute(sizes, *every))
 
 
-def _recompute(sizes: str, *kinds: Kind) -> Selective:
+def _recompute(sizes: str, *kinds: RecomputeKind) -> Selective:
     """Return the recompute policy of some kinds, without ``gather`` if there is no tensor group."""
     alone = Sizes.parse(sizes).tp == 1
     return Selective(modules=tuple(kind for kind in kinds if not (alone and kind == "gather")))
@@ -331,7 +334,7 @@ def offloads() -> Iterator[ProofCase]:
     deeper = "deeper", subject(decoder(GQA, *(DENSE, SHARED, moe(), moe()) * 2))
     latent = "latent", subject(decoder(MLA, *(DENSE, BIASED) * 2))
     file = OffloadToDisk(modules=("experts", "attention"), folder=gettempdir())
-    every = Offload(host=OffloadToHost(modules=get_args(Offloaded)))
+    every = Offload(host=OffloadToHost(modules=get_args(OffloadKind)))
     host = OffloadToHost(modules=("block", "norms", "ffn", "shared"))
     away = Offload(host=host, disk=file, in_flight=1)
     layouts = [("tp2 ep4", 4), ("cp2 ep2", 4), ("ep2 etp2", 4), ("tp2 pp2 ep2", 8)]
@@ -341,7 +344,7 @@ def offloads() -> Iterator[ProofCase]:
             yield from _cases([deeper], [("ep2", 2), ("tp2 pp2", 8)], offload=record, zero=zero)
     for schedule, sizes in product(kinds(SCHEDULE), ("pp2", "pp2 vpp2")):
         yield from _cases([deeper], [(sizes, 2)], offload=away, schedule=schedule)
-    sets: list[tuple[Kind, ...]]
+    sets: list[tuple[RecomputeKind, ...]]
     sets = [("mla_up", "permute"), ("experts", "attention", "gather"), ("ffn", "shared")]
     for some, (sizes, world) in product(sets, layouts):
         more = {"offload": away, "recompute": _recompute(sizes, *some)}
@@ -425,7 +428,7 @@ def precisions() -> Iterator[ProofCase]:
         more = {"schedule": ZeroBubbleH1(), "recompute": Full()}
         yield from _cases(named, [("tp2 pp2 ep2", 4)], **more)
         for one, absent in zip(named, (("gather", "mla_up"), ("gather",)), strict=True):
-            again = Selective(modules=tuple(m for m in get_args(Kind) if m not in absent))
+            again = Selective(modules=tuple(m for m in get_args(RecomputeKind) if m not in absent))
             four = [("cp2 ep4", 4), ("cp2 ep2 etp2", 4)]
             yield from _cases([one], four, recompute=again, zero=3)
         if isinstance(record, Fp8Tensor | Nvfp4) and kind != "delayed":

@@ -229,7 +229,7 @@ def _paths(job: Trainer) -> Iterator[Row]:
         kind = getattr(recompute, "kind", type(recompute).__name__)
         yield "recompute", f"{kind} {modules}".strip()
     offload = job.run.layout.offload
-    for place, to in ({} if offload is None else offload.stated).items():
+    for place, to in ({} if offload is None else offload.destinations).items():
         yield (
             f"{'in' if place == 'pages' else 'on'} {place}",
             f"{', '.join(to.modules)} of {to.share:.0%} of the layers",

@@ -10,7 +10,7 @@ from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.kernels.quantise.config import QUANTISE
-from moefold.layers.config import Asked, Size
+from moefold.layers.config import PrecisionSetting, Size
 from moefold.spec.decoder import has_routing
 from moefold.training.losses.config import LOSS, CrossEntropy, LossRecord
 
@@ -99,7 +99,7 @@ class Train(Record):
     """Sequences per optimizer step, over all data-parallel ranks."""
     micro_batch: Size = 1
     """Sequences per forward and backward, on each data-parallel rank."""
-    precision: Asked = "auto"
+    precision: PrecisionSetting = "auto"
     """Compute format of matrix products; ``auto`` is bf16 if faster than fp32 here, else fp32."""
     quantise: Annotated[Record, QUANTISE] | None = None
     """Weight products of blocks in FP8 or FP4: ``nvfp4``, ``mxfp8``, ``fp8_block``,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.layers.config import Asked, Precision, faster
+from moefold.layers.config import Precision, PrecisionSetting, faster_precision
 from moefold.layers.precision import DTYPES
 from moefold.planner.hardware import Format, sold_as
 from moefold.training.hooks.base import Figures
@@ -94,11 +94,11 @@ def machines(device: torch.device, *more: Precision) -> dict[Precision, MatrixRa
     return {name: found[DTYPES[name]] for name in names}
 
 
-def settled(asked: Asked, device: torch.device) -> Precision:
+def settled(asked: PrecisionSetting, device: torch.device) -> Precision:
     """Return the format that ``asked`` stands for: ``auto`` is the faster one on this device."""
     if asked != "auto":
         return asked
-    return faster({name: one.flops_per_s for name, one in machines(device).items()})
+    return faster_precision({name: one.flops_per_s for name, one in machines(device).items()})
 
 
 def device_name(device: torch.device) -> str:

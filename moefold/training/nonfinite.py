@@ -101,11 +101,11 @@ def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
     names = {number: name for name, number in narrow_weights(model.record).items()}
     if not names:
         return []
-    model.recipe.noted = noted = []
+    model.recipe.non_finite_operands = noted = []
     try:
         again()
     finally:
-        model.recipe.noted = None
+        model.recipe.non_finite_operands = None
     lines = []
     for rank, each in enumerate(gather_objects(noted[:1], world.on_host)):
         where = f" on rank {rank}" if world.size > 1 else ""

@@ -15,7 +15,7 @@ from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
 from moefold.kernels.quantise.config import Quantise
 from moefold.kernels.scaled.choose import require_available
-from moefold.layers.config import Precision, faster, slowness
+from moefold.layers.config import Precision, faster_precision, slowdown
 from moefold.run import Run
 from moefold.training.machine import MatrixRate, device_name, machines
 from moefold.training.model_checkpoint import precision_of
@@ -72,7 +72,7 @@ class PrecisionChoice:
         elif asked != "auto":
             precision, why = asked, "set explicitly"
         else:
-            precision, why = faster(rates), "auto"
+            precision, why = faster_precision(rates), "auto"
         on = {"asked": asked, "flops_per_s": rates, "device": device_name(world.device)}
         machine = MatrixRate(rates[precision], said["sources"][precision])
         chosen = cls(precision, why, machine, rates, said["began"] or ({} if held else on))
@@ -89,7 +89,7 @@ class PrecisionChoice:
 
     def warn(self) -> None:
         """Warn if another format is faster on this machine by 2x or more."""
-        slow = slowness(self.precision, self.rates)
+        slow = slowdown(self.precision, self.rates)
         if slow is None:
             return
         other, factor = slow

@@ -25,7 +25,7 @@ from moefold.checkpoint.folder import step_name
 from moefold.data.batch import MicroBatch
 from moefold.files import make_folder
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Decisions
+from moefold.layers.saved_tensors import RoutingDecisions
 from moefold.moe.router import Decision
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.sharding import ShardedState
@@ -59,7 +59,7 @@ class ChoiceWriter:
         """Return the passes of a step, which report their decisions to this writer."""
         self._chosen, self._tokens = {}, _tokens(flows)
         return [
-            replace(flow, decisions=Decisions(tell=partial(self._tell, number, flow.rows)))
+            replace(flow, decisions=RoutingDecisions(on_new=partial(self._tell, number, flow.rows)))
             for number, flow in enumerate(flows)
         ]
 
@@ -121,7 +121,7 @@ class ChoiceReader:
         for flow in flows:
             part = slice(first, first := first + flow.rows.n_valid)
             read = partial(self._decision, flow.rows, part)
-            found.append(replace(flow, decisions=Decisions(read=read)))
+            found.append(replace(flow, decisions=RoutingDecisions(read=read)))
         return found
 
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:

@@ -109,7 +109,7 @@ class Weighing(Executor):
         if at != len(self.executed):
             return
         for held in self._in_flight.values():
-            held.flow.keeper.departed.settle()
+            held.flow.saved_tensors.offloaded.wait_all()
         found, until = self._weighed(), time.monotonic() + self._patience
         wanted = self._wanted[len(self._left)] if self._wanted else {}
         planned = {part: size for part, size in wanted.items() if part in MADE}
@@ -130,10 +130,10 @@ class Weighing(Executor):
         # overflowed a dispatcher's room.
         shared = [*self._result.losses, *(terms for *_, terms in self._result.terms)]
         shared += chain.from_iterable(flow.overflow for flow in self._flows)
-        pairs = [pair for f in self._flows for pair in ((f.rows, f.piece), *f.ahead)]
+        pairs = [pair for f in self._flows for pair in ((f.rows, f.piece), *f.shifted_rows)]
         rows = [one for one in chain.from_iterable(pairs) if one is not None]
         shared += chain.from_iterable(vars(one).values() for one in rows)
-        shared += chain.from_iterable(one.flow.shared for one in held)
+        shared += chain.from_iterable(one.flow.shared_tensors for one in held)
         shared += chain.from_iterable(one.chunk_pass.seeds for one in held)
         offload = self._placed.offload
         stash = None if offload is None else offload.stash
@@ -147,11 +147,11 @@ class Weighing(Executor):
         found["operands"] = sum(size for key, size in operands.items() if key not in apart)
         found["activations"] = self._made.alive(apart) - found["operands"]
         found["messages"] = self._made.alive(self._made.storages.keys() - messages)
-        places = {} if offload is None else offload.places
+        stores = {} if offload is None else offload.stores
         if stash is not None:
             found["pages"] = sum(t.untyped_storage().nbytes() for t in stash.tensors)
             found["host pages"] = sum(one.nbytes for one in host)
-        return found | {name: place.figures.held for name, place in places.items()}
+        return found | {name: store.stats.held for name, store in stores.items()}
 
 
 def _read(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from moefold.config.base import Record
 from moefold.data.batch import from_ids
 from moefold.kernels.gradients import DeferredSink
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.layers.unshard import UnshardHooks
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
@@ -27,7 +27,7 @@ def there(layer: nn.Module, flow: Flow) -> set[int]:
     read."""
     copies = [*flow.recipe.copies, *flow.recipe.codes]
     rows = [value for value in vars(flow.rows).values() if isinstance(value, torch.Tensor)]
-    known = [*layer.parameters(), *layer.buffers(), *copies, *flow.shared, *rows]
+    known = [*layer.parameters(), *layer.buffers(), *copies, *flow.shared_tensors, *rows]
     return {one.untyped_storage()._cdata for one in known}
 
 
@@ -46,7 +46,7 @@ def set_up(
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     rows = from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH)))
-    flow = Flow(rows, model.recipe, keeper=Keeper(policy))
+    flow = Flow(rows, model.recipe, saved_tensors=SavedTensors(policy))
     layer = model.get_submodule("layers.0")
     x_TD = torch.randn(rows.rows, HIDDEN, dtype=model.recipe.dtype, requires_grad=True)
     layer(x_TD, flow)
@@ -70,8 +70,8 @@ def bytes_alive(
     layer, flow, x_TD = set_up(block, policy, precision, quantise)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
     made = Made()
-    with made, flow.keeper.keeping():
-        out = flow.keeper.run("block", lambda x: layer(x, flow), x_TD)
+    with made, flow.saved_tensors.layer_hooks():
+        out = flow.saved_tensors.run("block", lambda x: layer(x, flow), x_TD)
     old |= {one.untyped_storage()._cdata for one in out}
     return x_TD.untyped_storage().nbytes() + made.alive(old)
 
@@ -82,10 +82,10 @@ def bytes_held(
     """Return the bytes that a block holds after its backward for the products of its weights."""
     layer, flow, x_TD = set_up(block, policy, precision, quantise)
     sink = DeferredSink()
-    flow = flow.begun(sink, UnshardHooks(), ends=False)
+    flow = flow.for_chunk(sink, UnshardHooks(), computes_loss=False)
     made = Made()
-    with made, flow.keeper.keeping():
-        out = flow.keeper.run("block", lambda x: layer(x, flow), x_TD)
+    with made, flow.saved_tensors.layer_hooks():
+        out = flow.saved_tensors.run("block", lambda x: layer(x, flow), x_TD)
         graded = [one for one in out if one.requires_grad]
         torch.autograd.backward(graded, [torch.randn_like(one) for one in graded])
     del out, graded

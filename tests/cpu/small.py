@@ -12,10 +12,10 @@ from moefold.data.batch import MicroBatch, assemble
 from moefold.kernels.gradients import AUTOGRAD_SINK, GradientSink
 from moefold.layers.config import Rope, Yarn
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
@@ -91,7 +91,7 @@ def gradients_of(
     model.zero_grad()
     for _, mixture in model.moe_layers():
         mixture.balance.start_step()
-    flow = Flow(rows, model.recipe, sink, Keeper(recompute))
+    flow = Flow(rows, model.recipe, sink, SavedTensors(recompute))
     x_TD, terms = model(flow)
     logits_TV = x_TD @ model.head_weight.to(x_TD.dtype).t()
     lm_loss = torch.nn.functional.cross_entropy(logits_TV.double(), rows.labels_T, reduction="sum")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moefold.data.batch import zigzag_rows
 from moefold.kernels.attention.block import attention
-from moefold.layers.context.attend import on_one_rank
-from moefold.layers.context.sight import Heads, Sight
+from moefold.layers.context.attend import local_attention
+from moefold.layers.context.visibility import AttentionInputs, Visibility
 from tests import references
 
 SCALE = 0.4
@@ -42,7 +42,7 @@ def test_one_rank_equals_the_mask(lengths: list[int], padding: int, data: st.Dat
     q, k, v, sinks_H, grad = drawn(sum(lengths) + padding)
     with_sinks = data.draw(st.booleans())
     leaves, sinks = [q, k, v, *([sinks_H] if with_sinks else [])], sinks_H if with_sinks else None
-    found = on_one_rank(Heads(q, k, v, SCALE, tuple(lengths), window, sinks))
+    found = local_attention(AttentionInputs(q, k, v, SCALE, tuple(lengths), window, sinks))
     expected = references.attention(q, k, v, tuple(lengths), SCALE, window, sinks)
     assert largest(found, expected, leaves, grad) < 1e-13
 
@@ -60,7 +60,7 @@ def test_tiles_of_context_ranks_equal_the_mask(
     order = torch.cat(
         [torch.arange(p.start, p.stop) for r in range(ranks) for p in zigzag_rows(rows, r, ranks)]
     )
-    sight = Sight(tuple(lengths), 2 * piece, ranks, window)
+    sight = Visibility(tuple(lengths), 2 * piece, ranks, window)
     tiles = []
     for asking in range(ranks):
         for owner in range(ranks):
@@ -77,11 +77,11 @@ def test_tiles_of_context_ranks_equal_the_mask(
 @pytest.mark.parametrize(("window", "reach"), [(1, 0), (2, 1), (5, 1), (6, 2)])
 def test_ranks_lend_only_rows_that_a_window_reaches(window: int, reach: int) -> None:
     """One document over four ranks of two pieces of four rows."""
-    sight = Sight((32,), 8, 4, window)
+    sight = Visibility((32,), 8, 4, window)
     for asking in range(4):
         for owner in range(4):
             tiles = sight.tiles(asking, owner)
             assert bool(tiles) == (abs(asking - owner) <= reach), (asking, owner)
             assert {row for t in tiles for row in range(8)[t.keys]} <= {
-                *sight.view(asking, owner).keys
+                *sight.visible_rows(asking, owner).keys
             }

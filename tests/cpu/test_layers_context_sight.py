@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moefold.data.batch import zigzag_rows
 from moefold.kernels.attention.block import Tile
-from moefold.layers.context.attend import tiles_of
-from moefold.layers.context.sight import Sight
+from moefold.layers.context.attend import rank_tiles
+from moefold.layers.context.visibility import Visibility
 
 
 def mask(lengths: tuple[int, ...], rows: int) -> Tensor:
@@ -54,16 +54,16 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 @given(cuts())
 def test_each_rank_sees_exactly_what_the_mask_shows(cut: tuple[tuple[int, ...], int, int]) -> None:
     lengths, rows, ranks = cut
-    sight, whole = Sight(lengths, rows, ranks), mask(lengths, rows * ranks)
+    sight, whole = Visibility(lengths, rows, ranks), mask(lengths, rows * ranks)
     places = [
         torch.cat([torch.arange(p.start, p.stop) for p in zigzag_rows(rows * ranks, r, ranks)])
         for r in range(ranks)
     ]
     for asking in range(ranks):
         expected = whole[places[asking]][:, torch.cat(places)]
-        assert shown(tiles_of(sight, asking), rows, rows * ranks).equal(expected.long())
+        assert shown(rank_tiles(sight, asking), rows, rows * ranks).equal(expected.long())
         for owner in set(range(ranks)) - {asking}:
-            view = sight.view(asking, owner)
+            view = sight.visible_rows(asking, owner)
             block = whole[places[asking]][:, places[owner]]
             # Rows that travel are those that someone sees, each and no other.
             assert block.any(0).nonzero().flatten().tolist() == list(view.keys)
@@ -72,14 +72,14 @@ def test_each_rank_sees_exactly_what_the_mask_shows(cut: tuple[tuple[int, ...], 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_one_document_gives_all_ranks_the_same_work(ranks: int) -> None:
-    sight = Sight((16 * ranks,), 16, ranks)
-    work = [shown(tiles_of(sight, rank), 16, 16 * ranks).sum() for rank in range(ranks)]
+    sight = Visibility((16 * ranks,), 16, ranks)
+    work = [shown(rank_tiles(sight, rank), 16, 16 * ranks).sum() for rank in range(ranks)]
     assert len({int(pairs) for pairs in work}) == 1
     for asking in range(ranks):
-        others = [sight.view(asking, owner) for owner in range(ranks) if owner != asking]
+        others = [sight.visible_rows(asking, owner) for owner in range(ranks) if owner != asking]
         assert {len(view.queries) * len(view.keys) for view in others} == {16 * 8}
 
 
 def test_short_documents_are_seen_by_nobody_else() -> None:
-    sight = Sight((4,) * 8, 8, 4)
-    assert not any(sight.view(a, b).keys for a in range(4) for b in range(4) if a != b)
+    sight = Visibility((4,) * 8, 8, 4)
+    assert not any(sight.visible_rows(a, b).keys for a in range(4) for b in range(4) if a != b)

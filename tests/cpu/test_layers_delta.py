@@ -14,7 +14,7 @@ from moefold.kernels.convolution.short import short_convolution
 from moefold.kernels.delta.chunked import chunked_scan, recurrent_step
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
-from moefold.layers.placement import WHOLE, Shard
+from moefold.layers.placement import REPLICATED, Shard
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initial_values, initialise
 from moefold.proof.subjects import SUBJECTS
@@ -174,7 +174,7 @@ def test_decays_begin_spread_over_their_range() -> None:
     decoder = SUBJECTS["channels"].decoder
 
     def started(name: str, size: int, first: int, end: int) -> Tensor:
-        return initial_values(decoder, 1)(Shard(name, (size,), ((first, end),), WHOLE))
+        return initial_values(decoder, 1)(Shard(name, (size,), ((first, end),), REPLICATED))
 
     rates = started("layers.0.attention.a_log", 8, 0, 8).exp()
     assert rates.min() > 1 and rates.max() < 16 and rates.diff().min() > 1

@@ -11,9 +11,9 @@ from moefold.data.batch import pack
 from moefold.layers.config import Selective
 from moefold.layers.ffn import LowRankFfn, dense_ffn
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.precision import PrecisionPolicy
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Decoder
 
 
@@ -35,7 +35,7 @@ def test_b98_a_low_rank_and_blocks_are_those_matrices(
     x_TD, dy_TD = torch.randn(2, 8, 8, dtype=torch.float64)
     x_TD.requires_grad_()
     given = (x_TD, *ffn.parameters())
-    flow = Flow(rows, PrecisionPolicy("fp64"), keeper=Keeper(policy))
+    flow = Flow(rows, PrecisionPolicy("fp64"), saved_tensors=SavedTensors(policy))
     y_TD = ffn(x_TD, flow)
     z_TD = x_TD @ ffn.down.weight.t() if isinstance(ffn, LowRankFfn) else x_TD
     gate, up = (z_TD @ diagonal(ffn.w_in.select(-3, half)).t() for half in (0, 1))

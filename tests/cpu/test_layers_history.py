@@ -41,10 +41,10 @@ def test_b52_scales_follow_from_steps_before_by_the_rule(latest: bool) -> None:
     noted, scale = list[float](), torch.tensor(1.0)
     for most in (4.0, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 3e-40, 8.0, 2.0):
         x = torch.tensor([[most, -most / 3]])
-        amax = history.scaling(torch.tensor([[[most]]]), "gradient", [1], notes=True)
+        amax = history.scaling_amax(torch.tensor([[[most]]]), "gradient", [1], record=True)
         expected = (x * scale).clamp(-57344, 57344).to(torch.float8_e5m2)
         assert torch.equal(encode(x, form, amax=amax[0]).codes.float(), expected.float()), most
-        assert history.scaling(torch.ones(1), "gradient", [0], notes=False) == 0
+        assert history.scaling_amax(torch.ones(1), "gradient", [0], record=False) == 0
         history.advance()
         history.seen_RM.zero_()
         noted = [most, *noted][:3]
@@ -59,7 +59,7 @@ def test_what_is_beyond_a_scale_is_its_largest_number_and_what_is_not_finite_is_
     history.seen_RM.fill_(2.0)
     history.advance()
     for most, read in ((100.0, [2.0, 1.0]), (torch.inf, [torch.nan, torch.nan])):
-        amax = history.scaling(torch.tensor([[most]]), "rows", [0], notes=True)
+        amax = history.scaling_amax(torch.tensor([[most]]), "rows", [0], record=True)
         found = encode(torch.tensor([[most, 1.0]]), form, amax=amax).dequantise()
         torch.testing.assert_close(found, torch.tensor([read]), rtol=0, atol=0, equal_nan=True)
     history.advance()

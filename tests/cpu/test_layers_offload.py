@@ -12,10 +12,16 @@ import torch
 
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, from_ids
-from moefold.layers.config import Full, Kind, Offload, Offloaded, Selective
+from moefold.layers.config import Full, Offload, OffloadKind, RecomputeKind, Selective
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
-from moefold.layers.offload import BLOCK, Away, Departed, FileStore, Offloading
+from moefold.layers.offload import (
+    BLOCK,
+    ActivationOffload,
+    FileStore,
+    OffloadedLayers,
+    OffloadedStorage,
+)
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.offload import disk as disk_room
@@ -29,15 +35,15 @@ from tests.cpu.runs import equal, job_of, weights
 from tests.cpu.test_planner_kept import BLOCKS
 
 CPU, LAYERS = torch.device("cpu"), 4
-EVERY = get_args(Offloaded)
+EVERY = get_args(OffloadKind)
 Gradients = dict[str, torch.Tensor]
 
 
-def offload(folder: Path, host: Any = (), disk: Any = (), **more: Any) -> Offloading:
+def offload(folder: Path, host: Any = (), disk: Any = (), **more: Any) -> ActivationOffload:
     stated: dict[str, Any] = {"host": {"modules": host}} if host else {}
     if disk:
         stated["disk"] = {"modules": disk, "folder": str(folder)}
-    return Offloading(Offload.model_validate(stated | more), CPU)
+    return ActivationOffload(Offload.model_validate(stated | more), CPU)
 
 
 def model_of(block: str, precision: Any = "fp32") -> tuple[DecoderModel, MicroBatch]:
@@ -53,22 +59,22 @@ def gradients(
     model: DecoderModel,
     rows: MicroBatch,
     policy: Record | None = None,
-    to: Offloading | None = None,
+    to: ActivationOffload | None = None,
 ) -> Gradients:
     """Return all gradients of a pass through the layers; nothing is away after it."""
     model.zero_grad()
     for _, mixture in model.moe_layers():
         mixture.balance.start_step()
-    flow = Flow(rows, model.recipe, keeper=Keeper(policy, to))
+    flow = Flow(rows, model.recipe, saved_tensors=SavedTensors(policy, to))
     draw = torch.Generator().manual_seed(1)
     x_TD = torch.randn(rows.rows, HIDDEN, generator=draw, dtype=model.recipe.dtype)
     y_TD, terms = model.run(flow, x_TD.requires_grad_(), model.layers)
-    flow.keeper.end_forward()
-    flow.keeper.departed.fetch()
+    flow.saved_tensors.end_forward()
+    flow.saved_tensors.offloaded.prefetch()
     y_TD.float().square().mean().backward()
     del y_TD, terms, flow
-    for place in () if to is None else to.places.values():
-        assert place.figures.held == 0 and place.figures.takes > 0
+    for place in () if to is None else to.stores.values():
+        assert place.stats.held == 0 and place.stats.reads > 0
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"x": x_TD.grad}  # type: ignore[dict-item]
 
@@ -89,7 +95,7 @@ def test_gradients_are_those_of_keeping_everything(
         (Full(), ("block",), ()),
         (Selective(modules=("norms", "experts")), some, rest),
         (Selective(modules=("mla_up", "permute", "attention")), rest, some),
-        (Selective(modules=get_args(Kind)), EVERY, ()),
+        (Selective(modules=get_args(RecomputeKind)), EVERY, ()),
     ):
         found = gradients(model, rows, policy, offload(tmp_path, host, disk))
         assert found.keys() == wanted.keys()
@@ -113,17 +119,17 @@ def test_b60_what_leaves_and_what_stays_is_what_is_planned(
     gradients(model, rows)
     modules = tuple(kind for kind in EVERY if policy is None or kind != "norms")
     to = offload(tmp_path, modules)
-    flow = Flow(rows, model.recipe, keeper=Keeper(policy, to))
+    flow = Flow(rows, model.recipe, saved_tensors=SavedTensors(policy, to))
     leaf_TD = torch.randn(rows.rows, HIDDEN).requires_grad_()
     with Made() as made:
         y_TD, terms = model.run(flow, leaf_TD * 1.0, model.layers)
-    flow.keeper.departed.settle()
-    flow.keeper.end_forward()
+    flow.saved_tensors.offloaded.wait_all()
+    flow.saved_tensors.end_forward()
     others = {t.untyped_storage()._cdata for t in (y_TD, *terms.values())}
     again = recomputed(policy)
     kept_ = [part for part in kept(BLOCKS[block], Shape(HIDDEN, 64, width=4)) if part.stays(again)]
     away = (LAYERS - 1) * sum(part.bytes for part in kept_ if part.module in modules)
-    figures = to.places["host"].figures
+    figures = to.stores["host"].stats
     assert figures.held == figures.peak == figures.moved == away
     here = LAYERS * sum(part.bytes for part in kept_) - away
     assert made.alive(there(model, flow) | others) == here
@@ -135,28 +141,30 @@ def test_b62_layers_are_sent_for_before_they_are_taken(
     """Each is on its way when backward comes to it, and few more than that are on the device."""
     model, rows = model_of("grouped heads, dense")
     late, most, here = [], 0, set[int]()
-    taken, fetched = Away.take, Away.fetch
+    taken, fetched = OffloadedStorage.load, OffloadedStorage.prefetch
 
-    def take(self: Away, departed: Departed, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        late.extend([layer] if self._back is None else [])
+    def take(
+        self: OffloadedStorage, departed: OffloadedLayers, layer: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        late.extend([layer] if self._fetched is None else [])
         return taken(self, departed, layer, dtype)
 
-    def fetch(self: Away) -> None:
+    def fetch(self: OffloadedStorage) -> None:
         nonlocal most
         fetched(self)
         here.add(id(self))
         most = max(most, len(here))
 
-    def gone(self: Away) -> None:
+    def gone(self: OffloadedStorage) -> None:
         here.discard(id(self))
-        self._place.drop(self._sent, self._size)
+        self._store.free(self._written, self._size)
 
-    monkeypatch.setattr(Away, "take", take)
-    monkeypatch.setattr(Away, "fetch", fetch)
-    monkeypatch.setattr(Away, "__del__", gone)
+    monkeypatch.setattr(OffloadedStorage, "load", take)
+    monkeypatch.setattr(OffloadedStorage, "prefetch", fetch)
+    monkeypatch.setattr(OffloadedStorage, "__del__", gone)
     to = offload(tmp_path, ("ffn",), in_flight=1)
     gradients(model, rows, None, to)
-    assert not late and to.places["host"].figures.takes == LAYERS - 1
+    assert not late and to.stores["host"].stats.reads == LAYERS - 1
     assert most == 2, "the layer that runs and the one that comes"
 
 
@@ -178,7 +186,7 @@ def test_a_run_sends_away_what_its_plan_says(tmp_path: Path) -> None:
         assert ("on host", said) in [row[:2] for row in banner_rows(job)]
         job.step(), job.step()
         assert job.placed.offload is not None
-        assert job.placed.offload.places["host"].figures.moved > 0
+        assert job.placed.offload.stores["host"].stats.moved > 0
         assert not equal(weights(job), wanted)
 
 
@@ -203,14 +211,14 @@ def test_a_file_holds_rows_of_any_size_and_does_not_grow_for_what_fits(tmp_path:
     grown = []
     for turn in range(3):
         rows = [data(size + turn, turn) for size in (1, BLOCK - 3, BLOCK + 1, 100_000, 1_000_001)]
-        sent = [store.send(one) for one in rows]
+        sent = [store.write(one) for one in rows]
         for one, where in reversed(list(zip(rows, sent, strict=True))):
             into = torch.empty_like(one)
-            store.bring(where, into).result()
+            store.read(where, into).result()
             assert torch.equal(into, one)
-            store.drop(where, one.numel())
+            store.free(where, one.numel())
         grown.append(os.fstat(store._file._fd).st_size)
-    assert len(set(grown)) == 1 and store.figures.held == 0 == store._file.bytes
+    assert len(set(grown)) == 1 and store.stats.held == 0 == store._file.bytes
 
 
 def test_b26_memory_that_copies_pass_is_not_used_again_before_they_ended(
@@ -225,9 +233,9 @@ def test_b26_memory_that_copies_pass_is_not_used_again_before_they_ended(
     for name in ("pwrite", "preadv"):
         monkeypatch.setattr(disk_room.os, name, together(getattr(os, name)))
     rows = [data(BLOCK, seed) for seed in range(4)]
-    sent = [store.send(one) for one in rows]
+    sent = [store.write(one) for one in rows]
     into = [torch.empty_like(one) for one in rows]
-    for copy in [store.bring(*one) for one in zip(sent, into, strict=True)]:
+    for copy in [store.read(*one) for one in zip(sent, into, strict=True)]:
         copy.result()
     assert all(map(torch.equal, rows, into))
 

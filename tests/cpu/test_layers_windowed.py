@@ -11,10 +11,10 @@ from moefold.layers.attention import WindowedAttention
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Full, Selective
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Windowed
 from moefold.layers.placement import placements
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
@@ -69,7 +69,7 @@ def test_recomputed_attention_gives_the_same_gradients() -> None:
     ids, found = torch.randint(0, 50, (2, 9)), []
     for policy in (None, Selective(modules=("attention",)), Full()):
         model = built()
-        flow = Flow(from_ids(ids), model.recipe, keeper=Keeper(policy))
+        flow = Flow(from_ids(ids), model.recipe, saved_tensors=SavedTensors(policy))
         x_TD, _ = model(flow)
         x_TD.square().sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters() if "layers" in name})

@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
 from moefold.kernels.gradients import AccumulatingSink, DeferredSink
-from moefold.layers.config import Full, Kind, Rope, Selective, Yarn
+from moefold.layers.config import Full, RecomputeKind, Rope, Selective, Yarn
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.norm import LayerNorm
-from moefold.layers.placement import WHOLE, shard
+from moefold.layers.placement import REPLICATED, shard
 from moefold.layers.precision import PrecisionPolicy
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import BLOCK, draw_normal, initial_values
@@ -44,7 +44,7 @@ from tests.cpu.small import (
     same,
 )
 
-EVERYTHING = Selective(modules=get_args(Kind))
+EVERYTHING = Selective(modules=get_args(RecomputeKind))
 POLICIES: list[Record] = [
     Full(),
     EVERYTHING,
@@ -123,7 +123,7 @@ def test_discarded_norms_hold_no_output() -> None:
 
     handle = model.layers["0"].attention_norm.register_forward_hook(note)
     for policy, kept in ((None, True), (Selective(modules=("norms",)), False)):
-        x_TD, _ = model(Flow(rows, model.recipe, keeper=Keeper(policy)))
+        x_TD, _ = model(Flow(rows, model.recipe, saved_tensors=SavedTensors(policy)))
         assert (alive[-1]() is not None) == kept
         x_TD.sum().backward()
     handle.remove()
@@ -447,7 +447,7 @@ def test_start_values_are_those_that_a_layer_describes() -> None:
     begin = initial_values(of, 1)
 
     def started(name: str, *shape: int) -> Tensor:
-        return begin(shard(f"layers.0.{name}", shape, WHOLE, {}))
+        return begin(shard(f"layers.0.{name}", shape, REPLICATED, {}))
 
     assert started("attention.slopes", 4, 2).tolist() == [
         [-p] * 2 for p in (1 / 8, 3 / 8, 5 / 8, 7 / 8)

@@ -15,9 +15,9 @@ from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.permute.gather import permute_rows, permute_values, unpermute_rows
 from moefold.kernels.rows import row_chunks
 from moefold.kernels.swiglu.ffn import Products
-from moefold.layers.config import Full, Kind, Selective
-from moefold.layers.keeper import Keeper
+from moefold.layers.config import Full, RecomputeKind, Selective
 from moefold.layers.kinds.dense import Dense
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe import experts as experts_room
@@ -45,7 +45,7 @@ SHAPES = {
     "capacity": decoder(GQA, moe(capacity=Capacity(factor=0.75))),
     "tied": decoder(tied=True),
 }
-SOME = Selective(modules=get_args(Kind))
+SOME = Selective(modules=get_args(RecomputeKind))
 
 
 @pytest.mark.parametrize("policy", [None, Full(), Selective(modules=("norms", "mla_up")), SOME])
@@ -129,9 +129,9 @@ def test_compute_copies_follow_weights_that_are_swapped() -> None:
 
 
 def test_b60_what_is_changed_in_place_is_kept_not_made_again() -> None:
-    recompute = Keeper(Selective(modules=("norms",)))
+    recompute = SavedTensors(Selective(modules=("norms",)))
     x = torch.randn(4, requires_grad=True)
-    with recompute.keeping():
+    with recompute.layer_hooks():
         y = recompute.run("norms", lambda x: x * 2, x)
         y.add_(1)
         total = (y * y).sum()
@@ -159,7 +159,7 @@ def test_b60_what_runs_again_reads_the_weights_that_its_forward_read(policy: Rec
 
 def test_b60_what_is_made_again_is_made_once_for_all_its_takers() -> None:
     """Each takes it in its turn, and the last lets it go."""
-    runs, recompute = list[weakref.ref[Tensor]](), Keeper(SOME)
+    runs, recompute = list[weakref.ref[Tensor]](), SavedTensors(SOME)
 
     def made(x: Tensor) -> Tensor:
         y = torch.tanh(x)
@@ -167,7 +167,7 @@ def test_b60_what_is_made_again_is_made_once_for_all_its_takers() -> None:
         return y
 
     x = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
-    with recompute.keeping():
+    with recompute.layer_hooks():
         y = recompute.run("norms", made, x)
         total = (y**2 + torch.sin(y) + y**3).sum()
     del y
@@ -179,9 +179,9 @@ def test_b60_what_is_made_again_is_made_once_for_all_its_takers() -> None:
 
 
 def test_discarded_outputs_are_made_again_for_each_backward() -> None:
-    found, recompute = [], Keeper(SOME)
+    found, recompute = [], SavedTensors(SOME)
     x = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
-    with recompute.keeping():
+    with recompute.layer_hooks():
         total = (recompute.run("norms", torch.tanh, x) ** 3).sum()
     for _ in range(2):
         x.grad = None
@@ -224,13 +224,13 @@ def test_dispatch_sorts_any_number_of_experts(experts: int) -> None:
 
 def test_an_output_is_discarded_though_its_tensor_ends_before_its_reader() -> None:
     """A segment of a block hands on its rows as another tensor of the same memory."""
-    recompute = Keeper(Selective(modules=("norms",)))
+    recompute = SavedTensors(Selective(modules=("norms",)))
     x_TD, weight_D = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-    with recompute.keeping():
+    with recompute.layer_hooks():
         made = recompute.run("norms", torch.neg, x_TD)
     handed_on, memory = made.detach(), StorageWeakRef(made.untyped_storage())
     del made
-    with recompute.keeping():
+    with recompute.layer_hooks():
         total = (handed_on * weight_D).sum()
     del handed_on
     assert memory.expired()
@@ -240,7 +240,7 @@ def test_an_output_is_discarded_though_its_tensor_ends_before_its_reader() -> No
 
 @pytest.mark.parametrize(("modules", "products"), [((), 2), (("experts",), 3)])
 def test_recomputed_experts_repeat_their_first_product_alone(
-    modules: tuple[Kind, ...], products: int, monkeypatch: pytest.MonkeyPatch
+    modules: tuple[RecomputeKind, ...], products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[int]()
     plain = experts_room.grouped_products
@@ -263,17 +263,17 @@ def test_recomputed_experts_repeat_their_first_product_alone(
 def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind that no module answers to would save nothing and say nothing."""
     seen: set[str] = set()
-    plain = Keeper.wants
+    plain = SavedTensors.recomputes
 
-    def wants(self: Keeper, kind: str) -> bool:
+    def wants(self: SavedTensors, kind: str) -> bool:
         seen.add(kind)
         return plain(self, kind)
 
-    monkeypatch.setattr(Keeper, "wants", wants)
+    monkeypatch.setattr(SavedTensors, "wants", wants)
     mixture = moe(shared=Shared(width=16))
     gradients(model_of(decoder(MLA, Dense(width=24), mixture)), [padded_rows((8,), 0)], None, 16)
     # Tensor ranks alone gather: `tests/gloo/test_planner_notes.py` looks at those.
-    assert seen - {"block"} == {*get_args(Kind)} - {"gather"}
+    assert seen - {"block"} == {*get_args(RecomputeKind)} - {"gather"}
 
 
 @pytest.mark.parametrize(("device", "pieces"), [("cpu", 256), ("meta", 1)])

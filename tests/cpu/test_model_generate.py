@@ -203,7 +203,7 @@ def test_b73_of_latent_attention_latents_are_kept_whatever_makes_keys_of_them() 
     assert same == texts and cache is not None
     for one, other in zip(kept.seen, plain.seen, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    held = [part.shape[1::2] for layer in cache._kept.values() for part in layer._parts]
+    held = [part.shape[1::2] for layer in cache._layers.values() for part in layer._parts]
     assert held == [(1, MLA.kv_rank + MLA.rope_dim)] * len(model.layers)
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from moefold.data.batch import from_ids
 from moefold.layers.config import Activation, Selective
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
 from moefold.layers.precision import PrecisionPolicy
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.moe.config import Moe, Router
 from moefold.moe.experts import Experts
 
@@ -55,7 +55,7 @@ def test_b15_rows_of_no_expert_read_no_bias_and_leak_nothing(
     x_RD, p_R = x_RD.requires_grad_(), p_R.requires_grad_()
     given = (x_RD, p_R, *experts.parameters())
     rows = from_ids(torch.zeros(1, 8, dtype=torch.int64))
-    flow = Flow(rows, PrecisionPolicy("fp64"), keeper=Keeper(policy))
+    flow = Flow(rows, PrecisionPolicy("fp64"), saved_tensors=SavedTensors(policy))
     live = slice(ENDS[-1])
     y_RD = experts(x_RD, torch.tensor(ENDS, dtype=torch.int32), p_R, flow)
     expected = written_out(experts, x_RD, p_R, weigh == "input")

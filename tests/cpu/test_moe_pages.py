@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moefold.kernels.fused import force_triton
 from moefold.kernels.pages.ring import PageRing
 from moefold.layers.config import OffloadToPages
-from moefold.layers.offload import Departed
+from moefold.layers.offload import OffloadedLayers
 from moefold.layers.stash import PagedRows, PagedStash, Pages
-from moefold.offload.slots import Copies
+from moefold.offload.slots import AsyncCopies
 
 CPU = torch.device("cpu")
 WIDTH = 5
@@ -101,30 +101,30 @@ def test_rows_that_nobody_takes_give_their_pages_back() -> None:
     """And those of a step that was given up take none of the next one's."""
     held, ends_E = stash(4), torch.tensor([3, 9])
     x_RD = torch.randn(16, WIDTH)
-    kept = held.put(x_RD, ends_E)
-    assert kept is not None and held.put(torch.randn(16, 3), ends_E) is None
+    kept = held.save(x_RD, ends_E)
+    assert kept is not None and held.save(torch.randn(16, 3), ends_E) is None
     (ring,) = held.rings.values()
     assert int(ring.allocated - ring.freed) == 3
     del kept
     assert int(ring.allocated - ring.freed) == 0
-    kept = held.put(x_RD, ends_E)
+    kept = held.save(x_RD, ends_E)
     held.begin_step(0, lambda: Pages({}, {}))
-    assert (int(ring.allocated), int(ring.freed), int(held.lacking())) == (0, 0, 0)
+    assert (int(ring.allocated), int(ring.freed), int(held.shortage())) == (0, 0, 0)
     del kept
     assert int(ring.freed) == 0
-    again = held.put(x_RD, ends_E)
+    again = held.save(x_RD, ends_E)
     assert again is not None
-    first, second = again.take(), again.take()
+    first, second = again.load(), again.load()
     assert first is second and torch.equal(first[:9], x_RD[:9])
     assert int(ring.freed) == 3
     del again
     assert int(ring.freed) == 3
 
 
-class Late(Copies):
+class Late(AsyncCopies):
     """Copies as late as may be: each begins when it is waited for."""
 
-    def begin(self, copy: Callable[[], None]) -> "Future[None]":  # type: ignore[override]
+    def start(self, copy: Callable[[], None]) -> "Future[None]":  # type: ignore[override]
         class Waited(Future[None]):
             def result(self, timeout: float | None = None) -> None:
                 if not self.done():
@@ -145,28 +145,28 @@ def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
     layers, draw, g = 4, Random(on_way), torch.Generator().manual_seed(on_way)
     held = stash(4 * (4 * on_way + 1), host=4 * layers * 3, on_way=on_way)
     held.copies = Late(CPU)
-    alive = list[tuple[Departed, list[tuple[Tensor, PagedRows]]]]()
+    alive = list[tuple[OffloadedLayers, list[tuple[Tensor, PagedRows]]]]()
     for _ in range(40):
         if alive and (len(alive) == 3 or draw.random() < 0.5):
             departed, rows = alive.pop(draw.randrange(len(alive)))
-            departed.fetch()
+            departed.prefetch()
             for other, _ in alive[: draw.randrange(2)]:
-                other.fetch()
+                other.prefetch()
             while rows:
                 x_RD, kept = rows.pop()
-                assert torch.equal(kept.take()[: len(x_RD)], x_RD)
+                assert torch.equal(kept.load()[: len(x_RD)], x_RD)
                 del kept
             continue
-        departed, rows = Departed(on_way), []
+        departed, rows = OffloadedLayers(on_way), []
         for layer in range(layers):
             x_RD = torch.randn(16, WIDTH, generator=g)
             count = draw.randrange(17)
-            kept = held.put(x_RD, torch.tensor([count]), (departed.fetch, layer))
+            kept = held.save(x_RD, torch.tensor([count]), (departed.prefetch, layer))
             assert kept is not None
             departed.add(layer, kept)
             rows.append((x_RD[:count], kept))
         alive.append((departed, rows))
-    assert int(held.lacking()) == 0
+    assert int(held.shortage()) == 0
     rows = kept = None
     alive.clear()
     for ring in (*held.rings.values(), *held.host.values()):
@@ -175,14 +175,16 @@ def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
 
 def test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows() -> None:
     """Theirs would write on pages that others have by then."""
-    held, departed, rows_NRD = stash(8, host=12), Departed(1), torch.randn(3, 16, WIDTH)
+    held, departed, rows_NRD = stash(8, host=12), OffloadedLayers(1), torch.randn(3, 16, WIDTH)
     held.copies = Late(CPU)
-    old = held.put(rows_NRD[0], torch.tensor([16]), (departed.fetch, 0))
+    old = held.save(rows_NRD[0], torch.tensor([16]), (departed.prefetch, 0))
     held.begin_step(0, lambda: Pages({}, {}))
-    kept = [held.put(x, torch.tensor([16]), (departed.fetch, at)) for at, x in enumerate(rows_NRD)]
+    kept = [
+        held.save(x, torch.tensor([16]), (departed.prefetch, at)) for at, x in enumerate(rows_NRD)
+    ]
     assert old is not None and kept[0] is not None
-    old.arrived()
-    assert torch.equal(kept[0].take(), rows_NRD[0])
+    old.wait_fetched()
+    assert torch.equal(kept[0].load(), rows_NRD[0])
 
 
 def test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None:
@@ -201,10 +203,10 @@ def test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None
 def test_b96_overflow_says_how_much_is_missing() -> None:
     """In thousandths of the pages, rounded up."""
     held, ends_E = stash(7), torch.tensor([16])
-    kept = [held.put(torch.randn(16, WIDTH), ends_E) for _ in range(3)]
-    assert int(held.lacking()) == 1143  # eight pages of seven
+    kept = [held.save(torch.randn(16, WIDTH), ends_E) for _ in range(3)]
+    assert int(held.shortage()) == 1143  # eight pages of seven
     del kept
-    assert int(held.lacking()) == 1143
+    assert int(held.shortage()) == 1143
 
 
 def test_pages_hold_what_came_and_room_what_could_have() -> None:

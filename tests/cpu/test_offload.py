@@ -14,7 +14,7 @@ from moefold.layers.attention import GroupedQueryAttention
 from moefold.layers.flow import Flow
 from moefold.offload import disk
 from moefold.offload.disk import BLOCK, DiskFile, OffloadError
-from moefold.offload.slots import Copies, FileSlot, HostPool, HostSlot, OffloadSlot
+from moefold.offload.slots import AsyncCopies, FileSlot, HostPool, HostSlot, OffloadSlot
 from moefold.parallel.data.offload import units_to_offload
 from moefold.training.fork import fork
 from tests.cpu.runs import equal, job_of, run_of, weights
@@ -44,15 +44,15 @@ def test_b26_a_slot_gives_back_what_was_put_there_and_what_was_changed_there(
     drawn = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
     there = [made[kind](size) for size in SIZES]
     for slot, values in zip(there, drawn, strict=True):
-        slot.put(values)
+        slot.write(values)
     held = {"host": pool.bytes, "disk": file.bytes}
     assert held == {"host": 0, "disk": 0} | {kind: sum(SIZES)}
     for slot, values in zip(there, drawn, strict=True):
-        slot.get(into := torch.zeros_like(values))
+        slot.read(into := torch.zeros_like(values))
         assert torch.equal(into, values)
-        slot.held().add_(1)
-        slot.settle()
-        slot.get(into)
+        slot.host_values().add_(1)
+        slot.flush()
+        slot.read(into)
         assert torch.equal(into, values + 1)
     for slot in there:
         slot.free()
@@ -64,11 +64,11 @@ def test_b26_a_slot_that_is_given_back_is_used_again_and_not_given_back_twice(
     tmp_path: Path,
 ) -> None:
     file = DiskFile(str(tmp_path), 0)
-    one = file.slot("one", BLOCK + 1)
+    one = file.allocate("one", BLOCK + 1)
     file.free(one)
     with pytest.raises(ValueError, match="the slot of one is freed twice"):
         file.free(one)
-    other, third = file.slot("other", 2 * BLOCK), file.slot("third", 2 * BLOCK)
+    other, third = file.allocate("other", 2 * BLOCK), file.allocate("third", 2 * BLOCK)
     assert (other.start, third.start) == (0, 2 * BLOCK)
 
 
@@ -89,10 +89,10 @@ def test_b26_what_is_not_as_it_was_written_is_named_with_rank_and_bytes(
 ) -> None:
     _, file, made = slots(tmp_path)
     slot = made["disk"](5000)
-    slot.put(torch.zeros(5000, dtype=torch.uint8))
+    slot.write(torch.zeros(5000, dtype=torch.uint8))
     damaged(how, file)
     with pytest.raises(OffloadError, match=f"rank 3, the state's file in .*{said}"):
-        slot.get(torch.empty(5000, dtype=torch.uint8))
+        slot.read(torch.empty(5000, dtype=torch.uint8))
 
 
 def test_a_folder_that_takes_no_file_and_a_full_disk_end_a_run_before_its_first_step(
@@ -144,13 +144,13 @@ def test_b26_copies_that_take_long_end_before_their_memory_is_used_again(
     with job_of(tmp_path, "whole") as job:
         job.step(), job.step()
         wanted = weights(job)
-    made = Copies._made
+    made = AsyncCopies._run
 
-    def slow(self: Copies, copy: Callable[[], object], told: Any = None) -> None:
+    def slow(self: AsyncCopies, copy: Callable[[], object], queued: Any = None) -> None:
         time.sleep(0.002)
-        made(self, copy, told)
+        made(self, copy, queued)
 
-    monkeypatch.setattr(Copies, "_made", slow)
+    monkeypatch.setattr(AsyncCopies, "_run", slow)
     with job_of(tmp_path, layout=placed(at, tmp_path, step)) as job:
         job.step(), job.step()
         assert not equal(weights(job), wanted)

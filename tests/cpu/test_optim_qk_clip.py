@@ -12,7 +12,7 @@ from moefold.comm.world import World
 from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
 from moefold.layers.attention import SoftmaxAttention
-from moefold.layers.context.attend import largest
+from moefold.layers.context.attend import local_max_logits
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -47,16 +47,16 @@ def test_the_largest_logit_is_over_what_rows_see(window: int | None, monkeypatch
                 logits = 0.5 * (q[t] * k[s].repeat_interleave(2, 0)).sum(1)
                 wanted = torch.maximum(wanted, logits)
         first += length
-    assert torch.allclose(largest(q, k, 0.5, flow_of(rows), window), wanted)
+    assert torch.allclose(local_max_logits(q, k, 0.5, flow_of(rows), window), wanted)
 
 
 def logits_of(data: ShardedState, rows: MicroBatch) -> Tensor:
     """Return the largest logit of each head of the first layer in a pass of training."""
     attention = data.placed.model.get_submodule("layers.0.attention")
-    assert isinstance(attention, SoftmaxAttention) and attention.largest_H is not None
-    attention.largest_H.zero_()
+    assert isinstance(attention, SoftmaxAttention) and attention.max_logit_H is not None
+    attention.max_logit_H.zero_()
     data.placed.model(Flow(rows, data.placed.model.recipe))
-    return attention.largest_H.clone()
+    return attention.max_logit_H.clone()
 
 
 @pytest.mark.parametrize("alpha", (0.5, 0.2))

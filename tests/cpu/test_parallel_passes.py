@@ -13,9 +13,9 @@ from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
 from moefold.kernels.gradients import DeferredSink
-from moefold.layers.config import Full, Kind, Selective
+from moefold.layers.config import Full, RecomputeKind, Selective
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Keeper
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import FillTask, LaneTask
 from moefold.parallel.pipeline.passes import ChunkPass
@@ -23,7 +23,7 @@ from moefold.parallel.pipeline.subgraph import Subgraph
 from tests.cpu import small
 
 ROWS, PADDED = small.padded_rows((5, 7), 0), small.padded_rows((5, 7), 4)
-EVERYTHING = Selective(modules=get_args(Kind))
+EVERYTHING = Selective(modules=get_args(RecomputeKind))
 
 
 def loss(x_TD: Tensor, flow: Flow, later: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def ways(
 ) -> tuple[ChunkPass, DeferredSink]:
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
     model, sink = small.model_of(small.decoder()), DeferredSink()
-    flow = Flow(rows, model.recipe, sink, Keeper(recompute))
+    flow = Flow(rows, model.recipe, sink, SavedTensors(recompute))
     chunk = Chunk(("0", "1"), has_embedding=True, has_head=True)
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 
@@ -113,7 +113,7 @@ def test_b60_padding_rows_of_what_runs_again_reach_no_gradient(
 ) -> None:
     """NaN stands in those of all that is made, each time, and in those of its gradient."""
     want, (way, sink) = gradients(*ways(rows=PADDED)), ways(policy, apart, PADDED)
-    pad_T, runs, plain = ~PADDED.valid_T, Counter[str](), Keeper.run
+    pad_T, runs, plain = ~PADDED.valid_T, Counter[str](), SavedTensors.run
 
     def poisoned(name: str, out: Any) -> Any:
         if type(out) is tuple:
@@ -126,13 +126,13 @@ def test_b60_padding_rows_of_what_runs_again_reach_no_gradient(
             out.register_hook(lambda grad: torch.where(pad, torch.nan, grad))
         return torch.where(pad, torch.nan, out)
 
-    def keep(self: Keeper, kind: str, function: Callable[..., Any], *given: Tensor) -> Any:
+    def keep(self: SavedTensors, kind: str, function: Callable[..., Any], *given: Tensor) -> Any:
         return plain(self, kind, lambda *given: poisoned(kind, function(*given)), *given)
 
     def hook(module: nn.Module, given: Any, out: Any) -> Any:
         return poisoned(type(module).__name__, out)
 
-    monkeypatch.setattr(Keeper, "run", keep)
+    monkeypatch.setattr(SavedTensors, "run", keep)
     # What a hook returns in place of an output is no output that could be discarded.
     for module in way._model.modules() if isinstance(policy, Full) else ():
         module.register_forward_hook(hook)

@@ -69,11 +69,13 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
 
     def execute(data: ShardedState, *given: Any) -> Any:
         run: Any = build_executor(data, Recorder)
-        data.placed.model.recipe.copies_stay = False  # no tensor without values is another's memory
+        data.placed.model.recipe.in_place_copies = (
+            False  # no tensor without values is another's memory
+        )
         left = run(*given)
         storages: dict[int, Any] = {}
         for one in run.keywords["graphs"].passes:
-            pairs = ((one.flow.rows, one.flow.piece), *one.flow.ahead)
+            pairs = ((one.flow.rows, one.flow.piece), *one.flow.shifted_rows)
             rows = [getattr(x, name) for pair in pairs for x in pair if x for name in ROW_TENSORS]
             held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]
             tensors = [x for x in (*rows, *chain(*held)) if isinstance(x, Tensor)]

@@ -10,14 +10,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench.planner_memory import rows
 from moefold.config.base import Record
 from moefold.kernels.quantise.config import QUANTISE, Quantise
-from moefold.layers.config import Activation, Full, Kind, Offload, Selective, Temperature
-from moefold.layers.keeper import Keeper
+from moefold.layers.config import Activation, Full, Offload, RecomputeKind, Selective, Temperature
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Chunked, Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.offload import Offloading
+from moefold.layers.offload import ActivationOffload
+from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
 from moefold.planner.case import Keeping, recomputed
@@ -129,7 +129,7 @@ BLOCKS = {
         attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)
     ),
 }
-ALL: tuple[Kind, ...] = get_args(Kind)
+ALL: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 POLICIES: list[Record | None] = [
     None,
     Full(),
@@ -228,15 +228,15 @@ def test_b55_codes_leave_for_the_host_as_planned() -> None:
     block = steady("norms on heads, shared")
     layer, flow, x_TD = set_up(block, None, "bf16", record)
     asked = Offload.model_validate({"host": {"modules": modules}})
-    places = Offloading(asked, torch.device("cpu"))
-    flow = replace(flow, keeper=Keeper(None, places, ends=False))
-    with flow.keeper.keeping():
+    places = ActivationOffload(asked, torch.device("cpu"))
+    flow = replace(flow, keeper=SavedTensors(None, places, computes_loss=False))
+    with flow.saved_tensors.layer_hooks():
         out = layer(x_TD, flow)
     (coded,) = coded_blocks(decoder_of(block, record))
     parts = kept(coded, Shape(HIDDEN, SEQUENCES * LENGTH))
     gone = departing(parts, Keeping(offload=frozenset(modules)))[0]
     assert any(part.name.endswith(".codes") for part in gone)
-    assert places.places["host"].figures.held == sum(part.bytes for part in gone)
+    assert places.stores["host"].stats.held == sum(part.bytes for part in gone)
     del out
 
 

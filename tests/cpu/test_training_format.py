@@ -12,7 +12,7 @@ import torch
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
-from moefold.layers.config import faster, slowness
+from moefold.layers.config import faster_precision, slowdown
 from moefold.training import precision as settling
 from moefold.training.banner import rows
 from moefold.training.config import Train
@@ -113,7 +113,7 @@ def test_a_format_half_as_fast_as_another_is_warned_of_before_the_first_step(
 
 def test_the_rule() -> None:
     assert Train(steps=1, batch=1).precision == "auto"
-    assert faster({"bf16": 1.19, "fp32": 1.0}) == "fp32"
-    assert faster({"bf16": 1.21, "fp32": 1.0}) == "bf16"
-    assert slowness("fp32", {"bf16": 1.9, "fp32": 1.0}) is None
-    assert slowness("fp32", {"bf16": 3.0, "fp32": 1.0}) == ("bf16", 3.0)
+    assert faster_precision({"bf16": 1.19, "fp32": 1.0}) == "fp32"
+    assert faster_precision({"bf16": 1.21, "fp32": 1.0}) == "bf16"
+    assert slowdown("fp32", {"bf16": 1.9, "fp32": 1.0}) is None
+    assert slowdown("fp32", {"bf16": 3.0, "fp32": 1.0}) == ("bf16", 3.0)

@@ -17,7 +17,7 @@ from moefold.config.load import load
 from moefold.data.batch import from_ids
 from moefold.kernels.gradients import AUTOGRAD_SINK
 from moefold.layers.flow import Flow
-from moefold.layers.keeper import Decisions
+from moefold.layers.saved_tensors import RoutingDecisions
 from moefold.layers.unshard import RESIDENT
 from moefold.run import Run
 from moefold.training.trainer import Trainer
@@ -104,8 +104,10 @@ def test_b99_a_pass_may_be_given_its_decisions() -> None:
     sampler, model = (small.model_of(described, seed=seed) for seed in (1, 2))
     rows, told = from_ids(torch.arange(24).view(2, 12)), dict[str, Any]()
     tell = told.__setitem__
-    sampler(Flow(rows, sampler.recipe, training=False, decisions=Decisions(tell=tell)))
-    flow = Flow(rows, model.recipe, decisions=Decisions(told)).begun(AUTOGRAD_SINK, RESIDENT, True)
+    sampler(Flow(rows, sampler.recipe, training=False, decisions=RoutingDecisions(on_new=tell)))
+    flow = Flow(rows, model.recipe, decisions=RoutingDecisions(told)).for_chunk(
+        AUTOGRAD_SINK, RESIDENT, True
+    )
     x_TD, _ = model(flow)
     ((key, given),) = told.items()
     assert torch.equal(flow.decisions[key].experts_TK, given.experts_TK)

@@ -12,9 +12,9 @@ import torch
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, from_ids
 from moefold.kernels.quantise.config import QUANTISE
-from moefold.layers.keeper import Decisions
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.saved_tensors import RoutingDecisions
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
@@ -169,7 +169,7 @@ def send(rank: int, sending: Sending) -> Sent:
     return Sent(totals(world), chosen(kept), tuple(Recording.last.executed) == lines)
 
 
-Kept = list[tuple[int, Decisions]]
+Kept = list[tuple[int, RoutingDecisions]]
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def kept_decisions() -> Iterator[Kept]:
         return held
 
     # A schedule whose weights' gradients wait lets go of what passes decided.
-    stays = mock.patch.object(Decisions, "clear", lambda decisions: None)
+    stays = mock.patch.object(RoutingDecisions, "clear", lambda decisions: None)
     with mock.patch.object(Executor, "_start_pass", start), stays:
         yield kept
 

@@ -13,7 +13,7 @@ from moefold.comm.world import World
 from moefold.data.batch import from_ids
 from moefold.layers import offload
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.offload import Away, Departed
+from moefold.layers.offload import OffloadedLayers, OffloadedStorage
 from moefold.mesh.folding import Folding
 from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
@@ -31,7 +31,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.begun, self.taking = 0, False
-        self.running: tuple[Departed, int] | None = None
+        self.running: tuple[OffloadedLayers, int] | None = None
         self.copies: list[TimedCopy] = []
 
     @property
@@ -45,12 +45,14 @@ class Clock:
         while self.copies and self.copies[0].ends <= self.begun - 1:
             self.copies.pop(0).result()
 
-    def enter(self, departed: Departed, layer: int) -> None:
+    def enter(self, departed: OffloadedLayers, layer: int) -> None:
         """Begin a layer's forward."""
         self.runs(1)
         entered(departed, layer)
 
-    def take(self, away: Away, departed: Departed, layer: int, dtype: torch.dtype) -> torch.Tensor:
+    def take(
+        self, away: OffloadedStorage, departed: OffloadedLayers, layer: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Begin a layer's backward, if this is the first of its takes."""
         same, above = self.running is not None and self.running[0] is departed, LAYERS
         if same and self.running is not None:
@@ -78,7 +80,7 @@ class TimedCopy(Future[Any]):
         return super().result(timeout)
 
 
-entered, taken = Departed.enter, Away.take
+entered, taken = OffloadedLayers.wait_for_copies, OffloadedStorage.load
 
 
 def present(rank: int, given: dict[str, Any]) -> tuple[int, int]:
@@ -92,15 +94,15 @@ def present(rank: int, given: dict[str, Any]) -> tuple[int, int]:
 
         def __init__(self, *_: Any) -> None: ...
 
-        def begin(self, copy: Callable[[], Any]) -> TimedCopy:
+        def start(self, copy: Callable[[], Any]) -> TimedCopy:
             found = TimedCopy(copy, clock.now + 1)
             clock.copies.append(found)
             return found
 
     with (
-        mock.patch.object(offload, "Copies", Copies),
-        mock.patch.object(Departed, "enter", lambda *of: clock.enter(*of)),
-        mock.patch.object(Away, "take", lambda *of: clock.take(*of)),
+        mock.patch.object(offload, "AsyncCopies", Copies),
+        mock.patch.object(OffloadedLayers, "wait_for_copies", lambda *of: clock.enter(*of)),
+        mock.patch.object(OffloadedStorage, "load", lambda *of: clock.take(*of)),
     ):
         ffns = [Dense(width=16)] * LAYERS * layout.split.pp * layout.split.vpp
         placed = build_parts(small.decoder(small.GQA, *ffns), "fp32", layout, world)
@@ -109,9 +111,9 @@ def present(rank: int, given: dict[str, Any]) -> tuple[int, int]:
         rows = from_ids(torch.arange(16).view(1, 16) % small.VOCAB)
         gradients(ShardedState(placed), [rows] * MICRO_BATCHES, 16)
     assert placed.offload is not None
-    (place,) = placed.offload.places.values()
-    assert place.figures.held == 0
-    return place.figures.takes, place.figures.present
+    (place,) = placed.offload.stores.values()
+    assert place.stats.held == 0
+    return place.stats.reads, place.stats.prefetched
 
 
 @pytest.mark.parametrize(

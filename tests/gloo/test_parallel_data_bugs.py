@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.layers.config import Full, Kind, Selective
+from moefold.layers.config import Full, RecomputeKind, Selective
 from moefold.layers.placement import Box
 from moefold.mesh.folding import Folding
 from moefold.optim.norm import clip_scale
@@ -29,7 +29,7 @@ SHARED = (
     Case("pp2", 3, model="tied", micro_batches=8),
 )
 AGAIN = (
-    Case(zero=3, model="latent", more=(("recompute", Selective(modules=get_args(Kind))),)),
+    Case(zero=3, model="latent", more=(("recompute", Selective(modules=get_args(RecomputeKind))),)),
     Case("pp2", 3, micro_batches=8, more=(("schedule", "merged"), ("recompute", Full()))),
 )
 """Weights that are there for a unit's pass alone, and units that run again."""

@@ -82,8 +82,8 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
     x_TD = torch.randn(flow.rows.rows, HIDDEN, dtype=flow.recipe.dtype, requires_grad=True)
     layer(x_TD, flow)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
-    with Made() as made, flow.keeper.keeping():
-        out = flow.keeper.run("block", lambda x: layer(x, flow), x_TD)
+    with Made() as made, flow.saved_tensors.layer_hooks():
+        out = flow.saved_tensors.run("block", lambda x: layer(x, flow), x_TD)
     old |= {one.untyped_storage()._cdata for one in out}
     # Threads of the back end hold the rows of their last exchange until the next one, and let go
     # of them when they come to it.

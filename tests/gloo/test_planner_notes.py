@@ -45,7 +45,7 @@ def alive(block: Block, policy: Record | None, world: World, planned: int | None
     layer(x_TD, flow)  # makes what passes share: angles, and copies of weights
     flow.decisions.clear()
     made = Made()
-    with made, flow.keeper.keeping():
+    with made, flow.saved_tensors.layer_hooks():
         out = layer(x_TD, flow)
     flow.decisions.clear()
     for _ in range(4):  # a thread lets go of the rows of its last exchange when it has another

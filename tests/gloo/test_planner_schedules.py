@@ -13,7 +13,7 @@ import torch
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
 from moefold.kernels.quantise.config import QUANTISE
-from moefold.layers.config import Kind, Offloaded
+from moefold.layers.config import OffloadKind, RecomputeKind
 from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import RoundRobin
@@ -158,7 +158,7 @@ AWAY: list[tuple[str, tuple[str, ...] | None, Away]] = [
     (LATENT, ("norms", "mla_up", "permute"), Away(("block",), ("experts", "attention"))),
     (GATED, ("experts",), Away((), ("experts", "shared"), in_flight=1)),
     (LATENT, ("block",), Away(("block",))),
-    (DENSE, None, Away(get_args(Offloaded), in_flight=1)),
+    (DENSE, None, Away(get_args(OffloadKind), in_flight=1)),
     (WIDE, ("attention",), Away(("ffn", "attention"), ("norms",), share=0.5)),
     (WINDOW, ("norms", "ffn"), Away(("block",), ("attention",))),
 ]
@@ -184,10 +184,10 @@ PAIRS: list[tuple[str, tuple[str, ...] | None, Away | None]] = [
 
 def singly(tp: bool) -> Iterator[tuple[str, tuple[str, ...] | None, Away | None]]:
     """Yield every kind by itself: made again, on the host, on disk."""
-    for kind in get_args(Kind):
+    for kind in get_args(RecomputeKind):
         if tp or kind != "gather":
             yield OF_KIND.get(kind, SHARED), (kind,), None
-    for kind in get_args(Offloaded):
+    for kind in get_args(OffloadKind):
         yield OF_KIND.get(kind, SHARED), None, Away((kind,))
         yield OF_KIND.get(kind, SHARED), None, Away((), (kind,))
 
@@ -206,8 +206,8 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
         ids = [torch.randint(0, VOCAB, (ROWS, SEQ), generator=draw) for _ in range(MICRO)]
         wanted = [dict(zip(PARTS, after, strict=True)) for after in planned(one, stage)[0]]
         left = weigh(ShardedState(placed), [from_ids(one) for one in ids], 64, wanted)
-        places = {} if placed.offload is None else placed.offload.places
-        peaks = {name: place.figures.peak for name, place in places.items()}
+        places = {} if placed.offload is None else placed.offload.stores
+        peaks = {name: place.stats.peak for name, place in places.items()}
         found.append(([tuple(step.get(name, 0) for name in PARTS) for step in left], peaks))
     return found
 

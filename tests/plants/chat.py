@@ -101,8 +101,8 @@ PLANTS = (
         "keys and values go to the text before",
         "tests/cpu/test_model_generate.py::test_b73_logits_are_those_of_whole_texts",
         "layers/cache.py",
-        "kept.choose(found)",
-        "kept.choose(found[:1] * len(found))",
+        "layer.select(previous)",
+        "layer.select(previous[:1] * len(previous))",
     ),
     Plant(
         "b73",
@@ -117,17 +117,17 @@ PLANTS = (
         "keys and values of another prompt are taken for one's own",
         "tests/cpu/test_model_generate.py::test_b73_a_cache_knows_another_prompt",
         "layers/cache.py",
-        "places = {tuple(text): i for i, text in enumerate(self._texts)}\n"
-        "        found = [places.get(tuple(text[:-1])) for text in texts]",
-        "places = {len(text): i for i, text in enumerate(self._texts)}\n"
-        "        found = [places.get(len(text[:-1])) for text in texts]",
+        "indices = {tuple(text): i for i, text in enumerate(self._texts)}\n"
+        "        previous = [indices.get(tuple(text[:-1])) for text in texts]",
+        "indices = {len(text): i for i, text in enumerate(self._texts)}\n"
+        "        previous = [indices.get(len(text[:-1])) for text in texts]",
     ),
     Plant(
         "b73",
         "keys and values are kept although all rows are computed anew",
         "tests/cpu/test_model_generate.py::test_b73_a_window_that_is_full_goes_on_from_its_newest_half",
         "layers/cache.py",
-        "            self._kept.clear()\n",
+        "            self._layers.clear()\n",
         "",
     ),
 )

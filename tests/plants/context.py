@@ -27,16 +27,16 @@ PLANTS = (
         "b12",
         "padding on a context rank is one more document",
         ATTENTION + "test_b12_padding_gives_zeros_and_gets_no_gradient",
-        "layers/context/sight.py",
-        "here = (len(self._inside(span, asking)) for span in self._spans)",
-        "here = [len(self._inside(span, asking)) for span in self._spans]\n"
-        "            here.append(self.rows - sum(here))",
+        "layers/context/visibility.py",
+        "lengths = (len(self._local_rows(span, query_rank)) for span in self._segments)",
+        "lengths = [len(self._local_rows(span, query_rank)) for span in self._segments]\n"
+        "            lengths.append(self.rows - sum(lengths))",
     ),
     Plant(
         "b12",
         "padding sees the last document",
         ATTENTION + "test_b12_padding_gives_zeros_and_gets_no_gradient",
-        "layers/context/sight.py",
+        "layers/context/visibility.py",
         "return [range(e - n, e) for e, n in zip(self._ends, self.lengths, strict=True)]",
         "ends = [*self._ends[:-1], self.rows * self.ranks]\n"
         "        starts = [0, *self._ends[:-1]]\n"
@@ -55,9 +55,9 @@ PLANTS = (
         "a rank with nothing to send or receive leaves its turn out",
         ATTENTION + "test_b32_all_ranks_of_a_group_do_the_same_in_the_same_order",
         "layers/context/ring.py",
-        "        pending = shift(given_UW, into_UW, by, self._ranks, self._label)\n",
-        "        if not len(given_UW) + rows:\n"
-        "            return _Passing(Pending(), into_UW)\n"
-        "        pending = shift(given_UW, into_UW, by, self._ranks, self._label)\n",
+        "        pending = shift(sent_UW, into_UW, by, self._ranks, self._label)\n",
+        "        if not len(sent_UW) + rows:\n"
+        "            return _Transfer(Pending(), into_UW)\n"
+        "        pending = shift(sent_UW, into_UW, by, self._ranks, self._label)\n",
     ),
 )

@@ -15,7 +15,7 @@ PLANTS = (
         "experts are summed over the ranks that hold copies of dense weights",
         B01,
         "layers/placement.py",
-        'return "edp" if self.of_experts else "dp_cp"',
+        'return "edp" if self.is_expert else "dp_cp"',
         'return "dp_cp"',
     ),
     Plant(
@@ -31,15 +31,15 @@ PLANTS = (
         "only the first rank's share enters the norm",
         B03,
         SHARING,
-        "holders = world.group(placement.copies) if bucket is None else bucket.replica_group",
-        "holders = world.group(placement.copies)",
+        "holders = world.group(placement.replicas) if bucket is None else bucket.replica_group",
+        "holders = world.group(placement.replicas)",
     ),
     Plant(
         "b03",
         "what tensor ranks hold whole counts on each of them",
         B03,
         SHARING,
-        "        if placement.shared_over_tp:\n",
+        "        if placement.replicated_over_tp:\n",
         "        if False:\n",
     ),
     Plant(

@@ -19,7 +19,7 @@ PLANTS = (
         "experts' gradients are summed over all ranks that have other tokens",
         GRADIENTS,
         "layers/placement.py",
-        'return "edp" if self.of_experts else "dp_cp"',
+        'return "edp" if self.is_expert else "dp_cp"',
         'return "dp_cp"',
     ),
     Plant(
@@ -229,8 +229,8 @@ PLANTS = (
         "weights of clones are kept for backward",
         CLONES,
         "moe/experts.py",
-        "        if not (flow.keeper.again or flow.keeper.block):  # Recomputation",
-        "        if flow.keeper.again or flow.keeper.block:  # Recomputation",
+        "        if not (saved.recomputing or saved.block):",
+        "        if saved.recomputing or saved.block:",
     ),
     Plant(
         "b30",

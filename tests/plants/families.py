@@ -169,8 +169,8 @@ PLANTS = (
         "tests/gloo/test_proof_verify.py::"
         "test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "layers/convolution.py",
-        "every[second - 1]])",
-        "every[second]])",
+        "last[second - 1]])",
+        "last[second]])",
     ),
     Plant(
         "b23",
@@ -252,8 +252,8 @@ PLANTS = (
         "states of texts stay where they were when one has ended",
         CACHE,
         "layers/cache.py",
-        "{key: _chosen(x, found) for",
-        "{key: x[: len(found)] for",
+        "{key: _select(x, previous) for",
+        "{key: x[: len(previous)] for",
     ),
     Plant(
         "b73",

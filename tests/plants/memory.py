@@ -19,8 +19,8 @@ PLANTS = (
         "b60",
         "two views of one storage leave twice",
         B60,
-        "layers/keeper.py",
-        "        self._kept.put(tensor, ref(away))\n",
+        "layers/saved_tensors.py",
+        "        self._saved.set(tensor, ref(stored))\n",
         "",
     ),
     Plant(
@@ -28,15 +28,15 @@ PLANTS = (
         "weights leave with the rows they are multiplied by",
         B60,
         "layers/linear.py",
-        "        flow.keeper.stays(*found.tensors)\n",
+        "        flow.saved_tensors.keep_on_device(*found.tensors)\n",
         "",
     ),
     Plant(
         "b60",
         "what is made again holds its input on the device",
         B60,
-        "layers/keeper.py",
-        "tuple(self.keep(t.detach()) for t in inputs)",
+        "layers/saved_tensors.py",
+        "tuple(self.pack(t.detach()) for t in inputs)",
         "tuple(t.detach() for t in inputs)",
     ),
     Plant(
@@ -44,24 +44,24 @@ PLANTS = (
         "the layer before the loss leaves too",
         B60,
         "layers/config.py",
-        "round(share * max(layers - ends, 0))",
-        "round(share * layers)",
+        "round(fraction * max(layers - computes_loss, 0))",
+        "round(fraction * layers)",
     ),
     Plant(
         "b60",
         "an output that was changed in place is made again as it was before",
         "tests/cpu/test_model_edges.py::test_b60_what_is_changed_in_place_is_kept_not_made_again",
-        "layers/keeper.py",
-        "if place[2:] != self.place[2:]:",
-        "if place[2:3] != self.place[2:3]:",
+        "layers/saved_tensors.py",
+        "if region[2:] != self.region[2:]:",
+        "if region[2:3] != self.region[2:3]:",
     ),
     Plant(
         "b60",
         "what was made again is let go before its last taker has had it",
         "tests/cpu/test_model_edges.py::test_b60_what_is_made_again_is_made_once_for_all_its_takers",
-        "layers/keeper.py",
-        "            output.made.waiting += 1\n",
-        "            output.made.waiting = 1\n",
+        "layers/saved_tensors.py",
+        "            output.recomputation.pending += 1\n",
+        "            output.recomputation.pending = 1\n",
     ),
     Plant(
         "b60",
@@ -69,8 +69,8 @@ PLANTS = (
         "tests/cpu/test_model_edges.py::"
         "test_b60_what_runs_again_reads_the_weights_that_its_forward_read",
         "layers/precision.py",
-        "if held is None or held[2].dtype != dtype or not _fresh(weight, *held[:2]):",
-        "old = not torch.is_grad_enabled() and held and not _fresh(weight, *held[:2])\n"
+        "if held is None or held[2].dtype != dtype or not _is_current(weight, *held[:2]):",
+        "old = not torch.is_grad_enabled() and held and not _is_current(weight, *held[:2])\n"
         "        if held is None or held[2].dtype != dtype or old:",
     ),
     Plant(
@@ -89,7 +89,7 @@ PLANTS = (
         "test_b60_padding_rows_of_what_runs_again_reach_no_gradient",
         "layers/flow.py",
         "return None if self.rows.n_valid == self.rows.rows else self.rows.n_valid",
-        "all_ = self.keeper.again or self.rows.n_valid == self.rows.rows\n"
+        "all_ = self.saved_tensors.recomputing or self.rows.n_valid == self.rows.rows\n"
         "        return None if all_ else self.rows.n_valid",
     ),
     Plant(
@@ -98,7 +98,7 @@ PLANTS = (
         "tests/gloo/test_parallel_pipeline_counts.py::"
         "test_b60_what_is_made_again_is_made_once_and_nothing_else",
         "moe/layer.py",
-        "flow, flow.decisions.made(self._key))",
+        "flow, flow.decisions.lookup(self._key))",
         "flow, None)",
     ),
     Plant(
@@ -118,7 +118,7 @@ PLANTS = (
         "what is taken next is not sent for",
         B62,
         "layers/offload.py",
-        "        departed.fetch(layer)\n",
+        "        layers.prefetch(layer)\n",
         "",
     ),
     Plant(
@@ -215,7 +215,7 @@ PLANTS = (
         "a page is free before its rows are on the host",
         SPILLED,
         "layers/stash.py",
-        "            self.arrived()\n            self._ring.free(self._page_M)\n",
+        "            self.wait_fetched()\n            self._ring.free(self._page_M)\n",
         "            self._ring.free(self._page_M)\n",
     ),
     Plant(
@@ -223,15 +223,15 @@ PLANTS = (
         "rows are taken before they are back from the host",
         SPILLED,
         "layers/stash.py",
-        "                self.fetch()\n                self.arrived()\n",
-        "                self.fetch()\n",
+        "                self.prefetch()\n                self.wait_fetched()\n",
+        "                self.prefetch()\n",
     ),
     Plant(
         "b96",
         "rows come back from the host to pages that others have",
         SPILLED,
         "layers/stash.py",
-        "            self._page_M = self._ring.allocate(self._ends_E[-1], self._room)\n",
+        "            self._page_M = self._ring.allocate(self._ends_E[-1], self._capacity)\n",
         "",
     ),
     Plant(
@@ -248,7 +248,7 @@ PLANTS = (
         "tests/cpu/test_moe_pages.py::"
         "test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows",
         "layers/stash.py",
-        "            one.exception()",
+        "            copy.exception()",
         "            ()",
     ),
     Plant(
@@ -273,7 +273,7 @@ PLANTS = (
         "a step that lacked pages is taken as it is",
         PAGED,
         "parallel/limits.py",
-        "torch.stack([rows, stash.lacking()])",
+        "torch.stack([rows, stash.shortage()])",
         "torch.stack([rows, rows])",
     ),
     Plant(
@@ -281,7 +281,7 @@ PLANTS = (
         "rows of the first expert alone are kept",
         PAGED,
         "layers/stash.py",
-        "self._ring.put(x_RD.detach().reshape(self._room, -1), ends_E[-1])",
-        "self._ring.put(x_RD.detach().reshape(self._room, -1), ends_E[0])",
+        "self._ring.put(x_RD.detach().reshape(self._capacity, -1), ends_E[-1])",
+        "self._ring.put(x_RD.detach().reshape(self._capacity, -1), ends_E[0])",
     ),
 )

@@ -27,8 +27,8 @@ PLANTS = (
         "a slot is freed twice",
         CPU + "test_b26_a_slot_that_is_given_back_is_used_again_and_not_given_back_twice",
         "offload/disk.py",
-        "            if slot.room < 0:\n",
-        "            if slot.room < -1:\n",
+        "            if slot.capacity < 0:\n",
+        "            if slot.capacity < -1:\n",
     ),
     Plant(
         "b26",
@@ -43,8 +43,8 @@ PLANTS = (
         "what was changed in memory does not go back to disk",
         CPU + "test_b26_a_slot_gives_back_what_was_put_there_and_what_was_changed_there",
         "offload/slots.py",
-        "self._file.write(self._slot, self._open.numpy().data)\n",
-        "_ = self._open\n",
+        "self._file.write(self._slot, self._buffer.numpy().data)\n",
+        "_ = self._buffer\n",
     ),
     Plant(
         "b26",

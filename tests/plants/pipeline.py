@@ -41,8 +41,8 @@ PLANTS = (
         "every chunk runs with the first micro-batch's rows",
         B29,
         "parallel/pipeline/executor.py",
-        "self._flows[micro].begun(",
-        "self._flows[0].begun(",
+        "self._flows[micro].for_chunk(",
+        "self._flows[0].for_chunk(",
     ),
     Plant(
         "b30",

@@ -186,7 +186,7 @@ PLANTS = (
         "tests/cpu/test_training_quantise.py::"
         "test_b52_codes_are_those_of_the_weights_that_are_here_now",
         "layers/precision.py",
-        " or held[0] != narrow.version or not _fresh(weight, *held[1:3]):\n"
+        " or held[0] != narrow.version or not _is_current(weight, *held[1:3]):\n"
         "                new = narrowed",
         ":\n                new = narrowed",
     ),
@@ -566,7 +566,7 @@ PLANTS = (
         "each weight has codes of its own of what several read",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "layers/flow.py",
-        "return found._replace(cache=self.keeper.once)",
+        "return found._replace(cache=self.saved_tensors.cached)",
         "return found",
     ),
     Plant(
@@ -589,7 +589,7 @@ PLANTS = (
         "b55",
         "codes of four bits never leave the device",
         KEPT + "codes_leave_for_the_host_as_planned",
-        "layers/keeper.py",
+        "layers/saved_tensors.py",
         "tensor.is_floating_point() or tensor.dtype == torch.uint8",
         "tensor.is_floating_point()",
     ),
@@ -657,7 +657,7 @@ PLANTS = (
         "a history is of what one rank saw",
         PROOF,
         "parallel/data/sharding.py",
-        '        share_seen(self.histories.values(), self.placed.world.group("stage"))\n',
+        '        all_reduce_amax(self.histories.values(), self.placed.world.group("stage"))\n',
         "",
     ),
     Plant(
@@ -738,7 +738,7 @@ PLANTS = (
         "each weight asks for the largest of what several read",
         "tests/gloo/test_planner_traffic.py::test_b55_a_step_sends_what_is_planned",
         "layers/flow.py",
-        "return found._replace(cache=self.keeper.once)",
+        "return found._replace(cache=self.saved_tensors.cached)",
         "return found",
     ),
 )

@@ -125,7 +125,7 @@ PLANTS = (
         "each run of the layer decides anew",
         MODEL + "test_b16_recompute_never_routes_again",
         "moe/layer.py",
-        "routed = self.router(rows.x_TD, flow, flow.decisions.made(self._key))",
+        "routed = self.router(rows.x_TD, flow, flow.decisions.lookup(self._key))",
         "routed = self.router(rows.x_TD, flow)",
     ),
     Plant(
@@ -221,8 +221,8 @@ PLANTS = (
         "the last dims of a head turn in place of the first",
         B23,
         "layers/attention.py",
-        "first, rest = x_THd.split((turning, dims - turning), 2)",
-        "rest, first = x_THd.split((dims - turning, turning), 2)",
+        "first, rest = x_THd.split((rotary, dims - rotary), 2)",
+        "rest, first = x_THd.split((dims - rotary, rotary), 2)",
     ),
     Plant(
         "b23",
@@ -230,7 +230,7 @@ PLANTS = (
         "tests/gloo/test_proof_verify.py::"
         "test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "layers/attention.py",
-        "self.o.shift(flow.scatter(self.o.product(out_TO, whole)), flow)",
+        "self.o.add_bias(flow.scatter(self.o.product(out_TO, whole)), flow)",
         "flow.scatter(self.o(out_TO, whole))",
     ),
     Plant(
@@ -329,8 +329,8 @@ PLANTS = (
         "rows are drawn for by their place on the rank",
         "tests/gloo/test_moe_routers.py::test_b86_routers_are_the_same_on_ranks",
         "moe/draws.py",
-        "chance(flow.number_T, range(columns)",
-        "chance(flow.number_T - flow.number_T[0], range(columns)",
+        "chance(flow.row_id_T, range(columns)",
+        "chance(flow.row_id_T - flow.row_id_T[0], range(columns)",
     ),
     Plant(
         "b86",
@@ -377,8 +377,8 @@ PLANTS = (
         "routed experts have their whole share beside the gated one",
         B87,
         "moe/layer.py",
-        "(1 - self.shared.share(rows.x_TD, flow))",
-        "(1 - 0 * self.shared.share(rows.x_TD, flow))",
+        "(1 - self.shared.gate_factors(rows.x_TD, flow))",
+        "(1 - 0 * self.shared.gate_factors(rows.x_TD, flow))",
     ),
     Plant(
         "b88",
@@ -433,8 +433,8 @@ PLANTS = (
         "a pass forgets the decisions that it was given",
         B99 + "choices_are_those_of_their_tokens",
         "layers/flow.py",
-        "self.decisions.begun()",
-        "Decisions()",
+        "self.decisions.for_chunk()",
+        "RoutingDecisions()",
     ),
     Plant(
         "b99",

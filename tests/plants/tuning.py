@@ -98,8 +98,8 @@ PLANTS = (
         "dropout of an adapter differs between ranks",
         B61_SAME,
         "layers/linear.py",
-        "key = recipe.seed, place.number",
-        "key = recipe.seed + flow.world.rank, place.number",
+        "key = recipe.seed, position.number",
+        "key = recipe.seed + flow.world.rank, position.number",
     ),
     Plant(
         "b61",

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import pytest
 
 from moefold.config.errors import RunError
-from moefold.layers.config import Auto, Full, Kind, Offloaded, Selective
+from moefold.layers.config import Auto, Full, OffloadKind, RecomputeKind, Selective
 from moefold.mesh.config import Sizes
 from moefold.planner.case import Case, Keeping
 from moefold.planner.from_run import Choice, choice_of, of_model, of_run, settled
@@ -70,7 +70,7 @@ LEAVING = [
 def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
     """At four limits between the least that anything needs and what all takes."""
     case = case_of(name)
-    all_kinds = (*get_args(Kind), "block")
+    all_kinds = (*get_args(RecomputeKind), "block")
     found = {}
     for again in subsets(all_kinds):
         tried = replace(case, keeping=replace(case.keeping, recompute=frozenset(again)))
@@ -93,7 +93,7 @@ def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
 def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "disk"]) -> None:
     """Against all pairs of what is made again and what leaves, norms in one of them alone."""
     case, found = case_of(name), dict[Keeping, tuple[float, float]]()
-    for again, away in product(_sets(case), subsets(get_args(Offloaded))):
+    for again, away in product(_sets(case), subsets(get_args(OffloadKind))):
         if "norms" in again & away or ("block" in again and away - {"block"}):
             continue
         given = {"recompute": again, place: away}

@@ -12,7 +12,7 @@ from moefold.layers.config import (
     ATTENTION,
     FFN,
     Offload,
-    Offloaded,
+    OffloadKind,
     OffloadToDisk,
     OffloadToHost,
     Rope,
@@ -150,7 +150,7 @@ def test_a_subclass_is_described_as_what_it_inherits_from() -> None:
 
 def test_kinds_that_all_go_to_two_places_leave_one_out() -> None:
     """A place without a kind is no legal value."""
-    every: dict[str, Any] = {"modules": get_args(Offloaded)}
+    every: dict[str, Any] = {"modules": get_args(OffloadKind)}
     both = Offload(host=OffloadToHost(**every), disk=OffloadToDisk(**every, folder="./scratch"))
     (violation,) = both.rules()
     assert (violation.path, violation.nearest) == (("disk",), None)

@@ -1,7 +1,7 @@
 """Which rows of a context rank another one sees, in a zigzag of a micro-batch's rows.
 
 Of ``2 * ranks`` pieces rank r holds piece r and piece ``2 * ranks - 1 - r``. Between two ranks at
-most one segment is seen; ``layers.context.sight`` is the same with the rows that see.
+most one segment is seen; ``layers.context.visibility`` is the same with the rows that see.
 """
 
 from collections.abc import Sequence

@@ -106,7 +106,7 @@ def test_b41_shares_of_the_vocabulary_add_up_to_the_whole(
                 Operand(master, w),
                 labels_T,
                 vocab_start=first,
-                combine=partial(loss._combined, ranks=SELF_GROUP),
+                combine=partial(loss._combine_stats, ranks=SELF_GROUP),
                 **how,
             )
             for (first, w), master in zip(shares, masters[1:], strict=True)

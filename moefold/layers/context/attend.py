@@ -16,8 +16,8 @@ from moefold.kernels.attention.block import attention as tiled
 from moefold.kernels.attention.sdpa import attention
 from moefold.layers.config import Gathered, Mixed, Ulysses
 from moefold.layers.context.ring import ring_attention
-from moefold.layers.context.sight import Heads, Sight
-from moefold.layers.flow import Flow, in_order
+from moefold.layers.context.visibility import AttentionInputs, Visibility
+from moefold.layers.flow import Flow, undo_zigzag
 
 
 def attend(
@@ -31,66 +31,66 @@ def attend(
 ) -> Tensor:
     """Return ``out_THv``: each row attends to its segment's rows up to itself, on all ranks.
 
-    ``window`` and ``sinks_H`` are those of :class:`Heads`.
+    ``window`` and ``sinks_H`` are those of :class:`AttentionInputs`.
     """
-    heads = Heads(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, window, sinks_H)
+    heads = AttentionInputs(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, window, sinks_H)
     if flow.world.group("cp").size == 1:
-        return on_one_rank(heads)
+        return local_attention(heads)
     assert flow.context is not None, "cp2 or more needs layout.context"
     return build(flow.context, heads, flow.world)
 
 
-def largest(
+def local_max_logits(
     q_THd: Tensor, k_TGd: Tensor, scale: float, flow: Flow, window: int | None = None
 ) -> Tensor:
-    """Return the largest logit, at least 0, of each head over this rank's rows and all their keys.
+    """Return the largest logit, at least 0, of each head over this rank's rows and all keys.
 
     Context ranks all-gather their keys for it.
     """
     ranks = flow.world.group("cp")
     k_UGd = gather(k_TGd, ranks).flatten(0, 1) if ranks.size > 1 else k_TGd
-    sight = Sight(flow.rows.lengths, q_THd.shape[0], ranks.size, window)
-    return max_logits(q_THd, k_UGd, tiles_of(sight, ranks.index), scale)
+    visibility = Visibility(flow.rows.lengths, q_THd.shape[0], ranks.size, window)
+    return max_logits(q_THd, k_UGd, rank_tiles(visibility, ranks.index), scale)
 
 
-def gathered(record: Gathered, heads: Heads, world: World) -> Tensor:
-    """Attend with keys and values gathered from all ranks; backward is a reduce-scatter."""
+def all_gather_attention(record: Gathered, heads: AttentionInputs, world: World) -> Tensor:
+    """Attend to keys and values gathered from all ranks; backward is a reduce-scatter."""
     ranks, (k_TGd, v_TGv) = world.group("cp"), heads[1:3]
     kv_UW = all_gather(torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1), ranks)
     k_UG, v_UG = kv_UW.split([k_TGd[0].numel(), v_TGv[0].numel()], 1)
     k_UGd, v_UGv = k_UG.unflatten(1, k_TGd.shape[1:]), v_UG.unflatten(1, v_TGv.shape[1:])
-    tiles = tiles_of(heads.sight(ranks.size), ranks.index)
+    tiles = rank_tiles(heads.visibility(ranks.size), ranks.index)
     return tiled(heads.q_THd, k_UGd, v_UGv, tiles, heads.scale, sinks_H=heads.sinks_H)
 
 
-def tiles_of(sight: Sight, rank: int) -> list[Tile]:
-    """Return the tiles of a rank's rows over keys that are concatenated by rank."""
-    others = (owner for owner in range(sight.ranks) if owner != rank)
+def rank_tiles(visibility: Visibility, rank: int) -> list[Tile]:
+    """Return the tiles of a rank's rows over keys concatenated by rank."""
+    others = (owner for owner in range(visibility.ranks) if owner != rank)
     return [
-        tile.shift_keys(owner * sight.rows)
+        tile.shift_keys(owner * visibility.rows)
         for owner in (rank, *others)
-        for tile in sight.tiles(rank, owner)
+        for tile in visibility.tiles(rank, owner)
     ]
 
 
-def ulysses(record: Ulysses, heads: Heads, world: World) -> Tensor:
+def ulysses_attention(record: Ulysses, heads: AttentionInputs, world: World) -> Tensor:
     """Attend with some of the heads over all rows, after an all-to-all."""
     ranks = world.group("cp")
-    return to_rows(on_one_rank(to_heads(heads, ranks)), ranks)
+    return heads_to_rows(local_attention(rows_to_heads(heads, ranks)), ranks)
 
 
-def on_one_rank(heads: Heads) -> Tensor:
-    """Return ``out_THv`` of rows that are all local; by tiles if there is a window or sinks."""
+def local_attention(heads: AttentionInputs) -> Tensor:
+    """Return ``out_THv`` where all rows are local; by tiles if there is a window or sinks."""
     q_THd, k_TGd, v_TGv, scale, lengths, window, sinks_H = heads
     if window is None and sinks_H is None:
         return attention(q_THd, k_TGd, v_TGv, lengths, scale)
-    return tiled(q_THd, k_TGd, v_TGv, heads.sight(1).tiles(0, 0), scale, sinks_H=sinks_H)
+    return tiled(q_THd, k_TGd, v_TGv, heads.visibility(1).tiles(0, 0), scale, sinks_H=sinks_H)
 
 
-def to_heads(heads: Heads, ranks: Group) -> Heads:
+def rows_to_heads(heads: AttentionInputs, ranks: Group) -> AttentionInputs:
     """Exchange rows for heads: return [n * T, heads / n, dims] in the order of the micro-batch.
 
-    ``ranks``, neighbours among the context ranks, divide the heads. One all-to-all exchanges
+    ``ranks`` are neighbouring context ranks that divide the heads. One all-to-all exchanges
     queries, keys and values.
     """
     if ranks.size == 1:
@@ -100,29 +100,29 @@ def to_heads(heads: Heads, ranks: Group) -> Heads:
     equal = [rows[0].shape[0]] * n
     arrived = all_to_all(torch.cat(shares, 1), ranks, equal, equal)
     widths = [share.shape[1] for share in shares]
-    whole = in_order(arrived, n).flatten(0, 1).split(widths, 1)
+    whole = undo_zigzag(arrived, n).flatten(0, 1).split(widths, 1)
     q, k, v = (x.unflatten(1, (-1, of.shape[-1])) for x, of in zip(whole, rows, strict=True))
     sinks_H = None if sinks_H is None else sinks_H.unflatten(0, (n, -1))[ranks.index]
     return heads._replace(q_THd=q, k_TGd=k, v_TGv=v, sinks_H=sinks_H)
 
 
-def to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
+def heads_to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
     """Exchange heads for rows: from [n * T, heads / n, dims] back to [T, H, dims]."""
     if ranks.size == 1:
         return out_Rhv
     n = ranks.size
     equal = [out_Rhv.shape[0] // n] * n
-    # From the order of the micro-batch to concatenation by rank, the inverse of ``in_order``.
+    # From the order of the micro-batch to concatenation by rank, the inverse of ``undo_zigzag``.
     first, second = out_Rhv.unflatten(0, (2, n, -1)).unbind()
     by_rank = torch.stack([first, second.flip(0)], 1).flatten(0, 2)
     arrived = all_to_all(by_rank.contiguous(), ranks, equal, equal)
     return arrived.unflatten(0, (n, -1)).movedim(0, 1).flatten(1, 2)
 
 
-def mixed(record: Mixed, heads: Heads, world: World) -> Tensor:
-    """Attend in two levels: neighbours divide heads, and a ring runs between such groups.
+def mixed_attention(record: Mixed, heads: AttentionInputs, world: World) -> Tensor:
+    """Attend in two levels: neighbours divide heads, and a ring connects such groups.
 
-    The rows of neighbours together are again two pieces, one from either end: a zigzag over groups.
+    The joint rows of neighbours are again two pieces, one from either end: a zigzag over groups.
     """
     inner, outer = world.split("cp", record.heads)
-    return to_rows(ring_attention(to_heads(heads, inner), outer), inner)
+    return heads_to_rows(ring_attention(rows_to_heads(heads, inner), outer), inner)

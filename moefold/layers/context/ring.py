@@ -3,11 +3,11 @@
 T local rows, U visiting rows, H query heads, G key-value heads, d and v dims per head, W features
 of a row's keys and values together.
 
-A rank sends rows directly to the rank that attends to them, and only the rows needed: ranks without
-a common segment exchange nothing, and a zigzag leaves out the owner's second piece if no row of it
-is needed. Both sides derive this from the lengths. The rows of the next round are sent while those
-of the present one are used. Gradients of visiting rows return likewise, each rounded once to the
-rows' format and summed by the owner in fp32 or wider.
+A rank sends only the rows needed, directly to the rank that attends to them: ranks without a common
+segment exchange nothing, and the owner's second piece is left out if no row of it is needed. Both
+sides derive this from the lengths. The rows of the next round are sent while those of the current
+one are used. Gradients of visiting rows return likewise, each rounded once to the rows' format and
+summed by the owner in fp32 or wider.
 """
 
 from typing import Any, NamedTuple
@@ -22,77 +22,77 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.attention.block import BackwardInputs, GradientSums, OnlineSoftmax, Tile
 from moefold.layers.config import Ring
-from moefold.layers.context.sight import Heads, Sight, View
+from moefold.layers.context.visibility import AttentionInputs, Visibility, VisibleRows
 
 
-def attend(record: Ring, heads: Heads, world: World) -> Tensor:
+def attend(record: Ring, heads: AttentionInputs, world: World) -> Tensor:
     """Return ``out_THv`` of this rank's rows by ring attention over the context ranks."""
     return ring_attention(heads, world.group("cp"))
 
 
-def ring_attention(heads: Heads, ranks: Group) -> Tensor:
+def ring_attention(heads: AttentionInputs, ranks: Group) -> Tensor:
     """Return ``out_THv``; ``ranks`` hold the micro-batch in zigzag pieces."""
-    args = (*heads[:3], heads.sinks_H, heads.scale, heads.sight(ranks.size), ranks)
+    args = (*heads[:3], heads.sinks_H, heads.scale, heads.visibility(ranks.size), ranks)
     return _Ring.apply(*args)  # type: ignore[return-value]
 
 
-class _Passing(NamedTuple):
+class _Transfer(NamedTuple):
     """A transfer of rows in progress."""
 
     pending: Pending
     into_UW: Tensor
 
 
-class _Rounds:
+class _RingRounds:
     """The rounds of one forward or backward on this rank."""
 
     def __init__(
-        self, k_TGd: Tensor, v_TGv: Tensor, sight: Sight, ranks: Group, label: str | None
+        self, k_TGd: Tensor, v_TGv: Tensor, visibility: Visibility, ranks: Group, label: str | None
     ) -> None:
         self._dims = (k_TGd.shape[1:], v_TGv.shape[1:])
         self._kv_TW = torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1)
-        self._sight, self._ranks, self._label = sight, ranks, label
+        self._visibility, self._ranks, self._label = visibility, ranks, label
 
-    def view(self, by: int) -> View:
-        """Return the rows of this rank that attend, and those attended to, ``by`` places back."""
+    def visible_rows(self, by: int) -> VisibleRows:
+        """Return this rank's query rows, and the rows they attend to, ``by`` places back."""
         at, size = self._ranks.index, self._ranks.size
-        return self._sight.view(at, (at - by) % size)
+        return self._visibility.visible_rows(at, (at - by) % size)
 
     def tiles(self, by: int) -> list[Tile]:
         """Return the tiles of local queries and visiting keys from the rank ``by`` places back."""
-        at, first = self._ranks.index, self.view(by).keys.start
+        at, first = self._ranks.index, self.visible_rows(by).keys.start
         owner = (at - by) % self._ranks.size
-        return [tile.shift_keys(-first) for tile in self._sight.tiles(at, owner)]
+        return [tile.shift_keys(-first) for tile in self._visibility.tiles(at, owner)]
 
-    def lent(self, by: int) -> slice:
+    def sent_rows(self, by: int) -> slice:
         """Return the local rows that the rank ``by`` places on attends to."""
         at, size = self._ranks.index, self._ranks.size
-        keys = self._sight.view((at + by) % size, at).keys
+        keys = self._visibility.visible_rows((at + by) % size, at).keys
         return slice(keys.start, keys.stop)
 
-    def start(self, by: int) -> _Passing:
-        """Begin the transfers of round ``by``; a no-op after the last round."""
+    def start(self, by: int) -> _Transfer:
+        """Start the transfers of round ``by``; a no-op after the last round."""
         if by >= self._ranks.size:
-            return _Passing(Pending(), self._kv_TW[:0])
-        rows = len(self.view(by).keys)
-        return self._pass(self._kv_TW[self.lent(by)], rows, by)
+            return _Transfer(Pending(), self._kv_TW[:0])
+        rows = len(self.visible_rows(by).keys)
+        return self._shift(self._kv_TW[self.sent_rows(by)], rows, by)
 
-    def send_home(self, by: int, dk_UGd: Tensor, dv_UGv: Tensor) -> _Passing:
+    def return_gradients(self, by: int, dk_UGd: Tensor, dv_UGv: Tensor) -> _Transfer:
         """Send gradients of visiting rows to their owner, and receive those of this rank's rows."""
-        lent = self.lent(by)
+        own = self.sent_rows(by)
         dkv_UW = torch.cat([dk_UGd.flatten(1), dv_UGv.flatten(1)], 1).to(self._kv_TW.dtype)
-        return self._pass(dkv_UW, lent.stop - lent.start, -by)
+        return self._shift(dkv_UW, own.stop - own.start, -by)
 
-    def arrived(self, passing: _Passing) -> tuple[Tensor, Tensor]:
+    def wait(self, transfer: _Transfer) -> tuple[Tensor, Tensor]:
         """Wait for a transfer; return its keys and values, or their gradients."""
-        passing.pending.wait()
-        k_UG, v_UG = passing.into_UW.split([dims.numel() for dims in self._dims], 1)
+        transfer.pending.wait()
+        k_UG, v_UG = transfer.into_UW.split([dims.numel() for dims in self._dims], 1)
         return k_UG.unflatten(1, self._dims[0]), v_UG.unflatten(1, self._dims[1])
 
-    def _pass(self, given_UW: Tensor, rows: int, by: int) -> _Passing:
-        into_UW = given_UW.new_empty((rows, given_UW.shape[1]))
-        pending = shift(given_UW, into_UW, by, self._ranks, self._label)
-        return _Passing(pending, into_UW)
+    def _shift(self, sent_UW: Tensor, rows: int, by: int) -> _Transfer:
+        into_UW = sent_UW.new_empty((rows, sent_UW.shape[1]))
+        pending = shift(sent_UW, into_UW, by, self._ranks, self._label)
+        return _Transfer(pending, into_UW)
 
 
 class _Ring(Function):
@@ -104,40 +104,45 @@ class _Ring(Function):
         v_TGv: Tensor,
         sinks_H: Tensor | None,
         scale: float,
-        sight: Sight,
+        visibility: Visibility,
         ranks: Group,
     ) -> Tensor:
-        rounds = _Rounds(k_TGd, v_TGv, sight, ranks, None)
+        rounds = _RingRounds(k_TGd, v_TGv, visibility, ranks, None)
         merged = OnlineSoftmax(q_THd, v_TGv.shape[-1], scale, sinks_H=sinks_H)
-        arriving = rounds.start(1)
-        for tile in sight.tiles(ranks.index, ranks.index):
+        transfer = rounds.start(1)
+        for tile in visibility.tiles(ranks.index, ranks.index):
             merged.update(tile, k_TGd, v_TGv)
         for by in range(1, ranks.size):
-            k_UGd, v_UGv = rounds.arrived(arriving)
-            arriving = rounds.start(by + 1)
+            k_UGd, v_UGv = rounds.wait(transfer)
+            transfer = rounds.start(by + 1)
             for tile in rounds.tiles(by):
                 merged.update(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, merged.lse_TH, sinks_H)
-        ctx.scale, ctx.sight, ctx.ranks, ctx.label = scale, sight, ranks, ranks.recorder.label
+        ctx.scale, ctx.visibility, ctx.ranks, ctx.label = (
+            scale,
+            visibility,
+            ranks,
+            ranks.recorder.label,
+        )
         return out_THv
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
-        rounds = _Rounds(k_TGd, v_TGv, ctx.sight, ctx.ranks, ctx.label)
+        rounds = _RingRounds(k_TGd, v_TGv, ctx.visibility, ctx.ranks, ctx.label)
         seen = BackwardInputs(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
         sums = GradientSums(q_THd, k_TGd, v_TGv, lse_TH.dtype)
-        arriving = rounds.start(1)
-        for tile in ctx.sight.tiles(ctx.ranks.index, ctx.ranks.index):
+        transfer = rounds.start(1)
+        for tile in ctx.visibility.tiles(ctx.ranks.index, ctx.ranks.index):
             dq, *dkv = seen.gradients(tile, k_TGd, v_TGv)
             sums.add_queries(tile.queries, dq)
             sums.add_keys(tile.keys, *dkv)
-        returning: _Passing | None = None
+        returning: _Transfer | None = None
         for by in range(1, ctx.ranks.size):
-            k_UGd, v_UGv = rounds.arrived(arriving)
-            arriving = rounds.start(by + 1)
+            k_UGd, v_UGv = rounds.wait(transfer)
+            transfer = rounds.start(by + 1)
             dkv = [torch.zeros_like(x, dtype=lse_TH.dtype) for x in (k_UGd, v_UGv)]
             for tile in rounds.tiles(by):
                 dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
@@ -145,8 +150,8 @@ class _Ring(Function):
                 dkv[0][tile.keys] += dk
                 dkv[1][tile.keys] += dv
             if returning is not None:
-                sums.add_keys(rounds.lent(by - 1), *rounds.arrived(returning))
-            returning = rounds.send_home(by, *dkv)
+                sums.add_keys(rounds.sent_rows(by - 1), *rounds.wait(returning))
+            returning = rounds.return_gradients(by, *dkv)
         if returning is not None:
-            sums.add_keys(rounds.lent(ctx.ranks.size - 1), *rounds.arrived(returning))
+            sums.add_keys(rounds.sent_rows(ctx.ranks.size - 1), *rounds.wait(returning))
         return *sums.gradients(), seen.sink_gradient(sinks_H), None, None, None

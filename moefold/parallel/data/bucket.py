@@ -192,7 +192,7 @@ class Bucket:
     def register_weights(self, recipe: PrecisionPolicy) -> None:
         """Register the weights with ``recipe``, where layers look them up by their handles."""
         for name, handle in self.handles.items():
-            recipe.give(handle, self.weights[name])
+            recipe.set_value(handle, self.weights[name])
 
     def refresh_weights(self) -> None:
         """Start to gather weights that stay unsharded, after any change of the masters."""

@@ -58,7 +58,7 @@ class CodedBucket(Bucket):
     def register_weights(self, recipe: PrecisionPolicy) -> None:
         """Register with ``recipe`` the functions by which products read the codes."""
         for name, handle in self.handles.items():
-            recipe.give(handle, partial(self._read, name))
+            recipe.set_value(handle, partial(self._read, name))
 
     def refresh_weights(self) -> None:
         """Recompute the amaxes, then start to gather codes that stay unsharded."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.offload.disk import DiskFile
-from moefold.offload.slots import Copies, FileSlot, HostPool, HostSlot, OffloadSlot
+from moefold.offload.slots import AsyncCopies, FileSlot, HostPool, HostSlot, OffloadSlot
 from moefold.optim.base import Optimizer
 from moefold.parallel.config import StatePlacement
 from moefold.parallel.data.bucket import Bucket
@@ -54,7 +54,7 @@ class StateOffload:
         self.record, self.device = record, device
         self.updates_on_host = record.step == "host"
         self.update_device = torch.device("cpu") if self.updates_on_host else device
-        self.pool, self.begin = HostPool(device), Copies(device).begin
+        self.pool, self.begin = HostPool(device), AsyncCopies(device).start
         assert record.at == "host" or record.folder is not None
         self.file = DiskFile(record.folder, rank) if record.folder else None
         self._slots: dict[int, tuple[Tensor, OffloadSlot | None]] = {}
@@ -70,7 +70,7 @@ class StateOffload:
         elif not self.updates_on_host:
             slot = HostSlot(self.pool, values.numel())
         else:
-            self.pool.adopt(values.numel())
+            self.pool.count(values.numel())
         self._slots[_storage_id(tensor)] = tensor, slot
         self.write_back([tensor])()
 
@@ -79,7 +79,7 @@ class StateOffload:
         for tensor in tensors:
             _, slot = self._slots.pop(_storage_id(tensor))
             if slot is None:
-                self.pool.adopt(-_storage_bytes(tensor).numel())
+                self.pool.count(-_storage_bytes(tensor).numel())
             else:
                 slot.free()
 
@@ -88,13 +88,15 @@ class StateOffload:
         copies = []
         for tensor, slot in self._slots_of(tensors):
             tensor.untyped_storage().resize_(tensor.nbytes)
-            copies.append(self.begin(partial(slot.get, _storage_bytes(tensor))))
+            copies.append(self.begin(partial(slot.read, _storage_bytes(tensor))))
         return lambda: _wait(copies)
 
     def write_back(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Start to write tensors back; return a function that waits, then frees their memory."""
         moving = list(self._slots_of(tensors))
-        copies = [self.begin(partial(slot.put, _storage_bytes(tensor))) for tensor, slot in moving]
+        copies = [
+            self.begin(partial(slot.write, _storage_bytes(tensor))) for tensor, slot in moving
+        ]
 
         def wait() -> None:
             _wait(copies)
@@ -113,13 +115,15 @@ class StateOffload:
         if slot is None:
             return tensor.detach()
         start = int(tensor.storage_offset())
-        return slot.held().view(tensor.dtype)[start : start + tensor.numel()].view(tensor.shape)
+        return (
+            slot.host_values().view(tensor.dtype)[start : start + tensor.numel()].view(tensor.shape)
+        )
 
     def flush(self) -> None:
         """Write back the values that :meth:`stored_values` read from disk."""
         for _, slot in self._slots.values():
             if slot is not None:
-                slot.settle()
+                slot.flush()
 
     def _slots_of(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, OffloadSlot]]:
         for tensor in tensors:
@@ -199,7 +203,7 @@ class OffloadedOptimizer(Optimizer):
         for name in part.optimizer.params:
             grad = self.params[name].grad
             assert grad is not None
-            host_grads[name] = offload.pool.take(grad.nbytes).view(grad.dtype).view(grad.shape)
+            host_grads[name] = offload.pool.allocate(grad.nbytes).view(grad.dtype).view(grad.shape)
             copies.append(offload.begin(partial(host_grads[name].copy_, grad, non_blocking=True)))
 
         def wait() -> None:
@@ -219,7 +223,7 @@ class OffloadedOptimizer(Optimizer):
             return offload.write_back(part.tensors)
         for master in part.optimizer.params.values():
             assert master.grad is not None
-            offload.pool.adopt(-master.grad.nbytes)
+            offload.pool.count(-master.grad.nbytes)
             master.grad = None
         copies = [offload.begin(partial(b.store_compute_copy, b.master_L)) for b in part.buckets]
         # The masters' memory may be freed once both copies are done.

@@ -24,7 +24,7 @@ from moefold.spec.layer import LayerSpec, LogitRows, Side
 class _ClippedLayer(NamedTuple):
     name: str
     rows: Sequence[LogitRows]
-    largest_H: Tensor
+    max_logit_H: Tensor
     """Largest logit of each head on this rank, over the step's micro-batches so far."""
 
 
@@ -67,12 +67,12 @@ class ClippedOptimizer(Optimizer):
         world, found = self._world, dict[str, Tensor]()
         if not self._layers:
             return found
-        tp, local = world.group("tp").size, [layer.largest_H for layer in self._layers]
+        tp, local = world.group("tp").size, [layer.max_logit_H for layer in self._layers]
         parts_H = max_(torch.cat(local), world.group("dp_cp")).split([len(part) for part in local])
         bound, alpha = self._record.bound, self._record.alpha
-        for layer, largest_H in zip(self._layers, parts_H, strict=True):
+        for layer, max_logit_H in zip(self._layers, parts_H, strict=True):
             # A logit that is not finite gives no factor: such heads are not scaled.
-            shrink_H = torch.where(largest_H.isfinite(), bound / largest_H.clamp(min=bound), 1)
+            shrink_H = torch.where(max_logit_H.isfinite(), bound / max_logit_H.clamp(min=bound), 1)
             groups = min(rows.heads for rows in layer.rows) // tp
             key_G = shrink_H.view(groups, -1).amin(1) ** (1 - alpha)
             query_H = (shrink_H.view(groups, -1) / key_G[:, None]).flatten()
@@ -121,7 +121,7 @@ def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
                     f"optim.qk_clip: tp does not split {weight} by heads, and a rank has the "
                     "factors of its own heads only; use tp1, or omit qk_clip"
                 )
-        largest_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
-        attention.largest_H = largest_H
-        found.append(_ClippedLayer(name, rows, largest_H))
+        max_logit_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
+        attention.max_logit_H = max_logit_H
+        found.append(_ClippedLayer(name, rows, max_logit_H))
     return found

@@ -18,9 +18,9 @@ from moefold.comm.group import Group
 from moefold.config.base import Record
 from moefold.config.errors import RunError
 from moefold.config.slot import build
-from moefold.layers.history import share_seen
+from moefold.layers.history import all_reduce_amax
 from moefold.layers.placement import Box, Shard
-from moefold.layers.precision import narrow_products
+from moefold.layers.precision import quantised_weights
 from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of
 from moefold.optim.base import PREFIX, LocalMatrices, Optimizer
 from moefold.optim.config import Optim
@@ -108,7 +108,7 @@ class ShardedState:
         self._moments: list[Tensor] = []
         """Offloaded moments."""
         self._stale = True
-        narrow = narrow_products(placed.model).items()
+        narrow = quantised_weights(placed.model).items()
         self.histories = {name: one.history for name, one in narrow if one.history is not None}
         self._heads = rows_of_heads(placed.model.record)
         """Number of heads of weights whose rows are divided into heads, by name."""
@@ -127,17 +127,17 @@ class ShardedState:
         model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
         groups: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
         groups, offloaded = defaultdict(dict), self._units_to_offload()
-        coded = {n: p for n, p in narrow_products(model).items() if p.recipe.has_square_blocks}
+        coded = {n: p for n, p in quantised_weights(model).items() if p.recipe.has_square_blocks}
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
             is_offloaded = parameter.requires_grad and unit_of(name) in offloaded
-            is_unsharded = self._groups_by_kind[placement.copies][0].size == 1
+            is_unsharded = self._groups_by_kind[placement.replicas][0].size == 1
             # A frozen parameter has no master and no state: only ZeRO 3 shards its values.
             if (is_unsharded and not is_offloaded) or (zero < 3 and not parameter.requires_grad):
                 continue
             wide = placement.wide or parameter.dim() < 2
             dtype = parameter.dtype if wide else model.recipe.dtype
-            key = unit_of(name), placement.copies, dtype, parameter.requires_grad, name in coded
+            key = unit_of(name), placement.replicas, dtype, parameter.requires_grad, name in coded
             groups[key][name] = parameter
         for (unit, kind, dtype, trained, codes), parameters in groups.items():
             offload = self.offload if trained and unit in offloaded else None
@@ -180,7 +180,7 @@ class ShardedState:
             return frozenset()
         elements: dict[str, int] = defaultdict(int)
         for name, parameter in self.placed.model.named_parameters():
-            ranks = self._groups_by_kind[self._shards[name].placement.copies][0].size
+            ranks = self._groups_by_kind[self._shards[name].placement.replicas][0].size
             elements[unit_of(name)] += parameter.numel() * parameter.requires_grad // ranks
         return units_to_offload(elements, self.offload.record.share)
 
@@ -267,7 +267,7 @@ class ShardedState:
             if len(shape) == dims and dim >= dims - 2 and world.group(axis).size > 1
         ]
         slices, dim = cut[0] if cut else (None, 0)
-        inside, runs = self._groups_by_kind[shard.placement.copies][0], ((0, math.prod(shape)),)
+        inside, runs = self._groups_by_kind[shard.placement.replicas][0], ((0, math.prod(shape)),)
         if bucket is not None:
             slot, length = bucket.slots[name], bucket.length
             runs = tuple(slot.range_in(r * length, (r + 1) * length) for r in range(inside.size))
@@ -313,7 +313,7 @@ class ShardedState:
 
         A parameter that received none gets a zero gradient, so that its moments still decay.
         """
-        share_seen(self.histories.values(), self.placed.world.group("stage"))
+        all_reduce_amax(self.histories.values(), self.placed.world.group("stage"))
         for bucket in self.buckets:
             bucket.finish()
         trained = {name: p for name, p in self.params.items() if p.requires_grad}
@@ -328,11 +328,11 @@ class ShardedState:
         placed = {name: self._shards[name].placement for name in trained}
         sharded = {n for n, bucket in self._bucket.items() if not bucket.is_unsharded}
         for kind, (_, replicas) in self._groups_by_kind.items():
-            copied = [n for n in trained if n not in sharded and placed[n].copies == kind]
+            copied = [n for n in trained if n not in sharded and placed[n].replicas == kind]
             _sum_gradients([trained[n] for n in copied], replicas)
-        whole = [p for n, p in trained.items() if placed[n].shared_over_tp]
+        whole = [p for n, p in trained.items() if placed[n].replicated_over_tp]
         _sum_gradients(whole, self.placed.world.group("tp"))
-        sliced = [p for n, p in trained.items() if placed[n].shared_over_etp]
+        sliced = [p for n, p in trained.items() if placed[n].replicated_over_etp]
         _sum_gradients(sliced, self.placed.world.group("etp"))
         # Last, when each stage has summed over data ranks: a sum of two is the same in any order.
         if self._embedding_group is not None and EMBEDDING_WEIGHT in trained:
@@ -379,12 +379,12 @@ class ShardedState:
         """Return this rank's index among owners of its elements of a tensor, and their number."""
         placement, world = self._shards[name].placement, self.placed.world
         bucket = self._bucket.get(name)
-        holders = world.group(placement.copies) if bucket is None else bucket.replica_group
+        holders = world.group(placement.replicas) if bucket is None else bucket.replica_group
         place, count = holders.index, holders.size
-        if placement.shared_over_tp:
+        if placement.replicated_over_tp:
             tp = world.folding.sizes.tp
             place, count = place * tp + world.attention.tp, count * tp
-        if placement.shared_over_etp:
+        if placement.replicated_over_etp:
             etp = world.folding.sizes.etp
             place, count = place * etp + world.experts.etp, count * etp
         if name == EMBEDDING_WEIGHT:

@@ -128,7 +128,7 @@ class Executor:
             for action in actions_of(step):
                 held = self._in_flight.get(self._stage_and_micro(action))
                 if held is not None and action.kind in "BI":
-                    held.flow.keeper.fetch()
+                    held.flow.saved_tensors.prefetch()
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         """Run one action, or a pair concurrently, beginning with the backward."""
@@ -168,7 +168,7 @@ class Executor:
         placed, micro = self._placed, action.micro
         chunk, share = placed.chunks[action.chunk], self._fractions[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=deferred)
-        flow = self._flows[micro].begun(sink, hooks, chunk.has_head)
+        flow = self._flows[micro].for_chunk(sink, hooks, chunk.has_head)
         graphs = self._graphs and self._graphs.acquire(action.chunk, micro, flow)
         if graphs is not None:
             flow = replace(flow, rows=graphs.flow.rows, piece=graphs.flow.piece)
@@ -183,7 +183,7 @@ class Executor:
         held = self._in_flight[stage, micro]
         if action.kind == "F":
             chunk_pass = held.chunk_pass
-            held.flow.keeper.end_forward()
+            held.flow.saved_tensors.end_forward()
             self._result.terms += [(micro, layer, values) for layer, values in chunk_pass.terms]
             if chunk_pass.summed_loss is not None:
                 self._result.losses.append(chunk_pass.summed_loss)

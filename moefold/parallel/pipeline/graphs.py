@@ -34,7 +34,7 @@ def build_executor(
         record = CudaGraphs
     if placed.layout.graphs == "none" or record is None:
         return run_step
-    placed.model.recipe.copies_stay = True
+    placed.model.recipe.in_place_copies = True
     if placed.layout.graphs == "partial":
         return partial(run_step, graphs=PartGraphs(data, record))
     return StepGraphs(data, record)

@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moefold.comm.world import World
 from moefold.layers.flow import Exchange, Flow, Segment
-from moefold.layers.keeper import Keeper, take
+from moefold.layers.saved_tensors import SavedTensors, unpack
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import FillTask, LaneTask, State
@@ -130,7 +130,7 @@ class ChunkPass:
         """Compute losses and gradients together, so that logits are never saved or recomputed."""
         with self._flow.unshard.unsharded(self._model.head_unit):
             pairs = [
-                self._loss(x_TD.detach(), self._flow.at(later), later)
+                self._loss(x_TD.detach(), self._flow.shifted(later), later)
                 for later, x_TD in enumerate(rows)
             ]
         losses, gradients = zip(*pairs, strict=True)
@@ -145,8 +145,8 @@ class ChunkPass:
         hooks, unit = self._flow.unshard, f"layers.{number}"
         forward = [LaneTask(part.forward, part.is_exchange) for part in parts]
         backward = [LaneTask(part.backward, part.is_exchange) for part in reversed(parts)]
-        if self._flow.keeper.block:
-            forward, backward = _recomputed_tasks(parts, self._flow.keeper, place)
+        if self._flow.saved_tensors.block:
+            forward, backward = _recomputed_tasks(parts, self._flow.saved_tensors, place)
         before, after = _hook_task(hooks.pre_backward, unit), _hook_task(hooks.post_backward, unit)
         self._backward_tasks.append([before, *backward, after])
 
@@ -165,7 +165,7 @@ class ChunkPass:
 
         def run(at: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
             state = tree_unflatten(values, forms[at])
-            with flow.keeper.keeping(*place):
+            with flow.saved_tensors.layer_hooks(*place):
                 for segment in segments[at:end]:
                     state = segment(state, flow)
             flat, forms[end] = tree_flatten(state)
@@ -221,7 +221,7 @@ def _copy_state(*state: Any) -> State:
 
 
 def _recomputed_tasks(
-    parts: Sequence[Subgraph | GraphedPart], keeper: Keeper, place: tuple[int, int]
+    parts: Sequence[Subgraph | GraphedPart], saved: SavedTensors, place: tuple[int, int]
 ) -> tuple[list[LaneTask], list[LaneTask]]:
     """Return the forward and backward tasks of a fully recomputed block: only its input is saved.
 
@@ -234,18 +234,18 @@ def _recomputed_tasks(
     held: list[State] = []
 
     def keep(x_TD: Tensor) -> State:
-        with keeper.keeping(*place):
-            kept.append((keeper.keep(x_TD), x_TD.requires_grad))
+        with saved.layer_hooks(*place):
+            kept.append((saved.pack(x_TD), x_TD.requires_grad))
         return (x_TD,)
 
     def begin(*gradients: Any) -> State:
         held.append(gradients)
         x_TD, live = kept.pop()
-        keeper.again = True
-        return (take(x_TD).detach().requires_grad_(live),)
+        saved.recomputing = True
+        return (unpack(x_TD).detach().requires_grad_(live),)
 
     def resume(*_: Any) -> State:
-        keeper.again = False
+        saved.recomputing = False
         return held.pop()
 
     forward = [

@@ -96,7 +96,7 @@ class ShapeTracker:
     def weights_moved(self, placed: ModelParts) -> bool:
         """Refresh low-precision weights, so that no replay casts; return whether any moved."""
         model, stash = placed.model, placed.offload and placed.offload.stash
-        model.recipe.renew()
+        model.recipe.refresh_copies()
         held = [*model.parameters(), *model.buffers(), *model.recipe.copies]
         held += stash.tensors if stash is not None else []
         places = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in held)
@@ -125,8 +125,8 @@ def _recording_stream() -> torch.cuda.Stream:
 
 def refill(old: Flow, new: Flow) -> None:
     """Copy another micro-batch's rows into the tensors that a graph reads."""
-    for later, name in product(range(len(old.ahead) + 1), ROW_TENSORS):
-        pair = old.at(later), new.at(later)
+    for later, name in product(range(len(old.shifted_rows) + 1), ROW_TENSORS):
+        pair = old.shifted(later), new.shifted(later)
         for one, other in zip(*((flow.rows, flow.piece) for flow in pair), strict=True):
             if one is not None:
                 getattr(one, name).copy_(getattr(other, name))

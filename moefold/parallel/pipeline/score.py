@@ -15,7 +15,7 @@ from moefold.comm.collectives import all_gather, broadcast_, receive, send, sum_
 from moefold.data.batch import pack
 from moefold.kernels.linear.product import linear
 from moefold.layers.cache import KeyValueCache
-from moefold.layers.flow import Flow, cut
+from moefold.layers.flow import Flow, local_rows
 from moefold.parallel.apply import ModelParts
 
 Score = Callable[..., Tensor]
@@ -46,8 +46,8 @@ def next_logits(
     sizes = world.folding.sizes
     cache = cache if sizes.cp == 1 else None
     pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
-    whole = pack(texts, pad_to) if cache is None else cache.rows(texts, pad_to)
-    rows, piece = cut(whole, world)
+    whole = pack(texts, pad_to) if cache is None else cache.next_rows(texts, pad_to)
+    rows, piece = local_rows(whole, world)
     flow = Flow(
         rows.to(world.device),
         model.recipe,

@@ -26,7 +26,12 @@ from moefold.data.config import DataError
 from moefold.data.tokenizer import from_path
 from moefold.files import read_json, write_json
 from moefold.kernels.operand import Operand
-from moefold.layers.divergence import divergence_and_gradients, top, top_probabilities, whole
+from moefold.layers.divergence import (
+    compare_full,
+    compare_top,
+    divergence_and_gradients,
+    top_probabilities,
+)
 from moefold.layers.flow import Flow
 from moefold.model.init import initialise
 from moefold.parallel.apply import ModelParts, build_flow, build_parts
@@ -99,7 +104,7 @@ class Distillation(Objective):
         """Return the summed divergence, and its gradient."""
         t = self.record.temperature
         with unsharded_head(self.teacher):
-            compare = whole(flow.known, self.teacher.model.head_operand(), t, flow)
+            compare = compare_full(flow.known, self.teacher.model.head_operand(), t, flow)
             how = {"compare": compare, "temperature": t, "scale": scale, "chunk": chunk}
             return divergence_and_gradients(x_TD, head, flow, **how)
 
@@ -145,7 +150,7 @@ class TopKDistillation(Distillation):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed divergence, and its gradient."""
         how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
-        return divergence_and_gradients(x_TD, head, flow, compare=top(flow.known), **how)
+        return divergence_and_gradients(x_TD, head, flow, compare=compare_top(flow.known), **how)
 
     def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
         """Return the teacher's top probabilities [P, W]."""

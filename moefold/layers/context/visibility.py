@@ -3,8 +3,8 @@
 A micro-batch is cut into ``2 * ranks`` pieces, of which rank r holds piece r and piece
 ``2 * ranks - 1 - r``. Between two ranks at most one segment is visible: one that reaches from a
 piece of one rank into a later piece of the other. All its rows in the later pieces attend to all
-its rows in the earlier ones, so that visibility is a single rectangle, and no mask is needed. With
-a window it is a stripe along the diagonal of each pair of pieces.
+its rows in the earlier ones, so visibility is a single rectangle and needs no mask. With a window
+it is a band along the diagonal of each pair of pieces.
 """
 
 from bisect import bisect_right
@@ -19,8 +19,8 @@ from torch import Tensor
 from moefold.kernels.attention.block import Band, Tile, causal_tiles
 
 
-class Heads(NamedTuple):
-    """Input of attention on one rank.
+class AttentionInputs(NamedTuple):
+    """Inputs of attention on one rank.
 
     T rows, H query heads, G key-value heads, d query-key dims and v value dims per head.
     """
@@ -31,32 +31,32 @@ class Heads(NamedTuple):
     scale: float
     """Factor on the scores."""
     lengths: tuple[int, ...]
-    """Length of each segment of the whole micro-batch; further rows are padding."""
+    """Length of each segment of the whole micro-batch; remaining rows are padding."""
     window: int | None = None
     """Number of rows that a row attends to, including itself; None is no limit."""
     sinks_H: Tensor | None = None
     """Attention sinks: a logit of each local head whose value is zero."""
 
-    def sight(self, ranks: int) -> "Sight":
-        """Return the visibility of rows if ``ranks`` share the micro-batch."""
-        return Sight(self.lengths, self.q_THd.shape[0], ranks, self.window)
+    def visibility(self, ranks: int) -> "Visibility":
+        """Return the visibility of rows among ``ranks`` that share the micro-batch."""
+        return Visibility(self.lengths, self.q_THd.shape[0], ranks, self.window)
 
 
-class View(NamedTuple):
+class VisibleRows(NamedTuple):
     """Rows that attend, and rows attended to, as local indices on their ranks."""
 
     queries: range
     keys: range
 
 
-NOTHING = View(range(0), range(0))
+NO_ROWS = VisibleRows(range(0), range(0))
 
 
 @dataclass(frozen=True)
-class Sight:
+class Visibility:
     """Visibility among ``ranks`` with ``rows`` rows each; a single rank has its rows in order.
 
-    ``lengths`` and ``window`` are those of :class:`Heads`.
+    ``lengths`` and ``window`` are those of :class:`AttentionInputs`.
     """
 
     lengths: tuple[int, ...]
@@ -64,49 +64,52 @@ class Sight:
     ranks: int
     window: int | None = None
 
-    def tiles(self, asking: int, owner: int) -> list[Tile]:
-        """Return the tiles of queries of ``asking`` and keys of ``owner``, which may be equal."""
+    def tiles(self, query_rank: int, key_rank: int) -> list[Tile]:
+        """Return the tiles of one rank's queries and the keys of the same or another rank."""
         if self.window is not None:
-            return list(self._stripes(asking, owner, self.window))
-        if asking == owner:  # a segment's rows lie in order
-            here = (len(self._inside(span, asking)) for span in self._spans)
-            return causal_tiles(here)
-        view = self.view(asking, owner)
+            return list(self._window_tiles(query_rank, key_rank, self.window))
+        if query_rank == key_rank:  # a segment's rows are in order
+            lengths = (len(self._local_rows(span, query_rank)) for span in self._segments)
+            return causal_tiles(lengths)
+        view = self.visible_rows(query_rank, key_rank)
         queries, keys = (slice(rows.start, rows.stop) for rows in view)
         return [Tile(queries, keys)] if view.keys else []
 
-    def view(self, asking: int, owner: int) -> View:
-        """Return the rows of ``asking`` that attend to another rank, and those of ``owner`` needed.
+    def visible_rows(self, query_rank: int, key_rank: int) -> VisibleRows:
+        """Return the query rows that attend to another rank's keys, and the key rows they need.
 
-        With a window these are the bounding rectangle.
+        With a window these form the bounding rectangle.
         """
         if self.window is not None:
-            if not (tiles := self.tiles(asking, owner)):
-                return NOTHING
+            if not (tiles := self.tiles(query_rank, key_rank)):
+                return NO_ROWS
             sides = [tile.queries for tile in tiles], [tile.keys for tile in tiles]
-            return View(*(range(min(s.start for s in x), max(s.stop for s in x)) for x in sides))
+            bounds = (range(min(s.start for s in x), max(s.stop for s in x)) for x in sides)
+            return VisibleRows(*bounds)
         piece = self._piece
-        if owner < asking:
-            # Both pieces of ``asking`` see the last rows of the owner's first piece.
-            span = self._span((owner + 1) * piece - 1)
-            queries, keys = self._inside(span, asking), self._inside(span, owner)
+        if key_rank < query_rank:
+            # Both query pieces see the last rows of the first key piece.
+            span = self._segment((key_rank + 1) * piece - 1)
+            queries, keys = self._local_rows(span, query_rank), self._local_rows(span, key_rank)
             keys = range(keys.start, min(keys.stop, piece))
         else:
-            # The second piece of ``asking`` sees both of the owner, as far as the segment reaches.
-            span = self._span((2 * self.ranks - 1 - asking) * piece)
-            queries, keys = self._inside(span, asking), self._inside(span, owner)
+            # The second query piece sees both key pieces, as far as the segment reaches.
+            span = self._segment((2 * self.ranks - 1 - query_rank) * piece)
+            queries, keys = self._local_rows(span, query_rank), self._local_rows(span, key_rank)
             queries = range(max(queries.start, piece), queries.stop)
-        return View(queries, keys) if queries and keys else NOTHING
+        return VisibleRows(queries, keys) if queries and keys else NO_ROWS
 
-    def _stripes(self, asking: int, owner: int, window: int) -> Iterator[Tile]:
+    def _window_tiles(self, query_rank: int, key_rank: int, window: int) -> Iterator[Tile]:
         """Yield the tiles of a window, by document and pair of pieces."""
-        for span in self._spans:
-            keys = list(self._inside_pieces(span, owner))
-            for (queries, at), (seen, lies) in product(self._inside_pieces(span, asking), keys):
+        for span in self._segments:
+            keys = list(self._local_pieces(span, key_rank))
+            for (queries, shift), (seen, seen_shift) in product(
+                self._local_pieces(span, query_rank), keys
+            ):
                 if queries.start == seen.start:
-                    yield from _diagonal(queries, window, at)
+                    yield from _diagonal_tiles(queries, window, shift)
                 elif seen.start < queries.start:
-                    yield from _corner(queries, seen, window, at, lies)
+                    yield from _earlier_piece_tile(queries, seen, window, shift, seen_shift)
 
     @property
     def _piece(self) -> int:
@@ -118,27 +121,27 @@ class Sight:
         return list(accumulate(self.lengths))
 
     @cached_property
-    def _spans(self) -> list[range]:
+    def _segments(self) -> list[range]:
         return [range(e - n, e) for e, n in zip(self._ends, self.lengths, strict=True)]
 
-    def _span(self, row: int) -> range:
+    def _segment(self, row: int) -> range:
         """Return the segment of a row of the whole micro-batch; empty for padding."""
         number = bisect_right(self._ends, row)
-        return self._spans[number] if number < len(self._spans) else range(0)
+        return self._segments[number] if number < len(self._segments) else range(0)
 
-    def _inside(self, span: range, rank: int) -> range:
-        """Return the local rows of a rank that lie in a span of the whole micro-batch.
+    def _local_rows(self, span: range, rank: int) -> range:
+        """Return the local rows of a rank that are in a span of the whole micro-batch.
 
-        Parts of both pieces form one range: the span then includes the end of the first piece.
+        Parts in both pieces form one range, as the span then includes the end of the first piece.
         """
         parts = [
             range(part.start + shift, part.stop + shift)
-            for part, shift in self._inside_pieces(span, rank)
+            for part, shift in self._local_pieces(span, rank)
         ]
         return range(parts[0].start, parts[-1].stop) if parts else range(0)
 
-    def _inside_pieces(self, span: range, rank: int) -> Iterator[tuple[range, int]]:
-        """Yield the part of a span in each piece of a rank, and its offset to local rows."""
+    def _local_pieces(self, span: range, rank: int) -> Iterator[tuple[range, int]]:
+        """Yield the part of a span in each piece of a rank, and its shift to local rows."""
         if self.ranks == 1:
             pieces = [(range(self.rows), 0)]
         else:
@@ -153,10 +156,10 @@ class Sight:
                 yield range(start, end), shift
 
 
-def _diagonal(rows: range, window: int, shift: int) -> Iterator[Tile]:
-    """Yield the windowed tiles of consecutive rows with themselves, in chunks of window length.
+def _diagonal_tiles(rows: range, window: int, shift: int) -> Iterator[Tile]:
+    """Yield the tiles of a window over consecutive rows, in chunks of window length.
 
-    Within a chunk they are causal; of the preceding chunk each row sees a band.
+    Within a chunk they are causal; each row sees a band of the preceding chunk.
     """
     first, count = rows.start + shift, len(rows) // window
     last = first + count * window
@@ -172,9 +175,14 @@ def _diagonal(rows: range, window: int, shift: int) -> Iterator[Tile]:
             yield Tile(slice(last, end), slice(last - window, last), 1, Band(window, window))
 
 
-def _corner(rows: range, seen: range, window: int, at: int, lies: int) -> Iterator[Tile]:
-    """Yield the windowed tile of rows with an earlier piece, given the offsets to local rows."""
+def _earlier_piece_tile(
+    rows: range, seen: range, window: int, shift: int, seen_shift: int
+) -> Iterator[Tile]:
+    """Yield the windowed tile of rows with an earlier piece, given the shifts to local rows."""
     start, end = max(seen.start, rows.start - window + 1), min(rows.stop, seen.stop - 1 + window)
     if start < seen.stop and rows.start < end:
-        queries, keys = slice(rows.start + at, end + at), slice(start + lies, seen.stop + lies)
+        queries, keys = (
+            slice(rows.start + shift, end + shift),
+            slice(start + seen_shift, seen.stop + seen_shift),
+        )
         yield Tile(queries, keys, 1, Band(rows.start - start, window))
