@@ -168,7 +168,7 @@ class Router(ExactBuffers, Adaptable):
         weight = self.operand("weight", flow, dtype)
         options: dict[str, Any] = {"n_valid": flow.n_valid, "sink": flow.sink}
         if self.record.jitter and flow.training:
-            options["drawn"] = make_jitter(self.record.jitter, self.layer, flow)
+            options["transform"] = make_jitter(self.record.jitter, self.layer, flow)
         logits_TE = linear(x_TD, weight, **options)
         if self.bias is not None:
             bias = flow.operand(self.bias, dtype)
