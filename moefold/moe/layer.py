@@ -90,9 +90,8 @@ class MoeFfn(nn.Module):
                 rows, routed = self.idle(rows, routed, flow, self.residual_scale)
             weights_TK, inner_TL = routed.weights_TK, None
             if self.shared is not None and self._two_way:
-                weights_TK = weights_TK * (1 - self.shared.gate_factors(rows.x_TD, flow)).to(
-                    weights_TK
-                )
+                gate_T1 = self.shared.gate_factors(rows.x_TD, flow)
+                weights_TK = weights_TK * (1 - gate_T1).to(weights_TK)
             if self.down is not None:
                 inner_TL = self.down(rows.x_TD, flow)
         values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]

@@ -13,15 +13,9 @@ from torch import Tensor
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow
 from moefold.moe.balance import sum_counters
+from moefold.parallel import limits
 from moefold.parallel.apply import build_flow
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.limits import (
-    check_even_rows,
-    missing_room,
-    overflow_error,
-    repeats_on_overflow,
-    sufficient_settings,
-)
 from moefold.parallel.pipeline.executor import StepResult, run_step
 from moefold.training.figures import StepFigures, Totals, figures_of, totals_of
 from moefold.training.losses.base import CROSS_ENTROPY, Objective
@@ -53,14 +47,14 @@ def gradients(
     placed = data.placed
     with placed.world.recorder.module("step"):
         totals = totals_of(placed, batches, objective)
-        check_even_rows(placed, batches)
+        limits.check_even_rows(placed, batches)
     run = partial(_pass, data, batches, totals, loss_chunk, stop, executor, objective)
     figures, missing = run()
     if missing is None:
         return figures
-    needed = sufficient_settings(placed, missing)
-    if not repeats_on_overflow(placed):
-        raise overflow_error(placed, needed)
+    needed = limits.sufficient_settings(placed, missing)
+    if not limits.repeats_on_overflow(placed):
+        raise limits.overflow_error(placed, needed)
     return replace(run(exact=True)[0], **needed._asdict())
 
 
@@ -101,7 +95,7 @@ def _pass(
         norm_squared = data.finish()
     with module("counters"):
         sum_counters([mixture.balance for _, mixture in model.moe_layers()], world.group("stage"))
-    missing = missing_room(placed, [count for flow in flows for count in flow.overflow])
+    missing = limits.missing_room(placed, [count for flow in flows for count in flow.overflow])
     later = range(1, 1 + len(model.record.multi_token))
     more = [*objective.figures, *(f"multi_token/{number}" for number in later)]
     with module("figures"):

@@ -31,7 +31,7 @@ from moefold.data.prepare import Progress as Told
 from moefold.files import demand_writable, named
 from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import build_parts as build_parts
+from moefold.parallel.apply import build_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import incremental_logits
 from moefold.planner.count import count

@@ -13,12 +13,12 @@ from lone_rank import META, ROWS, apart, data_of, micro_batch
 from moefold.comm import fake_world
 from moefold.mesh.folding import Folding
 from moefold.moe.topk import stable_topk
+from moefold.parallel import limits
 from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.limits import missing_room
 from moefold.parallel.pipeline import lanes
-from moefold.training import step
 from moefold.training.step import gradients
 from tests.cpu.alive import Made
 from tests.cpu.small import GQA, decoder, moe
@@ -123,7 +123,7 @@ def test_micro_batches_that_are_done_keep_their_rows_alone(layout: dict[str, Any
         kept.append(sum(n for ref, n in made.storages.values() if not ref.expired()))
         return missing_room(*given)
 
-    with apart(), mock.patch.object(step, "missing_room", note):
+    with apart(), mock.patch.object(limits, "missing_room", note):
         data = data_of(RECORD, Layout(**layout), 1)
         for micro_batches in (2, 2, 8):
             batches = [micro_batch(rows) for _ in range(micro_batches)]

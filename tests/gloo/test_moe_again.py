@@ -12,6 +12,7 @@ from bench import second_tries
 from moefold.comm.world import World
 from moefold.moe.dispatch.config import Padded
 from moefold.optim.norm import clip_scale
+from moefold.parallel import limits
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase
 from moefold.proof.rank_run import LOSS_CHUNK, RankRun
@@ -29,7 +30,7 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
     case = ProofCase("", replace(SUBJECTS["mla"], micro_batches=2), LAYOUT, 2)
     trial = RankRun(case, World.open(case.folding, "cpu", 20))
     data, mixtures = trial.data, [one for _, one in trial.placed.model.moe_layers()]
-    lacked, real = [], step.missing_room
+    lacked, real = [], limits.missing_room
 
     def missing(placed: object, overflow: list[Tensor]) -> Tensor | None:
         found = real(placed, overflow)  # type: ignore[arg-type]
@@ -37,7 +38,7 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
             return torch.full_like(found, 3)
         return found
 
-    with mock.patch.object(step, "missing_room", missing):
+    with mock.patch.object(limits, "missing_room", missing):
         for _ in range(STEPS):
             figures = step.gradients(data, trial.batches, LOSS_CHUNK)
             lacked.append(figures.needed_rows)

@@ -128,8 +128,8 @@ PLANTS = (
         "tests/gloo/test_moe_again.py::"
         "test_b65_a_run_with_steps_made_again_ends_as_the_one_without",
         "training/step.py",
-        "    needed = sufficient_settings(placed, missing)\n",
-        "    needed = sufficient_settings(placed, missing)\n"
+        "    needed = limits.sufficient_settings(placed, missing)\n",
+        "    needed = limits.sufficient_settings(placed, missing)\n"
         "    for _, mixture in placed.model.moe_layers():\n"
         "        mixture.balance.finish_step(mixture.router)\n",
     ),

@@ -377,8 +377,8 @@ PLANTS = (
         "routed experts have their whole share beside the gated one",
         B87,
         "moe/layer.py",
-        "(1 - self.shared.gate_factors(rows.x_TD, flow))",
-        "(1 - 0 * self.shared.gate_factors(rows.x_TD, flow))",
+        "(1 - gate_T1)",
+        "(1 - 0 * gate_T1)",
     ),
     Plant(
         "b88",
