@@ -28,10 +28,10 @@ from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.moe import clone_weights
+from moefold.parallel import limits
 from moefold.parallel.apply import partition_model
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.training import step
 
 META = torch.device("meta")
 ROWS = 16
@@ -98,7 +98,7 @@ def apart(
     changes = {
         (torch, "tensor"): made,
         (World, "_create"): _group,
-        (step, "missing_room"): lambda *_: None,  # what is read there says that all ranks lack it
+        (limits, "missing_room"): lambda *_: None,  # what is read there says that all ranks lack it
         (Tensor, "tolist"): told,
         (Tensor, "is_set_to"): lambda one, other: one.is_meta or is_set_to(one, other),
         (collectives, "exchange"): _noted(_exchange, note),

@@ -31,9 +31,9 @@ from random import Random
 
 import torch
 
-from moefold.training import step
+from moefold.parallel import limits
 
-REAL, DRAW, FIRST = step.missing_room, Random({seed}), []
+REAL, DRAW, FIRST = limits.missing_room, Random({seed}), []
 
 
 def missing(placed, overflow):
@@ -45,7 +45,7 @@ def missing(placed, overflow):
     return found
 
 
-step.missing_room = missing
+limits.missing_room = missing
 """
 """All ranks draw alike; the exact step, whose dispatch has no room to lack, draws nothing."""
 

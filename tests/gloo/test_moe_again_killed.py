@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 
+from moefold.parallel import limits
 from moefold.training import step
 
-NOTE, PASSES, REAL = Path(r"{note}"), [], (step.missing_room, step._pass)
+NOTE, PASSES, REAL = Path(r"{note}"), [], (limits.missing_room, step._pass)
 
 
 def missing(placed, overflow):
@@ -41,7 +42,7 @@ def again(*given, exact=False):
     return REAL[1](*given, exact=exact)
 
 
-step.missing_room, step._pass = missing, again
+limits.missing_room, step._pass = missing, again
 """
 """On the first second try of a run whose note is there, one rank dies."""
 
