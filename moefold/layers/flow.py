@@ -138,7 +138,7 @@ class Flow:
             (change(rows), piece and change(piece))
             for rows, piece in ((self.rows, self.piece), *self.shifted_rows)
         )
-        return replace(self, rows=rows, piece=piece, ahead=tuple(ahead))
+        return replace(self, rows=rows, piece=piece, shifted_rows=tuple(ahead))
 
     def chunked(self, length: int) -> "Flow":
         """Return the pass with segments cut into chunks of ``length`` rows, for attention."""

@@ -23,7 +23,7 @@ ANGLES = "angles are fp32 in every published model, a function of positions alon
 ALLOWED: Mapping[str, str] = {
     "layers/rope.py:Angles.of": ANGLES,
     "layers/rope.py:inverse_frequencies": ANGLES,
-    "layers/rope.py:_stretched": ANGLES,
+    "layers/rope.py:_yarn_frequencies": ANGLES,
     "comm/world.py:World._warm_up": "a group's first word carries no value of the step",
     "moe/balance.py:sum_counters": "the mean probability of experts is reported and enters no loss",
 }

@@ -245,7 +245,7 @@ def fill_start_values(
         if run.adapter is not None and run.adapter.start is not None:
             start, of = Path(run.adapter.start), (base.source.folder, base.decoder, base.tensors)
             first = opened.enter_context(closing(open_adapter(start, *of)))
-        adapters = begin if first is None else lambda piece: piece.of(first[piece.name])
+        adapters = begin if first is None else lambda piece: piece.slice_of(first[piece.name])
         fill_from(base, data, adapters)
     return base.left_out
 

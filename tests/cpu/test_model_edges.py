@@ -269,7 +269,7 @@ def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch
         seen.add(kind)
         return plain(self, kind)
 
-    monkeypatch.setattr(SavedTensors, "wants", wants)
+    monkeypatch.setattr(SavedTensors, "recomputes", wants)
     mixture = moe(shared=Shared(width=16))
     gradients(model_of(decoder(MLA, Dense(width=24), mixture)), [padded_rows((8,), 0)], None, 16)
     # Tensor ranks alone gather: `tests/gloo/test_planner_notes.py` looks at those.

@@ -105,7 +105,7 @@ def test_logits_of_a_step_that_was_given_up_are_forgotten() -> None:
     data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))
     initialise(data.placed.model, described, 3)
     data.optimizer(AdamW(qk_clip=QkClip()))
-    noted_H = data.placed.model.get_submodule("layers.0.attention").largest_H
+    noted_H = data.placed.model.get_submodule("layers.0.attention").max_logit_H
     assert isinstance(noted_H, Tensor)
     noted_H.fill_(torch.inf)
     gradients(data, [rows_of(LENGTHS)], 16)

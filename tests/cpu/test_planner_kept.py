@@ -229,7 +229,7 @@ def test_b55_codes_leave_for_the_host_as_planned() -> None:
     layer, flow, x_TD = set_up(block, None, "bf16", record)
     asked = Offload.model_validate({"host": {"modules": modules}})
     places = ActivationOffload(asked, torch.device("cpu"))
-    flow = replace(flow, keeper=SavedTensors(None, places, computes_loss=False))
+    flow = replace(flow, saved_tensors=SavedTensors(None, places, computes_loss=False))
     with flow.saved_tensors.layer_hooks():
         out = layer(x_TD, flow)
     (coded,) = coded_blocks(decoder_of(block, record))

@@ -110,7 +110,7 @@ class Distill(LossRecord):
                 rule = "needs chat sources only in data.train: each epoch cuts text differently"
                 yield Violation(("train", "loss", "stored"), self.stored, rule, REMOVE)
         layout = self.layout(run.layout)
-        if not any(run.layout.rules()) and layout.is_split:
+        if not any(run.layout.rules()) and layout.constrains_model:
             for found in layout.violations(needs(teacher, run.data.seq)):
                 rule = f"does not fit layout.{'.'.join(map(str, found.path))}: {found.rule}"
                 yield Violation(path, self.teacher, rule)
