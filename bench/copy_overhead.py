@@ -18,8 +18,8 @@ from moefold.comm.elastic import launch_elastic
 from moefold.comm.environment import RankInfo
 from moefold.comm.worker import Attempt
 from moefold.run import Run, load_run
-from moefold.training.distributed import world_of
-from moefold.training.recover import MemoryCheckpoint, packed
+from moefold.training.distributed import open_world
+from moefold.training.recover import MemoryCheckpoint, packed_size
 from moefold.training.trainer import Trainer
 
 RECORD = Survive(every=2)
@@ -32,7 +32,7 @@ def timed(info: RankInfo, attempt: Attempt, run: Run, folder: Path, steps: int) 
     seconds: dict[int, list[float]] = {0: [], 1: []}
     memory = MemoryCheckpoint(attempt, RECORD)
     with (
-        world_of(run, info, folder) as world,
+        open_world(run, info, folder) as world,
         Trainer(run, folder, world=world, memory=memory) as job,
     ):
         for step in range(1, FIRST + steps + 1):
@@ -40,7 +40,7 @@ def timed(info: RankInfo, attempt: Attempt, run: Run, folder: Path, steps: int) 
             job.step()
             if step > FIRST:
                 seconds[step % RECORD.every].append(time.perf_counter() - started)
-        size = packed(
+        size = packed_size(
             [
                 held.tensor
                 for held in (*job.data.weights(), *job.data.optimizer_state(job.optimizer))

@@ -28,7 +28,7 @@ from moefold.comm.worker import Attempt
 from moefold.data.batch import MicroBatch
 from moefold.data.prepare import prepare
 from moefold.run import Run, load_run
-from moefold.training.distributed import world_of
+from moefold.training.distributed import open_world
 from moefold.training.hooks.assemble import assemble
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.run_folder import METRICS_FILE, History
@@ -73,7 +73,7 @@ def train_rank(
     # Nothing of a full disk, which is a fault too, may end a rank here.
     with suppress(OSError):
         (notes / f"pid-{info.rank}").write_text(str(os.getpid()))
-    with world_of(run, info, folder) as world:
+    with open_world(run, info, folder) as world:
         hooks = assemble(run.watch, Console(stderr=True))
         with Trainer(run, folder, hooks, world=world, memory=memory) as job:
             file = notes / f"samples-{world.rank}.jsonl"

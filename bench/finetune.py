@@ -47,7 +47,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.spec.tuning import adapt, adapter_scales
 from moefold.training.config import Lora
 from moefold.training.machine import cpu_name
-from moefold.training.model_checkpoint import fill_from
+from moefold.training.model_checkpoint import fill_from_folder
 from moefold.training.step import gradients
 
 LORA = Lora(rank=16, alpha=32.0)
@@ -87,7 +87,7 @@ def ours(at: Path, precision: Any) -> Step:
     with import_folder(at / "base") as base:
         first = open_adapter(at / "adapter", at / "base", base.decoder, base.tensors)
         with closing(first):
-            fill_from(base, data, lambda piece: piece.slice_of(first[piece.name]))
+            fill_from_folder(base, data, lambda piece: piece.slice_of(first[piece.name]))
     rows = from_ids(ids())
 
     def step() -> float:

@@ -148,7 +148,7 @@ def curves(
     for name in ("fp32", *names):
         started = time.perf_counter()
         run = run_of(CURVES[name], steps, fall)
-        with Trainer(run, folder / name, cache=cache, forks=True) as job:
+        with Trainer(run, folder / name, cache=cache, is_fork=True) as job:
             take(job, base, state, steps)
             apart = error(experts_gradient(job), exact)
             while job.step_number < steps + fall:

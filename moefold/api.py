@@ -16,13 +16,13 @@ from moefold.config.plugins import import_plugins
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.stream import BUCKET_BYTES, TensorBatch, stream_weights
-from moefold.files import free_folder
+from moefold.files import unused_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import is_hub_folder
 from moefold.proof.verify import Proof, cases_of, prove, prove_as_run
-from moefold.run import Run, demand_fit
-from moefold.training.distributed import WORDS, device_kind, world_of
+from moefold.run import Run, require_fit
+from moefold.training.distributed import MESSAGES, device_kind, open_world
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.model_checkpoint import StoredModel, fill
@@ -62,7 +62,7 @@ def train(
     _check(run, hooks)
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: must be at least 1")
-    demand_fit(run, nproc)
+    require_fit(run, nproc)
     model: DecoderModel | None = None
     if nproc == 1:
         with open(run, folder, hooks) as job:
@@ -70,11 +70,11 @@ def train(
             if job.data.offload is None:  # else parameters are handles without values
                 model = job.model
     else:
-        where = Path(folder or free_folder(run.name))
+        where = Path(folder or unused_folder(run.name))
         task = (to_dict(run), list(hooks), str(where))
         time_out_s = run.watch.time_out_s
-        how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc)}
-        final = launch(_train_rank, nproc, *task, messages=WORDS, **how)
+        options: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc)}
+        final = launch(_train_rank, nproc, *task, messages=MESSAGES, **options)
     if not final:  # the run had already ended
         final = next(reversed(read_lines(where / METRICS_FILE)), {})
     if model is None:
@@ -83,13 +83,12 @@ def train(
     return Result(where, final, model)
 
 
-def _train_rank(info: RankInfo, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
-    """Train on one of several ranks."""
-    run, where = check(Run, said).record, Path(folder)
+def _train_rank(info: RankInfo, raw_run: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
+    run, where = check(Run, raw_run).record, Path(folder)
     assert run is not None
-    with world_of(run, info, where) as world:
-        told = assemble(run.watch, outside=hooks) if info.rank == 0 else ()
-        with Trainer(run, where, told, world=world) as job:
+    with open_world(run, info, where) as world:
+        own_hooks = assemble(run.watch, extra=hooks) if info.rank == 0 else ()
+        with Trainer(run, where, own_hooks, world=world) as job:
             return job.train()
 
 
@@ -99,7 +98,7 @@ def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ())
     Use it as a context manager, or call ``job.close()``. Arguments are as in :func:`train`.
     """
     _check(run, hooks)
-    return Trainer(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
+    return Trainer(run, folder or unused_folder(run.name), assemble(run.watch, extra=hooks))
 
 
 def _check(run: object, hooks: Sequence[object]) -> None:
@@ -137,8 +136,8 @@ def load_model(
         with import_folder(path) as imported:
             model = DecoderModel(imported.decoder, PRECISIONS[dtype], device=device)
             fill(model, imported.tensors)
-        for said in imported.left_out:
-            _log.warning("%s", said)
+        for note in imported.left_out:
+            _log.warning("%s", note)
         return model
     with StoredModel.open(path) as stored:
         return stored.model(PRECISIONS[dtype], device)

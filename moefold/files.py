@@ -1,4 +1,4 @@
-"""Files that users name: errors name the file, writes are atomic. Standard library only."""
+"""File access with the path in every error, and atomic writes. Standard library only."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextmanager
-def named(path: str | Path, kind: type[ValueError] = ValueError) -> Iterator[None]:
+def path_in_errors(path: str | Path, kind: type[ValueError] = ValueError) -> Iterator[None]:
     """Add ``path`` to errors raised in the context that name no file.
 
     Python names the file when opening fails, but not when reading or writing an open file fails.
@@ -33,7 +33,7 @@ def write_text(path: Path, text: str) -> None:
     Anything other than a regular file, such as a pipe, is written to directly.
     """
     if path.exists() and not path.is_file():
-        with named(path):
+        with path_in_errors(path):
             path.write_text(text, encoding="utf-8")
         return
     draft = path.with_name(f".{path.name}.part")
@@ -78,17 +78,17 @@ def read_json(
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not allowed")
 
-    with named(path, kind):
+    with path_in_errors(path, kind):
         if limit is not None and path.stat().st_size > limit:
             raise kind(f"{path} is larger than {limit} bytes")
         text = path.read_text(encoding="utf-8-sig")
     try:
-        found = json.loads(text, parse_constant=refuse)
+        content = json.loads(text, parse_constant=refuse)
     except (RecursionError, ValueError) as error:
         raise kind(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise kind(f"{path} must contain a JSON object, not a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise kind(f"{path} must contain a JSON object, not a {type(content).__name__}")
+    return content
 
 
 def make_folder(path: Path) -> list[Path]:
@@ -101,12 +101,12 @@ def make_folder(path: Path) -> list[Path]:
             new.append(folder)
         path.mkdir(parents=True, exist_ok=True)
     except OSError:
-        remove_empty(new)
+        remove_empty_folders(new)
         raise
     return new
 
 
-def free_folder(name: str) -> Path:
+def unused_folder(name: str) -> Path:
     """Return the first of ``runs/name``, ``runs/name-2``, ... that is empty or missing."""
     folder, number = Path("runs") / name, 2
     while folder.exists() and any(folder.iterdir()):
@@ -114,7 +114,7 @@ def free_folder(name: str) -> Path:
     return folder
 
 
-def remove_empty(folders: list[Path]) -> None:
+def remove_empty_folders(folders: list[Path]) -> None:
     """Remove the empty ones among the folders, in the given order."""
     for folder in folders:
         with suppress(OSError):
@@ -128,19 +128,19 @@ def folder_for(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        remove_empty(new)
+        remove_empty_folders(new)
         raise
 
 
-def demand_writable(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Check, without writing, that the file or folder ``path`` could be created or written to.
 
     Raises:
         OSError: if ``path``, or its nearest existing parent, is not writable.
     """
-    for place in (path, *path.parents):
+    for ancestor in (path, *path.parents):
         with suppress(FileNotFoundError):
-            os.stat(place)
-            if not os.access(place, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+            os.stat(ancestor)
+            if not os.access(ancestor, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(ancestor))
             return

@@ -12,7 +12,7 @@ from moefold.model.families.peft import base_folder, is_adapter
 FOLDER = Path(__file__).parent / "recipes" / "folder"
 PLAIN = FOLDER / "plain.jinja"
 """Chat template for folders without one."""
-STAND_IN: dict[str, Any] = {"source": "python_stdlib", "holdout": 0.05}
+DEFAULT_DATA: dict[str, Any] = {"source": "python_stdlib", "holdout": 0.05}
 """Default training data for a Hugging Face folder."""
 _BASE = "base="
 
@@ -22,14 +22,14 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
-def refuse_alone(source: str | Path) -> None:
-    """Raise ``ValueError`` for a fine-tuning recipe and for an adapter, which need a model."""
+def require_base_model(source: str | Path) -> None:
+    """Raise ``ValueError`` if ``source`` needs a base model: a fine-tuning recipe or an adapter."""
     if is_adapter(Path(source)):
-        said = f"moefold train {base_folder(Path(source))} 'adapter={{kind: lora, from: {source}}}'"
-        raise ValueError(f"{source} is an adapter; to train it, name its base model: {said}")
+        hint = f"moefold train {base_folder(Path(source))} 'adapter={{kind: lora, from: {source}}}'"
+        raise ValueError(f"{source} is an adapter; to train it, name its base model: {hint}")
     if str(source) in recipes():
-        said = f"moefold train FOLDER {_BASE}{source}"
-        raise ValueError(f"the recipe {source} needs a Hugging Face folder to fine-tune: {said}")
+        hint = f"moefold train FOLDER {_BASE}{source}"
+        raise ValueError(f"the recipe {source} needs a Hugging Face folder to fine-tune: {hint}")
 
 
 def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -49,7 +49,7 @@ def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], lis
             "with data.tokenizer={kind: file, path: ...}"
         )
     bases = [override for override in overrides if override.startswith(_BASE)]
-    left = [override for override in overrides if override not in bases]
+    remaining = [override for override in overrides if override not in bases]
     tokenizer = {"kind": "file", "path": str(folder)}
     raw: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).strip("-._") or "finetune",
@@ -62,9 +62,9 @@ def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], lis
         )
         template = {} if templated else {"template": str(PLAIN)}
         data = {"tokenizer": tokenizer | template}
-        return raw | {"base": bases[-1][len(_BASE) :], "data": data}, left
+        return raw | {"base": bases[-1][len(_BASE) :], "data": data}, remaining
     return raw | {
-        "data": {"seq": 1024, "tokenizer": tokenizer, "train": [STAND_IN]},
+        "data": {"seq": 1024, "tokenizer": tokenizer, "train": [DEFAULT_DATA]},
         "optim": {"kind": "adamw", "lr": 1e-5, "schedule_lr": {"kind": "cosine", "warmup": 0.03}},
         "train": {"steps": 200, "batch": 8, "micro_batch": 1},
-    }, left
+    }, remaining

@@ -71,16 +71,16 @@ class Run(Record):
             if violations:
                 return
             if self.train.freeze or self.adapter or self.train.quantise:
-                yield from tuning_violations(self._described(), self.train.freeze, self.adapter)
+                yield from tuning_violations(self._base_decoder(), self.train.freeze, self.adapter)
                 yield from quantise_violations(self.decoder())
-                found = cut_violations(self.decoder(), self.layout, self.data.seq)
-                yield from (one.under("layout") for one in found)
+                cuts = cut_violations(self.decoder(), self.layout, self.data.seq)
+                yield from (violation.under("layout") for violation in cuts)
             if self.optim.qk_clip is not None:
-                found = clip_violations(self.decoder(), self.optim.qk_clip)
-                yield from (one.under("optim") for one in found)
+                clips = clip_violations(self.decoder(), self.optim.qk_clip)
+                yield from (violation.under("optim") for violation in clips)
             if self.optim.group:
-                cut = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
-                yield from (one.under("layout") for one in cut)
+                cuts = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
+                yield from (violation.under("layout") for violation in cuts)
             yield from self.train.violations(self)
             if self.layout.constrains_model and not any(self.layout.rules()):
                 model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
@@ -102,15 +102,15 @@ class Run(Record):
 
     def decoder(self) -> Decoder:
         """Return the model's full description: vocabulary, frozen weights, adapters, formats."""
-        decoder = tuned(self._described(), self.train.freeze, self.adapter)
+        decoder = tuned(self._base_decoder(), self.train.freeze, self.adapter)
         return decoder.model_copy(update={"quantise": self.train.quantise})
 
-    def _described(self) -> Decoder:
+    def _base_decoder(self) -> Decoder:
         """Return the model's description without frozen weights, adapters or quantisation."""
         return self.model.describe(self.data.vocab)  # type: ignore[attr-defined]
 
 
-def demand_fit(run: Run, world: int) -> None:
+def require_fit(run: Run, world: int) -> None:
     """Check that a run's layout fits on ``world`` ranks.
 
     Raises:
@@ -156,5 +156,5 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecor
         except ValueError:
             folder.read_config(path)  # its error is clearer for a family that nothing registered
             raise
-    finetune.refuse_alone(source)
+    finetune.require_base_model(source)
     return load(Run, source, overrides, recipes())

@@ -22,7 +22,7 @@ from moefold.kernels.grouped.choose import choose_kernel
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.planner.hardware import Machine
-from moefold.training.calibrate import FORMATS, length_law, product_law
+from moefold.training.calibrate import FORMATS, fit_gemm, fit_length
 
 SQUARES = (512, 1024, 2048, 4096, 8192)
 SHAPES = ((4096, 2048, 2048), (8192, 5120, 2048), (8192, 1536, 768), (16384, 512, 7168))
@@ -46,7 +46,7 @@ def run(bench: Bench) -> int:
     for form, dtype in FORMATS.items():
         products = list(_products(bench, form, dtype))
         peaks[form] = max(rate for *_, rate in products)
-        share, half = product_law(products, peaks[form])
+        share, half = fit_gemm(products, peaks[form])
         rates[form] = {
             "gemm": share, "half": half, "memory": 1.0, "device": 1.0, "kernel_s": kernel_s,
             "step_s": 0.0,
@@ -54,7 +54,7 @@ def run(bench: Bench) -> int:
         tables[form] = {"products": products}
     passes = tables["bf16"]["attention"] = _attention(bench, peaks["bf16"])
     for way, found in passes.items():
-        law = length_law(found, HEAD_DIM)
+        law = fit_length(found, HEAD_DIM)
         for known in rates.values():
             known[f"{way}_rate"], known[f"{way}_half"] = law
     _grouped(bench)

@@ -26,9 +26,9 @@ from moefold.planner.case import Case, Numbers, Software
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.memory import memory
 from moefold.training.memory import cluster_of
-from moefold.training.memory_bench import PARTS, planned
+from moefold.training.memory_bench import PARTS, planned_bytes
+from moefold.training.memory_probe import Bytes, MemoryProbe, state_bytes
 from moefold.training.step import gradients
-from moefold.training.weigh import Bytes, Weighing, state_bytes
 
 BOUND = 0.05
 """How far from what is planned a part or a peak may be, of what is planned in all."""
@@ -54,12 +54,12 @@ class Policed(Trial):
         return Layout.model_validate(POLICIES[self.policy])
 
 
-class Allocating(Weighing):
+class Allocating(MemoryProbe):
     """Asks a device's allocator too."""
 
-    def _weighed(self) -> Bytes:
+    def _measure(self) -> Bytes:
         there = torch.cuda.memory_allocated() if self._placed.world.device.type == "cuda" else 0
-        return super()._weighed() | {"allocated": there}
+        return super()._measure() | {"allocated": there}
 
 
 def run(bench: Bench) -> int:
@@ -112,7 +112,7 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
     step(executor=lambda *given: Allocating(data, left, (), *given).run())
     case = case_of(trial, data)
     plan = memory(case)[0]
-    wanted = [values for values, _ in planned(case, trial.layout, 0)]
+    wanted = [values for values, _ in planned_bytes(case, trial.layout, 0)]
     parts = {
         part: worst([(want[part], had[part]) for want, had in zip(wanted, left, strict=True)])
         for part in (*PARTS, "host", "disk")

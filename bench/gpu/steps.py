@@ -38,7 +38,7 @@ from moefold.planner.time import estimate
 from moefold.proof.shrink import SizeRequirements, small_decoder
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
-from moefold.training.calibrate import LOSS_CHUNK, adjusted
+from moefold.training.calibrate import LOSS_CHUNK, fit_machine
 from moefold.training.step import gradients
 
 OPTIMIZER = AdamW(lr=1e-4)
@@ -317,7 +317,7 @@ def adjust(bench: Bench, machine: Machine, done: list[tuple[Trial, float]]) -> N
     launch_s = [s / estimate(case_of(trial, slow)).seconds for trial, s in few]
     hosted = with_rate(machine, launch_s=float(np.median(launch_s)))
     cases = [case_of(trial, hosted) for trial, _ in many]
-    found = adjusted(hosted, cases, [s for _, s in many])
+    found = fit_machine(hosted, cases, [s for _, s in many])
     found.write(bench.folder / bench.file.name.replace("steps", "machine"))
     for trial, seconds in done:
         first, then = (estimate(case_of(trial, one)).seconds for one in (machine, found))

@@ -24,7 +24,7 @@ from pydantic import Field
 from moefold.checkpoint.disk import Say
 from moefold.checkpoint.errors import LockError
 from moefold.config.base import Record
-from moefold.files import make_folder, remove_empty
+from moefold.files import make_folder, remove_empty_folders
 
 FILE = "writer.lock"
 HOLDER = "writer.json"
@@ -97,7 +97,7 @@ class FolderLock:
             raise LockError(self._refusal()) from None
         except OSError as error:
             self._lock.release()
-            remove_empty(self._new)
+            remove_empty_folders(self._new)
             raise LockError(f"{self.path}: the folder cannot be locked: {error}") from error
         if left is not None:
             self._say(f"{self.path}: {left} held this lock and no longer runs. Taking over")
@@ -114,7 +114,7 @@ class FolderLock:
                 self._holder.unlink()
                 self.path.unlink()  # while locked: a process waiting for this file finds it gone
         self._lock.release()
-        remove_empty(self._new)
+        remove_empty_folders(self._new)
 
     def check(self) -> None:
         """Raise ``LockError`` if the lock is no longer held: released, or its files removed."""

@@ -17,6 +17,7 @@ from moefold.comm.environment import RankInfo
 from moefold.comm.worker import Attempt
 from moefold.run import Run
 from moefold.training.banner import Row, panel
+from moefold.training.formatting import count
 from moefold.training.hooks.alarms import RoutingCollapse
 from moefold.training.hooks.assemble import assemble
 from moefold.training.nonfinite import NonFiniteStep
@@ -24,7 +25,6 @@ from moefold.training.recover import MemoryCheckpoint
 from moefold.training.report import summary
 from moefold.training.run_folder import History
 from moefold.training.trainer import Interrupted, Trainer
-from moefold.training.words import count
 
 COMPLETED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
 """Exit status of commands that train; ``docs/errors.md`` says how to react to each."""
@@ -49,7 +49,7 @@ def open_job(run: Run, folder: Path, console: Console, **options: Any) -> Traine
     """Open a run with its hooks, and prepare its data; ``options`` go to :class:`Trainer`."""
     hooks = assemble(run.watch, console)
     with progress_bars(console) as progress:
-        return Trainer(run, folder, hooks, told=progress, **options)
+        return Trainer(run, folder, hooks, on_progress=progress, **options)
 
 
 def train_to_end(

@@ -23,7 +23,7 @@ from moefold.cli._common import (
     plain_table,
     print_json,
 )
-from moefold.files import demand_writable
+from moefold.files import require_writable
 from moefold.planner.hardware import usual_file
 from moefold.run import load_run
 
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{flag} needs --memory")
     runs = {source: load_run(source) for source in args.sources or DEFAULT_RUNS}
     file = Path(args.machine) if args.machine else usual_file()
-    demand_writable(file)  # before minutes of measuring
-    from moefold.training.calibrate import measured
+    require_writable(file)  # before minutes of measuring
+    from moefold.training.calibrate import calibrate
 
-    machine, steps = measured(runs, args.rounds)
+    machine, steps = calibrate(runs, args.rounds)
     machine.write(file)
     if args.json:
         about = {"machine": machine.name, "threads": 1, "software": machine.software}
@@ -92,12 +92,12 @@ def _compare_memory(args: argparse.Namespace) -> int:
     world = run.layout.split.smallest_world if args.world is None else args.world
     picture = None if args.picture is None else Path(args.picture)
     if picture is not None:
-        demand_writable(picture)
-    from moefold.training.memory_bench import PARTS, compare, drawn
+        require_writable(picture)
+    from moefold.training.memory_bench import PARTS, compare, draw_bytes
 
     actions = compare(run, world)
     if picture is not None:
-        drawn(actions, f"{run.name}, {run.layout.split}").savefig(picture, dpi=144)
+        draw_bytes(actions, f"{run.name}, {run.layout.split}").savefig(picture, dpi=144)
     if args.json:
         about = {"run": run.name, "layout": run.layout.sizes, "world": world, "parts": PARTS}
         print_json({**about, "actions": [asdict(action) for action in actions]})

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._generation import add_options, check_options, first_messages, sampling
-from moefold.training.words import harmless
+from moefold.training.formatting import escape_control
 
 if TYPE_CHECKING:
-    from moefold.training.speaker import Speaker
+    from moefold.training.text_generator import TextGenerator
 
 NEW, EXIT = "/new", "/exit"
 
@@ -29,13 +29,13 @@ def run(args: argparse.Namespace) -> int:
     """Answer each input line until the input ends."""
     path = check_options(args)  # fails before torch is loaded
 
-    from moefold.training.speaker import Speaker
+    from moefold.training.text_generator import TextGenerator
 
-    console, speaker = Console(highlight=False, soft_wrap=True), Speaker.open(path, args.uses)
+    console = Console(highlight=False, soft_wrap=True)
+    generator = TextGenerator.open(path, args.uses)
     messages = first_messages(args)
-    speaker.prompt(
-        [*messages, {"role": "user", "content": "?"}]
-    )  # fails at once if the folder has no chat template
+    # Fails at once if the folder has no chat template.
+    generator.encode_chat([*messages, {"role": "user", "content": "?"}])
     while True:
         try:
             line = console.input("[bold]> [/]").strip()
@@ -48,19 +48,22 @@ def run(args: argparse.Namespace) -> int:
             messages = first_messages(args)
         elif line:
             messages.append({"role": "user", "content": line})
-            answer = _answer(console, speaker, messages, args)
+            answer = _answer(console, generator, messages, args)
             messages.append({"role": "assistant", "content": answer})
 
 
 def _answer(
-    console: Console, speaker: "Speaker", messages: list[dict[str, str]], args: argparse.Namespace
+    console: Console,
+    generator: "TextGenerator",
+    messages: list[dict[str, str]],
+    args: argparse.Namespace,
 ) -> str:
     """Print an answer while it is generated; return it, up to Ctrl-C."""
     text = ""
     try:
-        for piece in speaker.answer(messages, args.tokens, **sampling(args)):
+        for piece in generator.stream_answer(messages, args.tokens, **sampling(args)):
             text += piece
-            console.print(Text(harmless(piece)), end="")
+            console.print(Text(escape_control(piece)), end="")
     except KeyboardInterrupt:
         console.print(Text(" …", style="dim"), end="")
     console.print()

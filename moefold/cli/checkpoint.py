@@ -17,7 +17,7 @@ from moefold.checkpoint.folder import candidates, is_checkpoint, newest
 from moefold.checkpoint.manifest import Manifest
 from moefold.checkpoint.verify import verify
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
-from moefold.training.words import plural, size
+from moefold.training.formatting import plural, size
 
 INTACT, DAMAGED = 0, 1
 """Exit status: all bytes are as written, or there is damage."""

@@ -22,7 +22,7 @@ from moefold.data.packing import REJECTED
 from moefold.data.prepare import MASK, PreparedData, open_mask, prepare
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
-from moefold.training.words import harmless, plural
+from moefold.training.formatting import escape_control, plural
 
 INTACT, DAMAGED = 0, 1
 MAX_SHOWN = 200
@@ -204,7 +204,7 @@ def _render_mask(
     shown, at = Text(), 0
     for value, run in groupby(mask):
         n = len(list(run))
-        text = harmless(tokenizer.decode(ids[at : at + n], special=True))
+        text = escape_control(tokenizer.decode(ids[at : at + n], special=True))
         if value % REJECTED:
             style = "bold green" if value < REJECTED else "bold red"
             shown.append(text if in_colour else f"⟦{text}⟧", style)

@@ -22,11 +22,11 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
 from moefold.cli._common import add_json, progress_bars
 from moefold.data.prepare import prepare
-from moefold.files import free_folder
+from moefold.files import unused_folder
 from moefold.run import Run, loaded_run
+from moefold.training.formatting import clock, count, step_time
 from moefold.training.report import BASELINES, summary
-from moefold.training.run_folder import History, sets
-from moefold.training.words import clock, count, step_time
+from moefold.training.run_folder import History, held_out_sets
 
 RECIPE = "demo"
 BUDGET_S, STEPS_BUDGET_S, MIN_STEPS = 300, 225, 150
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from moefold.cli._training import COMPLETED, open_job, print_summary, train_to_end
     from moefold.training.banner import card
 
-    folder = Path(args.folder or free_folder(run.name))
+    folder = Path(args.folder or unused_folder(run.name))
     console = Console(stderr=args.json)
     steps_note = None
     if loaded.origins["train", "steps"].kind != "override":
@@ -134,7 +134,7 @@ def measure_step_s(run: Run, cache: Path) -> float:
 
 def _result_rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text]]:
     """Yield the results of a finished demo as (title, text)."""
-    for _, key in sets(facts):
+    for _, key in held_out_sets(facts):
         result = Text(f"{facts[key]:.3f} bits per byte", "bold")
         yield "result", Text.assemble(result, " on held-out files")
     baselines = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]

@@ -136,10 +136,10 @@ def _bf16() -> Finding:
     import torch
 
     from moefold.layers.config import faster_precision
-    from moefold.training.machine import machines
+    from moefold.training.machine import matrix_rates
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rates = {name: rate.flops_per_s for name, rate in machines(device).items()}
+    rates = {name: rate.flops_per_s for name, rate in matrix_rates(device).items()}
     chosen = faster_precision(rates) == "bf16"
     level = torch.backends.cpu.get_cpu_capability()
     verdict = "faster than fp32" if chosen else "no faster than fp32"

@@ -49,7 +49,7 @@ from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import IDENTITY, RECIPES, Run, loaded_run
 from moefold.spec.decoder import needs
-from moefold.training import words
+from moefold.training import formatting
 
 FITTING_LAYOUT: dict[FieldPath, str] = {
     ("layout", "sizes"): '""',
@@ -173,7 +173,7 @@ def _print_graph_report(console: Console, report: Mapping[str, Any] | None) -> N
         text = f"the trace ended at {report['ended']}, which needs values of tensors"
         console.print(Text(text), soft_wrap=True)
     for kind, stages in report["static_bytes"].items():
-        sizes = ", ".join(words.size(n_bytes) for n_bytes in stages)
+        sizes = ", ".join(formatting.size(n_bytes) for n_bytes in stages)
         text = f"layout.graphs: {kind} needs {sizes} for inputs and outputs"
         console.print(Text(text + (" of each stage" if len(stages) > 1 else "")), soft_wrap=True)
     for rule in report["refused"]:
@@ -252,17 +252,19 @@ def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str
         yield "", f"ffn {_format_record(span['ffn'])}"
     total, active = facts["parameters"], facts["active_parameters"]
     yield "parameters", f"{total:,}; {active:,} active per token ({100 * active / total:.1f} %)"
-    yield "", ", ".join(f"{name} {words.count(n)}" for name, n in facts["parts"].items())
+    yield "", ", ".join(f"{name} {formatting.count(n)}" for name, n in facts["parts"].items())
     causal, full = facts["flops_per_token"], facts["flops_per_token_full_attention"]
-    flops = f"{words.si(causal)}FLOP forward and backward"
-    yield "one token", f"{flops} ({words.si(full)}FLOP with full attention)"
-    batches = words.plural(facts["micro_batches_per_step"], "micro-batch", "es")
+    flops = f"{formatting.si(causal)}FLOP forward and backward"
+    yield "one token", f"{flops} ({formatting.si(full)}FLOP with full attention)"
+    batches = formatting.plural(facts["micro_batches_per_step"], "micro-batch", "es")
     yield "one step", f"{facts['tokens_per_step']:,} tokens in {batches}"
-    whole = f"{words.count(facts['tokens_in_all'])} tokens, {words.si(facts['flops_in_all'])}FLOP"
-    yield "the run", f"{words.plural(run.train.steps, 'step')}: {whole}"
+    tokens = formatting.count(facts["tokens_in_all"])
+    whole = f"{tokens} tokens, {formatting.si(facts['flops_in_all'])}FLOP"
+    yield "the run", f"{formatting.plural(run.train.steps, 'step')}: {whole}"
     yield "lr", ", ".join(f"{name} {rate:.3g}" for name, rate in facts["lr"].items())
     yield "held out", ", ".join(facts["evaluation_sets"]) or "nothing"
-    yield "layout", f"{facts['layout']}; at least {words.plural(facts['smallest_world'], 'rank')}"
+    least = formatting.plural(facts["smallest_world"], "rank")
+    yield "layout", f"{facts['layout']}; at least {least}"
     yield "identity", facts["identity"][:16]
 
 

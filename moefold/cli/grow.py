@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.cli._common import add_json, add_plugins, print_conversion
 from moefold.config.plugins import import_plugins
 from moefold.data.tokenizer import from_path
-from moefold.files import named, read_json
+from moefold.files import path_in_errors, read_json
 from moefold.model.families.dense import MOE_FAMILY, read_dense
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
 
@@ -144,14 +144,14 @@ def _expert_loads(args: argparse.Namespace) -> Mapping[int, list[float]] | None:
     if args.text is None:
         return None
     from moefold.api import load_model
-    from moefold.training.hooks.experts import route
+    from moefold.training.hooks.experts import record_routing
 
     tokenizer = from_path(str(args.sources[0]))
-    with named(args.text):
+    with path_in_errors(args.text):
         text = args.text.read_text(encoding="utf-8")
     ids = tokenizer.encode(text)
     if not ids:
         raise ValueError(f"{args.text} has no tokens to measure expert loads on")
     pieces = [ids[at : at + PIECE] for at in range(0, len(ids), PIECE)]
     model = load_model(args.sources[0])
-    return {int(layer.name): layer.load_E.tolist() for layer in route(model, pieces)}
+    return {int(layer.name): layer.load_E.tolist() for layer in record_routing(model, pieces)}

@@ -21,7 +21,7 @@ from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
 from moefold.planner.goodput import DAY, Price
 from moefold.planner.page import facts, page
-from moefold.training import words
+from moefold.training import formatting
 
 BAR_WIDTH = 24
 MIN_FRACTION = 0.005
@@ -168,7 +168,7 @@ def _layout_detail(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
     yield Text.assemble(
         f"  {_three_digits(layout.step_time_s)} s per step ±{layout.time.uncertainty:.0%}, "
         f"{_three_digits(layout.tflops_per_gpu)} TFLOP/s per device, "
-        f"{words.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
+        f"{formatting.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
         f"{layout.room_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
         (f"{verdict}, {margin}{caveat}", style),
         f"; bound by {layout.binds}",
@@ -246,13 +246,13 @@ def _long_run_part(plan: Plan, tokens: float) -> Iterator[Text]:
         yield Text("\nno progress: failures and restarts take all the time", "bold red")
         return
     cost = plan.bill(best, tokens)
-    days = f"{cost.days:,.1f} days" if cost.days >= 1 else words.clock(cost.days * DAY)
+    days = f"{cost.days:,.1f} days" if cost.days >= 1 else formatting.clock(cost.days * DAY)
     energy = "" if cost.energy_mwh is None else f", at most {cost.energy_mwh:,.0f} MWh"
     money = "" if cost.cost is None else f", cost {cost.cost:,.0f}"
     yield Text.assemble(
-        f"\n{words.count(tokens)} tokens in the fastest layout: {days}, "
+        f"\n{formatting.count(tokens)} tokens in the fastest layout: {days}, "
         f"{cost.device_hours:,.0f} device-hours{energy}{money}; "
-        f"save every {words.clock(min(expected.interval_s, 1e7))}, "
+        f"save every {formatting.clock(min(expected.interval_s, 1e7))}, "
         f"{expected.ettr:.1%} of the time is spent training "
         f"({plan.faults.per_device_day:.1e} failures per device and day, "
         f"{plan.faults.restart_s:.0f} s per restart, {plan.faults.stall_s:g} s per save)"

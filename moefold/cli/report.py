@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = newest(folder)
     if checkpoint is not None and manifest.read(checkpoint).meta.get("adapters"):
         # Imported here: torch takes a second.
-        from moefold.training.hooks.plots import draw_moved
+        from moefold.training.hooks.plots import draw_adapter_changes
 
         picture = folder / "moved.png"
-        if draw_moved(checkpoint, picture, folder.resolve().name):
+        if draw_adapter_changes(checkpoint, picture, folder.resolve().name):
             print(picture)
     return 0

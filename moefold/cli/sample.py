@@ -11,7 +11,7 @@ from rich.text import Text
 
 from moefold.cli._common import add_json, print_json
 from moefold.cli._generation import add_options, check_options, first_messages, sampling
-from moefold.training.words import harmless
+from moefold.training.formatting import escape_control
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -30,29 +30,29 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--system is only for conversations: add --chat")
     path = check_options(args)  # fails before torch is loaded
 
-    from moefold.training.speaker import Speaker
+    from moefold.training.text_generator import TextGenerator
 
-    prompts, speaker = args.prompt or [""], Speaker.open(path, args.uses)
+    prompts, generator = args.prompt or [""], TextGenerator.open(path, args.uses)
     if args.chat:
         chats = ([*first_messages(args), {"role": "user", "content": text}] for text in prompts)
-        ids = [speaker.prompt(messages) for messages in chats]
+        ids = [generator.encode_chat(messages) for messages in chats]
     else:
-        ids = [speaker.tokenizer.encode_prompt(text) for text in prompts]
+        ids = [generator.tokenizer.encode_prompt(text) for text in prompts]
     if not all(ids):
         raise ValueError("--prompt must have text: this tokenizer has no token that begins a text")
-    continued = speaker.write(ids, args.tokens, **sampling(args))
-    texts = [(speaker.tokenizer.decode(new), len(new)) for new in continued]
+    continued = generator.generate(ids, args.tokens, **sampling(args))
+    texts = [(generator.tokenizer.decode(new), len(new)) for new in continued]
     if args.json:
         rows = [
             {"prompt": prompt, "text": text, "tokens": tokens}
             for prompt, (text, tokens) in zip(prompts, texts, strict=True)
         ]
-        print_json({"checkpoint": str(path), "step": speaker.step, "samples": rows})
+        print_json({"checkpoint": str(path), "step": generator.step, "samples": rows})
         return 0
     console = Console(highlight=False, soft_wrap=True)
     for number, (prompt, (text, _)) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             console.rule(style="dim")
-        shown = harmless(text) if console.is_terminal else text
+        shown = escape_control(text) if console.is_terminal else text
         console.print(Text.assemble((prompt + "\n" * args.chat, "bold"), shown))
     return 0

@@ -23,10 +23,10 @@ from moefold.checkpoint.folder import is_checkpoint, newest
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, print_json
 from moefold.comm.environment import RankInfo, rank_info_from_env
 from moefold.config.load import load
-from moefold.files import free_folder, remove_empty
+from moefold.files import remove_empty_folders, unused_folder
 from moefold.layers.config import Auto
 from moefold.offload.disk import DiskFile
-from moefold.run import Run, demand_fit, load_run
+from moefold.run import Run, load_run, require_fit
 from moefold.training.hooks.logs import RUN_FILE
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from moefold.comm.elastic import launch_elastic
     from moefold.comm.launch import launch
     from moefold.comm.rendezvous import join
-    from moefold.training.distributed import WORDS, device_kind
+    from moefold.training.distributed import MESSAGES, device_kind
 
     time_out_s, record = run.watch.time_out_s, run.watch.survive
     if info is not None:
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     nproc = args.nproc or 1
     if nproc == 1 and record is None:
         return _train(run, args, None)
-    args.folder = args.folder or str(free_folder(run.name))
-    options = {"time_out_s": time_out_s, "device": device_kind(nproc), "messages": WORDS}
+    args.folder = args.folder or str(unused_folder(run.name))
+    options = {"time_out_s": time_out_s, "device": device_kind(nproc), "messages": MESSAGES}
     if record is None:
         return launch(rank, nproc, args, **options)
     return launch_elastic(elastic_rank, nproc, rank, record, args, record=record, **options)
@@ -105,7 +105,7 @@ def parse_run(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
         raise ValueError(f"--nproc {args.nproc}: must be at least 1")
     run = load_requested_run(args)
     if info is None or info.world_size == 1:
-        demand_fit(run, args.nproc or 1)
+        require_fit(run, args.nproc or 1)
         _require_writable_disk(run)
         if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
             from moefold.planner.from_run import demand_limit
@@ -134,7 +134,7 @@ def _require_writable_disk(run: Run) -> None:
         if "$" not in str(path):
             new = [p for p in (path, *path.parents) if not p.exists()]
             DiskFile(folder, 0, "a file")
-            remove_empty(new)
+            remove_empty_folders(new)
 
 
 def load_requested_run(args: argparse.Namespace) -> Run:
@@ -165,13 +165,13 @@ def load_requested_run(args: argparse.Namespace) -> Run:
 def rank(info: RankInfo, args: argparse.Namespace, memory: "MemoryCheckpoint | None" = None) -> int:
     """Run the command as one of several ranks, which have joined the rendezvous."""
     from moefold.comm.agree import run_on_first
-    from moefold.training.distributed import world_of
+    from moefold.training.distributed import open_world
 
     run = load_requested_run(args)
     folder = Path(args.fork or args.folder or f"runs/{run.name}")
-    with world_of(run, info, folder) as world:
+    with open_world(run, info, folder) as world:
         if args.folder is None:
-            args.folder = run_on_first(lambda: str(free_folder(run.name)), world.on_host)
+            args.folder = run_on_first(lambda: str(unused_folder(run.name)), world.on_host)
         return _train(run, args, world, memory)
 
 
@@ -186,10 +186,10 @@ def _train(
 
     first = world is None or world.rank == 0
     console = Console(stderr=args.json, file=None if first else StringIO())
-    folder = Path(args.fork or args.folder or free_folder(run.name))
+    folder = Path(args.fork or args.folder or unused_folder(run.name))
     if args.dry_run:
         return _dry_run(run, folder, args, console, world)
-    options = {"world": world, "memory": memory, "forks": args.fork is not None}
+    options = {"world": world, "memory": memory, "is_fork": args.fork is not None}
     with open_job(run, folder, console, **options) as job:
         resumed = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
         if args.fork is not None and not resumed:

@@ -21,7 +21,7 @@ from rich.text import Text
 from moefold.cli._common import add_json, add_run, add_world, plain_table, print_json
 from moefold.proof.matrix import RULES, matrix
 from moefold.run import Run, load_run
-from moefold.training.words import plural
+from moefold.training.formatting import plural
 
 if TYPE_CHECKING:
     from moefold.proof.negative_controls import Control

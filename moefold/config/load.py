@@ -14,7 +14,7 @@ from moefold.config.merge import ConfigLayer, MergedData, ValueOrigin
 from moefold.config.plugins import import_plugins, resolve_path
 from moefold.config.reader import MAX_BYTES, read_value, read_yaml
 from moefold.config.suggest import closest
-from moefold.files import named
+from moefold.files import path_in_errors
 
 BASE = "base"
 USES = "uses"
@@ -182,7 +182,7 @@ class _LoadState:
     ) -> None:
         """Read a file, and add it as a layer after its bases."""
         name = _display_path(path)
-        with named(name), path.open("rb") as file:
+        with path_in_errors(name), path.open("rb") as file:
             parsed = read_yaml(file.read(MAX_BYTES + 1), name)
         if not isinstance(parsed.data, dict):
             rule = "must hold a mapping of keys to values at its top level"

@@ -9,7 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from moefold.files import named
+from moefold.files import path_in_errors
 
 MODULE_PREFIX = "outside_"
 """Prefix of the module names of plugins."""
@@ -32,7 +32,7 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
         if path.suffix != ".py" or not path.is_file():
             problem = "is not a Python file" if path.exists() else "does not exist"
             raise ValueError(f"{path} {problem}")
-        with named(path):
+        with path_in_errors(path):
             content = path.read_bytes()
         hashes[str(path)] = digest = hashlib.sha256(content).hexdigest()
         path_hash = hashlib.sha256(str(path).encode()).hexdigest()

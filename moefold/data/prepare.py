@@ -35,7 +35,7 @@ from moefold.data.index import (
 from moefold.data.packing import MaskedCorpus
 from moefold.data.sources import Skipped, Source, encode_utf8
 from moefold.data.tokenizer import Tokenizer, load
-from moefold.files import folder_for, named, read_json, write_json
+from moefold.files import folder_for, path_in_errors, read_json, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -108,7 +108,7 @@ def prepare(
                 if place == root:
                     shutil.rmtree(place / key)
     final = root / key
-    with folder_for(root), named(root), _draft_folder(root) as draft:
+    with folder_for(root), path_in_errors(root), _draft_folder(root) as draft:
         _write(draft, data, sources, on_progress or (lambda *_: None))
         if _cache_key(data, sources)[:16] != key:
             raise DataError(

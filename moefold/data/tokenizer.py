@@ -33,7 +33,7 @@ from moefold.data.config import (
     tokenizer_file,
 )
 from moefold.data.tokenizer_files import TokenizerFiles, token_text
-from moefold.files import named, read_json, write_json
+from moefold.files import path_in_errors, read_json, write_json
 
 END = "<|endoftext|>"
 _KNOWN_END_TOKENS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]")
@@ -241,7 +241,7 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
 
 
 def _read_text(file: Path) -> str:
-    with named(file, DataError):
+    with path_in_errors(file, DataError):
         return file.read_text(encoding="utf-8")
 
 

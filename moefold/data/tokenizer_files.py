@@ -15,7 +15,7 @@ from moefold.data.config import (
     TOKENIZER_CONFIG,
     DataError,
 )
-from moefold.files import named, read_json
+from moefold.files import path_in_errors, read_json
 from moefold.model.families.hub import SPECIAL
 
 CONFIG = "config.json"
@@ -39,7 +39,7 @@ class TokenizerFiles(dict[str, str]):
             if (file := folder / name).is_file():
                 if name.endswith(".json"):
                     read_json(file, DataError, MAX_BYTES)
-                with named(file, DataError):
+                with path_in_errors(file, DataError):
                     files[name] = file.read_text(encoding="utf-8-sig")
         stored = read_json(config, DataError, MAX_BYTES) if config.is_file() else {}
         files[CONFIG] = json.dumps({k: stored[k] for k in SPECIAL if stored.get(k) is not None})

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moefold.data.config import PythonStdlib
-from moefold.finetune import STAND_IN
+from moefold.finetune import DEFAULT_DATA
 from moefold.layers.config import Selective
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
@@ -19,7 +19,7 @@ def notes(run: Run) -> tuple[str, ...]:
     Each is a line that begins with the path of its setting.
     """
     found = notes_on_step(run)
-    if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**STAND_IN),):
+    if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**DEFAULT_DATA),):
         said = (
             "data.train: no data is given, so the source code of Python's standard library is "
             "used; give your own with data.train=[{source: jsonl, files: [chats.jsonl]}]"

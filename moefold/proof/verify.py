@@ -28,7 +28,7 @@ from moefold.run import Run
 from moefold.spec.decoder import needs
 from moefold.spec.layer import Shape, described
 from moefold.spec.quantised import cut_violations
-from moefold.training.machine import settled
+from moefold.training.machine import resolve_precision
 
 ALIGNMENT = 16
 """Rows of the grouped product must be a multiple of this many bytes."""
@@ -119,7 +119,7 @@ def cases_of(
         RunError: if a layout is illegal for the run on ``world`` ranks; names the nearest legal.
     """
     records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
-    precision = settled(run.train.precision, torch.device("cpu")) if as_run else "fp64"
+    precision = resolve_precision(run.train.precision, torch.device("cpu")) if as_run else "fp64"
     model, cases = needs(run.decoder(), run.data.seq), []
     for record in records:
         ranks = max(2, record.split.smallest_world) if world is None else world

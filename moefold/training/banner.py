@@ -26,19 +26,19 @@ from moefold.planner.time import orthogonal_flops
 from moefold.spec.decoder import model_weights
 from moefold.spec.layer import words_of
 from moefold.spec.quantised import narrow_weights
+from moefold.training.formatting import clock, count, plural, si, size, step_time
 from moefold.training.trainer import Trainer
-from moefold.training.words import clock, count, plural, si, size, step_time
 
 Row = tuple[str, str]
 
 
 def rows(job: Trainer) -> list[Row]:
     """Return the banner's lines as (title, text); an empty title continues the line above."""
-    said = [*_model(job), *_cost(job), *_paths(job), ("balance", _balance(job)), *_data(job)]
-    said.append(("folder", str(job.folder)))
+    lines = [*_model(job), *_cost(job), *_execution(job), ("balance", _balance(job)), *_data(job)]
+    lines.append(("folder", str(job.folder)))
     if job.resumed_from is not None:
-        said.append(("resumes", f"from {job.resumed_from.name}: step {job.step_number:,}"))
-    return said
+        lines.append(("resumes", f"from {job.resumed_from.name}: step {job.step_number:,}"))
+    return lines
 
 
 def facts(job: Trainer) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def facts(job: Trainer) -> dict[str, Any]:
         "flops_per_token": counts.flops_per_token(run.data.seq, causal=True),
         "flops_per_token_full_attention": counts.flops_per_token(run.data.seq, causal=False),
         "tokens_per_step": tokens_per_step(job),
-        "least_step_time_s": least_step_time(job),
+        "least_step_time_s": min_step_time(job),
         "state_bytes": state_bytes(job),
         "machine_flops_per_s": job.utilisation.machine.flops_per_s,
         "ranks": job.world.size,
@@ -71,12 +71,12 @@ def panel(job: Trainer, more: Sequence[Row] = ()) -> Panel:
     return card(f"[bold]{job.run.name}[/] · moefold", [*rows(job), *more], "cyan")
 
 
-def card(title: str, said: Iterable[tuple[str, str | Text]], colour: str) -> Panel:
+def card(title: str, rows: Iterable[tuple[str, str | Text]], colour: str) -> Panel:
     """Return a framed list of (title, text)."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for what, text in said:
+    for what, text in rows:
         table.add_row(what, Text.assemble(text))
     return Panel(table, title=title, title_align="left", border_style=colour, expand=False)
 
@@ -86,7 +86,7 @@ def tokens_per_step(job: Trainer) -> int:
     return job.run.train.batch * job.run.data.seq
 
 
-def least_step_time(job: Trainer) -> float:
+def min_step_time(job: Trainer) -> float:
     """Return the seconds of a step's products on all ranks at the measured rate: a lower bound."""
     flops = job.counts.flops_per_token(job.run.data.seq, causal=True)
     return tokens_per_step(job) * flops / (job.utilisation.machine.flops_per_s * job.world.size)
@@ -136,7 +136,7 @@ def _cost(job: Trainer) -> Iterator[Row]:
     run, seq = job.run, job.run.data.seq
     causal, full = (job.counts.flops_per_token(seq, causal=c) for c in (True, False))
     steps = max(0, job.last_step - job.step_number)
-    least = least_step_time(job)
+    bound = min_step_time(job)
     tokens = tokens_per_step(job)
     yield (
         "work",
@@ -152,7 +152,7 @@ def _cost(job: Trainer) -> Iterator[Row]:
     )
     yield (
         "time",
-        f"at least {step_time(least)} a step and {clock(steps * least)} in total, if every matrix "
+        f"at least {step_time(bound)} a step and {clock(steps * bound)} in total, if every matrix "
         f"product ran at the best measured rate{on_all}; a forecast follows after 3 steps",
     )
     yield (
@@ -167,13 +167,13 @@ def _device(job: Trainer) -> str:
     if job.device.type == "cuda":
         return torch.cuda.get_device_name(job.device)
     threads, policy = torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY", "")
-    said = f"CPU ({platform.machine()}), {plural(threads, 'thread')}"
+    text = f"CPU ({platform.machine()}), {plural(threads, 'thread')}"
     if threads == 1 or policy.lower() == "passive":
-        return said
-    return f"{said} that spin while idle; set OMP_WAIT_POLICY=passive before torch is loaded"
+        return text
+    return f"{text} that spin while idle; set OMP_WAIT_POLICY=passive before torch is loaded"
 
 
-def _paths(job: Trainer) -> Iterator[Row]:
+def _execution(job: Trainer) -> Iterator[Row]:
     dtype, machine = job.model.recipe.dtype, job.utilisation.machine
     rate = f"{si(machine.flops_per_s)}FLOP/s ({machine.source})"
     if job.utilisation.peak is not None:
@@ -186,8 +186,8 @@ def _paths(job: Trainer) -> Iterator[Row]:
     yield "device", f"{_device(job)}; {rate}"
     master = str(job.model.recipe.master_dtype).removeprefix("torch.")
     masters = "" if master == str(dtype).removeprefix("torch.") else f", {master} master weights"
-    settled = f"{job.precision.why}; measured: {job.precision.said}"
-    yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({settled})"
+    choice = f"{job.precision.why}; measured: {job.precision.rates_text}"
+    yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({choice})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
         number, wide = len(narrow_weights(job.run.decoder())), str(dtype).removeprefix("torch.")
         three = f"y, dx and dw in {quantise.kind}"
@@ -240,26 +240,26 @@ def _paths(job: Trainer) -> Iterator[Row]:
 
 def _balance(job: Trainer) -> str:
     """Describe each term: its coefficient, and what it adds to the loss under an even load."""
-    found: dict[str, list[float]] = {}
+    coefficients_by_term: dict[str, list[float]] = {}
     rates: dict[float, int] = {}
     model = job.model
     if job.world.folding.sizes.pp > 1:  # a rank has only some layers
         model = DecoderModel(job.decoder, job.precision.precision, device="meta")
     for _, mixture in model.moe_layers():
         for name, coefficient in mixture.terms.items():
-            found.setdefault(name, []).append(coefficient)
+            coefficients_by_term.setdefault(name, []).append(coefficient)
         for part in mixture.record.balance:
             if isinstance(part, Bias):
                 rates[part.rate] = rates.get(part.rate, 0) + 1
-    said = []
-    for name, coefficients in found.items():
+    texts = []
+    for name, coefficients in coefficients_by_term.items():
         each = " and ".join(f"{c:g}" for c in dict.fromkeys(coefficients))
         total = math.fsum(coefficients)
-        said.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in total")
-    said += [f"selection bias: rate {rate:g} in {n} layers" for rate, n in rates.items()]
-    if not said:
+        texts.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in total")
+    texts += [f"selection bias: rate {rate:g} in {n} layers" for rate, n in rates.items()]
+    if not texts:
         return "none" if any(model.moe_layers()) else "none (no experts)"
-    return "; ".join(said) + ". The reported LM loss excludes balancing terms"
+    return "; ".join(texts) + ". The reported LM loss excludes balancing terms"
 
 
 def _data(job: Trainer) -> Iterator[Row]:

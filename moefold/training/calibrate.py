@@ -106,7 +106,7 @@ SMALL_MODELS = (
 """Few rows and many, few layers and many, a large vocabulary, several micro-batches."""
 
 
-def measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, dict[str, float]]]:
+def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, dict[str, float]]]:
     """Measure this machine, and compare each run's step with its plan.
 
     Returns:
@@ -127,11 +127,11 @@ def measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, d
             for recipe in formats
             for number, small in enumerate(SMALL_MODELS)
         }
-        timed = {name: stepping(case) for name, case in {**smalls, **cases}.items()}
-        took = alternated(timed, rounds)
+        timed = {name: build_step(case) for name, case in {**smalls, **cases}.items()}
+        took = time_calls(timed, rounds)
     finally:
         torch.set_num_threads(threads)
-    machine, steps = adjusted(first, list(smalls.values()), [took[n]["own"] for n in smalls]), {}
+    machine, steps = fit_machine(first, list(smalls.values()), [took[n]["own"] for n in smalls]), {}
     for source, run in runs.items():
         planned, own = estimate(_case(run, machine)).seconds, took[source]["own"]
         steps[source] = {
@@ -152,26 +152,26 @@ def _case(run: Run, machine: Machine) -> Case:
 def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
     """Measure single kernels; return the machine before it is fitted to whole steps."""
     little = torch.zeros(16, requires_grad=True)  # times the overhead of a call
-    tables: dict[str, Any] = {"call_s": _seconds(lambda: little * 2.0, times=200)}
+    tables: dict[str, Any] = {"call_s": _median_seconds(lambda: little * 2.0, times=200)}
     a, b, out = (torch.randn(2**22) for _ in range(3))
     # Large sums: two rows are read and one is written.
-    bandwidth = 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), 0.2)
+    bandwidth = 3 * a.nbytes / _median_seconds(lambda: torch.add(a, b, out=out), 0.2)
     peaks, rates = {}, {}
     for form, dtype in FORMATS.items():
         products = list[tuple[int, int, int, float]]()
         for m, n, k in SHAPES:
             x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-            taken = _seconds(partial(torch.mm, x, w.t()), times=max(1, 2**24 // (m * n * k)))
+            taken = _median_seconds(partial(torch.mm, x, w.t()), times=max(1, 2**24 // (m * n * k)))
             products.append((m, n, k, 2 * m * n * k / taken))
         peaks[form] = peak = max(rate for *_, rate in products)
-        passes = _attention(peak, dtype)
-        share, half = product_law(products, peak)
+        passes = _measure_attention(peak, dtype)
+        share, half = fit_gemm(products, peak)
         rates[form] = {
             "gemm": share, "half": half, "memory": 1.0, "device": 1.0,
             "kernel_s": tables["call_s"], "launch_s": 0.0, "step_s": 0.0,
         }  # fmt: skip
         for way, found in passes.items():
-            rates[form][f"{way}_rate"], rates[form][f"{way}_half"] = length_law(found, HEAD_DIM)
+            rates[form][f"{way}_rate"], rates[form][f"{way}_half"] = fit_length(found, HEAD_DIM)
         tables[form] = {"products": products, "attention": passes}
     return Machine(
         name, torch.get_num_threads(), software, peaks["fp32"], peaks["bf16"], bandwidth,
@@ -179,14 +179,14 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
     )  # fmt: skip
 
 
-def _seconds(call: Callable[[], Any], least: float = 0.05, times: int = 1) -> float:
+def _median_seconds(call: Callable[[], Any], min_seconds: float = 0.05, times: int = 1) -> float:
     """Return the median CPU seconds of a call, measured for at least ``least`` seconds.
 
     Each measurement covers ``times`` calls, for short ones.
     """
     call()
     taken: list[float] = []
-    while sum(taken) < least or len(taken) < 5:
+    while sum(taken) < min_seconds or len(taken) < 5:
         started = time.process_time()
         for _ in range(times):
             call()
@@ -194,7 +194,7 @@ def _seconds(call: Callable[[], Any], least: float = 0.05, times: int = 1) -> fl
     return median(taken) / times
 
 
-def product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
+def fit_gemm(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
     """Return the share of the peak and the half size that fit the products' log rates best."""
 
     def fitted(half: float) -> tuple[float, float, float]:
@@ -209,23 +209,23 @@ def product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tu
     return share, half
 
 
-def _attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, float]]]:
+def _measure_attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, float]]]:
     """Return lengths with attention's share of the peak rate, for forward and backward."""
     found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
     for length in LENGTHS:
         q, k, v = (torch.randn(length, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
         attend = partial(attention, q, k, v, (length,), HEAD_DIM**-0.5)
         flops = 2 * length * length * HEADS * HEAD_DIM
-        forward = _seconds(attend)
+        forward = _median_seconds(attend)
         for x in (q, k, v):
             x.requires_grad_()
-        backward = _seconds(lambda attend=attend: attend().sum().backward()) - forward
+        backward = _median_seconds(lambda attend=attend: attend().sum().backward()) - forward
         found["forward"].append((length, flops / forward / peak))
         found["backward"].append((length, 2.5 * flops / max(backward, 1e-7) / peak))
     return found
 
 
-def length_law(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:
+def fit_length(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:
     """Return rate and half length of ``share = rate / (1 + half / length)``, from both ends.
 
     ``found`` is in ascending order of length. The time model scales rates by head dim over 128.
@@ -238,7 +238,7 @@ def length_law(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, flo
 # ----------------------------------------------------------------------------- whole steps
 
 
-def stepping(case: Case) -> Callable[[], None]:
+def build_step(case: Case) -> Callable[[], None]:
     """Return a function that runs one optimizer step of a case on one rank."""
     precision = "fp32" if case.numbers.recipe == "fp32" else "bf16"
     model = DecoderModel(case.decoder, precision)
@@ -260,7 +260,7 @@ def stepping(case: Case) -> Callable[[], None]:
     return step
 
 
-def alternated(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
+def time_calls(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
     """Run calls in turn, so that drifting load affects all alike.
 
     Returns:
@@ -290,7 +290,7 @@ def features(case: Case) -> list[float]:
     ]  # fmt: skip
 
 
-def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float]) -> Machine:
+def fit_machine(machine: Machine, cases: Sequence[Case], measured: Sequence[float]) -> Machine:
     """Return the machine with rates scaled by the factors of parts that fit small steps.
 
     ``measured`` has the seconds of the steps that ``cases`` describe, in one or both formats.
@@ -298,7 +298,7 @@ def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float])
     rates, tables = dict(machine.rates), dict(machine.tables)
     for form in {case.numbers.recipe for case in cases}:
         own = [i for i, case in enumerate(cases) if case.numbers.recipe == form]
-        factors = _factors(
+        factors = _fit_factors(
             torch.tensor([features(cases[i]) for i in own], dtype=torch.float64),
             torch.tensor([measured[i] for i in own], dtype=torch.float64),
         )
@@ -314,7 +314,7 @@ def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float])
     return replace(machine, rates=rates, tables=tables)
 
 
-def _factors(rows: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:
+def _fit_factors(rows: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:
     """Return each part's factor by least relative squares, near 1 if the steps do not show it."""
     lowest, sure = torch.tensor(list(PARTS.values()), dtype=torch.float64).T
     scaled = rows / measured[:, None] / NOISE

@@ -19,12 +19,12 @@ from moefold.comm.interrupt import FORWARDED_SIGNALS, NO_MESSAGES, Messages, wri
 from moefold.comm.rendezvous import cuda_device
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
-from moefold.run import Run, demand_fit
+from moefold.run import Run, require_fit
 from moefold.training.hooks.base import JobView
 
 REPORTS = "hangs"
 """Subfolder of the run folder for the reports that ranks write when communication hangs."""
-WORDS = Messages(
+MESSAGES = Messages(
     "saving after this step; Ctrl-C again to stop now",
     "stopped; the steps since the last checkpoint are lost",
 )
@@ -47,13 +47,13 @@ def device_kind(ranks_here: int = 1) -> str:
     return "cuda"
 
 
-def world_of(run: Run, info: RankInfo, folder: Path) -> World:
+def open_world(run: Run, info: RankInfo, folder: Path) -> World:
     """Open the run's layout over all ranks, which have joined the rendezvous.
 
     Raises:
         RunError: if the layout does not fit so many ranks; names the nearest that does.
     """
-    demand_fit(run, info.world_size)
+    require_fit(run, info.world_size)
     folding = Folding(run.layout.split, info.world_size, run.layout.order)
     device = cuda_device(info) if device_kind() == "cuda" else torch.device("cpu")
     return World.open(folding, device, run.watch.time_out_s, folder / REPORTS)
@@ -70,24 +70,24 @@ class RankZeroRunner:
 
     def __init__(self, world: World, job: JobView) -> None:
         self._ranks, self._job = world.on_host, job
-        self._leads = False
+        self._leading = False
 
     @property
-    def leader(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is rank 0, which runs the hooks."""
         return self._ranks.index == 0
 
-    def call(self, method: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method on all ranks: broadcast by rank 0 inside ``lead``; elsewhere all call it."""
-        leads, self._leads = self._leads, False
+        leads, self._leading = self._leading, False
         try:
             if leads:
                 broadcast_from_first(
-                    {"call": method.__name__, "args": args, "how": how}, self._ranks
+                    {"call": method.__name__, "args": args, "how": kwargs}, self._ranks
                 )
-            return method(self._job, *args, **how)
+            return method(self._job, *args, **kwargs)
         finally:
-            self._leads = leads
+            self._leading = leads
 
     def lead(self, function: Callable[[], Any], answer: Callable[[], Any]) -> Any:
         """Run ``function`` on rank 0 while others serve its calls; return rank 0's ``answer()``.
@@ -96,22 +96,22 @@ class RankZeroRunner:
             Exception: on rank 0, what the function raised.
             FirstRankFailed: on the other ranks if it raised.
         """
-        while not self.leader:
-            said = broadcast_from_first(None, self._ranks)
-            if "error" in said:
-                raise FirstRankFailed(f"the first rank failed: {said['error']}")
-            if "answer" in said:
-                return said["answer"]
+        while not self.is_leader:
+            message = broadcast_from_first(None, self._ranks)
+            if "error" in message:
+                raise FirstRankFailed(f"the first rank failed: {message['error']}")
+            if "answer" in message:
+                return message["answer"]
             with suppress(SaveError):  # It is raised on rank 0 too, which decides.
-                getattr(self._job, said["call"])(*said["args"], **said["how"])
-        leads, self._leads = self._leads, True
+                getattr(self._job, message["call"])(*message["args"], **message["how"])
+        leads, self._leading = self._leading, True
         try:
             function()
         except BaseException as error:
             broadcast_from_first({"error": f"{type(error).__name__}: {error}"}, self._ranks)
             raise
         finally:
-            self._leads = leads
+            self._leading = leads
         return broadcast_from_first({"answer": answer()}, self._ranks)["answer"]
 
 
@@ -119,7 +119,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def on_all_ranks(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Decorate a method to run on all ranks, also if only a hook on rank 0 calls it.
 
     Its object needs a ``RankZeroRunner`` as ``rank_zero``; arguments are small data for JSON.
@@ -133,13 +133,13 @@ def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
 
 
 @contextmanager
-def stopping_on_signals(job: JobView) -> Iterator[None]:
+def stop_on_signals(job: JobView) -> Iterator[None]:
     """Turn the first signal of a kind into a request to stop; a second one ends the process.
 
     A second Ctrl-C raises ``KeyboardInterrupt``. Rank 0 confirms Ctrl-C to the user, unless
     moefold's launcher does.
     """
-    words = WORDS if job.world.rank == 0 and parent_process() is None else NO_MESSAGES
+    messages = MESSAGES if job.world.rank == 0 and parent_process() is None else NO_MESSAGES
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -147,11 +147,11 @@ def stopping_on_signals(job: JobView) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         job.request_stop(f"received {signal.Signals(number).name}")
         signal.signal(number, now if number == signal.SIGINT else signal.SIG_DFL)
-        if number == signal.SIGINT and words.first:
-            write_stderr(words.first)
+        if number == signal.SIGINT and messages.first:
+            write_stderr(messages.first)
 
     def now(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(words.second)
+        raise KeyboardInterrupt(messages.second)
 
     before = {number: signal.signal(number, handle) for number in FORWARDED_SIGNALS}
     try:

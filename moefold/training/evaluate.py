@@ -33,13 +33,13 @@ def evaluate_sets(
     nats = labels = 0.0
     for name in loader.evaluation_sets:
         batches = loader.evaluation(name, tokens)
-        (found, *more), count, n_bytes = evaluate(placed, batches, loss_chunk, objective)
-        metrics[f"val/{name}/loss"] = found / max(count, 1)
+        (loss, *more), count, n_bytes = evaluate(placed, batches, loss_chunk, objective)
+        metrics[f"val/{name}/loss"] = loss / max(count, 1)
         for figure, total in zip(objective.figures, more, strict=True):
             metrics[f"val/{name}/{figure}"] = total / max(count, 1)
         if n_bytes and not objective.figures:
-            metrics[f"val/{name}/bits_per_byte"] = found / math.log(2) / n_bytes
-        nats, labels = nats + found, labels + count
+            metrics[f"val/{name}/bits_per_byte"] = loss / math.log(2) / n_bytes
+        nats, labels = nats + loss, labels + count
     return {"val_loss": nats / labels, **metrics} if labels else metrics
 
 
@@ -55,21 +55,21 @@ def evaluate(
     ``batches`` are this data rank's, as many as on every other. They are consumed one by one: a
     held-out set may be larger than memory.
     """
-    said = 1 + len(objective.figures)
-    figures = torch.zeros(said + 3, dtype=torch.float64, device=placed.world.device)
+    n_sums = 1 + len(objective.figures)
+    figures = torch.zeros(n_sums + 3, dtype=torch.float64, device=placed.world.device)
     overflow: list[Tensor] = []
     exact = repeats_on_overflow(placed)
     for batch in batches:
         flow = build_flow(placed, batch, training=False, exact=exact)
         flow = replace(flow, known=objective.known(placed, batch, flow, loss_chunk))
         with placed.world.recorder.module("evaluation"):
-            if (share := score(placed, flow, objective.score, loss_chunk)) is not None:
-                figures[:said] += share
+            if (sums := score(placed, flow, objective.score, loss_chunk)) is not None:
+                figures[:n_sums] += sums
         overflow += flow.overflow
-        spot = placed.world.attention
-        if spot.pp == spot.cp == spot.tp == 0:
-            figures[said] += objective.units(batch)
-            figures[said + 1] += batch.n_bytes
+        coordinates = placed.world.attention
+        if coordinates.pp == coordinates.cp == coordinates.tp == 0:
+            figures[n_sums] += objective.units(batch)
+            figures[n_sums + 1] += batch.n_bytes
     missing = missing_room(placed, overflow)
     if missing is not None:
         figures[-1] = (missing > 0).any()

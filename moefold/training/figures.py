@@ -54,16 +54,16 @@ class Totals(NamedTuple):
     factors: Factors
 
 
-def totals_of(placed: ModelParts, batches: Sequence[MicroBatch], objective: Objective) -> Totals:
+def sum_counts(placed: ModelParts, batches: Sequence[MicroBatch], objective: Objective) -> Totals:
     """Sum the counts of all data ranks' micro-batches."""
     world, multi_token = placed.world, placed.model.record.multi_token
     losses = 1 + len(multi_token)
     labels = [sum(b.shift(later).n_labels for b in batches) for later in range(1, losses)]
-    here = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
+    local = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
     pinned = world.device.type == "cuda"  # else the host would wait for the copy
-    said = torch.tensor(here, pin_memory=pinned).to(world.device, non_blocking=True)
-    rows = said[losses:]
-    counts = sum_(torch.cat([said[:losses], rows.sum(0, keepdim=True)]), world.group("dp"))
+    on_device = torch.tensor(local, pin_memory=pinned).to(world.device, non_blocking=True)
+    rows = on_device[losses:]
+    counts = sum_(torch.cat([on_device[:losses], rows.sum(0, keepdim=True)]), world.group("dp"))
     wide = counts.clamp(min=1).to(widest_dtype(world.device))
     scale_L = wide[:-1].reciprocal()
     for later, one in enumerate(multi_token, 1):
@@ -71,9 +71,9 @@ def totals_of(placed: ModelParts, batches: Sequence[MicroBatch], objective: Obje
     return Totals(counts, Factors(scale_L, rows / wide[-1]))
 
 
-def figures_of(
+def reduce_figures(
     placed: ModelParts,
-    ran: StepResult,
+    result: StepResult,
     totals: Totals,
     norm_squared: Tensor,
     stop: bool,
@@ -91,29 +91,29 @@ def figures_of(
     values[-1].fill_(stop)  # an assignment would wait for the device
     if missing is not None:
         values[-2] = (missing > 0).any()
-    if ran.losses:
-        values[1 : 1 + means] = torch.stack(ran.losses).sum(0)
-    share_M = totals.factors.fraction_M.unbind()
+    if result.losses:
+        values[1 : 1 + means] = torch.stack(result.losses).sum(0)
+    fraction_M = totals.factors.fraction_M.unbind()
     for at, name in enumerate(names, 1 + means):
         found = [
-            (terms_N[list(mixtures[layer].terms).index(name)], share_M[micro])
-            for micro, layer, terms_N in ran.terms
+            (terms_N[list(mixtures[layer].terms).index(name)], fraction_M[micro])
+            for micro, layer, terms_N in result.terms
             if name in mixtures[layer].terms
         ]
         if found:
-            terms, shares = (torch.stack(part) for part in zip(*found, strict=True))
-            values[at] = (terms * shares).sum() / placed.term_layers[name]
+            terms, fractions = (torch.stack(part) for part in zip(*found, strict=True))
+            values[at] = (terms * fractions).sum() / placed.term_layers[name]
     summed = sum_(values, placed.world.group("world"))
-    said = read_scalars(*summed.unbind(), *totals.counts.unbind())
-    squared, *told, stops = said[:-sizes]
-    units, *labels, tokens = said[-sizes:]
+    scalars = read_scalars(*summed.unbind(), *totals.counts.unbind())
+    squared, *sums, stops = scalars[:-sizes]
+    units, *labels, tokens = scalars[-sizes:]
     of = [units] * (means - len(labels)) + labels
-    loss, *beside = (total / max(by, 1) for total, by in zip(told[:means], of, strict=True))
-    terms = told[means:]
+    loss, *further = (total / max(by, 1) for total, by in zip(sums[:means], of, strict=True))
+    terms = sums[means:]
     norm = math.sqrt(squared) if squared >= 0 else squared
     by_name = dict(zip(names, terms, strict=False))  # The overflow flag comes last.
     figures = StepFigures(
-        loss, norm, by_name, round(tokens), stops > 0, dict(zip(more, beside, strict=True))
+        loss, norm, by_name, round(tokens), stops > 0, dict(zip(more, further, strict=True))
     )
     return figures, missing if missing is not None and terms[-1] > 0 else None
 
@@ -126,8 +126,8 @@ def routing_health(placed: ModelParts) -> list[dict[str, Any]]:
     layers = []
     for number, mixture in placed.model.moe_layers():
         figures = mixture.balance.health(mixture.router)
-        said = {"layer": number, "top_k": mixture.record.router.top_k}
-        layers.append(said | {name: held.tolist() for name, held in figures.items()})
+        statistics = {"layer": number, "top_k": mixture.record.router.top_k}
+        layers.append(statistics | {name: held.tolist() for name, held in figures.items()})
     first = placed.world.group("stage").index == 0
     everywhere = gather_objects(layers if first else [], placed.world.on_host)
     return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))

@@ -1,4 +1,4 @@
-"""Forks: new runs that start from a checkpoint, with another run's state or only its weights."""
+"""Forks: new runs that start from the state of another run, or only from its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from moefold.files import write_json
 from moefold.optim.base import PREFIX
 from moefold.spec.decoder import LORA_A, LORA_B
 from moefold.training.model_checkpoint import tokenizer_of
-from moefold.training.resume import as_known_today, differences
+from moefold.training.resume import differences, with_current_defaults
 from moefold.training.run_folder import TOKENIZER_FILE
 from moefold.training.state import restore
 from moefold.training.trainer import Trainer
@@ -22,13 +22,13 @@ FORK_FILE = "fork.json"
 
 
 class TokenizerMismatch(CheckpointError):
-    """A fork's tokenizer differs from that with which its weights were trained."""
+    """A fork's tokenizer differs from the one that its weights were trained with."""
 
 
 def fork(
     job: Trainer, source: Path, weights_only: bool = False, new_tokenizer: bool = False
 ) -> dict[str, Any]:
-    """Fill a new run from a checkpoint and save it; write what was taken to ``fork.json``.
+    """Fill a new run from a checkpoint and save it; record what was taken in ``fork.json``.
 
     From an imported model only weights are taken. Returns the content of ``fork.json``.
 
@@ -55,7 +55,7 @@ def fork(
         differing = job.tokenizer.first_difference(stored)
         tokenizer = "same" if differing is None else "new"
         if differing is not None and not new_tokenizer:
-            raise TokenizerMismatch(_mismatch(path, stored, *differing))
+            raise TokenizerMismatch(_mismatch_message(path, stored, *differing))
     weights_only = weights_only or "run" not in meta
     try:
         job.progress = restore(path, job.data, None if weights_only else job.optimizer)
@@ -76,23 +76,25 @@ def fork(
             f"{path} and this run have different {what}; --weights-only takes only the weights"
         ) from None
     job.data.refresh_weights()
-    before = as_known_today(meta["run"], job.run) if "run" in meta else {}
+    before = with_current_defaults(meta["run"], job.run) if "run" in meta else {}
     if not weights_only:
         job.progress = job.progress.rebatched(before["train"]["batch"], job.run.train.batch)
         job.loader.offset = job.progress.sequence_offset
-    said = {
+    facts = {
         "from": str(path),
         "taken": ["weights"] if weights_only else ["weights", "optimizer state", "progress"],
         "tokenizer": tokenizer,
         "step": job.step_number,
         "changed": differences(before, to_dict(job.run)) if before else [],
     }
-    run_on_first(lambda: write_json(job.folder / FORK_FILE, said), ranks)
+    run_on_first(lambda: write_json(job.folder / FORK_FILE, facts), ranks)
     job.save()
-    return said
+    return facts
 
 
-def _mismatch(path: Path, stored: Tokenizer, number: int, now: str | None, then: str | None) -> str:
+def _mismatch_message(
+    path: Path, stored: Tokenizer, number: int, now: str | None, then: str | None
+) -> str:
     """Return the error text for token ids that differ from a checkpoint's, with the remedy."""
     folder, first = path.parent, ""
     if not (folder / TOKENIZER_FILE).is_file():

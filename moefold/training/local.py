@@ -31,8 +31,8 @@ from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects, receive, send, shift
 from moefold.comm.world import World
 from moefold.files import write_text
-from moefold.training.recover import pack, packed, unpack
-from moefold.training.saving import behind
+from moefold.training.recover import pack, packed_size, unpack
+from moefold.training.saving import start_background
 
 NAME_FILE = "local.json"
 """File in the run folder with the name of its copies, which are of no use without it."""
@@ -49,94 +49,94 @@ class RankCopy(NamedTuple):
     """Random id, new at each start and rewind: parts of two sessions are never mixed."""
     rank: int
     form: str
-    """Digest of names, boxes and dtypes in the packed bytes (``training.state.form``)."""
+    """Digest of names, boxes and dtypes in the packed bytes (``state.signature``)."""
     progress: str
     """Progress of the run, as JSON."""
 
 
-Shares = Sequence[tuple[int, str, Tensor]]
+Parts = Sequence[tuple[int, str, Tensor]]
 """Rank, form and packed bytes of each part."""
 
 
 class LocalCopies:
     """A run's copies on this machine. All ranks must call every method.
 
-    ``identity`` is a digest of the run and its layout, ``form`` that of names, boxes and dtypes of
-    this rank's state.
+    ``identity`` is a digest of the run and its layout, ``signature`` that of names, boxes and
+    dtypes of this rank's state.
     """
 
     def __init__(
-        self, record: NodeLocal, folder: Path, identity: str, form: str, world: World
+        self, record: NodeLocal, folder: Path, identity: str, signature: str, world: World
     ) -> None:
         root = os.path.expandvars(record.folder)
         if "$" in root:
             raise ValueError(f"watch.checkpoint.local.folder: unset environment variable in {root}")
         self._root, self._every, self._identity = Path(root), record.every, identity
-        self._folder, self._form, self._world = folder, form, world
-        self._session, self._here = "", Path()
+        self._folder, self._signature, self._world = folder, signature, world
+        self._session, self._run_folder = "", Path()
         # Distance to the rank that also writes this rank's part.
-        self._apart = world.on_host.size // 2
+        self._partner_distance = world.on_host.size // 2
         self._thread: threading.Thread | None = None
         self._written = -1
         """Newest step of this session on this rank's disk."""
 
-    def keep(
-        self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], anew: bool = False
+    def save(
+        self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], rewound: bool = False
     ) -> None:
         """Copy the state if the ``step`` is due, and write it in a thread during later steps.
 
-        ``anew``: the run was rewound, so that copies of later steps are void.
+        ``rewound``: copies of later steps are void.
         """
         step = progress["step"]
-        if anew:
+        if rewound:
             self.wait()
             self._session, self._written = "", -1
-        self._begin(step)
+        self._begin_session(step)
         if step % self._every or step == 0:
             return
         self.wait()
         ranks, tensors = self._world.on_host, state()
-        own = torch.empty(packed(tensors), dtype=torch.uint8)
+        own = torch.empty(packed_size(tensors), dtype=torch.uint8)
         pack(tensors, own)
-        shares = [(ranks.index, self._form, own)]
-        said = gather_objects([own.numel(), self._form, self._written], ranks)
-        whole = min(written for *_, written in said)
+        parts = [(ranks.index, self._signature, own)]
+        headers = gather_objects([own.numel(), self._signature, self._written], ranks)
+        complete = min(written for *_, written in headers)
         if ranks.size > 1:
-            owner = (ranks.index - self._apart) % ranks.size
-            size, form, _ = said[owner]
+            owner = (ranks.index - self._partner_distance) % ranks.size
+            size, signature, _ = headers[owner]
             theirs = torch.empty(size, dtype=torch.uint8)
             with self._world.recorder.module("local copies"):
-                shift(own, theirs, self._apart, ranks).wait()
-            shares.append((owner, form, theirs))
-        self._thread = behind(self._write, step, json.dumps(progress), shares, whole)
+                shift(own, theirs, self._partner_distance, ranks).wait()
+            parts.append((owner, signature, theirs))
+        self._thread = start_background(self._write, step, json.dumps(progress), parts, complete)
 
-    def take(self, tensors: Sequence[Tensor], since: int) -> tuple[dict[str, Any], Path] | None:
+    def restore(self, tensors: Sequence[Tensor], since: int) -> tuple[dict[str, Any], Path] | None:
         """Fill the state from the newest complete step that is not before ``since``.
 
         Returns:
             Its ``progress``, and its folder on this machine; None if no step is complete.
         """
         ranks = self._world.on_host
-        name = run_on_first(self._name, ranks)
-        here = self._root / str(name)
-        found = self._found(here, since) if name else {}
+        name = run_on_first(self._read_name, ranks)
+        folder = self._root / str(name)
+        files = self._find_copies(folder, since) if name else {}
         while True:
-            said = gather_objects([self._form, list(found)], ranks)
-            heads = [([RankCopy(*head) for head in each], form) for form, each in said]
-            sources = newest_whole(heads, self._apart)
+            gathered = gather_objects([self._signature, list(files)], ranks)
+            heads = [([RankCopy(*head) for head in each], form) for form, each in gathered]
+            sources = newest_complete(heads, self._partner_distance)
             if sources is None:
                 return None
-            mine = [share for share, holder in sources if holder == ranks.index]
-            read = {share: _read(found[share]) for share in mine}
-            damaged = [share for share, values in read.items() if values is None]
-            for share in damaged:
-                del found[share]
+            mine = [copy for copy, holder in sources if holder == ranks.index]
+            read = {copy: _read(files[copy]) for copy in mine}
+            damaged = [copy for copy, values in read.items() if values is None]
+            for copy in damaged:
+                del files[copy]
             if not any(gather_objects(len(damaged), ranks)):
                 break
         own = sources[ranks.index][0]
-        values = {share.rank: held for share, held in read.items() if held is not None}
-        unpack(self._exchanged(values, sources, packed(tensors)), tensors)
-        return json.loads(own.progress), here / step_name(own.step)
+        values = {copy.rank: held for copy, held in read.items() if held is not None}
+        unpack(self._exchange(values, sources, packed_size(tensors)), tensors)
+        return json.loads(own.progress), folder / step_name(own.step)
 
     def wait(self) -> None:
         """Wait until the copy in progress is written."""
@@ -144,43 +144,43 @@ class LocalCopies:
             self._thread.join()
             self._thread = None
 
-    def _begin(self, step: int) -> None:
+    def _begin_session(self, step: int) -> None:
         """Name a new session before its first step; drop copies of later steps, which are void."""
         if self._session:
             return
 
-        def named() -> list[str]:
-            name = self._name()
+        def new_session() -> list[str]:
+            name = self._read_name()
             if name is None:
                 name = uuid.uuid4().hex
                 write_text(self._folder / NAME_FILE, json.dumps(name) + "\n")
             return [name, uuid.uuid4().hex]
 
-        name, self._session = run_on_first(named, self._world.on_host)
-        self._here = self._root / name
-        for candidate in candidates(self._here):
+        name, self._session = run_on_first(new_session, self._world.on_host)
+        self._run_folder = self._root / name
+        for candidate in candidates(self._run_folder):
             if candidate.step > step:
                 shutil.rmtree(candidate.path, ignore_errors=True)
 
-    def _name(self) -> str | None:
+    def _read_name(self) -> str | None:
         with suppress(FileNotFoundError, ValueError):  # it can be empty after a power loss
             return json.loads((self._folder / NAME_FILE).read_text())
         return None
 
-    def _write(self, step: int, progress: str, shares: Shares, whole: int) -> None:
-        """Drop the steps before ``whole``, which is complete on all ranks, and write ``shares``.
+    def _write(self, step: int, progress: str, parts: Parts, complete: int) -> None:
+        """Drop the steps before ``complete``, which all ranks have written, and write ``parts``.
 
         A write error is logged, and costs only this step's copies.
         """
-        for candidate in candidates(self._here):
-            if candidate.step < whole:
+        for candidate in candidates(self._run_folder):
+            if candidate.step < complete:
                 shutil.rmtree(candidate.path, ignore_errors=True)
-        folder = self._here / step_name(step)
+        folder = self._run_folder / step_name(step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rank, form, values in shares:
-                share = RankCopy(step, self._session, rank, form, progress)
-                head = json.dumps({"identity": self._identity, **share._asdict()}).encode() + b"\n"
+            for rank, form, values in parts:
+                copy = RankCopy(step, self._session, rank, form, progress)
+                head = json.dumps({"identity": self._identity, **copy._asdict()}).encode() + b"\n"
                 digest, data = sha256(head), values.numpy().data
                 digest.update(data)
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
@@ -192,22 +192,22 @@ class LocalCopies:
         except OSError as error:
             _log.warning("cannot write the local copy of step %d: %s", step, error)
 
-    def _found(self, here: Path, since: int) -> dict[RankCopy, list[Path]]:
+    def _find_copies(self, root: Path, since: int) -> dict[RankCopy, list[Path]]:
         """Return the files of each part on this machine that fits the run and its layout."""
         found: dict[RankCopy, list[Path]] = {}
-        folders = [one.path for one in candidates(here) if one.step >= since]
+        folders = [one.path for one in candidates(root) if one.step >= since]
         for path in chain.from_iterable(sorted(folder.glob("*.by-*")) for folder in folders):
             with suppress(OSError, ValueError, KeyError, TypeError):  # not such a file
                 with path.open("rb") as file:
                     file.readline(HEAD_BYTES)
                     head = json.loads(file.readline(HEAD_BYTES))
-                share = RankCopy(*(head[name] for name in RankCopy._fields))
-                types = [type(value) for value in share]
+                copy = RankCopy(*(head[name] for name in RankCopy._fields))
+                types = [type(value) for value in copy]
                 if head["identity"] == self._identity and types == TYPES:
-                    found.setdefault(share, []).append(path)
+                    found.setdefault(copy, []).append(path)
         return found
 
-    def _exchanged(
+    def _exchange(
         self, values: Mapping[int, Tensor], sources: Sequence[tuple[RankCopy, int]], size: int
     ) -> Tensor:
         """Send the parts that other ranks lack; return this rank's part."""
@@ -226,26 +226,26 @@ class LocalCopies:
         return own
 
 
-def newest_whole(
-    said: Sequence[tuple[Sequence[RankCopy], str]], by: int
+def newest_complete(
+    heads_by_rank: Sequence[tuple[Sequence[RankCopy], str]], distance: int
 ) -> list[tuple[RankCopy, int]] | None:
     """Return each rank's part of the newest complete step, and who reads it; None without one.
 
     The rank itself reads its part if it can, else the rank ``by`` away, else the first one that
     can. ``said`` has for each rank the parts that it can read, and the form of its state.
     """
-    size = len(said)
+    size = len(heads_by_rank)
     holders: dict[tuple[int, str, str], dict[int, dict[int, RankCopy]]] = {}
-    for holder, (shares, _) in enumerate(said):
+    for holder, (shares, _) in enumerate(heads_by_rank):
         for share in shares:
-            if share.rank < size and share.form == said[share.rank][1]:
+            if share.rank < size and share.form == heads_by_rank[share.rank][1]:
                 by_rank = holders.setdefault((share.step, share.session, share.progress), {})
                 by_rank.setdefault(share.rank, {})[holder] = share
     for _, by_rank in sorted(holders.items(), reverse=True):
         if len(by_rank) == size:
             chosen = []
             for rank, held in sorted(by_rank.items()):
-                order = (rank, (rank + by) % size, min(held))
+                order = (rank, (rank + distance) % size, min(held))
                 holder = next(at for at in order if at in held)
                 chosen.append((held[holder], holder))
             return chosen
@@ -257,7 +257,7 @@ def _read(paths: Sequence[Path]) -> Tensor | None:
     for path in paths:
         try:
             with path.open("rb") as file:
-                said, head = file.readline(HEAD_BYTES), file.readline(HEAD_BYTES)
+                checksum, head = file.readline(HEAD_BYTES), file.readline(HEAD_BYTES)
                 size = path.stat().st_size - file.tell()
                 values = torch.empty(size, dtype=torch.uint8)
                 count = file.readinto(values.numpy().data)
@@ -266,7 +266,7 @@ def _read(paths: Sequence[Path]) -> Tensor | None:
             continue
         digest = sha256(head)
         digest.update(values.numpy().data)
-        if count == size and said.decode("ascii", "replace").strip() == digest.hexdigest():
+        if count == size and checksum.decode("ascii", "replace").strip() == digest.hexdigest():
             return values
         _log.warning("%s is damaged: its size or checksum is wrong", path)
     return None

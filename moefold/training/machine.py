@@ -16,8 +16,8 @@ from moefold.comm.world import World
 from moefold.layers.config import Precision, PrecisionSetting, faster_precision
 from moefold.layers.precision import DTYPES
 from moefold.planner.hardware import Format, sold_as
+from moefold.training.formatting import plural
 from moefold.training.hooks.base import Figures
-from moefold.training.words import plural
 
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Memory of this machine in bytes."""
@@ -26,7 +26,7 @@ SIDES_ELSEWHERE = (512, 1024, 2048, 4096, 8192)
 """Side lengths of the square products that are timed; the best rate counts."""
 PEAK_FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Formats for which chips' peak rates are published."""
-AGAIN, AGAIN_S = 3, 0.5
+REMEASURE, REMEASURE_S = 3, 0.5
 """Number and seconds of new measurements of the machine's rate if steps exceed it."""
 
 
@@ -82,23 +82,23 @@ def _product_seconds(values: Tensor, side: int) -> float:
     return time.perf_counter() - started
 
 
-measured = cache(measure)
+measure_cached = cache(measure)
 """``measure``, cached for the life of the process."""
 
 
-def machines(device: torch.device, *more: Precision) -> dict[Precision, MatrixRate]:
+def matrix_rates(device: torch.device, *more: Precision) -> dict[Precision, MatrixRate]:
     """Return the measured rates of bf16, fp32 and ``more``, cached after the first call."""
     wanted: tuple[Precision, ...] = ("bf16", "fp32", *more)
     names = tuple(dict.fromkeys(wanted))
-    found = measured(tuple(DTYPES[name] for name in names), device)
+    found = measure_cached(tuple(DTYPES[name] for name in names), device)
     return {name: found[DTYPES[name]] for name in names}
 
 
-def settled(asked: PrecisionSetting, device: torch.device) -> Precision:
-    """Return the format that ``asked`` stands for: ``auto`` is the faster one on this device."""
-    if asked != "auto":
-        return asked
-    return faster_precision({name: one.flops_per_s for name, one in machines(device).items()})
+def resolve_precision(setting: PrecisionSetting, device: torch.device) -> Precision:
+    """Return the format of a setting: ``auto`` is the faster one on this device."""
+    if setting != "auto":
+        return setting
+    return faster_precision({name: one.flops_per_s for name, one in matrix_rates(device).items()})
 
 
 def device_name(device: torch.device) -> str:
@@ -123,7 +123,7 @@ class Utilisation:
 
     def __init__(self, machine: MatrixRate, dtype: torch.dtype, world: World) -> None:
         device = world.device
-        self._dtype, self._device, self._ranks, self._left = dtype, device, world.size, AGAIN
+        self._dtype, self._device, self._ranks, self._left = dtype, device, world.size, REMEASURE
         self.machine = machine
         """Best rate of one rank's device measured so far."""
         self.peak: float | None = None
@@ -140,7 +140,7 @@ class Utilisation:
         each = flops_per_s / self._ranks
         while each > self.machine.flops_per_s and self._left:
             self._left -= 1
-            again = measure([self._dtype], self._device, AGAIN_S)[self._dtype]
+            again = measure([self._dtype], self._device, REMEASURE_S)[self._dtype]
             self.machine = max(self.machine, again, key=lambda one: one.flops_per_s)
         shares = {"mfu": each / self.machine.flops_per_s}
         if self.peak is not None:

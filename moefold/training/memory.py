@@ -19,7 +19,7 @@ from moefold.training.machine import HOST_BYTES
 GIB = 2**30
 
 
-def settle_recompute(run: Run, world: World) -> Run:
+def resolve_recompute(run: Run, world: World) -> Run:
     """Return the run with recompute and offload policies chosen in place of ``auto``.
 
     Raises:

@@ -22,10 +22,10 @@ from moefold.planner.case import Case
 from moefold.planner.from_run import of_run, settled
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import after_each, fullest, stage_of
-from moefold.run import Run, demand_fit
+from moefold.run import Run, require_fit
 from moefold.training.machine import HOST_BYTES
+from moefold.training.memory_probe import measure_step, state_bytes
 from moefold.training.step import gradients
-from moefold.training.weigh import state_bytes, weigh
 
 PARTS = ("weights", "master", "moments", "gradients", "activations", "operands", "messages")
 Planned = list[list[dict[str, float]]]
@@ -52,7 +52,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
         RunError: if the run's layout does not fit so many ranks.
         ValueError: if this machine has too little memory.
     """
-    demand_fit(run, world)
+    require_fit(run, world)
     cluster = Cluster(processor(1e11, 1e10, HOST_BYTES), world, 1, 1)
     task, choice = of_run(run, cluster, load=1.0)
     run = settled(run, choice.keeping)
@@ -64,9 +64,9 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
             f"{here / 1e9:.1f} GB; reduce the model's layers or width, or data.seq"
         )
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
-    wanted = [planned(case, run.layout, pp) for pp in range(case.sizes.pp)]
+    wanted = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
     given = run, precision, case.micro_batches, [[one for one, _ in line] for line in wanted]
-    by_rank = launch(executed, world, *given) if world > 1 else executed(None, *given)
+    by_rank = launch(measure_rank, world, *given) if world > 1 else measure_rank(None, *given)
     found: list[ActionBytes] = []
     for rank, steps in enumerate(by_rank):
         pp = case.folding.attention_coordinates(rank).pp
@@ -75,7 +75,9 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     return found
 
 
-def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+def planned_bytes(
+    case: Case, layout: Layout, pp: int
+) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
     state, found = stage_of(case, pp).state, []
     row = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
@@ -87,12 +89,12 @@ def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float],
     return found
 
 
-def executed(
-    info: RankInfo | None, run: Run, precision: Precision, micro_batches: int, wanted: Planned
+def measure_rank(
+    info: RankInfo | None, run: Run, precision: Precision, micro_batches: int, planned: Planned
 ) -> Any:
     """Return every rank's measured bytes after each action of the second of two steps.
 
-    ``info``: this rank's; None for a single rank, which runs in this process.
+    ``info``: None for a single rank, which runs in this process.
     """
     if info is None:
         opened = World.single()
@@ -112,11 +114,11 @@ def executed(
         optimizer.step()
         data.refresh_weights()
         moments = state_bytes(data, optimizer)["moments"]
-        steps = weigh(data, batches, chunk, wanted[world.attention.pp])
+        steps = measure_step(data, batches, chunk, planned[world.attention.pp])
         return gather_objects([{**one, "moments": moments} for one in steps], world.on_host)
 
 
-def drawn(found: list[ActionBytes], title: str) -> Figure:
+def draw_bytes(found: list[ActionBytes], title: str) -> Figure:
     """Plot what the first rank of each stage holds after each action, with the planned total."""
     first = {one.pp: one.rank for one in reversed(found)}
     figure = Figure(figsize=(9, 1 + 2.6 * len(first)), layout="constrained")

@@ -112,14 +112,14 @@ class StoredModel:
         Raises:
             ConvertError: if their base is not a Hugging Face folder, or has changed.
         """
-        said = (self.meta.get("run") or {}).get("model", {})
-        base, remedy = said.get("from"), "; --merged writes the base with the adapters merged"
-        if said.get("family") != "folder" or not isinstance(base, str):
+        source = (self.meta.get("run") or {}).get("model", {})
+        base, remedy = source.get("from"), "; --merged writes the base with the adapters merged"
+        if source.get("family") != "folder" or not isinstance(base, str):
             raise ConvertError(folder, ["the run's base is not a Hugging Face folder" + remedy])
         shapes = {name: self.tensors.shape(name) for name in self.tensors}
-        own, notes = identity(shapes, self.tensors.part), [f"adapter only; its base: {base}"]
+        own, notes = identity(shapes, self.tensors.read_box), [f"adapter only; its base: {base}"]
         if (Path(base) / "config.json").is_file():
-            reading = read_config(Path(base), said.get("multi_token") != [])
+            reading = read_config(Path(base), source.get("multi_token") != [])
             with import_folder(base, config=reading) as found:
                 if own != found.tensors.identity():
                     what = f"the weights in {base} are not those that the run was trained on"
@@ -169,7 +169,7 @@ class ModelTensors(Mapping[str, Tensor]):
         """Read a tensor as stored: a weight without its adapter, or A or B."""
         return self._reader.read(MODEL + name)
 
-    def part(self, name: str, box: Box) -> Tensor:
+    def read_box(self, name: str, box: Box) -> Tensor:
         """Read a box of a weight without its adapter."""
         stored = self._reader.manifest.tensors[MODEL + name]
         found = torch.empty([end - start for start, end in box], dtype=DTYPES[stored.dtype])
@@ -202,7 +202,7 @@ def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
         target.copy_(tensors[name])
 
 
-def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool = True) -> None:
+def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], complete: bool = True) -> None:
     """Check that ``tensors`` has the names of a model's parameters.
 
     ``whole``: ``model`` is the whole model, not one rank's parts, so that no name may be left over.
@@ -212,7 +212,7 @@ def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool 
     """
     own = {n for n in model.state_dict() if not n.endswith((LORA_A, LORA_B))}
     problems = [f"missing: {name}" for name in own if name not in tensors]
-    if whole:
+    if complete:
         problems += [f"unexpected: {name}" for name in tensors if name not in own]
     if problems:
         raise CheckpointError("the tensors do not match the model's\n  " + "\n  ".join(problems))
@@ -220,23 +220,23 @@ def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool 
 
 def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     """Return the tokenizer in a checkpoint's meta, or None if there is none."""
-    said = meta.get("tokenizer")
-    if said is None:
+    stored = meta.get("tokenizer")
+    if stored is None:
         return None
     # Checkpoints of earlier versions do not store the tokenizer's files.
-    known = {key: said[key] for key in TOKENIZER if key in said}
-    return Tokenizer(**known, source="the checkpoint's tokenizer")
+    attributes = {key: stored[key] for key in TOKENIZER if key in stored}
+    return Tokenizer(**attributes, source="the checkpoint's tokenizer")
 
 
-def fill_start_values(
-    run: Run, decoder: Decoder, data: ShardedState, replaced: bool
+def fill_initial_values(
+    run: Run, decoder: Decoder, data: ShardedState, will_be_replaced: bool
 ) -> tuple[str, ...]:
     """Fill a new run's weights; return a line for each tensor of its folder that is left out.
 
     ``replaced``: the values will be overwritten, so that no folder is read.
     """
     source, begin = run.model, initial_values(decoder, run.seed)
-    if replaced or not isinstance(source, Folder):
+    if will_be_replaced or not isinstance(source, Folder):
         data.fill(begin)
         return ()
     with ExitStack() as opened:
@@ -246,16 +246,16 @@ def fill_start_values(
             start, of = Path(run.adapter.start), (base.source.folder, base.decoder, base.tensors)
             first = opened.enter_context(closing(open_adapter(start, *of)))
         adapters = begin if first is None else lambda piece: piece.slice_of(first[piece.name])
-        fill_from(base, data, adapters)
+        fill_from_folder(base, data, adapters)
     return base.left_out
 
 
-def fill_from(
+def fill_from_folder(
     imported: ImportedFolder, data: ShardedState, adapters: Callable[[Shard], Tensor] | None = None
 ) -> None:
     """Fill weights from an open Hugging Face folder, and A and B of adapters from ``adapters``."""
     tensors = imported.tensors
-    check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
+    check_names(data.placed.model, tensors, complete=data.placed.world.size == 1)
 
     def value(piece: Shard) -> Tensor:
         """Return the values of a shard."""

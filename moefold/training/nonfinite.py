@@ -1,4 +1,4 @@
-"""Policy for steps whose loss or gradient is not finite, decided before the update.
+"""Policy for steps whose loss or gradient is not finite, applied before the update.
 
 All ranks decide alike, from metrics that are equal on all; the report lists what each rank holds.
 A replay distinguishes faults of data and of hardware: equal weights, rows and order of sums give
@@ -23,9 +23,9 @@ from moefold.training.config import Rewind, Skip, Stop
 from moefold.training.figures import StepFigures
 from moefold.training.state import Progress
 
-SHOWN = 8
+MAX_SHOWN = 8
 ROLES = {"weight": "weight", "rows": "input of", "gradient": "output gradient of"}
-"""Words for the operands that were quantised, by role."""
+"""Names of the operands that were quantised, by role."""
 MACHINE = "Replay: a machine fault"
 
 
@@ -39,12 +39,12 @@ def decide(
     figures: StepFigures,
     batches: Sequence[MicroBatch],
     data: ShardedState,
-    again: Callable[[], Any],
+    recompute: Callable[[], Any],
 ) -> Literal["update", "skip", "rewind"]:
     """Return what to do with a step with metrics ``figures``, by ``train.on_nonfinite``.
 
     All ranks call it. Strikes are counted in ``progress``, that before the step. ``data`` holds its
-    gradients; ``again`` recomputes them from the same ``batches`` and weights.
+    gradients; ``recompute`` recomputes them from the same ``batches`` and weights.
 
     Raises:
         NonFiniteStep: with the report, if the policy is to stop.
@@ -56,43 +56,43 @@ def decide(
         return "update"
     assert isinstance(policy, Stop | Skip | Rewind)
     progress.strikes, progress.struck_at = progress.strikes + 1, progress.step
-    holders = _holders(batches, data)
-    told = replay(data, again) if policy.replay else ""
+    description = _describe_nonfinite(batches, data)
+    verdict = replay(data, recompute) if policy.replay else ""
     used_up = isinstance(policy, Stop) or progress.strikes > policy.limit
-    if not (used_up or told.startswith(MACHINE)):
+    if not (used_up or verdict.startswith(MACHINE)):
         return "skip" if isinstance(policy, Skip) else "rewind"
-    holders = "\n".join([holders, *blame(data, again)])
+    description = "\n".join([description, *find_nonfinite_operands(data, recompute)])
     more = "; or set train.on_nonfinite to skip or rewind"
     if not isinstance(policy, Stop):
         more = f"; or raise train.on_nonfinite.limit, as the limit of {policy.limit} is used up"
     raise NonFiniteStep(
         f"step {progress.step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
         f"{figures.grad_norm}, router terms {figures.router_terms or 'none'}); nothing was "
-        f"updated.\n{holders}\nPosition in the data order: {progress.place()}\n"
-        + (f"{told}\n" if told else "")
+        f"updated.\n{description}\nPosition in the data order: {progress.place()}\n"
+        + (f"{verdict}\n" if verdict else "")
         + "Remove the cause or lower optim.lr"
         + more * used_up
     )
 
 
-def _holders(batches: Sequence[MicroBatch], data: ShardedState) -> str:
+def _describe_nonfinite(batches: Sequence[MicroBatch], data: ShardedState) -> str:
     """List the gradients that are not finite, by rank, and the documents of all data ranks."""
     world = data.placed.world
     grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
     documents = [f"{o.name} {o.document}" for batch in batches for o in batch.sources]
-    said = gather_objects({"grads": non_finite(grads), "documents": documents}, world.on_host)
+    by_rank = gather_objects({"grads": non_finite(grads), "documents": documents}, world.on_host)
     lines = []
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(by_rank):
         if names := each["grads"]:
-            where = f" on rank {rank}" if len(said) > 1 else ""
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            lines.append(f"Gradients not finite{where}: {', '.join(names[:SHOWN])}{more}")
-    named = dict.fromkeys(name for each in said for name in each["documents"])
+            where = f" on rank {rank}" if len(by_rank) > 1 else ""
+            more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+            lines.append(f"Gradients not finite{where}: {', '.join(names[:MAX_SHOWN])}{more}")
+    named = dict.fromkeys(name for each in by_rank for name in each["documents"])
     lines = lines or ["Gradients not finite: none"]
     return "\n".join([*lines, f"Documents of the step: {', '.join(named) or 'unknown'}"])
 
 
-def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
+def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) -> list[str]:
     """Recompute a step's gradients; name each rank's first non-finite operand that was quantised.
 
     All ranks call it. Without quantised products the list is empty.
@@ -103,7 +103,7 @@ def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
         return []
     model.recipe.non_finite_operands = noted = []
     try:
-        again()
+        recompute()
     finally:
         model.recipe.non_finite_operands = None
     lines = []
@@ -115,13 +115,13 @@ def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
     return lines
 
 
-def replay(data: ShardedState, again: Callable[[], Any]) -> str:
+def replay(data: ShardedState, recompute: Callable[[], Any]) -> str:
     """Recompute the gradients in ``data`` on all ranks; say whether their bits are the same."""
     before = digest(held.tensor for held in data.gradients())
-    again()
+    recompute()
     after = digest(held.tensor for held in data.gradients())
-    said = gather_objects(before != after, data.placed.world.on_host)
-    ranks = ", ".join(str(rank) for rank, differs in enumerate(said) if differs)
+    differing = gather_objects(before != after, data.placed.world.on_host)
+    ranks = ", ".join(str(rank) for rank, differs in enumerate(differing) if differs)
     if not ranks:
         return "Replay: a fault of the data or the model: all ranks computed the same bits again"
     return (

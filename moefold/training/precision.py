@@ -17,7 +17,7 @@ from moefold.kernels.quantise.config import Quantise
 from moefold.kernels.scaled.choose import require_available
 from moefold.layers.config import Precision, faster_precision, slowdown
 from moefold.run import Run
-from moefold.training.machine import MatrixRate, device_name, machines
+from moefold.training.machine import MatrixRate, device_name, matrix_rates
 from moefold.training.model_checkpoint import precision_of
 from moefold.training.recover import MemoryCheckpoint
 
@@ -34,8 +34,8 @@ class PrecisionChoice:
     """This machine's rate in ``precision``."""
     rates: Mapping[str, float]
     """FLOP/s of products on this machine, by format."""
-    began: Mapping[str, Any]
-    """For the checkpoint: the format asked for when the run began, and the rates measured then."""
+    initial: Mapping[str, Any]
+    """For the checkpoint: the setting when the run began, and the rates measured then."""
 
     @classmethod
     def of(
@@ -47,17 +47,17 @@ class PrecisionChoice:
         machine. A format that is slower than another by 2x or more causes a warning. If there are
         copies in ``memory``, nothing is measured again.
         """
-        asked = run.train.precision
-        kept = {} if memory is None else memory.format
+        setting = run.train.precision
+        recovered = {} if memory is None else memory.format
 
-        def found() -> dict[str, Any]:
-            if kept:
-                return kept
+        def read_or_measure() -> dict[str, Any]:
+            if recovered:
+                return recovered
             path = newest(folder)
             meta = {} if path is None else manifest.read(path).meta
             held = precision_of(meta)
-            first: Precision = "bf16" if asked == "auto" else asked
-            measured = machines(world.device, first, held or first).items()
+            first: Precision = "bf16" if setting == "auto" else setting
+            measured = matrix_rates(world.device, first, held or first).items()
             return {
                 "held": held,
                 "began": meta.get("precision"),
@@ -65,24 +65,24 @@ class PrecisionChoice:
                 "sources": {name: one.source for name, one in measured},
             }
 
-        said = run_on_first(found, world.on_host)
-        rates, held = said["rates"], said["held"]
-        if held is not None and asked in ("auto", held):  # Stored run files have the chosen format.
+        facts = run_on_first(read_or_measure, world.on_host)
+        rates, held = facts["rates"], facts["held"]
+        if held is not None and setting in ("auto", held):  # Stored run files name the format.
             precision, why = held, "kept from the run's start"
-        elif asked != "auto":
-            precision, why = asked, "set explicitly"
+        elif setting != "auto":
+            precision, why = setting, "set explicitly"
         else:
             precision, why = faster_precision(rates), "auto"
-        on = {"asked": asked, "flops_per_s": rates, "device": device_name(world.device)}
-        machine = MatrixRate(rates[precision], said["sources"][precision])
-        chosen = cls(precision, why, machine, rates, said["began"] or ({} if held else on))
+        on = {"asked": setting, "flops_per_s": rates, "device": device_name(world.device)}
+        machine = MatrixRate(rates[precision], facts["sources"][precision])
+        chosen = cls(precision, why, machine, rates, facts["began"] or ({} if held else on))
         if memory is not None:
-            memory.format = {**said, "held": precision, "began": chosen.began}
-        if world.rank == 0 and not kept:
+            memory.format = {**facts, "held": precision, "began": chosen.initial}
+        if world.rank == 0 and not recovered:
             chosen.warn()
         return chosen
 
-    def settle(self, run: Run) -> Run:
+    def apply_to(self, run: Run) -> Run:
         """Return the run with this format as its ``train.precision``."""
         train = run.train.model_copy(update={"precision": self.precision})
         return run.model_copy(update={"train": train})
@@ -96,24 +96,24 @@ class PrecisionChoice:
         _log.warning(
             "train.precision %s (%s): its matrix products are %.1f times slower here than those of "
             "%s (%s). A new run with train.precision=auto uses the faster format",
-            self.precision, self.why, factor, other, self.said,
+            self.precision, self.why, factor, other, self.rates_text,
         )  # fmt: skip
 
     @property
-    def said(self) -> str:
-        """The rates, in words."""
+    def rates_text(self) -> str:
+        """The rates as text."""
         rates = (f"{name} {rate / 1e9:,.0f}" for name, rate in self.rates.items())
         return f"{', '.join(rates)} GFLOP/s"
 
 
-def prepare_products(run: Run, device: torch.device) -> None:
-    """Make bf16 products accumulate in fp32, and all operations deterministic if the run asks so.
+def configure_matmuls(run: Run, device: torch.device) -> None:
+    """Make bf16 products accumulate in fp32; make all operations deterministic if the run is.
 
     Raises:
         ValueError: if the back end of quantised products that the run names is not available.
     """
-    if isinstance(asked := run.train.quantise, Quantise) and run.train.precision != "fp64":
-        require_available(asked.backend, device)
+    if isinstance(quantise := run.train.quantise, Quantise) and run.train.precision != "fp64":
+        require_available(quantise.backend, device)
     # Otherwise partial sums may be rounded to bf16 before they are added.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if run.deterministic:

@@ -20,13 +20,13 @@ from moefold.comm.config import Survive
 from moefold.comm.worker import Attempt, RankMemory
 from moefold.comm.world import World
 
-KEPT = 2
+COPIES = 2
 ALIGNED = 16
 HEAD = 16 * PAGESIZE
 """Bytes before a copy's tensors: whether it is complete, and its head."""
 
 
-class Copy:
+class StateCopy:
     """One copy of a rank's state in the launcher's memory, complete or being written.
 
     Layout: a byte that is 1 if the copy is complete; at 8 the length of ``head`` as JSON; the JSON;
@@ -48,13 +48,13 @@ class Copy:
             length = int.from_bytes(memory[start + 8 : start + 16], "little")
             self.head = json.loads(memory[start + 16 : start + 16 + length])
 
-    def drop(self) -> None:
+    def invalidate(self) -> None:
         """Mark the copy as not complete."""
         self._memory[self._start], self.head = 0, {}
 
     def write(self, tensors: Sequence[Tensor], head: dict[str, Any]) -> None:
         """Write the copy; if the process is killed meanwhile, it is not complete."""
-        self.drop()
+        self.invalidate()
         pack(tensors, self.values)
         text, start = json.dumps(head).encode(), self._start
         assert 16 + len(text) <= HEAD, f"{len(text)} bytes do not fit before a copy"
@@ -78,38 +78,38 @@ class MemoryCheckpoint:
         """Open the copies that an earlier process of this rank has written, if any."""
         self._attempt, self._every, self._turn = attempt, record.every, 0
         there = attempt.memory.size
-        self._copies = _copies(attempt.memory, there // KEPT) if there else []
+        self._copies = _copies(attempt.memory, there // COPIES) if there else []
         self.recovered: dict[str, Any] = {}
         formats = [copy.head["format"] for copy in self._copies if copy.head]
         self.format: dict[str, Any] = formats[0] if formats else {}
 
-    def keep(
-        self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], anew: bool = False
+    def save(
+        self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]], rewound: bool = False
     ) -> None:
         """Copy the state after a step if it is due; all ranks call it.
 
         ``progress`` is what a run needs besides tensors to resume, equal on all ranks: its ``step``
-        and other small data. ``anew``: the run was rewound, so that a copy is due.
+        and other small data. ``rewound``: the run was rewound, so that a copy is due.
         """
-        if self._turn and not anew and progress["step"] % self._every:
+        if self._turn and not rewound and progress["step"] % self._every:
             return
         tensors = state()
         if not self._copies:
-            size = HEAD + math.ceil(packed(tensors) / PAGESIZE) * PAGESIZE
+            size = HEAD + math.ceil(packed_size(tensors) / PAGESIZE) * PAGESIZE
             self._copies = _copies(self._attempt.memory, size)
         self._turn += 1
         head = {
             "turn": [self._attempt.number, self._turn],
             "progress": progress,
             "format": self.format,
-            "bytes": packed(tensors),
+            "bytes": packed_size(tensors),
             "at": time.time(),
         }
         oldest = min(self._copies, key=lambda copy: copy.head["turn"] if copy.head else [])
         oldest.write(tensors, head)
         self._attempt.report_stored(progress["step"])
 
-    def take(self, tensors: Sequence[Tensor], world: World) -> dict[str, Any] | None:
+    def restore(self, tensors: Sequence[Tensor], world: World) -> dict[str, Any] | None:
         """Fill the state from the newest copy that all ranks have; all ranks call it.
 
         Returns:
@@ -130,34 +130,34 @@ class MemoryCheckpoint:
             }
             if newest:
                 self.recovered["reached"] = newest["progress"]["step"]
-        turn = last_whole([[tuple(head["turn"]) for head in each] for each in said])
+        turn = newest_common([[tuple(head["turn"]) for head in each] for each in said])
         taken = None
         for copy in self._copies:
             # Newer copies belong to a history that the run does not continue.
             if not copy.head or tuple(copy.head["turn"]) != turn:
-                copy.drop()
-            elif copy.head["bytes"] == packed(tensors):
+                copy.invalidate()
+            elif copy.head["bytes"] == packed_size(tensors):
                 unpack(copy.values, tensors)
                 taken = copy.head["progress"]
         assert turn is None or taken is not None, "all starts of a run have the same tensors"
         return taken
 
 
-def _copies(memory: RankMemory, size: int) -> list[Copy]:
+def _copies(memory: RankMemory, size: int) -> list[StateCopy]:
     """Return the copies in a rank's memory, ``size`` bytes each."""
-    mapped = memory.map(KEPT * size)
-    return [Copy(mapped, number * size, size) for number in range(KEPT)]
+    mapped = memory.map(COPIES * size)
+    return [StateCopy(mapped, number * size, size) for number in range(COPIES)]
 
 
-def last_whole(said: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
+def newest_common(turns_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
     """Return the newest turn (attempt, number in the attempt) that every rank has."""
-    common = set(said[0]).intersection(*said[1:])
+    common = set(turns_by_rank[0]).intersection(*turns_by_rank[1:])
     return max(common, default=None)
 
 
-def packed(tensors: Sequence[Tensor]) -> int:
+def packed_size(tensors: Sequence[Tensor]) -> int:
     """Return the number of bytes of the packed tensors, alignment included."""
-    return sum(_rooms(tensors))
+    return sum(_padded_sizes(tensors))
 
 
 @torch.no_grad()
@@ -178,12 +178,12 @@ def unpack(packed_bytes: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
     """Return views of ``whole`` for each tensor's values, in its dtype and shape."""
-    rooms = whole[: packed(tensors)].split(_rooms(tensors))
+    rooms = whole[: packed_size(tensors)].split(_padded_sizes(tensors))
     return [
         room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for room, tensor in zip(rooms, tensors, strict=True)
     ]
 
 
-def _rooms(tensors: Sequence[Tensor]) -> list[int]:
+def _padded_sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [math.ceil(tensor.nbytes / ALIGNED) * ALIGNED for tensor in tensors]

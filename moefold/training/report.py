@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from moefold.planner.goodput import best_interval
-from moefold.training.run_folder import CROSS_ENTROPY, Curve, History, evenly, sets
-from moefold.training.words import clock, count
+from moefold.training.formatting import clock, count
+from moefold.training.run_folder import CROSS_ENTROPY, Curve, History, evenly_spaced, held_out_sets
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-MOST_POINTS = 1200
+MAX_POINTS = 1200
 """Maximum number of points of a curve; longer ones are averaged in groups."""
-MOST_CHECKS = 300
+MAX_CHECKS = 300
 """Maximum number of columns of a heat map."""
 BASELINES = {"bigram": "bigram table", "xz": "xz -9e"}
 LAYER_CURVES = {
@@ -41,7 +41,7 @@ def summary(history: History) -> dict[str, Any]:
         raise ValueError("the folder has no metrics yet: metrics.jsonl is missing or empty")
     newest = history.lines[-1]
     out: dict[str, Any] = {"step": newest["step"], "tokens": newest.get("tokens")}
-    for name, key in sets(history.keys()):
+    for name, key in held_out_sets(history.keys()):
         curve = history.curve(key)
         out[key] = float(curve.values[-1])
         if np.isfinite(curve.values).any():
@@ -116,7 +116,7 @@ def render_page(template: Path, title: str, subtitle: str, data: dict[str, Any])
 def _cards(facts: dict[str, Any]) -> list[list[str]]:
     """Return (figure, label) of each card."""
     cards = []
-    for name, key in sets(facts):
+    for name, key in held_out_sets(facts):
         cards.append([f"{facts[key]:.3f}", f"bits per byte, {name}"])
     cards += [[f"{v:.2f}", f"{BASELINES.get(k, k)}"] for k, v in facts["baselines"].items()]
     cards.append([f"{facts['step']:,}", "steps"])
@@ -148,9 +148,9 @@ def loss_chart(history: History) -> dict[str, Any]:
     factor = history.bits_per_byte_per_nat()
     train = history.curve("lm_loss")
     train = Curve(train.steps, train.values * (factor or 1.0))
-    keys = sets(history.keys()) if factor else [("held out", "val_loss")]
+    keys = held_out_sets(history.keys()) if factor else [("held out", "val_loss")]
     # Held-out text is measured by cross-entropy whatever the training loss, except for pairs.
-    apart = history.loss != CROSS_ENTROPY and any(sets(history.keys()))
+    apart = history.loss != CROSS_ENTROPY and any(held_out_sets(history.keys()))
     lines = [_line(f"training ({history.loss})" if apart else "training", train, smooth=True)]
     lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
     marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []
@@ -202,14 +202,14 @@ def _line(name: str, curve: Curve, smooth: bool = False, dots: bool = False) -> 
     return line
 
 
-def encoded(array: np.ndarray) -> str:
+def encode_base64(array: np.ndarray) -> str:
     """Return an array's bytes in base64, for a page's script."""
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
 
 
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
     """Average groups of neighbours, so that at most ``MOST_POINTS`` are left."""
-    size = -(-len(steps) // MOST_POINTS) or 1
+    size = -(-len(steps) // MAX_POINTS) or 1
     starts = np.arange(0, len(steps), size)
     if not len(starts):
         return [], []
@@ -225,8 +225,8 @@ def _heat(history: History) -> dict[str, Any] | None:
     if found is None:
         return None
     steps, layers, load = found
-    load = load[evenly(steps)]
-    size = -(-len(load) // MOST_CHECKS)
+    load = load[evenly_spaced(steps)]
+    size = -(-len(load) // MAX_CHECKS)
     kept = load[: len(load) // size * size].reshape(-1, size, *load.shape[1:]).mean(axis=1)
     codes = np.clip(np.rint(np.nan_to_num(kept) * 64), 0, 255).astype("u1")
     widths = [int(np.isfinite(load[-1, j]).sum()) for j in range(len(layers))]
@@ -235,5 +235,5 @@ def _heat(history: History) -> dict[str, Any] | None:
         "layers": layers,
         "shape": list(codes.shape),
         "experts": widths,
-        "codes": encoded(codes),
+        "codes": encode_base64(codes),
     }

@@ -40,7 +40,7 @@ def code_version() -> str:
 code_version()
 
 
-def parts_from_outside(run: Run) -> dict[str, str]:
+def plugin_digests(run: Run) -> dict[str, str]:
     """Import the files of ``uses``; return their SHA-256 by file name, without the folder."""
     found: dict[str, list[str]] = {}
     for path, digest in import_plugins(run.uses).items():
@@ -64,7 +64,7 @@ def check_same_run(
             f"{path} is an imported model, not a run to resume; start a run from its weights: "
             f"moefold train RUN --folder {path.parent} --fork NEW"
         )
-    changed = differences(as_known_today(meta["run"], run), to_dict(run))
+    changed = differences(with_current_defaults(meta["run"], run), to_dict(run))
     changed += differences(meta["parts"], parts, tuple({**parts, **meta["parts"]}))
     if meta["data"] != data and not any(line.startswith("data.") for line in changed):
         changed.append("data: the tokens or the tokenizer differ from the checkpoint's")
@@ -95,7 +95,7 @@ def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: Worl
     require_same(facts, world.on_host)
 
 
-def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
+def run_digest(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
     """Return a digest of what a run computes and of its layout, data, plug-ins and ranks."""
     said = to_portable_dict(run)
     computed = {key: said[key] for key in (*IDENTITY, "layout")}
@@ -105,7 +105,7 @@ def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
+def with_current_defaults(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
     """Return a checkpoint's run with fields that were added since then at their defaults.
 
     A file path with the same last part as ``run``'s counts as the same file, moved. A run that

@@ -32,7 +32,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import graphs
 from moefold.parallel.pipeline.executor import StepResult
 from moefold.training.config import Routing
-from moefold.training.routing_trace import RoutingError, recording, step_files
+from moefold.training.routing_trace import RoutingError, open_recording, step_files
 
 FILE = "{}-of-{}.safetensors"
 ABSENT = -(1 << 31)
@@ -59,11 +59,13 @@ class ChoiceWriter:
         """Return the passes of a step, which report their decisions to this writer."""
         self._chosen, self._tokens = {}, _tokens(flows)
         return [
-            replace(flow, decisions=RoutingDecisions(on_new=partial(self._tell, number, flow.rows)))
+            replace(
+                flow, decisions=RoutingDecisions(on_new=partial(self._record, number, flow.rows))
+            )
             for number, flow in enumerate(flows)
         ]
 
-    def _tell(self, number: int, rows: MicroBatch, key: str, decision: Any) -> None:
+    def _record(self, number: int, rows: MicroBatch, key: str, decision: Any) -> None:
         if not isinstance(decision, Decision):
             return
         chosen_TK, kept_TK = decision.experts_TK, decision.kept_TK
@@ -126,7 +128,7 @@ class ChoiceReader:
 
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
         """Read from a file the choices for this rank's tokens."""
-        with recording(path, "pt") as (file, said):
+        with open_recording(path, "pt") as (file, said):
             token_M, id_M = file.get_tensor("token"), file.get_tensor("id")
             sorted_N, order_N = token_N.sort()
             at_M = torch.searchsorted(sorted_N, token_M).clamp(max=len(sorted_N) - 1)
@@ -165,7 +167,7 @@ class ChoiceReader:
         self._chosen = {}
 
 
-def executor_of(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
+def step_executor(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
     """Return the executor of steps for ``layout.graphs`` and ``train.routing``."""
     inner = graphs.build_executor(data)
     if record is None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-BUSY = 0.1
-"""Share of experts, the busiest ones, whose part of all choices is reported."""
+BUSIEST_FRACTION = 0.1
+"""Fraction of experts, the busiest ones, whose fraction of all choices is reported."""
 
 
 class RoutingError(ValueError):
@@ -22,7 +22,7 @@ class RoutingError(ValueError):
 
 
 @contextmanager
-def recording(path: Path, library: str) -> Iterator[tuple[Any, dict[str, int]]]:
+def open_recording(path: Path, library: str) -> Iterator[tuple[Any, dict[str, int]]]:
     """Open a file of choices; also yield the number of experts to choose from, by layer.
 
     Raises:
@@ -61,7 +61,7 @@ def read_step(files: list[Path]) -> dict[str, LayerChoices]:
     parts = dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]()
     experts = dict[str, int]()
     for path in files:
-        with recording(path, "np") as (file, said):
+        with open_recording(path, "np") as (file, said):
             token_N, id_N = file.get_tensor("token"), file.get_tensor("id")
             for key in said.keys() & set(file.keys()):
                 experts[key] = said[key]
@@ -79,7 +79,7 @@ def concentration(layer: LayerChoices) -> dict[str, Any]:
     load_E = np.bincount(layer.expert_NK.ravel(), minlength=layer.experts + 1)[: layer.experts]
     share_E = load_E / max(load_E.sum(), 1)
     filled = share_E[share_E > 0]
-    busiest = np.sort(share_E)[::-1][: max(1, round(BUSY * layer.experts))]
+    busiest = np.sort(share_E)[::-1][: max(1, round(BUSIEST_FRACTION * layer.experts))]
     even = log(layer.experts) if layer.experts > 1 else 1.0
     return {
         "load": [round(float(share), 6) for share in share_E],

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moefold.files import named, plain
+from moefold.files import path_in_errors, plain
 
 RUN_FILE = "run.yaml"
 TOKENIZER_FILE = "tokenizer.json"
@@ -24,7 +24,7 @@ METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
 BASELINES_FILE = "baselines.json"
 EVENTS_FILE = "events.jsonl"
-MOST_COLUMNS = 2000
+MAX_COLUMNS = 2000
 """Columns of a picture of checks that are not evenly spaced, unless there are more checks."""
 CROSS_ENTROPY = "cross_entropy"
 """Kind of the only loss that converts to bits per byte."""
@@ -55,7 +55,7 @@ class StepLines:
         self.close()
         end, self.newest = 0, {"step": -1}
         if self.path.exists():
-            for line, start, stop in _spans(self.path):
+            for line, start, stop in _line_spans(self.path):
                 if (found := line["step"]) > step:
                     break
                 if found <= (last := self.newest["step"]):
@@ -75,7 +75,7 @@ class StepLines:
             self.rewind(step - 1)
         assert self._file is not None, "open() comes first"
         self.newest = {"step": step, **plain(values)}
-        append(self._file, json.dumps(self.newest, allow_nan=False).encode() + b"\n")
+        append_bytes(self._file, json.dumps(self.newest, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         """Sync the file to disk and close it."""
@@ -85,7 +85,7 @@ class StepLines:
             self._file = None
 
 
-def append(file: Any, data: bytes) -> None:
+def append_bytes(file: Any, data: bytes) -> None:
     """Append to an unbuffered file; if the write fails, remove the part that was written."""
     end = file.seek(0, os.SEEK_END)
     try:
@@ -100,13 +100,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read every complete line of a file of ``StepLines``; a missing file has none."""
     if not path.exists():
         return []
-    return [line for line, _, _ in _spans(path)]
+    return [line for line, _, _ in _line_spans(path)]
 
 
-def _spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+def _line_spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Yield (object, first byte, byte after the last) of each complete line."""
     start = 0
-    with named(path), open(path, "rb") as file:
+    with path_in_errors(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
@@ -200,7 +200,7 @@ class History:
         """
         if self.loss != CROSS_ENTROPY:
             return None
-        keys = [(key, f"val/{name}/loss") for name, key in sets(self.keys())]
+        keys = [(key, f"val/{name}/loss") for name, key in held_out_sets(self.keys())]
         for line in reversed(self.lines):
             found = [
                 line[bits] / line[nats] for bits, nats in keys if line.get(bits) and line.get(nats)
@@ -251,7 +251,7 @@ def _is_figure(key: str, value: Any) -> bool:
     return key != "mfu" or value <= 1
 
 
-def evenly(steps: np.ndarray) -> np.ndarray:
+def evenly_spaced(steps: np.ndarray) -> np.ndarray:
     """Return the numbers of the checks nearest to evenly spaced steps, for pictures with columns.
 
     Checks are not evenly spaced at a run's end, and where a resumed run makes them at other steps.
@@ -259,11 +259,11 @@ def evenly(steps: np.ndarray) -> np.ndarray:
     if len(steps) < 2:
         return np.arange(len(steps))
     columns = (steps[-1] - steps[0]) // np.diff(steps).min() + 1
-    at = np.linspace(steps[0], steps[-1], min(int(columns), max(len(steps), MOST_COLUMNS)))
+    at = np.linspace(steps[0], steps[-1], min(int(columns), max(len(steps), MAX_COLUMNS)))
     return np.searchsorted((steps[1:] + steps[:-1]) / 2, at)
 
 
-def sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+def held_out_sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the name of each held-out set, and the key of its bits per byte."""
     for key in keys:
         if key.startswith("val/") and key.endswith("/bits_per_byte"):
@@ -273,14 +273,14 @@ def sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
 def read_baselines(path: Path) -> dict[str, float]:
     """Read ``baselines.json`` if it exists; ``ValueError`` unless it maps names to numbers."""
     try:
-        with named(path):
+        with path_in_errors(path):
             found = json.loads(path.read_bytes()) if path.exists() else {}
         return {name: float(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON object of numbers: {error}; remove it") from error
 
 
-def note(folder: Path, event: str, **values: Any) -> None:
+def log_event(folder: Path, event: str, **values: Any) -> None:
     """Append an event with time and process id to ``events.jsonl``."""
     path = folder / EVENTS_FILE
     now = time.time()
@@ -290,4 +290,4 @@ def note(folder: Path, event: str, **values: Any) -> None:
     with open(path, "a+b", buffering=0) as file:
         # The previous line can be incomplete after a kill.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-        append(file, b"\n" * torn + line.encode())
+        append_bytes(file, b"\n" * torn + line.encode())

@@ -45,13 +45,13 @@ class Saver:
         # The save in progress, this rank's thread for it, and whether that is in the last part.
         self._saving: CheckpointWriter | None = None
         self._thread: threading.Thread | None = None
-        self._publishes = False
+        self._publishing = False
         self._copies: dict[tuple[str, int], Tensor] = {}
 
     def prepare(self, tensors: Callable[[], Boxes]) -> None:
         """Allocate the memory for copies of the state, so that no step waits for it."""
         if self._policy.asynchronous:
-            self._copied(tensors())
+            self._copy_to_host(tensors())
 
     def save(self, step: int, tensors: Boxes, meta: dict[str, Any]) -> Path:
         """Write a checkpoint, or start an asynchronous save; return the checkpoint's path.
@@ -65,10 +65,10 @@ class Saver:
         how: dict[str, Any] = {"lock": self._lock, "ranks": self._ranks}
         if not self._policy.asynchronous:
             return save(self._folder, step, tensors, meta, self._policy, **how)
-        copied = self._copied(tensors)
+        copied = self._copy_to_host(tensors)
         saving = CheckpointWriter(self._folder, step, copied, meta, self._policy, **how)
         saving.begin()
-        self._saving, self._thread = saving, behind(saving.write)
+        self._saving, self._thread = saving, start_background(saving.write)
         return saving.path
 
     def poll(self, wait: bool = False) -> None:
@@ -85,7 +85,7 @@ class Saver:
         if not wait and int(sum_(torch.tensor([int(idle)]), self._ranks)) < self._ranks.size:
             return
         try:
-            self.wait() if wait else self._go_on()
+            self.wait() if wait else self._advance()
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise
@@ -96,26 +96,26 @@ class Saver:
         """Finish the save in progress, if any; raises ``SaveError`` on all ranks if it failed."""
         while self._thread is not None and self._saving is not None:
             self._thread.join()
-            self._go_on()
+            self._advance()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Wait for this rank's thread and abandon the save; for a run that failed."""
         if self._thread is not None:
             self._thread.join()
-        self._saving, self._publishes = None, False
+        self._saving, self._publishing = None, False
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Start the next part of a save, once the current one is done on all ranks."""
         saving = self._saving
         assert saving is not None
-        if self._publishes:
-            self._saving, self._publishes = None, False
+        if self._publishing:
+            self._saving, self._publishing = None, False
             saving.conclude()
         else:
             saving.collect()
-            self._publishes, self._thread = True, behind(saving.publish)
+            self._publishing, self._thread = True, start_background(saving.publish)
 
-    def _copied(self, tensors: Boxes) -> dict[str, list[TensorSlice]]:
+    def _copy_to_host(self, tensors: Boxes) -> dict[str, list[TensorSlice]]:
         """Copy the state to the host, into the buffers of the previous copies."""
         copied: dict[str, list[TensorSlice]] = {name: [] for name in tensors}
         for name, parts in tensors.items():
@@ -132,10 +132,10 @@ class Saver:
         return copied
 
 
-def behind(function: Callable[..., None], *args: Any) -> threading.Thread:
-    """Run a function in a thread of low priority, to leave the cores to the steps.
+def start_background(function: Callable[..., None], *args: Any) -> threading.Thread:
+    """Run a function in a low-priority thread, which leaves the cores to training.
 
-    With all cores busy it gets about a tenth of one; an idle core it has to itself.
+    If all cores are busy, it gets about a tenth of one.
     """
 
     def yielding() -> None:

@@ -26,8 +26,8 @@ from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.spec.decoder import known_weights
 from moefold.training.model_checkpoint import MODEL
 
-SHARE_BYTES = 16 * 2**20
-"""Minimum bytes that each rank writes if several ranks split a box of which they hold copies."""
+MIN_WRITE_BYTES = 16 * 2**20
+"""Minimum bytes that each rank writes if several ranks split a box that they all hold."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class Progress:
     """Sequences read beyond place times batch, if a fork changed the batch size."""
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> "Progress":
+    def of(cls, stored: Mapping[str, Any]) -> "Progress":
         """Read from a checkpoint's JSON data, of versions with fewer or more fields too."""
-        known = {each.name: said[each.name] for each in fields(cls) if each.name in said}
-        return cls(**{**known, "excluded": tuple(said["excluded"])})
+        known = {each.name: stored[each.name] for each in fields(cls) if each.name in stored}
+        return cls(**{**known, "excluded": tuple(stored["excluded"])})
 
     def place(self) -> int:
         """Return the next step's place in the data order."""
@@ -68,7 +68,7 @@ class Progress:
         return replace(self, excluded=(), sequence_offset=offset)
 
 
-def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[str, LocalSlice]]:
+def iter_state(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[str, LocalSlice]]:
     """Yield every box of the state on this rank, not copied, with its tensor's checkpoint name.
 
     Without an optimizer, yield the model's boxes only.
@@ -79,11 +79,10 @@ def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[s
     yield from ((held.name, held) for held in data.optimizer_state(optimizer))
 
 
-def whole_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
+def full_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
     """Return the parameters whose global names match a pattern, such as ``*.router.weight``.
 
-    They are whole and on the host of each rank, whichever ranks hold parts of them; all ranks call
-    it.
+    They are unsharded and on the host of each rank. All ranks call it.
     """
     model, ranks = data.placed.model, data.placed.world.on_host
     known = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
@@ -95,11 +94,11 @@ def whole_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
     return {name: sum_(whole, ranks) for name, whole in found.items()}
 
 
-def form(data: ShardedState, optimizer: Optimizer) -> str:
+def signature(data: ShardedState, optimizer: Optimizer) -> str:
     """Return a digest of name, box, shape and dtype of this rank's state, in order."""
     facts = [
         [name, held.box, held.shape, str(held.tensor.dtype)]
-        for name, held in held_by(data, optimizer)
+        for name, held in iter_state(data, optimizer)
     ]
     return sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -107,15 +106,15 @@ def form(data: ShardedState, optimizer: Optimizer) -> str:
 def contents(data: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
     """Return the slices of the state that this rank writes; each element is written by one rank."""
     found: dict[str, list[TensorSlice]] = {}
-    for name, held in held_by(data, optimizer):
-        written = list(written_here(name, held))
+    for name, held in iter_state(data, optimizer):
+        written = list(assigned_slices(name, held))
         if written:
             found.setdefault(name, []).extend(written)
     return found
 
 
-def written_here(
-    name: str, held: LocalSlice, share_bytes: int = SHARE_BYTES
+def assigned_slices(
+    name: str, held: LocalSlice, min_bytes: int = MIN_WRITE_BYTES
 ) -> Iterator[TensorSlice]:
     """Yield the slices that this rank writes of a box that it holds.
 
@@ -125,15 +124,15 @@ def written_here(
     at, tensor = tuple(start for start, _ in held.box), held.tensor.detach()
     size = tensor.numel() * tensor.element_size()
     rows = len(tensor) if tensor.dim() else 1
-    shares = max(1, min(held.copies, rows, size // share_bytes))
+    pieces = max(1, min(held.copies, rows, size // min_bytes))
     start = crc32(f"{name}{at}".encode())
-    for share in range(shares):
-        if (start + share * held.copies // shares) % held.copies != held.copy:
+    for piece in range(pieces):
+        if (start + piece * held.copies // pieces) % held.copies != held.copy:
             continue
-        if shares == 1:
+        if pieces == 1:
             yield TensorSlice(tensor, held.shape, at)
         else:
-            first, end = share * rows // shares, (share + 1) * rows // shares
+            first, end = piece * rows // pieces, (piece + 1) * rows // pieces
             yield TensorSlice(tensor[first:end], held.shape, (at[0] + first, *at[1:]))
 
 
@@ -148,7 +147,7 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         MismatchError: if names, shapes or dtypes differ; the state is then unchanged.
     """
     with Reader(path) as reader, torch.no_grad():
-        wanted = list(held_by(data, optimizer))
+        wanted = list(iter_state(data, optimizer))
         stored = reader.manifest.tensors
         if optimizer is None:
             stored = {name: held for name, held in stored.items() if name.startswith(MODEL)}

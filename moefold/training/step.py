@@ -17,7 +17,7 @@ from moefold.parallel import limits
 from moefold.parallel.apply import build_flow
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import StepResult, run_step
-from moefold.training.figures import StepFigures, Totals, figures_of, totals_of
+from moefold.training.figures import StepFigures, Totals, reduce_figures, sum_counts
 from moefold.training.losses.base import CROSS_ENTROPY, Objective
 
 
@@ -46,7 +46,7 @@ def gradients(
     """
     placed = data.placed
     with placed.world.recorder.module("step"):
-        totals = totals_of(placed, batches, objective)
+        totals = sum_counts(placed, batches, objective)
         limits.check_even_rows(placed, batches)
     run = partial(_pass, data, batches, totals, loss_chunk, stop, executor, objective)
     figures, missing = run()
@@ -99,4 +99,4 @@ def _pass(
     later = range(1, 1 + len(model.record.multi_token))
     more = [*objective.figures, *(f"multi_token/{number}" for number in later)]
     with module("figures"):
-        return figures_of(placed, ran, totals, norm_squared, stop, missing, more)
+        return reduce_figures(placed, ran, totals, norm_squared, stop, missing, more)

@@ -27,8 +27,8 @@ from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.data.prepare import PreparedData, prepare
-from moefold.data.prepare import Progress as Told
-from moefold.files import demand_writable, named
+from moefold.data.prepare import Progress as OnProgress
+from moefold.files import path_in_errors, require_writable
 from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build_parts
@@ -36,23 +36,23 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import incremental_logits
 from moefold.planner.count import count
 from moefold.planner.notes import notes
-from moefold.run import Run, demand_fit
-from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals, together
+from moefold.run import Run, require_fit
+from moefold.training.distributed import RankZeroRunner, device_kind, on_all_ranks, stop_on_signals
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.figures import StepFigures, routing_health
-from moefold.training.hooks.base import Figures, Hook, tell
+from moefold.training.hooks.base import Figures, Hook, call_hooks
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
-from moefold.training.memory import explaining_oom, heap_frozen, settle_recompute
-from moefold.training.model_checkpoint import describe, fill_start_values
+from moefold.training.memory import explaining_oom, heap_frozen, resolve_recompute
+from moefold.training.model_checkpoint import describe, fill_initial_values
 from moefold.training.nonfinite import decide
-from moefold.training.precision import PrecisionChoice, prepare_products
+from moefold.training.precision import PrecisionChoice, configure_matmuls
 from moefold.training.recover import MemoryCheckpoint
-from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
-from moefold.training.routing import executor_of
+from moefold.training.resume import check_ranks_agree, check_same_run, plugin_digests, run_digest
+from moefold.training.routing import step_executor
 from moefold.training.saving import Saver
-from moefold.training.state import Progress, contents, form, held_by, restore, whole_weights
+from moefold.training.state import Progress, contents, full_weights, iter_state, restore, signature
 from moefold.training.step import gradients
 
 _log = logging.getLogger("moefold.training")
@@ -73,10 +73,10 @@ class Trainer:
         cache: folder for prepared data (default: next to ``folder``).
         world: the ranks that train, all of which open the run. Default: this process alone.
         memory: copies of the state in memory, from which the run resumes if there are any.
-        told: called with the progress of data preparation.
+        on_progress: called with the progress of data preparation.
         scratch: for a dry run, a folder for prepared data that is not in ``cache``. Nothing else is
             written, the run's folder is not locked, and tensors have neither values nor memory.
-        forks: another run's state follows, so that no initial weights are read from a folder.
+        is_fork: another run's state follows, so that no initial weights are read from a folder.
 
     All ranks must call every method; hooks run on rank 0 only (``RankZeroRunner``).
 
@@ -97,36 +97,36 @@ class Trainer:
         cache: str | Path | None = None,
         world: World | None = None,
         memory: MemoryCheckpoint | None = None,
-        told: Told | None = None,
+        on_progress: OnProgress | None = None,
         scratch: Path | None = None,
-        forks: bool = False,
+        is_fork: bool = False,
     ) -> None:
         self.world = world = world or World.single(torch.device(device_kind()))
         self.device = world.device
-        demand_fit(run, world.size)
+        require_fit(run, world.size)
         self.folder, self.hooks, self.memory = Path(folder), tuple(hooks), memory
-        self.last_step, self._forks = run.train.steps, forks
+        self.last_step, self._is_fork = run.train.steps, is_fork
         self.progress, self.place = Progress(), 0
         self._busy_s, self._running, self._closed = 0.0, False, False
         self.resumed_from: Path | None = None
         # The step whose checkpoint this process has read completely, or written.
         self._saved: int | None = None
-        # Reasons to stop: as asked of this rank, and as agreed by all ranks.
-        self._asked: str | None = None
-        self._stops: str | None = None
+        # Reasons to stop: requested on this rank, and agreed by all ranks.
+        self._stop_request: str | None = None
+        self._agreed_stop: str | None = None
         self.rank_zero = RankZeroRunner(world, self)
-        self.parts = parts_from_outside(run)
-        prepare_products(run, self.device)
+        self.parts = plugin_digests(run)
+        configure_matmuls(run, self.device)
         self.lock = FolderLock(self.folder, run.name)
         run_on_first(partial(demand_no_checkpoint, self.folder), world.on_host)
-        claim = partial(demand_writable, self.folder) if scratch else self.lock.acquire
+        claim = partial(require_writable, self.folder) if scratch else self.lock.acquire
         run_on_first(claim, world.on_host)
         try:
             with explaining_oom(run, world):
                 self.precision = PrecisionChoice.of(run, self.folder, world, memory)
-                self.run = run = settle_recompute(self.precision.settle(run), world)
+                self.run = run = resolve_recompute(self.precision.apply_to(run), world)
                 cache = cache or self.folder.parent / ".prepared"
-                prepared = lru_cache(partial(prepare, run.data, cache, told, scratch))
+                prepared = lru_cache(partial(prepare, run.data, cache, on_progress, scratch))
                 run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
                 self.tokenizer = prepared().tokenizer
                 self.loader = _loader(run, prepared(), world)
@@ -138,21 +138,21 @@ class Trainer:
                     self.data = ShardedState(placed, has_values=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
                 self.placed, self.model = self.data.placed, self.data.placed.model
-                self.executor = executor_of(self.data, run.train.routing)
+                self.executor = step_executor(self.data, run.train.routing)
                 self.counts = count(self.decoder)
                 rate = self.precision.machine
                 self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)
                 self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
-                same = identity(run, self.parts, self.loader.fingerprint(), world.size)
-                made_of = form(self.data, self.optimizer)
+                run_id = run_digest(run, self.parts, self.loader.fingerprint(), world.size)
+                state_id = signature(self.data, self.optimizer)
                 record = run.watch.checkpoint.local
-                self.local = record and LocalCopies(record, self.folder, same, made_of, world)
+                self.local = record and LocalCopies(record, self.folder, run_id, state_id, world)
                 lines = notes(run)
-                if not (recalled := self._recall()):
-                    lines = (*lines, *fill_start_values(run, self.decoder, self.data, forks))
-                for line in lines if self.rank_zero.leader and not self.recovered else ():
+                if not (restored := self._restore_copies()):
+                    lines = (*lines, *fill_initial_values(run, self.decoder, self.data, is_fork))
+                for line in lines if self.rank_zero.is_leader and not self.recovered else ():
                     _log.warning("%s", line)
-                if not recalled:
+                if not restored:
                     self.resumed_from = self._resume()
                 self.loader.offset = self.progress.sequence_offset
                 if scratch is None:
@@ -161,28 +161,28 @@ class Trainer:
             self.lock.release()  # held by rank 0 only
             raise
 
-    def _recall(self) -> bool:
+    def _restore_copies(self) -> bool:
         """Resume from memory or local disk copies if complete and newest; return whether it did."""
-        said = self.memory and self.memory.take(self._state(), self.world)
-        if said is None and self.local is not None:
+        progress = self.memory and self.memory.restore(self._state_tensors(), self.world)
+        if progress is None and self.local is not None:
             newest = self._newest()
             since = 0 if newest is None else manifest.read(newest).step
-            if found := self.local.take(self._state(), since):
-                said, self.resumed_from = found
-        if said is None:
+            if found := self.local.restore(self._state_tensors(), since):
+                progress, self.resumed_from = found
+        if progress is None:
             return False
         self.data.refresh_weights()
-        self.progress = Progress.of(said)
+        self.progress = Progress.of(progress)
         return True
 
-    def _keep(self, anew: bool = False) -> None:
-        """Copy the state to memory or local disk, if configured; ``anew``: after a rewind."""
+    def _save_copies(self, rewound: bool = False) -> None:
+        """Copy the state to memory or local disk, if configured; ``rewound``: after a rewind."""
         for copies in filter(None, (self.memory, self.local)):
-            copies.keep(asdict(self.progress), self._state, anew)
+            copies.save(asdict(self.progress), self._state_tensors, rewound)
         self.data.flush()
 
-    def _state(self) -> list[torch.Tensor]:
-        return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]
+    def _state_tensors(self) -> list[torch.Tensor]:
+        return [held.tensor.detach() for _, held in iter_state(self.data, self.optimizer)]
 
     def _resume(self) -> Path | None:
         """Resume from the newest undamaged checkpoint; return its path, or None without one."""
@@ -196,16 +196,16 @@ class Trainer:
                 self.progress = restore(path, self.data, self.optimizer)
             except DamagedError as error:
                 damage = error
-            told = gather_objects(damage and str(damage), self.world.on_host)
-            said = [text for text in told if text]
-            if not said:
+            damages = gather_objects(damage and str(damage), self.world.on_host)
+            reports = [text for text in damages if text]
+            if not reports:
                 self.data.refresh_weights()
                 self._saved = stored.step
                 return path
             older = self._newest(before=stored.step)
             if older is None:
-                raise damage or CheckpointError(said[0])
-            _log.warning("%s. Falling back to %s", said[0], older.name)
+                raise damage or CheckpointError(reports[0])
+            _log.warning("%s. Falling back to %s", reports[0], older.name)
             path = older
         return None
 
@@ -245,23 +245,23 @@ class Trainer:
         metrics: Figures = {}
         error: BaseException | None = None
         watched = explaining_oom(self.run, self.world)
-        with stopping_on_signals(self), watched, named(self.folder), heap_frozen():
+        with stop_on_signals(self), watched, path_in_errors(self.folder), heap_frozen():
             try:
-                self._start()
-                self._keep()
-                self._stops = self.rank_zero.lead(lambda: None, lambda: self._asked)
-                while self.progress.step < self.last_step and self._stops is None:
+                self._start_hooks()
+                self._save_copies()
+                self._agreed_stop = self.rank_zero.lead(lambda: None, lambda: self._stop_request)
+                while self.progress.step < self.last_step and self._agreed_stop is None:
                     metrics = self.step()
                 self.save()
                 self.saver.wait()
-                reason, self._stops, self._asked = self._stops, None, None
+                reason, self._agreed_stop, self._stop_request = self._agreed_stop, None, None
                 if reason is not None:
                     raise Interrupted(f"{reason}; saved step {self.progress.step}")
             except BaseException as caught:
                 error = caught
                 raise
             finally:
-                self._stop(error)
+                self._stop_hooks(error)
         return metrics
 
     def step(self, batches: Sequence[MicroBatch] | None = None) -> Figures:
@@ -271,7 +271,7 @@ class Trainer:
             batches: this data rank's micro-batches, as many as on every other; default: the next
                 ones of the data order.
         """
-        self._start()
+        self._start_hooks()
         self.saver.poll()
         started, waited = time.perf_counter(), self.world.recorder.waited_s
         run, step, place = self.run, self.progress.step, self.progress.place()
@@ -280,12 +280,12 @@ class Trainer:
         given = self.loader.load_step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:
-            stop, how = self._asked is not None, {"objective": self.objective}
+            stop, how = self._stop_request is not None, {"objective": self.objective}
             return gradients(self.data, given, run.train.loss_chunk, stop, self.executor, **how)
 
         figures = forward_backward()
-        if figures.stop and self._asked is None:
-            self._asked = "another rank was asked to stop"
+        if figures.stop and self._stop_request is None:
+            self._stop_request = "another rank was asked to stop"
         policy, now = run.train.on_nonfinite, self.progress
         decision = decide(policy, now, figures, given, self.data, forward_backward)
         if decision == "rewind":
@@ -302,8 +302,8 @@ class Trainer:
         metrics = self._metrics(figures, lr_factor, seconds)
         if decision == "skip":
             metrics["skipped"] = 1
-        self._tell("on_step", metrics)
-        self._keep()
+        self._call_hooks("on_step", metrics)
+        self._save_copies()
         return metrics
 
     def _metrics(self, figures: StepFigures, lr_factor: float, seconds: float) -> Figures:
@@ -329,36 +329,36 @@ class Trainer:
         """Return to the newest checkpoint, or the start; exclude ``place`` of the data order."""
         before = self.progress
         if self._resume() is None:
-            fill_start_values(self.run, self.decoder, self.data, self._forks)
+            fill_initial_values(self.run, self.decoder, self.data, self._is_fork)
             self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, place}))
         self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
         self._saved = None  # the stored checkpoint of this step lacks the exclusion
-        self._tell("on_rewind")
-        self._keep(anew=True)
+        self._call_hooks("on_rewind")
+        self._save_copies(rewound=True)
 
-    def _start(self) -> None:
+    def _start_hooks(self) -> None:
         """Call the hooks' ``on_start`` once, before the first step of this process."""
         if self._closed:
             raise ValueError(f"the run in {self.folder} is closed; open it again to continue it")
         if not self._running:
             self._running = True
-            self._tell("on_start")
+            self._call_hooks("on_start")
 
-    def _tell(self, event: str, *given: Any) -> None:
+    def _call_hooks(self, event: str, *given: Any) -> None:
         """Call the hooks for an event on rank 0, and agree on all ranks whether to stop."""
-        told = partial(tell, self.hooks, event, self, *given)
-        self._stops = self.rank_zero.lead(told, lambda: self._asked)
+        call = partial(call_hooks, self.hooks, event, self, *given)
+        self._agreed_stop = self.rank_zero.lead(call, lambda: self._stop_request)
 
-    def _stop(self, error: BaseException | None) -> None:
+    def _stop_hooks(self, error: BaseException | None) -> None:
         """Call every hook's ``on_stop``, also after one of them fails."""
         if not self._running:
             return
         self._running = False
         failed: list[Exception] = []
 
-        def tell() -> None:
+        def stop_all() -> None:
             for hook in self.hooks:
                 try:
                     hook.on_stop(self, error)
@@ -366,15 +366,15 @@ class Trainer:
                     failed.append(caught)
 
         if error is None or isinstance(error, Interrupted):
-            self.rank_zero.lead(tell, lambda: None)
-        elif self.rank_zero.leader:
-            tell()  # Without waiting: other ranks may have failed, or be gone.
+            self.rank_zero.lead(stop_all, lambda: None)
+        elif self.rank_zero.is_leader:
+            stop_all()  # Without waiting: other ranks may have failed or exited.
         for caught in failed:
             if error is None:
                 raise caught
             _log.warning("a hook failed at the end of the run: %s", caught)
 
-    @together
+    @on_all_ranks
     def evaluate(self, tokens: int | None = None) -> Figures:
         """Return loss and bits per byte on each held-out set.
 
@@ -387,10 +387,10 @@ class Trainer:
             tokens = None if ended and record.at_end == "all" else record.tokens
         how = self.run.train.loss_chunk, self.objective
         metrics = evaluate_sets(self.placed, self.loader, tokens, *how)
-        self._tell("on_evaluate", metrics)
+        self._call_hooks("on_evaluate", metrics)
         return metrics
 
-    @together
+    @on_all_ranks
     def save(self) -> Path:
         """Write a checkpoint of the current step, and return its folder.
 
@@ -404,7 +404,7 @@ class Trainer:
         meta: dict[str, Any] = {
             "format": 1,
             "run": to_dict(self.run),
-            "precision": dict(self.precision.began),
+            "precision": dict(self.precision.initial),
             **describe(self.decoder, self.tokenizer),
             "parts": self.parts,
             "data": self.loader.fingerprint(),
@@ -415,30 +415,30 @@ class Trainer:
         self.data.flush()
         return path
 
-    @together
+    @on_all_ranks
     def health(self) -> list[dict[str, Any]]:
         """Return the last step's routing statistics of each mixture, ordered by layer."""
         return routing_health(self.placed)
 
-    @together
+    @on_all_ranks
     def weights(self, pattern: str) -> dict[str, torch.Tensor]:
         """Return the parameters whose global names match a pattern, whole and on the host."""
-        return whole_weights(self.data, pattern)
+        return full_weights(self.data, pattern)
 
-    @together
+    @on_all_ranks
     def pace(self) -> list[float]:
         """Return each rank's busy seconds in steps since the last call, waits excluded."""
         busy, self._busy_s = self._busy_s, 0.0
         return gather_objects(busy, self.world.on_host)
 
-    @together
+    @on_all_ranks
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
         """Return the token ids generated after each prompt; options of ``model.generate``."""
         return generate(incremental_logits(self.placed), prompts, **how)
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to save and end after the current step, from any rank."""
-        self._asked = reason
+        self._stop_request = reason
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run, failed if there is an ``error``: call the hooks, release the folder."""
@@ -447,10 +447,10 @@ class Trainer:
             ends.callback(self.lock.release)
             if self.local is not None:
                 ends.callback(self.local.wait)
-            ends.callback(self.saver.drop)
+            ends.callback(self.saver.abandon)
             if error is None:
                 ends.callback(self.saver.wait)
-            self._stop(error)
+            self._stop_hooks(error)
 
     def __enter__(self) -> "Trainer":
         return self

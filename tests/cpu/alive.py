@@ -17,7 +17,7 @@ from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.codes import coded_blocks
 from moefold.spec.layer import Shape
-from moefold.training.weigh import Made
+from moefold.training.memory_probe import StorageRecorder
 
 HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
 
@@ -69,11 +69,11 @@ def bytes_alive(
     """Return the bytes that a block's forward leaves alive, its input among them."""
     layer, flow, x_TD = set_up(block, policy, precision, quantise)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
-    made = Made()
+    made = StorageRecorder()
     with made, flow.saved_tensors.layer_hooks():
         out = flow.saved_tensors.run("block", lambda x: layer(x, flow), x_TD)
     old |= {one.untyped_storage()._cdata for one in out}
-    return x_TD.untyped_storage().nbytes() + made.alive(old)
+    return x_TD.untyped_storage().nbytes() + made.live_bytes(old)
 
 
 def bytes_held(
@@ -83,7 +83,7 @@ def bytes_held(
     layer, flow, x_TD = set_up(block, policy, precision, quantise)
     sink = DeferredSink()
     flow = flow.for_chunk(sink, UnshardHooks(), computes_loss=False)
-    made = Made()
+    made = StorageRecorder()
     with made, flow.saved_tensors.layer_hooks():
         out = flow.saved_tensors.run("block", lambda x: layer(x, flow), x_TD)
         graded = [one for one in out if one.requires_grad]
@@ -91,4 +91,4 @@ def bytes_held(
     del out, graded
     flow.decisions.clear()
     x_TD.grad = None
-    return made.alive(there(layer, flow) | {x_TD.untyped_storage()._cdata})
+    return made.live_bytes(there(layer, flow) | {x_TD.untyped_storage()._cdata})

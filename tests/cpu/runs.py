@@ -66,9 +66,9 @@ def job_of(folder: Path, out: str = "out", *hooks: Hook, **changes: Any) -> Trai
 
 def weights(job: Trainer) -> dict[str, torch.Tensor]:
     """Return copies of everything a checkpoint would hold."""
-    from moefold.training.state import held_by
+    from moefold.training.state import iter_state
 
-    return {name: held.tensor.clone() for name, held in held_by(job.data, job.optimizer)}
+    return {name: held.tensor.clone() for name, held in iter_state(job.data, job.optimizer)}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

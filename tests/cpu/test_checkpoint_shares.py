@@ -27,7 +27,7 @@ from moefold.model.config import MODEL
 from moefold.parallel.data.sharding import LocalSlice
 from moefold.training.model_checkpoint import MODEL as PREFIX
 from moefold.training.model_checkpoint import describe
-from moefold.training.state import written_here
+from moefold.training.state import assigned_slices
 from tests.cpu.checkpoint_tools import Calls, quick_folder, run_child, write_sliced
 
 MIB = 2**20
@@ -38,7 +38,7 @@ def shares(name: str, tensor: Tensor, copies: int, share_bytes: int) -> list[lis
     shape = (tensor.shape[0], 2 * tensor.shape[1])
     box = ((0, shape[0]), (tensor.shape[1], shape[1]))
     helds = [LocalSlice(name, tensor, shape, box, copy, copies) for copy in range(copies)]
-    return [list(written_here(name, held, share_bytes)) for held in helds]
+    return [list(assigned_slices(name, held, share_bytes)) for held in helds]
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 8, 1000])

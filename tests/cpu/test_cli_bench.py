@@ -16,11 +16,11 @@ from moefold.run import load_run
 from moefold.training import calibrate, memory_bench
 from moefold.training.calibrate import (
     SMALL_MODELS,
-    adjusted,
-    alternated,
+    build_step,
     features,
+    fit_machine,
     measure_kernels,
-    stepping,
+    time_calls,
 )
 from tests.pure.test_planner_machine import MACHINE
 
@@ -34,7 +34,7 @@ def test_parts_of_a_step_are_told_apart(form: str) -> None:
     steps = [sum(f * t for f, t in zip(features(c), TRUE.values(), strict=True)) for c in cases]
     unseen = slice(3, 5)
     seen = [i for i in range(len(cases)) if i not in (3, 4)]
-    found = adjusted(MACHINE, [cases[i] for i in seen], [steps[i] for i in seen])
+    found = fit_machine(MACHINE, [cases[i] for i in seen], [steps[i] for i in seen])
     for one, wanted in zip(cases[unseen], steps[unseen], strict=True):
         after = estimate(replace(one, cluster=found.cluster)).seconds
         assert after == pytest.approx(wanted, rel=0.1)
@@ -44,12 +44,12 @@ def test_parts_of_a_step_are_told_apart(form: str) -> None:
 def test_steps_are_run_in_turn() -> None:
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    assert set(alternated(calls, 2)) == {"a", "b"}
+    assert set(time_calls(calls, 2)) == {"a", "b"}
     assert order == ["a", "b"] * 3, "once to warm up, then round by round"
 
 
 def test_a_small_step_runs() -> None:
-    step = stepping(SMALL_MODELS[0].case("fp32", MACHINE))
+    step = build_step(SMALL_MODELS[0].case("fp32", MACHINE))
     step()
     step()
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.training.speaker import TEMPERATURE, TOP_P, Speaker
-from moefold.training.words import harmless
+from moefold.training.formatting import escape_control
+from moefold.training.text_generator import TEMPERATURE, TOP_P, TextGenerator
 from tests.chats import CHATML, bpe, write_chat_folder
 from tests.cpu.families import reference
 from tests.cpu.family_draws import draw
@@ -85,10 +85,10 @@ def test_a_conversation_goes_on_from_what_was_said(
     out = capsys.readouterr().out
     assert out.endswith("> \n"), "and the shell's prompt begins a line"
     shown = [part.removesuffix("\n") for part in out.split("> ")[1:-1]]
-    speaker = Speaker.open(folder)
+    speaker = TextGenerator.open(folder)
     for text, found in zip(expected, [shown[0], shown[1], shown[3]], strict=True):
-        assert found == harmless(text)
-    pieces = list(speaker.answer([asked(PROMPTS[0])], TOKENS))
+        assert found == escape_control(text)
+    pieces = list(speaker.stream_answer([asked(PROMPTS[0])], TOKENS))
     assert "".join(pieces) == expected[0] and len(pieces) > 2
 
 
@@ -98,7 +98,7 @@ def test_settings_of_null_are_as_usual(folder: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     usual = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P}
     (tmp_path / "generation_config.json").write_text(json.dumps(dict.fromkeys(usual)))
-    assert usual.items() <= Speaker.open(tmp_path).settings().items()
+    assert usual.items() <= TextGenerator.open(tmp_path).settings().items()
 
 
 def test_what_cannot_speak_is_told(folder: Path, tmp_path: Path, capsys: Any) -> None:

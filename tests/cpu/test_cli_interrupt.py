@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moefold.training.distributed import WORDS
+from moefold.training.distributed import MESSAGES
 
 ROOT = Path(__file__).parents[2]
 MARK = "MOEFOLD_TEST_INTERRUPT"
@@ -123,11 +123,11 @@ def test_the_first_is_answered_within_the_step_and_the_second_ends_it(
     shown.until_said("╰")
     time.sleep(0.5)  # of the banner, until the loop hears: what comes before ends the start
     shown.interrupt()
-    shown.until_said(WORDS.first)
+    shown.until_said(MESSAGES.first)
     shown.interrupt()
     assert shown.ended() == 130
-    assert shown.said().count(WORDS.first) == 1
-    assert shown.said().splitlines()[-1] == WORDS.second
+    assert shown.said().count(MESSAGES.first) == 1
+    assert shown.said().splitlines()[-1] == MESSAGES.second
     assert "Traceback" not in shown.said()
     assert not list((tmp_path / "out").glob("step_*")), "the step had ended"
 
@@ -143,7 +143,7 @@ def test_an_interrupt_while_ranks_start_is_one_line(
     shown.until_there(count)
     shown.interrupt()
     assert shown.ended() == 130
-    lines = [line for line in shown.said().splitlines() if line != WORDS.first]
+    lines = [line for line in shown.said().splitlines() if line != MESSAGES.first]
     assert lines == ["stopped"]
 
 

@@ -13,7 +13,7 @@ import yaml
 from moefold.cli.main import main
 from moefold.training import banner
 from moefold.training.run_folder import History, StepLines
-from moefold.training.state import held_by
+from moefold.training.state import iter_state
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import job_of, raw_run, run_of
 from tests.pure.test_training_history import Page
@@ -295,7 +295,7 @@ def test_a_run_that_is_looked_at_says_the_same_without_values(tmp_path: Path, ki
     run, places = run_of(tmp_path, **changes), {"cache": tmp_path / "prepared"}
     with Trainer(run, tmp_path / "out", scratch=tmp_path / "scratch", **places) as job:
         assert banner.facts(job) == whole and whole["step"] == 1
-        held = [held.tensor for _, held in held_by(job.data, job.optimizer)]
+        held = [held.tensor for _, held in iter_state(job.data, job.optimizer)]
         assert held and all(tensor.untyped_storage().device.type == "meta" for tensor in held)
 
 

@@ -19,7 +19,7 @@ from moefold.files import read_json
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.dense import read_dense
 from moefold.model.families.folder import read_config
-from moefold.training.hooks.experts import route
+from moefold.training.hooks.experts import record_routing
 from moefold.training.model_checkpoint import fill
 from tests.cpu.families import reference
 from tests.cpu.family_draws import FAMILIES, draw
@@ -181,7 +181,7 @@ def test_the_experts_that_take_most_of_a_text_are_kept(tmp_path: Path, capsys: A
     text.write_text(TEXT)
     grown(capsys, old, new, "--experts", 3, "--text", text)
     model, small = load_model(old), load_model(new)
-    loads = route(model, [from_path(str(old)).encode(TEXT)])
+    loads = record_routing(model, [from_path(str(old)).encode(TEXT)])
     for layer, (_, mixture) in zip(loads, small.moe_layers(), strict=True):
         kept = sorted(sorted(range(6), key=lambda e: -layer.load_E[e])[:3])
         whole = dict(model.moe_layers())[int(layer.name)]

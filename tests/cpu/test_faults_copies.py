@@ -19,7 +19,7 @@ from moefold.comm.worker import Attempt, RankMemory
 from moefold.comm.world import World
 from moefold.training import local, recover, resume
 from moefold.training.nonfinite import digest
-from moefold.training.recover import MemoryCheckpoint, last_whole, pack, packed, unpack
+from moefold.training.recover import MemoryCheckpoint, newest_common, pack, packed_size, unpack
 from moefold.training.state import Progress
 from tests.cpu.checkpoint_tools import run_child
 from tests.cpu.runs import job_of
@@ -36,7 +36,7 @@ from tests.cpu.runs import job_of
     ],
 )
 def test_the_newest_copy_that_all_have(said: list[Any], turn: tuple[int, int] | None) -> None:
-    assert last_whole(said) == turn
+    assert newest_common(said) == turn
 
 
 def tensors(value: float) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def opened(memory: RankMemory, number: int = 0, every: int = 1) -> MemoryCheckpo
 def found(memory: RankMemory, number: int) -> tuple[MemoryCheckpoint, int | None]:
     """Open the memory as a process started anew; return the step that its state is of."""
     again, state = opened(memory, number), tensors(0)
-    said = again.take(state, World.single())
+    said = again.restore(state, World.single())
     if said is None:
         return again, None
     assert all((tensor == said["step"]).all() for tensor in state)
@@ -62,10 +62,10 @@ def test_a_process_started_anew_finds_the_newest_copy_and_drops_the_other() -> N
     first = opened(memory)
     first.format = {"held": "fp64"}
     for step in (7, 8, 9):
-        first.keep({"step": step}, lambda step=step: tensors(step))
+        first.save({"step": step}, lambda step=step: tensors(step))
     again, step = found(memory, 1)
     assert step == 9 and again.format == {"held": "fp64"}
-    again.keep({"step": 3}, lambda: tensors(3))  # a rewind goes back behind what is kept
+    again.save({"step": 3}, lambda: tensors(3))  # a rewind goes back behind what is kept
     assert found(memory, 2)[1] == 3
 
 
@@ -73,9 +73,9 @@ def test_copies_come_as_often_as_asked_for() -> None:
     memory = RankMemory.create()
     checkpoint = opened(memory, every=4)
     for step in range(3, 8):
-        checkpoint.keep({"step": step}, lambda step=step: tensors(step))
+        checkpoint.save({"step": step}, lambda step=step: tensors(step))
         assert memory.counters[2] == 1 + (3 if step < 4 else 4), "the first one comes at once"
-    checkpoint.keep({"step": 3}, lambda: tensors(3), anew=True)
+    checkpoint.save({"step": 3}, lambda: tensors(3), rewound=True)
     assert found(memory, 1)[1] == 3, "the run went back: what is newer is void"
 
 
@@ -87,14 +87,14 @@ def test_a_process_killed_while_it_writes_leaves_the_copy_before(
     def work() -> None:
         checkpoint = opened(memory)
         for step in (1, 2):
-            checkpoint.keep({"step": step}, lambda step=step: tensors(step))
+            checkpoint.save({"step": step}, lambda step=step: tensors(step))
 
         def half(state: list[torch.Tensor], into: torch.Tensor) -> None:
             pack(state[:1], into)
             os.kill(os.getpid(), signal.SIGKILL)
 
         monkeypatch.setattr(recover, "pack", half)
-        checkpoint.keep({"step": 3}, lambda: tensors(3))
+        checkpoint.save({"step": 3}, lambda: tensors(3))
 
     assert run_child(work) == -signal.SIGKILL
     assert found(memory, 1)[1] == 2
@@ -103,7 +103,7 @@ def test_a_process_killed_while_it_writes_leaves_the_copy_before(
 def test_bits_come_back_as_they_were() -> None:
     odd = torch.tensor([float("nan"), -0.0, 1e-310, float("inf")], dtype=torch.float64)
     state = [odd, torch.randn(3, 5).bfloat16(), torch.arange(7), torch.tensor(2.5), odd[:0]]
-    copy = torch.empty(packed(state), dtype=torch.uint8)
+    copy = torch.empty(packed_size(state), dtype=torch.uint8)
     pack(state, copy)
     back = [torch.zeros_like(tensor) for tensor in state]
     unpack(copy, back)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moefold.training.distributed import WORDS
+from moefold.training.distributed import MESSAGES
 from moefold.training.hooks.base import Hook
 from tests.cpu.checkpoint_tools import run_child
 from tests.cpu.runs import job_of
@@ -35,7 +35,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, number: int) -
         try:
             job_of(tmp_path, "out", Impatient(number)).train()
         except KeyboardInterrupt as stopped:
-            assert number == signal.SIGINT and str(stopped) == WORDS.second
+            assert number == signal.SIGINT and str(stopped) == MESSAGES.second
             signal.raise_signal(signal.SIGKILL)
 
     assert run_child(work) == (-signal.SIGKILL if number == signal.SIGINT else -number)

@@ -16,7 +16,7 @@ from moefold.data.config import DataError
 from moefold.data.docstrings import write_chats
 from moefold.data.sources import Document, StdlibReader
 from moefold.run import load_run
-from moefold.training.hooks.plots import moved
+from moefold.training.hooks.plots import adapter_changes
 from moefold.training.model_checkpoint import ModelTensors
 from moefold.training.run_folder import History
 from tests.chats import write_chat_folder
@@ -97,7 +97,7 @@ def test_a_folder_is_tuned_by_the_recipe_and_answers(
     assert imread(tuned / "moved.png").std() > 0.05
     with Reader(tuned / "step-00000006") as reader:
         tensors = ModelTensors(reader, reader.manifest.meta["adapters"])
-        layers, shares = moved(tensors)
+        layers, shares = adapter_changes(tensors)
         for layer, share_E in zip(layers, torch.from_numpy(shares), strict=True):
             at = f"layers.{layer}.moe.experts."
             with_E, base_E = (

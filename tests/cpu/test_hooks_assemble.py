@@ -47,7 +47,7 @@ class OutsideRecord(Record):
 
 def names(watch: Watch, outside: tuple[Hook, ...] = ()) -> list[str]:
     """Return the classes of the hooks."""
-    return [type(hook).__name__ for hook in assemble(watch, outside=outside)]
+    return [type(hook).__name__ for hook in assemble(watch, extra=outside)]
 
 
 def test_everything_stands_in_its_order() -> None:
@@ -70,7 +70,7 @@ def test_what_is_turned_off_is_not_there() -> None:
 
 def test_hooks_of_the_run_file_stand_before_those_of_a_program() -> None:
     """Both between the figures and the sinks; the record is the hook's."""
-    hooks = assemble(EVERYTHING.model_copy(update={"hooks": (OutsideRecord(),)}), outside=(Hook(),))
+    hooks = assemble(EVERYTHING.model_copy(update={"hooks": (OutsideRecord(),)}), extra=(Hook(),))
     place = next(i for i, hook in enumerate(hooks) if isinstance(hook, Outside))
     assert isinstance(hooks[place].record, OutsideRecord)  # type: ignore[attr-defined]
     assert type(hooks[place + 1]) is Hook

@@ -78,12 +78,12 @@ def test_checkpoints_come_at_their_steps_and_the_end_is_the_loop_s(tmp_path: Pat
 )
 def test_trouble_is_named(load: list[float], record: Health, words: str) -> None:
     """Without a ratio the limit is 3/4 of E / K, here 1.5."""
-    assert HealthHook(record, console()).trouble(layer(0, load)) == words
+    assert HealthHook(record, console()).problem(layer(0, load)) == words
 
 
 def test_every_expert_chosen_is_no_trouble(tmp_path: Path) -> None:
     """With K = E the load cannot be uneven; 3/4 of the worst would be below the mean."""
-    assert HealthHook(Health(), console()).trouble(layer(0, EVEN, top_k=4)) == ""
+    assert HealthHook(Health(), console()).problem(layer(0, EVEN, top_k=4)) == ""
 
 
 @pytest.mark.parametrize(

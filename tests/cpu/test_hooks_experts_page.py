@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from moefold.training.hooks.experts import LayerRouting, preferred, render
+from moefold.training.hooks.experts import LayerRouting, preferred_tokens, render
 from tests.pure.test_training_history import Page
 
 
@@ -62,4 +62,4 @@ def test_preferred_tokens_are_frequent_here_and_rare_elsewhere() -> None:
     texts = ["the", "def", "the", "def", "the", "once", "the", "if", "if"]
     experts = [0, 0, 1, 0, 0, 0, 1, 1, 1]
     layer = routing([[e] for e in experts], [[1.0]] * 9, experts=2)
-    assert preferred(layer, texts) == [["def"], ["if"]]
+    assert preferred_tokens(layer, texts) == [["def"], ["if"]]

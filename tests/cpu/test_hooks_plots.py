@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from moefold.training.hooks.plots import HELD_OUT, TRAIN, draw, load_figure, loss_figure
+from moefold.training.hooks.plots import HELD_OUT, TRAIN, draw_plots, load_figure, loss_figure
 from moefold.training.run_folder import BASELINES_FILE, LOAD_FILE, METRICS_FILE, History
 
 
@@ -38,7 +38,7 @@ def share_of(picture: np.ndarray, colour: str) -> float:
 def test_pictures_open_and_have_their_curves(tmp_path: Path) -> None:
     """Both curves are there in their colours, and no draft is left."""
     write(tmp_path)
-    drawn = draw(tmp_path, "trial")
+    drawn = draw_plots(tmp_path, "trial")
     assert [path.name for path in drawn] == ["loss.png", "expert_load.png"]
     picture = imread(drawn[0])
     assert picture.shape[0] > 500 and picture.shape[1] > 1000
@@ -98,7 +98,7 @@ def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
     assert loss_figure(History([{"step": 1, "lm_loss": 5.0}]), "a") is None
     assert loss_figure(History([{"step": s, "lm_loss": None} for s in (1, 2, 3)]), "a") is None
     assert load_figure(History(), "a") is None
-    assert draw(tmp_path, "a") == []
+    assert draw_plots(tmp_path, "a") == []
 
 
 def test_a_check_stands_at_its_step_however_far_the_next_one_is(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from rich.console import Console
 from moefold.data.batch import pack
 from moefold.layers.flow import Flow
 from moefold.training.hooks.config import Sample
-from moefold.training.hooks.experts import choose, route
-from moefold.training.hooks.sample import SampleHook, cut_after
+from moefold.training.hooks.experts import choose_documents, record_routing
+from moefold.training.hooks.sample import SampleHook, truncate_samples
 from tests.cpu.runs import job_of
 
 
@@ -20,17 +20,17 @@ def test_samples_of_steps_that_are_made_again_go(tmp_path: Path) -> None:
     path = tmp_path / "samples.txt"
     kept = "=== step 5 · 'a'\nab === step 99 · c\n\n=== step 10 · 'a'\nac\n\n"
     path.write_text(kept + "=== step 15 · 'a'\nad\n\n=== step 20 · 'a'\nae\n\n")
-    cut_after(path, 12)
+    truncate_samples(path, 12)
     assert path.read_text() == kept
-    cut_after(path, 12)
+    truncate_samples(path, 12)
     assert path.read_text() == kept
-    cut_after(path, 0)
+    truncate_samples(path, 0)
     assert path.read_text() == ""
-    cut_after(tmp_path / "absent.txt", 0)
+    truncate_samples(tmp_path / "absent.txt", 0)
     assert [found.name for found in tmp_path.iterdir()] == ["samples.txt"]
     # Killed, or on a full disk, in the middle of a character.
     path.write_bytes(kept.encode() + "=== step 15 · 'a'\nä".encode()[:-1])
-    cut_after(path, 12)
+    truncate_samples(path, 12)
     assert path.read_text() == kept
 
 
@@ -48,7 +48,7 @@ def test_the_page_is_told_what_the_router_decided(tmp_path: Path) -> None:
     """Experts and weights of the very choices, in the order of the tokens, over several passes."""
     with job_of(tmp_path, train={"batch": 4}) as job:
         pieces = [[i % 200 + 1 for i in range(n, n + 16)] for n in range(0, 16 * 300, 16)]
-        layers = route(job.model, pieces)
+        layers = record_routing(job.model, pieces)
         flow = Flow(pack(pieces), job.model.recipe, training=False)
         with torch.no_grad():
             job.model(flow)
@@ -65,7 +65,7 @@ def test_dropped_choices_are_told_as_such(tmp_path: Path) -> None:
     """With half the room that is needed, about half of the choices are nobody's."""
     model = {"capacity": {"factor": 0.5}}
     with job_of(tmp_path, model=model) as job:
-        (layer, *_) = route(job.model, [list(range(1, 65))])
+        (layer, *_) = record_routing(job.model, [list(range(1, 65))])
     share = float((layer.ids_TK < 0).mean())
     assert 0.45 <= share < 0.9
     assert abs(layer.load_E.sum() - 1) < 1e-9
@@ -76,7 +76,7 @@ def test_the_document_is_long_enough_where_there_is_one(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         corpus = job.loader.prepared.valid[0].corpus
     lengths = [len(corpus.document(i)) for i in range(corpus.n_documents)]
-    number, documents = choose(corpus, 10_000, 60)
+    number, documents = choose_documents(corpus, 10_000, 60)
     assert number == int(np.argmax(lengths)) and len(documents[0]) == max(lengths)
-    number, documents = choose(corpus, min(lengths), sum(lengths))
+    number, documents = choose_documents(corpus, min(lengths), sum(lengths))
     assert number == 0 and sum(map(len, documents)) == sum(lengths)

@@ -20,7 +20,7 @@ from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import memory
 from moefold.training import step
-from moefold.training.weigh import state_bytes
+from moefold.training.memory_probe import state_bytes
 from tests.cpu.runs import job_of
 from tests.cpu.small import GQA, decoder, model_of, moe, padded_rows, relative
 

@@ -30,7 +30,7 @@ from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept
 from moefold.spec.layer import Shape
 from moefold.training.banner import rows as banner_rows
-from tests.cpu.alive import HIDDEN, Made, there
+from tests.cpu.alive import HIDDEN, StorageRecorder, there
 from tests.cpu.runs import equal, job_of, weights
 from tests.cpu.test_planner_kept import BLOCKS
 
@@ -121,7 +121,7 @@ def test_b60_what_leaves_and_what_stays_is_what_is_planned(
     to = offload(tmp_path, modules)
     flow = Flow(rows, model.recipe, saved_tensors=SavedTensors(policy, to))
     leaf_TD = torch.randn(rows.rows, HIDDEN).requires_grad_()
-    with Made() as made:
+    with StorageRecorder() as made:
         y_TD, terms = model.run(flow, leaf_TD * 1.0, model.layers)
     flow.saved_tensors.offloaded.wait_all()
     flow.saved_tensors.end_forward()
@@ -132,7 +132,7 @@ def test_b60_what_leaves_and_what_stays_is_what_is_planned(
     figures = to.stores["host"].stats
     assert figures.held == figures.peak == figures.moved == away
     here = LAYERS * sum(part.bytes for part in kept_) - away
-    assert made.alive(there(model, flow) | others) == here
+    assert made.live_bytes(there(model, flow) | others) == here
 
 
 def test_b62_layers_are_sent_for_before_they_are_taken(

@@ -20,7 +20,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.limits import missing_room
 from moefold.parallel.pipeline import lanes
 from moefold.training.step import gradients
-from tests.cpu.alive import Made
+from tests.cpu.alive import StorageRecorder
 from tests.cpu.small import GQA, decoder, moe
 
 ROW_BYTES = 34
@@ -127,7 +127,7 @@ def test_micro_batches_that_are_done_keep_their_rows_alone(layout: dict[str, Any
         data = data_of(RECORD, Layout(**layout), 1)
         for micro_batches in (2, 2, 8):
             batches = [micro_batch(rows) for _ in range(micro_batches)]
-            with Made() as made:
+            with StorageRecorder() as made:
                 gradients(data, batches, 64)
     each = (kept[2] - kept[1]) / (8 - 2) / rows
     assert 0 < each <= ROW_BYTES, kept

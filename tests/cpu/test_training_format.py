@@ -32,7 +32,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Any:
         def machines(device: torch.device, *more: str) -> dict[str, MatrixRate]:
             return {name: MatrixRate(rates[name], "given") for name in ("bf16", "fp32", *more)}
 
-        monkeypatch.setattr(settling, "machines", machines)
+        monkeypatch.setattr(settling, "matrix_rates", machines)
 
     return be
 

@@ -34,7 +34,7 @@ from moefold.training.hooks.config import Profile
 from moefold.training.hooks.logs import MetricsHook
 from moefold.training.hooks.profile import ProfileHook, ProfileStart
 from moefold.training.nonfinite import NonFiniteStep
-from moefold.training.resume import as_known_today, differences
+from moefold.training.resume import differences, with_current_defaults
 from moefold.training.state import restore
 from moefold.training.step import gradients
 from moefold.training.trainer import Interrupted, Trainer
@@ -491,11 +491,13 @@ def test_a_field_that_a_later_version_adds_refuses_no_old_folder(tmp_path: Path)
     run = run_of(tmp_path)
     older = to_dict(run)
     del older["train"]["on_nonfinite"], older["optim"]["eps"]
-    assert differences(as_known_today(older, run), to_dict(run)) == []
+    assert differences(with_current_defaults(older, run), to_dict(run)) == []
     older["optim"]["lr"] = 0.5
-    assert differences(as_known_today(older, run), to_dict(run)) == ["optim.lr: 0.5 -> 0.01"]
+    assert differences(with_current_defaults(older, run), to_dict(run)) == ["optim.lr: 0.5 -> 0.01"]
     older["optim"]["kind"] = "gone"
-    assert "optim.kind: gone -> adamw" in differences(as_known_today(older, run), to_dict(run))
+    assert "optim.kind: gone -> adamw" in differences(
+        with_current_defaults(older, run), to_dict(run)
+    )
 
 
 def test_a_path_that_moved_is_no_difference_and_another_file_is(
@@ -508,9 +510,9 @@ def test_a_path_that_moved_is_no_difference_and_another_file_is(
         older = to_dict(run)
         older["data"]["train"][0]["files"] = [before]
         del older["train"]["on_nonfinite"]
-        assert differences(as_known_today(older, run), to_dict(run)) == []
+        assert differences(with_current_defaults(older, run), to_dict(run)) == []
     older["data"]["train"][0]["files"] = ["corpus/*.md"]
-    (said,) = differences(as_known_today(older, run), to_dict(run))
+    (said,) = differences(with_current_defaults(older, run), to_dict(run))
     assert said.startswith("data.train[0].files[0]: corpus/*.md -> ")
     there = run_of(tmp_path / "there")
     assert to_portable_dict(there) == to_portable_dict(run) and identity(there) == identity(run)

@@ -281,7 +281,7 @@ def test_b76_a_stored_reference_is_the_model_as_the_run_began(tmp_path: Path) ->
     ):
         job.evaluate()
     fork_folder = tmp_path / "fork"
-    with Trainer(run, fork_folder, cache=tmp_path / "prepared", forks=True) as job:
+    with Trainer(run, fork_folder, cache=tmp_path / "prepared", is_fork=True) as job:
         fork(job, tmp_path / "out")  # begins as what it takes, whose scores it stores
         assert job.evaluate()["val/preferences/preference/margin"] == 0.0
 

@@ -13,7 +13,7 @@ from moefold.layers.config import Full, Selective
 from moefold.moe.config import BALANCE
 from moefold.run import Run, load_run
 from moefold.training.hooks.config import HOOKS
-from moefold.training.memory import settle_recompute
+from moefold.training.memory import resolve_recompute
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import corpus, equal, job_of, raw_run, run_of, weights
 
@@ -168,9 +168,9 @@ def test_what_is_made_again_is_settled_when_a_run_begins() -> None:
     world, auto = World.single(), "layout.recompute={kind: auto, limit: %s MB}"
     given = ["train.precision=fp32", "train.micro_batch=4"]
     kept, tight = (
-        settle_recompute(load_run("tiny", [*given, auto % limit]), world).layout.recompute
+        resolve_recompute(load_run("tiny", [*given, auto % limit]), world).layout.recompute
         for limit in ("100", "2.6")
     )
     assert kept is None and isinstance(tight, Selective | Full)
     with pytest.raises(ValueError, match=r"limit 0.001 GB: .* needs 0\.00\d+ GB"):
-        settle_recompute(load_run("tiny", [*given, auto % "1"]), world)
+        resolve_recompute(load_run("tiny", [*given, auto % "1"]), world)

@@ -18,9 +18,9 @@ from moefold.optim.config import AdamW, Muon
 from moefold.planner.time import orthogonal_flops
 from moefold.run import loaded_run
 from moefold.training import machine as utilisation
-from moefold.training.banner import least_step_time, rows
+from moefold.training.banner import min_step_time, rows
 from moefold.training.hooks.progress import describe
-from moefold.training.machine import AGAIN, MatrixRate, Utilisation
+from moefold.training.machine import REMEASURE, MatrixRate, Utilisation
 from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
 from tests.cpu.runs import job_of
 from tests.cpu.small import model_of
@@ -63,7 +63,7 @@ def test_no_share_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measuring(monkeypatch, 1.1e9)
     use = Utilisation(MatrixRate(1.1e9, "slow"), torch.bfloat16, of(CPU, 1))
     assert use.figures(3.7e9) == {} and use.figures(3.7e9) == {}
-    assert len(asked) == AGAIN
+    assert len(asked) == REMEASURE
     assert use.figures(0.55e9) == {"mfu": pytest.approx(0.5)}
 
 
@@ -99,7 +99,7 @@ def test_newton_schulz_is_counted_as_it_multiplies(name: str) -> None:
 def test_the_banner_counts_ranks_and_the_epochs_of_the_steps_to_go(tmp_path: Path) -> None:
     muon = {"kind": "muon", "lr": 0.01}
     with job_of(tmp_path, optim=muon) as job:
-        alone, said = least_step_time(job), dict(rows(job))
+        alone, said = min_step_time(job), dict(rows(job))
         assert said["ranks"] == "one" and f"in {job.last_step} steps" in said["data"]
         assert any("Newton-Schulz" in text and "not counted" in text for _, text in rows(job))
         job.progress.step = job.last_step - 2
@@ -109,7 +109,7 @@ def test_the_banner_counts_ranks_and_the_epochs_of_the_steps_to_go(tmp_path: Pat
         world: Any = job.world
         four: Any = SimpleNamespace(size=4, folding=world.folding)
         job.world = four
-        assert least_step_time(job) == alone / 4
+        assert min_step_time(job) == alone / 4
         said = dict(rows(job))
         assert said["ranks"] == "4, layout of data-parallel ranks only, over gloo"
         assert "on all 4 ranks" in said["time"]

@@ -15,7 +15,7 @@ from moefold.comm.collectives import gather_objects
 from moefold.optim.base import Optimizer
 from moefold.parallel.config import StatePlacement
 from moefold.parallel.data.sharding import ShardedState
-from moefold.training.state import contents, held_by, restore
+from moefold.training.state import contents, iter_state, restore
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import quick_folder
 from tests.gloo.harness import run_ranks
@@ -99,7 +99,9 @@ def travel(trip: Trip, state: StatePlacement, folder: Path) -> dict[str, torch.T
     restore(path, data, optimizer)
     data.refresh_weights()
     figures += steps(data, optimizer, trip.second)
-    found = {f"{name} {held.box}": held.tensor.clone() for name, held in held_by(data, optimizer)}
+    found = {
+        f"{name} {held.box}": held.tensor.clone() for name, held in iter_state(data, optimizer)
+    }
     return found | {"figures": torch.tensor(figures, dtype=torch.float64)}
 
 

@@ -38,7 +38,7 @@ from moefold.proof.case import ProofCase, Subject
 from moefold.proof.rank_run import initialise_model, micro_batches
 from moefold.proof.shrink import small_optimizer
 from moefold.proof.subjects import BIASED, DENSE, MLA, SHARED, WINDOWED, decoder
-from moefold.training.state import Progress, contents, held_by, restore
+from moefold.training.state import Progress, contents, iter_state, restore
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import bits, quick_folder
 from tests.gloo.harness import one_at_a_time
@@ -174,7 +174,7 @@ def dump(here: Here, path: Path) -> None:
     Every rank writes what it holds; the first one puts it together, and finds that all elements
     are there and that copies agree in each bit.
     """
-    mine = [(name, held) for name, held in held_by(here.data, here.optimizer)]
+    mine = [(name, held) for name, held in iter_state(here.data, here.optimizer)]
     tensors = {f"{i}": held.tensor.detach().clone() for i, (_, held) in enumerate(mine)}
     facts = [[name, held.shape, held.box] for name, held in mine]
     part = path.with_name(f"{path.name}.{here.world.rank}")
@@ -209,7 +209,7 @@ def assemble(parts: Sequence[Path], path: Path) -> None:
 
 def wreck(here: Here) -> None:
     """Overwrite all of the state, so that nothing in it is right by chance."""
-    for _, held in held_by(here.data, here.optimizer):
+    for _, held in iter_state(here.data, here.optimizer):
         held.tensor.fill_(math.nan if held.tensor.is_floating_point() else 99)
     here.data.refresh_weights()
 
@@ -217,7 +217,7 @@ def wreck(here: Here) -> None:
 def unequal(here: Here, truth: Path) -> Iterator[str]:
     """Yield what of the state here is not, bit for bit, the truth's."""
     with safe_open(truth, "pt") as file:
-        for name, held in held_by(here.data, here.optimizer):
+        for name, held in iter_state(here.data, here.optimizer):
             if bits(held.tensor) != bits(_cut(file, name, held.box)):
                 yield f"{name} {held.box} differs in its bits"
 
@@ -228,7 +228,7 @@ def far(here: Here, reference: Path) -> Iterator[str]:
         whole = {name: file.get_tensor(name).double() for name in file.keys()}  # noqa: SIM118
     total = math.sqrt(sum(float(t.square().sum()) for t in whole.values()))
     elements = sum(t.numel() for t in whole.values())
-    for name, held in held_by(here.data, here.optimizer):
+    for name, held in iter_state(here.data, here.optimizer):
         mine, truth = held.tensor.double(), whole[name]
         theirs = truth[tuple(slice(*ends) for ends in held.box)]
         least = FLOOR * total * math.sqrt(truth.numel() / elements)

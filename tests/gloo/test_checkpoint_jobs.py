@@ -23,7 +23,7 @@ from moefold.mesh.folding import Folding
 from moefold.training import machine as rates
 from moefold.training.hooks.base import Hook
 from moefold.training.machine import MatrixRate
-from moefold.training.state import held_by
+from moefold.training.state import iter_state
 from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import load, quick_folder, same
 from tests.cpu.runs import job_of, run_of
@@ -46,7 +46,7 @@ def assumed(dtypes: tuple[torch.dtype, ...], device: torch.device) -> dict[Any, 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a folder where syncing takes no time, with prepared data in it."""
-    monkeypatch.setattr(rates, "measured", assumed)
+    monkeypatch.setattr(rates, "measure_cached", assumed)
     with quick_folder(tmp_path) as folder:
         with job_of(folder, "first"):
             pass
@@ -90,7 +90,7 @@ def state(job: Trainer) -> dict[str, torch.Tensor]:
     """Return copies of all that is here of the state; boxes of one tensor by their place."""
     return {
         json.dumps([name, held.box]): held.tensor.detach().clone()
-        for name, held in held_by(job.data, job.optimizer)
+        for name, held in iter_state(job.data, job.optimizer)
     }
 
 

@@ -14,7 +14,7 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.training import machine as rates
-from moefold.training.local import RankCopy, newest_whole
+from moefold.training.local import RankCopy, newest_complete
 from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import quick_folder, same
 from tests.cpu.runs import job_of, run_of
@@ -31,7 +31,7 @@ HERE = ["a", "b", "c", "d"]
 def trained() -> Iterator[Path]:
     """Return a folder with a run that was broken off after its last copies."""
     with pytest.MonkeyPatch.context() as patch, quick_folder(Path("/tmp")) as folder:
-        patch.setattr(rates, "measured", assumed)
+        patch.setattr(rates, "measure_cached", assumed)
         with job_of(folder, "first"):
             pass
 
@@ -49,7 +49,7 @@ def trained() -> Iterator[Path]:
 @pytest.fixture
 def quick(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return that folder as it was, to lose machines in."""
-    monkeypatch.setattr(rates, "measured", assumed)
+    monkeypatch.setattr(rates, "measure_cached", assumed)
     kept = trained.with_name(f"{trained.name}-kept")
     shutil.copytree(trained, kept)
     yield trained
@@ -194,10 +194,12 @@ def share(step: int, rank: int, session: str = "s", progress: str = "{}") -> Ran
 
 def test_which_step_is_whole_and_who_reads_it() -> None:
     both = [share(4, 0), share(4, 1)]
-    found = newest_whole([(both, "f"), ([share(4, 1)], "f")], 1)
+    found = newest_complete([(both, "f"), ([share(4, 1)], "f")], 1)
     assert found == [(share(4, 0), 0), (share(4, 1), 1)]
-    found = newest_whole([([*both, share(6, 0)], "f"), ([], "f")], 1)
+    found = newest_complete([([*both, share(6, 0)], "f"), ([], "f")], 1)
     assert found == [(share(4, 0), 0), (share(4, 1), 0)], "what one lacks its keeper reads"
     for odd in (share(4, 1, "t"), share(4, 1, progress=json.dumps(1)), share(5, 1)):
-        assert newest_whole([([share(4, 0)], "f"), ([odd], "f")], 1) is None
-    assert newest_whole([([share(4, 0)], "f"), ([share(4, 1)], "g")], 1) is None, "of another form"
+        assert newest_complete([([share(4, 0)], "f"), ([odd], "f")], 1) is None
+    assert newest_complete([([share(4, 0)], "f"), ([share(4, 1)], "g")], 1) is None, (
+        "of another form"
+    )

@@ -19,7 +19,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.run import Run
 from moefold.training import resume, trainer
-from moefold.training.distributed import world_of
+from moefold.training.distributed import open_world
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.step import StepFigures
 from moefold.training.trainer import Interrupted, Trainer
@@ -64,7 +64,7 @@ def bad_steps(info: RankInfo, folder: str) -> Told:
     told: Told = {}
     home = Path(folder)
     run = run_of(home, **policy(replay=True))
-    with world_of(run, info, home / "out") as world:
+    with open_world(run, info, home / "out") as world:
         with Trainer(run, home / "out", world=world) as job:
             named = {f"{o.name} {o.document}" for b in job.loader.load_step(0) for o in b.sources}
             told["documents"] = "; ".join(sorted(named))
@@ -94,7 +94,10 @@ def bad_steps(info: RankInfo, folder: str) -> Told:
 def signals(info: RankInfo, folder: str) -> Told:
     home = Path(folder)
     run = run_of(home)
-    with world_of(run, info, home / "out") as world, Trainer(run, home / "out", world=world) as job:
+    with (
+        open_world(run, info, home / "out") as world,
+        Trainer(run, home / "out", world=world) as job,
+    ):
         step = job.loader.load_step
 
         def warned(place: int) -> Any:
@@ -110,7 +113,7 @@ def signals(info: RankInfo, folder: str) -> Told:
 def differing(info: RankInfo, folder: str) -> Told:
     home, told = Path(folder), {}
     odd = info.rank == 1
-    with world_of(run_of(home), info, home / "out") as world:
+    with open_world(run_of(home), info, home / "out") as world:
 
         def refused(run: Run) -> str:
             with pytest.raises(Disagreement) as caught:

@@ -25,7 +25,7 @@ from moefold.parallel.config import Layout
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
-from tests.cpu.alive import Made, there
+from tests.cpu.alive import StorageRecorder, there
 from tests.gloo.harness import run_ranks
 
 HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
@@ -82,7 +82,7 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
     x_TD = torch.randn(flow.rows.rows, HIDDEN, dtype=flow.recipe.dtype, requires_grad=True)
     layer(x_TD, flow)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
-    with Made() as made, flow.saved_tensors.layer_hooks():
+    with StorageRecorder() as made, flow.saved_tensors.layer_hooks():
         out = flow.saved_tensors.run("block", lambda x: layer(x, flow), x_TD)
     old |= {one.untyped_storage()._cdata for one in out}
     # Threads of the back end hold the rows of their last exchange until the next one, and let go
@@ -90,7 +90,9 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
     for _ in range(4):
         sum_(torch.zeros(1), world.group("cp"))
     given, until = x_TD.untyped_storage().nbytes(), time.monotonic() + PATIENCE_S
-    while (found := given + made.alive(old)) != planned(asked, ranks) and time.monotonic() < until:
+    while (found := given + made.live_bytes(old)) != planned(
+        asked, ranks
+    ) and time.monotonic() < until:
         time.sleep(0.01)
     return found
 

@@ -21,7 +21,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
-from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, Made
+from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, StorageRecorder
 from tests.cpu.test_planner_kept import ALL, BLOCKS
 from tests.gloo.forks import CPU, fork_ranks
 
@@ -44,14 +44,14 @@ def alive(block: Block, policy: Record | None, world: World, planned: int | None
     x_TD = torch.randn(flow.rows.rows, HIDDEN, requires_grad=True)
     layer(x_TD, flow)  # makes what passes share: angles, and copies of weights
     flow.decisions.clear()
-    made = Made()
+    made = StorageRecorder()
     with made, flow.saved_tensors.layer_hooks():
         out = layer(x_TD, flow)
     flow.decisions.clear()
     for _ in range(4):  # a thread lets go of the rows of its last exchange when it has another
         sum_(torch.zeros(1), world.group("tp"))
     given, until = {one.untyped_storage()._cdata for one in out}, time.monotonic() + PATIENCE_S
-    while (found := made.alive(given)) != (planned or found) and time.monotonic() < until:
+    while (found := made.live_bytes(given)) != (planned or found) and time.monotonic() < until:
         time.sleep(0.01)
     return found
 

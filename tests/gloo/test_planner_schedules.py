@@ -26,7 +26,7 @@ from moefold.planner.case import Case, Keeping, Numbers, offloaded, recomputed
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import after_each, memory
 from moefold.spec.decoder import with_multi_token
-from moefold.training.weigh import weigh
+from moefold.training.memory_probe import measure_step
 from tests.cpu.alive import HIDDEN
 from tests.cpu.test_planner_kept import BLOCKS, steady
 from tests.gloo.harness import run_ranks
@@ -205,7 +205,7 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
         draw = torch.Generator().manual_seed(0)
         ids = [torch.randint(0, VOCAB, (ROWS, SEQ), generator=draw) for _ in range(MICRO)]
         wanted = [dict(zip(PARTS, after, strict=True)) for after in planned(one, stage)[0]]
-        left = weigh(ShardedState(placed), [from_ids(one) for one in ids], 64, wanted)
+        left = measure_step(ShardedState(placed), [from_ids(one) for one in ids], 64, wanted)
         places = {} if placed.offload is None else placed.offload.stores
         peaks = {name: place.stats.peak for name, place in places.items()}
         found.append(([tuple(step.get(name, 0) for name in PARTS) for step in left], peaks))

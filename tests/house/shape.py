@@ -204,7 +204,7 @@ def handed_on(root: Path) -> list[str]:
         return []
     homes: dict[str, str] = {}
     for node in package.syntax.body:
-        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "_HOMES":
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "_MODULES":
             homes = ast.literal_eval(node.value)
     breaches = [
         package.at(1, f"hands on {name} from {home}, which does not define it")

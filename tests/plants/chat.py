@@ -108,7 +108,7 @@ PLANTS = (
         "b73",
         "a text stops at the token that ends documents alone",
         "tests/cpu/test_cli_chat.py::test_b73_answers_are_those_of_transformers_and_stop_at_any_end",
-        "training/speaker.py",
+        "training/text_generator.py",
         '"stop_ids": self.tokenizer.end_ids',
         '"stop_ids": self.tokenizer.end_ids[:1]',
     ),

@@ -14,7 +14,7 @@ PLANTS = (
         "copies in memory hold no optimizer state",
         LIVED,
         "training/trainer.py",
-        "return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]",
+        "return [held.tensor.detach() for _, held in iter_state(self.data, self.optimizer)]",
         "return [held.tensor.detach() for held in self.data.weights()]",
     ),
     Plant(
@@ -30,8 +30,8 @@ PLANTS = (
         "a run that goes on from memory leaves a step out",
         LIVED,
         "training/trainer.py",
-        "Progress.of(said)",
-        "Progress.of({**said, 'step': said['step'] + 1})",
+        "Progress.of(progress)",
+        "Progress.of({**progress, 'step': progress['step'] + 1})",
     ),
     Plant(
         "b26",

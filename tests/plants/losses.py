@@ -52,8 +52,8 @@ PLANTS = (
         "a context rank's share of an answer is taken for the answer",
         CONTEXT,
         "training/losses/dpo.py",
-        'return sum_(said_N, flow.world.group("cp"))',
-        "return said_N",
+        'return sum_(log_N, flow.world.group("cp"))',
+        "return log_N",
     ),
     Plant(
         "b77",

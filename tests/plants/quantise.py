@@ -722,7 +722,7 @@ PLANTS = (
         "tests/cpu/test_training_quantise.py::"
         "test_b57_a_back_end_that_is_not_there_is_told_before_data_is_prepared",
         "training/precision.py",
-        "        require_available(asked.backend, device)",
+        "        require_available(quantise.backend, device)",
         "        assert device",
     ),
     Plant(

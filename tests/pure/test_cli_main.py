@@ -229,7 +229,7 @@ def test_the_package_loads_by_itself_and_knows_its_names() -> None:
     code = (
         "import sys, moefold\n"
         "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)\n"
-        "assert set(moefold._HOMES) <= set(dir(moefold))\n"
+        "assert set(moefold._MODULES) <= set(dir(moefold))\n"
         "try: moefold.load_rnu\n"
         "except AttributeError as error: print(error)\n"
     )

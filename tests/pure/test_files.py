@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from moefold.files import demand_writable, folder_for, named, write_text
+from moefold.files import folder_for, path_in_errors, require_writable, write_text
 
 
 def test_what_names_no_file_itself_is_named() -> None:
-    with pytest.raises(OSError) as caught, named("runs/a"), open("/dev/full", "w") as file:
+    with pytest.raises(OSError) as caught, path_in_errors("runs/a"), open("/dev/full", "w") as file:
         file.write("x")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "runs/a")
-    with pytest.raises(FileNotFoundError) as missing, named("runs/a"):
+    with pytest.raises(FileNotFoundError) as missing, path_in_errors("runs/a"):
         open("not-there")  # noqa: SIM115
     assert missing.value.filename == "not-there"
     with (
         pytest.raises(ValueError, match=r"runs/a: is not UTF-8 text: .* in position 1"),
-        named("runs/a"),
+        path_in_errors("runs/a"),
     ):
         b"a\xff".decode()
 
@@ -71,16 +71,16 @@ def test_whether_a_place_can_be_written_is_seen_without_writing(
     file, loop = tmp_path / "file", tmp_path / "loop"
     file.touch()
     loop.symlink_to(loop)
-    demand_writable(tmp_path / "a" / "b")
+    require_writable(tmp_path / "a" / "b")
     for path, number in (
         (file / "x", errno.ENOTDIR),
         (loop / "x", errno.ELOOP),
         (tmp_path / ("n" * 300), errno.ENAMETOOLONG),
     ):
         with pytest.raises(OSError) as caught:
-            demand_writable(path)
+            require_writable(path)
         assert caught.value.errno == number
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(PermissionError):
-        demand_writable(tmp_path / "a")
+        require_writable(tmp_path / "a")
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]

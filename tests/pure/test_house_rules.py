@@ -248,13 +248,13 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
     (
         "a name handed on from nowhere",
         shape.handed_on,
-        {"moefold/__init__.py": "_HOMES = {'train': 'moefold.api'}\n", "moefold/api.py": ""},
+        {"moefold/__init__.py": "_MODULES = {'train': 'moefold.api'}\n", "moefold/api.py": ""},
         "moefold/__init__.py:1: hands on train from moefold.api, which does not",
     ),
     (
         "a name of the Python face that is not handed on",
         shape.handed_on,
-        {"moefold/__init__.py": "_HOMES = {}\n", "moefold/api.py": "def train(): ...\n"},
+        {"moefold/__init__.py": "_MODULES = {}\n", "moefold/api.py": "def train(): ...\n"},
         "moefold/__init__.py:1: does not hand on train of moefold/api.py",
     ),
     (

@@ -21,7 +21,7 @@ from moefold.planner.memory import fullest
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.time import estimate
 from moefold.planner.time_layer import setting_of
-from moefold.run import Run, demand_fit, load_run
+from moefold.run import Run, load_run, require_fit
 from moefold.spec.decoder import needs
 from moefold.training.losses.config import Distill, Dpo
 from tests.traffic.step import traffic
@@ -83,7 +83,7 @@ def test_the_run_file_is_planned_alike(name: str, where: str, tmp_path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"base": name, **fragment(found.today)}))
     run = load_run(path)
-    demand_fit(run, found.task.cluster.devices)
+    require_fit(run, found.task.cluster.devices)
     task, choice = of_run(run, found.task.cluster)
     same(PlannedLayout(choice, choice.case(task)), found.today)
 
@@ -101,7 +101,7 @@ def test_a_run_file_takes_back_what_its_base_has(tmp_path) -> None:
     assert found.today is not None and found.run_file is not None
     path.write_text(yaml.safe_dump({"base": str(base), **found.run_file}))
     run = load_run(path)
-    demand_fit(run, 2)
+    require_fit(run, 2)
     assert run.layout.recompute is None and run.layout.experts == "loop"
     task, choice = of_run(run, found.task.cluster)
     same(PlannedLayout(choice, choice.case(task)), found.today)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from moefold.training.report import MOST_POINTS, page, summary
+from moefold.training.report import MAX_POINTS, page, summary
 from moefold.training.run_folder import (
     BASELINES_FILE,
     EVENTS_FILE,
@@ -18,7 +18,7 @@ from moefold.training.run_folder import (
     METRICS_FILE,
     Curve,
     History,
-    note,
+    log_event,
 )
 
 
@@ -153,11 +153,11 @@ def test_the_page_holds_everything_and_fetches_nothing() -> None:
 
 def test_long_curves_are_thinned_to_their_means() -> None:
     """The page stays small however long the run."""
-    steps = 10 * MOST_POINTS + 3
+    steps = 10 * MAX_POINTS + 3
     lines = [line(s + 1, grad_norm=float(s % 2)) for s in range(steps)]
     charts = {c["title"]: c for c in Page(page(History(lines), "a", "b")).data["charts"]}
     (entry,) = charts["Gradient norm"]["lines"]
-    assert len(entry["x"]) <= MOST_POINTS and entry["x"][-1] == steps
+    assert len(entry["x"]) <= MAX_POINTS and entry["x"][-1] == steps
     assert set(np.round(entry["y"][:-1], 1)) <= {0.4, 0.5, 0.6}
 
 
@@ -201,7 +201,7 @@ def test_figures_that_are_not_finite_keep_no_answer_from_being_json(
     facts = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert facts["lm_loss"] is facts["val/code/bits_per_byte"] is None
     assert "best_step/code" not in facts and Page(page(History([bad]), "a", "b")).data["cards"]
-    note(tmp_path, "spike", grad_norm=float("nan"))
+    log_event(tmp_path, "spike", grad_norm=float("nan"))
     (event,) = (tmp_path / EVENTS_FILE).read_text().splitlines()
     assert json.loads(event, parse_constant=refuse)["grad_norm"] is None
 

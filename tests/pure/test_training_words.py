@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.training.words import clock, count, harmless, plural, si, size, step_time
+from moefold.training.formatting import clock, count, escape_control, plural, si, size, step_time
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_one_thing_is_no_plural() -> None:
 
 def test_no_terminal_obeys_a_model() -> None:
     """Escape, bell, return and the C1 codes are shown; line ends, tabs and letters stay."""
-    assert harmless("a\x1b[2J\x07\r\x9b\x7f\tä\n") == "a␛[2J␇␍\ufffd␡\tä\n"
+    assert escape_control("a\x1b[2J\x07\r\x9b\x7f\tä\n") == "a␛[2J␇␍\ufffd␡\tä\n"

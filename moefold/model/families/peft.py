@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.files import named, read_json
+from moefold.files import path_in_errors, read_json
 from moefold.model.config import Decoder, LowRank
 from moefold.model.families.names import find_mappings, pieces
 from moefold.model.families.registry import family_of
@@ -349,7 +349,7 @@ def _read_header(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str,
     file = folder / TENSORS
     if not file.is_file() and (folder / PICKLED).is_file():
         raise ValueError(f"{folder / PICKLED} is a pickle, which is not read; save it as {TENSORS}")
-    with named(file), file.open("rb") as stream:
+    with path_in_errors(file), file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         raw = stream.read(size) if size <= HEADER_LIMIT else b""
     try:

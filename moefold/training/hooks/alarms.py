@@ -11,13 +11,13 @@ from rich.console import Console
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Health, Pace, Spikes
 from moefold.training.hooks.logs import StepLinesHook
-from moefold.training.run_folder import LOAD_FILE, METRICS_FILE, note, read_lines
+from moefold.training.run_folder import LOAD_FILE, METRICS_FILE, log_event, read_lines
 
 ALARMS = "moe/alarms"
 """Key of the number of layers whose alarm was raised at this step."""
-OWN_PLACE = ("layer", "top_k", "load")
+UNWRITTEN_KEYS = ("layer", "top_k", "load")
 """Keys of a layer's statistics that are not written as ``moe/<layer>/<key>``."""
-FEWEST = 8
+MIN_NORMS = 8
 """Minimum number of steps for a median of gradient norms."""
 
 
@@ -50,9 +50,9 @@ class HealthHook(StepLinesHook):
             layer = str(figures["layer"])
             loads[layer] = [round(float(share), 6) for share in figures["load"]]
             for key, value in figures.items():
-                if key not in OWN_PLACE:
+                if key not in UNWRITTEN_KEYS:
                     metrics[f"moe/{layer}/{key}"] = value
-            if not (trouble := self.trouble(figures)):
+            if not (trouble := self.problem(figures)):
                 continue
             failed[layer] = before.get(layer, 0) + 1
             if failed[layer] == self._record.patience:
@@ -62,10 +62,10 @@ class HealthHook(StepLinesHook):
         metrics[ALARMS] = alarms
         if alarms and self._record.action == "stop":
             failed = {}  # a run that resumes there is alarmed again
-        said = {"load": loads, "failed": failed} if failed else {"load": loads}
-        self.lines.append(job.step_number, said)
+        line = {"load": loads, "failed": failed} if failed else {"load": loads}
+        self.lines.append(job.step_number, line)
 
-    def trouble(self, figures: Mapping[str, Any]) -> str:
+    def problem(self, figures: Mapping[str, Any]) -> str:
         """Describe what is wrong with one layer's statistics; empty if nothing is."""
         experts = len(figures["load"])
         dead = figures["dead_experts"]
@@ -145,30 +145,30 @@ class SpikesHook(Hook):
         self._norms.clear()
         for line in read_lines(job.folder / METRICS_FILE):
             if line["step"] <= job.step_number and line.get("grad_norm") is not None:
-                self._usual(line["grad_norm"])
+                self._exceeded_median(line["grad_norm"])
 
     on_rewind = on_start
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Log a spike with its documents; its norm does not enter the median."""
         norm = metrics.get("grad_norm")
-        usual = None if norm is None else self._usual(norm)
+        usual = None if norm is None else self._exceeded_median(norm)
         if norm is None or usual is None:
             return
         loader = job.loader
         batches = (loader.load_micro_batch(job.place, j) for j in range(loader.n_micro_batches))
         named = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
         facts = {"step": job.step_number, "place": job.place, "grad_norm": norm, "usual": usual}
-        note(job.folder, "spike", **facts, documents=list(dict.fromkeys(named)))
+        log_event(job.folder, "spike", **facts, documents=list(dict.fromkeys(named)))
         text = (
             f"{job.step_number}: gradient norm {norm:.3g}, recent median {usual:.3g}; "
             "events.jsonl lists the step's documents"
         )
         _warn(self._console, "[bold yellow]spike[/]", text)
 
-    def _usual(self, norm: float) -> float | None:
+    def _exceeded_median(self, norm: float) -> float | None:
         """Return the median if ``norm`` is a spike; else note ``norm`` and return None."""
-        usual = median(self._norms) if len(self._norms) >= FEWEST else None
+        usual = median(self._norms) if len(self._norms) >= MIN_NORMS else None
         if usual is not None and not norm <= self._record.ratio * usual:
             return usual
         if math.isfinite(norm):  # NaN would spoil the median.

@@ -28,9 +28,9 @@ from moefold.training.hooks.profile import ProfileHook, ProfileStart
 
 
 def assemble(
-    watch: Watch, console: Console | None = None, outside: Sequence[Hook] = ()
+    watch: Watch, console: Console | None = None, extra: Sequence[Hook] = ()
 ) -> tuple[Hook, ...]:
-    """Build the hooks that ``watch`` configures, and insert the ones from ``outside``.
+    """Build the hooks that ``watch`` configures, and insert those of ``extra``.
 
     Raises:
         ValueError: if a logger's package is missing; says how to install it.
@@ -44,7 +44,7 @@ def assemble(
         hooks.append(build(watch.evaluate))
     looks = (watch.health, watch.pace, watch.spikes, watch.sample)
     hooks += [build(record, console) for record in looks if record]
-    hooks += [*(build(record) for record in watch.hooks), *outside]
+    hooks += [*(build(record) for record in watch.hooks), *extra]
     logs: list[Hook] = [MetricsHook()]
     wanted = watch.metrics.tensorboard
     if wanted == "on" or (wanted == "auto" and find_spec("tensorboard") is not None):

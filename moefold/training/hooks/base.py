@@ -106,17 +106,17 @@ class Hook:
         """Called once, when the run ends or fails with ``error``."""
 
 
-def tell(hooks: Sequence[Hook], event: str, job: JobView, *given: Any) -> None:
-    """Call the hooks for an event, in order; log a full disk once per hook where it may go on."""
-    spared = event in ("on_step", "on_evaluate")
+def call_hooks(hooks: Sequence[Hook], event: str, job: JobView, *args: Any) -> None:
+    """Call the hooks for an event, in order; log a full disk once per hook if the run may go on."""
+    recoverable = event in ("on_step", "on_evaluate")
     for hook in hooks:
         try:
-            getattr(hook, event)(job, *given)
+            getattr(hook, event)(job, *args)
             if event == "on_step":
                 hook.refused = False
         except OSError as error:
-            goes_on = spared and job.run.watch.checkpoint.on_failure == "continue"
-            if not goes_on or error.errno not in FULL:
+            continues = recoverable and job.run.watch.checkpoint.on_failure == "continue"
+            if not continues or error.errno not in FULL:
                 raise
             if not hook.refused:
                 name = type(hook).__name__.removesuffix("Hook").lower()

@@ -9,7 +9,7 @@ from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
 from moefold.training.hooks.alarms import ALARMS
 from moefold.training.hooks.base import Figures, Hook, JobView
-from moefold.training.run_folder import note
+from moefold.training.run_folder import log_event
 
 
 class CheckpointHook(Hook):
@@ -23,32 +23,32 @@ class CheckpointHook(Hook):
 
     def __init__(self, policy: CheckpointPolicy, console: Console, on_alarm: bool = False) -> None:
         self._policy, self._console, self._on_alarm = policy, console, on_alarm
-        self._owed: int | None = None
-        self._wait = 1
+        self._retry_step: int | None = None
+        self._retry_delay = 1
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Save if the step is due, or if an earlier save that failed is to be repeated."""
         step, every = job.step_number, self._policy.every
         due = every is not None and step % every == 0
-        due = due or (self._owed is not None and step >= self._owed)
+        due = due or (self._retry_step is not None and step >= self._retry_step)
         due = due or (self._on_alarm and metrics.get(ALARMS, 0) > 0)
         if not due or step >= job.last_step:
             return
         try:
             began = time.monotonic()
             job.save()
-            self._owed, self._wait = None, 1
+            self._retry_step, self._retry_delay = None, 1
             stall_s = time.monotonic() - began
-            note(job.folder, "saved", step=step, stall_s=stall_s)
+            log_event(job.folder, "saved", step=step, stall_s=stall_s)
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise
-            self._owed, self._wait = step + self._wait, 2 * self._wait
+            self._retry_step, self._retry_delay = step + self._retry_delay, 2 * self._retry_delay
             if every is not None:
-                self._owed = min(self._owed, step - step % every + every)
+                self._retry_step = min(self._retry_step, step - step % every + every)
             self._console.print(
                 f"[bold red]checkpoint failed[/] step {step}: {escape(str(error))}\n"
-                f"training continues; the next attempt is at step {self._owed}",
+                f"training continues; the next attempt is at step {self._retry_step}",
                 soft_wrap=True,
                 highlight=False,
             )

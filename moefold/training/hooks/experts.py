@@ -22,7 +22,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.moe.router import Routed
 from moefold.training.hooks.base import Hook, JobView
 from moefold.training.hooks.config import ExpertsPage
-from moefold.training.report import encoded, render_page
+from moefold.training.report import encode_base64, render_page
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PAGE_FILE = "experts.html"
@@ -52,14 +52,14 @@ class ExpertsPageHook(Hook):
         if not held_out:
             return
         part = held_out[0]
-        number, documents = choose(part.corpus, self._tokens, MORE * self._tokens)
+        number, documents = choose_documents(part.corpus, self._tokens, MORE * self._tokens)
         # Pieces are no longer than in training: the model has not seen later positions.
         pieces = [
             ids_T[at : at + job.run.data.seq].tolist()
             for ids_T in documents
             for at in range(0, len(ids_T), job.run.data.seq)
         ]
-        layers = route(job.model, pieces)
+        layers = record_routing(job.model, pieces)
         ids = [token for piece in pieces for token in piece]
         spelling = job.tokenizer.token_bytes
         # Special tokens for starts and ends of documents have no text to show.
@@ -94,7 +94,7 @@ class LayerRouting:
         return np.bincount(kept, minlength=self.experts) / max(kept.size, 1)
 
 
-def preferred(routing: LayerRouting, texts: Sequence[str]) -> list[list[str]]:
+def preferred_tokens(routing: LayerRouting, texts: Sequence[str]) -> list[list[str]]:
     """Return for each expert the tokens it computes more often than by chance, strongest first.
 
     They are ranked by the G statistic of one cell, ``n * log(n / expected)``, which favours tokens
@@ -141,17 +141,17 @@ def render(
             "experts": routing.experts,
             "top_k": routing.ids_TK.shape[1],
             "load": [round(float(share), 5) for share in routing.load_E],
-            "likes": preferred(routing, texts),
+            "likes": preferred_tokens(routing, texts),
             "wide": wide,
-            "ids": encoded(ids_TK.astype("<u2" if wide else "u1")),
-            "weights": encoded(np.rint(255 * share_TK).astype("u1")),
+            "ids": encode_base64(ids_TK.astype("<u2" if wide else "u1")),
+            "weights": encode_base64(np.rint(255 * share_TK).astype("u1")),
         }
         found.append(layer)
     data = {"tokens": list(texts[:shown]), "layers": found}
     return render_page(TEMPLATE, f"Experts of {title}", subtitle, data)
 
 
-def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarray]]:
+def choose_documents(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarray]]:
     """Return the number of the first document of at least ``tokens`` tokens, else the longest one.
 
     Also returns the ids of that document and of others, at most about ``total`` tokens in all.
@@ -175,10 +175,12 @@ def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarra
 
 
 @torch.no_grad()
-def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRouting]:
+def record_routing(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRouting]:
     """Return each MoE layer's routing of the pieces' tokens; each piece is its own segment."""
     device = model.head_weight.device
-    heard: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i, _ in model.moe_layers()}
+    recorded: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {
+        i: [] for i, _ in model.moe_layers()
+    }
 
     def note(into: list[Any], module: Any, given: Any, routed: Routed) -> None:
         ids_TK, kept_TK = routed.decision.experts_TK, routed.decision.kept_TK
@@ -187,7 +189,7 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
 
     with ExitStack() as listening:
         for i, mixture in model.moe_layers():
-            hook = mixture.router.register_forward_hook(partial(note, heard[i]))
+            hook = mixture.router.register_forward_hook(partial(note, recorded[i]))
             listening.enter_context(hook)
         each = max(1, ROWS // max(map(len, pieces)))
         for at in range(0, len(pieces), each):
@@ -195,8 +197,8 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
             model(Flow(rows, model.recipe, training=False))
     layers = []
     for i, mixture in model.moe_layers():
-        if not heard[i]:  # multi-token blocks run only in training
+        if not recorded[i]:  # multi-token blocks run only in training
             continue
-        ids_TK, weights_TK = (np.concatenate(arrays) for arrays in zip(*heard[i], strict=True))
+        ids_TK, weights_TK = (np.concatenate(arrays) for arrays in zip(*recorded[i], strict=True))
         layers.append(LayerRouting(str(i), mixture.record.router.experts, ids_TK, weights_TK))
     return layers

@@ -8,7 +8,7 @@ from moefold.config.dump import dump_yaml
 from moefold.files import read_json, write_json, write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Wandb
-from moefold.training.run_folder import METRICS_FILE, RUN_FILE, TOKENIZER_FILE, StepLines, note
+from moefold.training.run_folder import METRICS_FILE, RUN_FILE, TOKENIZER_FILE, StepLines, log_event
 
 WANDB_FILE = "wandb.json"
 
@@ -24,12 +24,12 @@ class EventsHook(Hook):
         if job.recovered:
             load_s = time.time() - job.recovered["met"]
             facts["recovered"] = {**job.recovered, "load_s": load_s}
-        note(job.folder, "start", step=job.step_number, **facts)
+        log_event(job.folder, "start", step=job.step_number, **facts)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Log the end and its reason."""
         reason = "end" if error is None else f"{type(error).__name__}: {error}"
-        note(job.folder, "stop", step=job.step_number, reason=reason)
+        log_event(job.folder, "stop", step=job.step_number, reason=reason)
 
 
 class StepLinesHook(Hook):
@@ -64,7 +64,7 @@ class TensorBoardHook(Hook):
     """Writes each metric as a TensorBoard scalar under its key, in ``tensorboard/``."""
 
     def __init__(self) -> None:
-        _demand("tensorboard", "on")
+        _require_package("tensorboard", "on")
         self._writer: Any = None
 
     def on_start(self, job: JobView) -> None:
@@ -96,7 +96,7 @@ class WandbHook(Hook):
     """Sends each step's metrics to W&B; a resumed run continues under the same name and id."""
 
     def __init__(self, record: Wandb) -> None:
-        _demand("wandb", "set")
+        _require_package("wandb", "set")
         self._record = record
         self._run: Any = None
 
@@ -133,7 +133,7 @@ class WandbHook(Hook):
             self._run.finish(exit_code=0 if error is None else 1)
 
 
-def _demand(package: str, asked: str) -> None:
+def _require_package(package: str, asked: str) -> None:
     if find_spec(package) is None:
         raise ValueError(
             f"watch.metrics.{package} is {asked}, but the package is not installed: "

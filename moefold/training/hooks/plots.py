@@ -14,15 +14,15 @@ from torch import Tensor
 
 from moefold.checkpoint.load import Reader
 from moefold.spec.decoder import LORA_A, LORA_B
+from moefold.training.formatting import count
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Plots
 from moefold.training.model_checkpoint import ModelTensors
 from moefold.training.report import loss_chart, loss_unit
-from moefold.training.run_folder import History, evenly
-from moefold.training.words import count
+from moefold.training.run_folder import History, evenly_spaced
 
 INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
-MOST_PANELS = 8
+MAX_PANELS = 8
 """Maximum number of layers whose loads are plotted over time."""
 LAST = 20
 """Number of newest checks whose mean is plotted as the current load."""
@@ -37,15 +37,15 @@ class PlotsHook(Hook):
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Plot if the step is due."""
         if job.step_number % self._every == 0 and job.step_number < job.last_step:
-            draw(job.folder, job.run.name)
+            draw_plots(job.folder, job.run.name)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Plot the end of the run, however it ended, except after Ctrl-C."""
         if not isinstance(error, KeyboardInterrupt):
-            draw(job.folder, job.run.name)
+            draw_plots(job.folder, job.run.name)
 
 
-def draw(folder: Path, title: str) -> list[Path]:
+def draw_plots(folder: Path, title: str) -> list[Path]:
     """Write every plot for which the folder's files have data; return the paths."""
     history = History.read(folder)
     drawn = []
@@ -110,7 +110,7 @@ def load_figure(history: History, title: str) -> Figure | None:
     if found is None:
         return None
     steps, layers, load = found
-    panels = min(len(layers), MOST_PANELS)
+    panels = min(len(layers), MAX_PANELS)
     shown = [round(place) for place in np.linspace(0, len(layers) - 1, panels)]
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
@@ -120,12 +120,12 @@ def load_figure(history: History, title: str) -> Figure | None:
     peak = float(np.nanpercentile(load, 99.5))
     norm = TwoSlopeNorm(1.0, 0.0, max(peak, 1.5))
     axes = now.add_subplot()
-    image = _draw_now(axes, np.ma.masked_invalid(load[-LAST:]).mean(axis=0), layers, norm)
+    image = _draw_heat_map(axes, np.ma.masked_invalid(load[-LAST:]).mean(axis=0), layers, norm)
     _finish(axes, f"{title}: load of each expert, step {steps[-1]}", grid=False)
     bar = now.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
     bar.set_label("load over the mean", color=INK)
     bar.outline.set_visible(False)
-    shown_at = evenly(steps)
+    shown_at = evenly_spaced(steps)
     grid = over_time.subplots(rows, columns, squeeze=False, sharey=True)
     for place, panel in enumerate(grid.flat):
         if place >= len(shown):
@@ -147,7 +147,7 @@ def load_figure(history: History, title: str) -> Figure | None:
     return figure
 
 
-def moved(tensors: ModelTensors) -> tuple[list[str], np.ndarray]:
+def adapter_changes(tensors: ModelTensors) -> tuple[list[str], np.ndarray]:
     """Return layers [L], and ``|scale * B A| / |W|`` [L, E] over all matrices of each expert.
 
     Norms are Frobenius norms; that of the product is computed from ``B^T B`` and ``A A^T``. Layers
@@ -174,10 +174,12 @@ def moved(tensors: ModelTensors) -> tuple[list[str], np.ndarray]:
     return layers, out
 
 
-def draw_moved(checkpoint: Path, path: Path, title: str) -> bool:
+def draw_adapter_changes(checkpoint: Path, path: Path, title: str) -> bool:
     """Plot how far adapters moved a checkpoint's experts; return whether any expert has one."""
     with Reader(checkpoint) as reader:
-        layers, shares = moved(ModelTensors(reader, reader.manifest.meta.get("adapters", {})))
+        layers, shares = adapter_changes(
+            ModelTensors(reader, reader.manifest.meta.get("adapters", {}))
+        )
     if not layers:
         return False
     figure = Figure(figsize=(9, 0.9 + max(1.2, 0.28 * len(layers))), layout="constrained")
@@ -185,7 +187,7 @@ def draw_moved(checkpoint: Path, path: Path, title: str) -> bool:
     low, high = float(percent.min()), float(percent.max())
     norm = TwoSlopeNorm(float(np.ma.mean(percent)), low - 1e-9, high + 1e-9)
     axes = figure.add_subplot()
-    image = _draw_now(axes, percent, layers, norm)
+    image = _draw_heat_map(axes, percent, layers, norm)
     _finish(axes, f"{title}: change of each expert by adapters", grid=False)
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05)
     bar.set_label("% of its weights' norm", color=INK)
@@ -194,7 +196,7 @@ def draw_moved(checkpoint: Path, path: Path, title: str) -> bool:
     return True
 
 
-def _draw_now(axes: Axes, load: np.ma.MaskedArray, layers: list[str], norm: TwoSlopeNorm):
+def _draw_heat_map(axes: Axes, load: np.ma.MaskedArray, layers: list[str], norm: TwoSlopeNorm):
     image = axes.imshow(load, aspect="auto", norm=norm, cmap="PuOr_r", interpolation="nearest")
     axes.set_xlabel("expert", color=INK)
     axes.set_ylabel("layer", color=INK)

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from moefold.training.formatting import clock, count, plural, size
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import ProgressDisplay
-from moefold.training.run_folder import sets
-from moefold.training.words import clock, count, plural, size
+from moefold.training.run_folder import held_out_sets
 
 SMOOTHING = 0.95
 """Weight of the past in the running mean of wall time per step."""
@@ -103,7 +103,9 @@ class ProgressHook(Hook):
     def on_evaluate(self, job: JobView, metrics: Figures) -> None:
         """Print the held-out result: ``loss 2.91  stdlib 2.044 bits per byte``."""
         parts = [f"loss {metrics['val_loss']:.3f}"] if "val_loss" in metrics else []
-        parts += [f"{name} {metrics[key]:.3f} bits per byte" for name, key in sets(metrics)]
+        parts += [
+            f"{name} {metrics[key]:.3f} bits per byte" for name, key in held_out_sets(metrics)
+        ]
         if parts:  # else nothing is held out
             self._print(f"[cyan]validation[/] step {job.step_number}  {'  '.join(parts)}")
 

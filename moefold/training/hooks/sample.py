@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.files import write_text
+from moefold.training.formatting import escape_control
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Sample
-from moefold.training.run_folder import append
-from moefold.training.words import harmless
+from moefold.training.run_folder import append_bytes
 
 SAMPLES_FILE = "samples.txt"
 SHOWN_LINES = 8
@@ -31,7 +31,7 @@ class SampleHook(Hook):
                 "watch.sample.prompts: an empty prompt has no tokens, as the tokenizer has no "
                 "start token; give each prompt some text"
             )
-        cut_after(job.folder / SAMPLES_FILE, job.step_number)
+        truncate_samples(job.folder / SAMPLES_FILE, job.step_number)
 
     on_rewind = on_start
 
@@ -55,16 +55,16 @@ class SampleHook(Hook):
         for prompt, ids in zip(record.prompts, continued, strict=True):
             text = prompt + tokenizer.decode(ids)
             written += f"=== step {step} · {prompt!r}\n{text}\n\n"
-            lines = harmless(text).split("\n")
+            lines = escape_control(text).split("\n")
             shown = "\n".join(lines[:SHOWN_LINES]) + "\n…" * (len(lines) > SHOWN_LINES)
             whole = Text.assemble((title, "cyan"), shown)
             whole.stylize("bold", len(title), len(title + prompt))
             self._console.print(whole, soft_wrap=True)
         with open(job.folder / SAMPLES_FILE, "ab", buffering=0) as file:
-            append(file, written.encode())
+            append_bytes(file, written.encode())
 
 
-def cut_after(path: Path, step: int) -> None:
+def truncate_samples(path: Path, step: int) -> None:
     """Drop the samples of steps after ``step``."""
     if not path.exists():
         return

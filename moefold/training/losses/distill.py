@@ -40,7 +40,7 @@ from moefold.parallel.pipeline.score import forward, score, unsharded_head
 from moefold.spec.tuning import freeze, trainable
 from moefold.training.losses.base import Objective, segments
 from moefold.training.losses.config import Distill
-from moefold.training.model_checkpoint import fill_from
+from moefold.training.model_checkpoint import fill_from_folder
 
 INDEX = "index.json"
 
@@ -73,7 +73,7 @@ class Distillation(Objective):
         decoder, precision = freeze(trainable(config.decoder), ("*",)), job.precision.precision
         data = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
-            fill_from(imported, data)
+            fill_from_folder(imported, data)
         self.teacher = data.placed
         return self
 
@@ -87,14 +87,16 @@ class Distillation(Objective):
 
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the teacher's output on the last stage; None elsewhere, and for held-out data."""
-        return self.told(placed, batch, flow, chunk) if flow.training else None
+        return self.teacher_output(placed, batch, flow, chunk) if flow.training else None
 
     @torch.no_grad()
-    def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
+    def teacher_output(
+        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
+    ) -> Tensor | None:
         """Return the teacher's last normed rows [T, D]."""
-        return forward(self.teacher, self.asked(batch))
+        return forward(self.teacher, self.teacher_flow(batch))
 
-    def asked(self, batch: MicroBatch) -> Flow:
+    def teacher_flow(self, batch: MicroBatch) -> Flow:
         """Return the teacher's forward pass for a micro-batch."""
         return build_flow(self.teacher, batch, training=False, exact=True)
 
@@ -122,15 +124,15 @@ class TopKDistillation(Distillation):
             DataError: if they were scored with other settings than the run's.
         """
         folder, ranks = Path(self.record.stored or ""), job.world.on_host
-        asked = run_on_first(partial(_asked, self.record, job), ranks)
+        settings = run_on_first(partial(_settings, self.record, job), ranks)
         if not run_on_first((folder / INDEX).is_file, ranks):
             super().opened(job)
             run_on_first(partial(folder.mkdir, parents=True, exist_ok=True), ranks)
-            index = {"of": asked, "begins": self._scored(job, folder)}
+            index = {"of": settings, "begins": self._score_training_data(job, folder)}
             run_on_first(partial(write_json, folder / INDEX, index), ranks)
             del self.teacher
         index = run_on_first(partial(read_json, folder / INDEX), ranks)
-        for name, wanted in asked.items():
+        for name, wanted in settings.items():
             if (found := index["of"].get(name)) != wanted:
                 raise DataError(
                     f"{folder}: was scored with {name} {found!r}, but this run has {wanted!r}; "
@@ -152,54 +154,56 @@ class TopKDistillation(Distillation):
         how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
         return divergence_and_gradients(x_TD, head, flow, compare=compare_top(flow.known), **how)
 
-    def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
+    def teacher_output(
+        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
+    ) -> Tensor | None:
         """Return the teacher's top probabilities [P, W]."""
         if self._folder is None:
-            return self._said(self.asked(batch), chunk)
+            return self._top_probabilities(self.teacher_flow(batch), chunk)
         if not any(one.has_head for one in placed.chunks):
             return None
-        told_TW = torch.from_numpy(self._read(batch)).to(placed.world.device)
-        return told_TW[flow.whole.rows.full_row_T]
+        probs_TW = torch.from_numpy(self._read_stored(batch)).to(placed.world.device)
+        return probs_TW[flow.whole.rows.full_row_T]
 
-    def _said(self, flow: Flow, chunk: int) -> Tensor | None:
+    def _top_probabilities(self, flow: Flow, chunk: int) -> Tensor | None:
         """Return the top probabilities of a micro-batch, computed by the teacher."""
         how = {"k": self.record.top_k, "temperature": self.record.temperature}
         return score(self.teacher, flow, partial(top_probabilities, **how), chunk)
 
-    def _scored(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
+    def _score_training_data(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
         """Write one file per data rank; return the file and the first row of each segment."""
         found: dict[str, tuple[int, int]] = {}
-        spot, count = job.world.attention, 0
+        coords, count = job.world.attention, 0
         with ExitStack() as stack:
             file = None
-            if any(one.has_head for one in job.placed.chunks) and spot.tp == spot.cp == 0:
-                file = stack.enter_context(_file(folder, spot.dp).open("wb"))
+            if any(one.has_head for one in job.placed.chunks) and coords.tp == coords.cp == 0:
+                file = stack.enter_context(_file(folder, coords.dp).open("wb"))
             for batch in job.loader.all_batches(held_out=False):
-                flow = self.asked(batch)
-                told_PW = self._said(flow, job.run.train.loss_chunk)
-                if told_PW is None:
+                flow = self.teacher_flow(batch)
+                probs_PW = self._top_probabilities(flow, job.run.train.loss_chunk)
+                if probs_PW is None:
                     continue
-                told_TW = told_PW.new_zeros(batch.rows, told_PW.shape[1])
-                told_TW[flow.whole.rows.full_row_T] = told_PW
-                told_TW = sum_(told_TW, job.world.group("cp")).float().cpu()
+                probs_TW = probs_PW.new_zeros(batch.rows, probs_PW.shape[1])
+                probs_TW[flow.whole.rows.full_row_T] = probs_PW
+                probs_TW = sum_(probs_TW, job.world.group("cp")).float().cpu()
                 if file is None:
                     continue
                 for key, rows in segments(batch):
-                    label_TW = told_TW[rows][batch.labels_T[rows] != IGNORE_INDEX]
-                    found[key] = spot.dp, count
+                    label_TW = probs_TW[rows][batch.labels_T[rows] != IGNORE_INDEX]
+                    found[key] = coords.dp, count
                     count += len(label_TW)
                     file.write(label_TW.numpy().tobytes())
         parts = gather_objects(found, job.world.on_host)
         return {key: begin for part in parts for key, begin in part.items()}
 
-    def _read(self, batch: MicroBatch) -> np.ndarray:
+    def _read_stored(self, batch: MicroBatch) -> np.ndarray:
         """Return the stored probabilities of a micro-batch's rows [T, W]; 0 for rows without label.
 
         Raises:
             DataError: if a segment was not scored.
         """
         assert self._folder is not None
-        told_TW = np.zeros((batch.rows, 2 * self.record.top_k + 1), np.float32)
+        probs_TW = np.zeros((batch.rows, 2 * self.record.top_k + 1), np.float32)
         for (key, rows), origin in zip(segments(batch), batch.sources, strict=True):
             if key not in self._begins:
                 raise DataError(
@@ -208,18 +212,18 @@ class TopKDistillation(Distillation):
                 )
             dp, first = self._begins[key]
             if dp not in self._files:
-                said = np.memmap(_file(self._folder, dp), np.float32, "r")
-                self._files[dp] = said.reshape(-1, told_TW.shape[1])
-            places = np.flatnonzero(batch.labels_T[rows] != IGNORE_INDEX) + rows.start
-            told_TW[places] = self._files[dp][first : first + len(places)]
-        return told_TW
+                stored = np.memmap(_file(self._folder, dp), np.float32, "r")
+                self._files[dp] = stored.reshape(-1, probs_TW.shape[1])
+            at = np.flatnonzero(batch.labels_T[rows] != IGNORE_INDEX) + rows.start
+            probs_TW[at] = self._files[dp][first : first + len(at)]
+        return probs_TW
 
 
 def _file(folder: Path, dp: int) -> Path:
     return folder / f"{dp}.rows"
 
 
-def _asked(record: Distill, job: Any) -> dict[str, Any]:
+def _settings(record: Distill, job: Any) -> dict[str, Any]:
     """Return the settings that identify stored probabilities."""
     with import_folder(record.teacher, config=record.read_config()) as found:
         teacher = found.tensors.identity()

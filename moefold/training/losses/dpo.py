@@ -53,8 +53,8 @@ class Preference(Objective):
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the reference's log-probability of each segment [N]; on the last stage only."""
         with placed.model.recipe.without_adapters():
-            asked = build_flow(placed, batch, training=False, exact=True)
-            return score(placed, asked, log_probabilities, chunk)
+            reference_flow = build_flow(placed, batch, training=False, exact=True)
+            return score(placed, reference_flow, log_probabilities, chunk)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
@@ -63,13 +63,13 @@ class Preference(Objective):
 
         As the loss is known only after all logits, the products with the head are computed twice.
         """
-        share, slope_N = self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)
+        sums, slope_N = self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)
         # A row's cross-entropy is minus its log-probability.
         weight_P = torch.zeros(flow.whole.rows.rows, dtype=slope_N.dtype, device=x_TD.device)
         segment_P = flow.whole.rows.segment_T
         weight_P[: len(segment_P)] = -slope_N[segment_P]
         _, dx_TD = loss_and_gradients(x_TD, head, flow, scale=weight_P * scale, chunk=chunk)
-        return share, dx_TD
+        return sums, dx_TD
 
     def score(self, x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
         """Return sums over pairs [3] of loss, margin and correct order."""
@@ -85,10 +85,10 @@ class Preference(Objective):
             losses, slope = distance.square(), 2 * distance
         else:
             losses, slope = -F.logsigmoid(beta * h), -beta * torch.sigmoid(-beta * h)
-        said = torch.stack([losses.sum(), beta * h.sum(), (h > 0).sum().to(h.dtype)])
+        sums = torch.stack([losses.sum(), beta * h.sum(), (h > 0).sum().to(h.dtype)])
         # All ranks that share the rows have the same sums: only the first one returns them.
         first = flow.world.group("tp_cp").index == 0
-        return said if first else torch.zeros_like(said), torch.stack([slope, -slope], 1).flatten()
+        return sums if first else torch.zeros_like(sums), torch.stack([slope, -slope], 1).flatten()
 
 
 class StoredPreference(Preference):
@@ -140,5 +140,5 @@ def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) ->
     number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
     mine_NP = rows.segment_T == number_N1
     # One sum per segment: scatter-add would not fix the order of additions.
-    said_N = -torch.where(mine_NP, losses_P[: rows.n_valid].to(wide), 0).sum(1)
-    return sum_(said_N, flow.world.group("cp"))
+    log_N = -torch.where(mine_NP, losses_P[: rows.n_valid].to(wide), 0).sum(1)
+    return sum_(log_N, flow.world.group("cp"))

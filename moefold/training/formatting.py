@@ -51,7 +51,7 @@ def si(number: float) -> str:
     return f"{text[:-1]} {text[-1]}" if text[-1].isalpha() else f"{text} "
 
 
-def harmless(text: str) -> str:
+def escape_control(text: str) -> str:
     """Replace control characters by symbols, so that generated text cannot control a terminal."""
     return text.translate(_PICTURES)
 

@@ -1,8 +1,8 @@
 """Measured bytes that a rank holds after each action of a step, by part.
 
 A storage counts for its owner: parameters and their copies, gradients, messages between stages. Of
-the other live storages made in the step, those on queues of deferred weight gradients are operands,
-and the rest are activations.
+the other live storages created in the step, those on queues of deferred weight gradients are
+operands, and the rest are activations.
 """
 
 import time
@@ -29,15 +29,15 @@ from moefold.schedule.table import Action, Step
 from moefold.training.step import gradients
 
 Bytes = dict[str, int]
-"""Bytes by part: weights, master, moments, gradients, activations, operands and messages; all
-pages and ``host pages``, if there are some; and activations on ``host`` and ``disk``."""
-MADE = ("activations", "operands", "messages")
+"""Bytes by part: weights, master, moments, gradients, activations, operands and messages; pages and
+``host pages``, if used; and activations on ``host`` and ``disk``."""
+TRANSIENT_PARTS = ("activations", "operands", "messages")
 """Parts that are allocated and freed within a step."""
-PATIENCE_S = 2.0
+MAX_WAIT_S = 2.0
 """Maximum wait for threads of the communication back end to free rows that they have sent."""
 
 
-class Made(TorchDispatchMode):
+class StorageRecorder(TorchDispatchMode):
     """Records every storage created while the mode is active, on the thread that entered it."""
 
     def __init__(self, storages: dict[int, tuple[StorageWeakRef, int]] | None = None) -> None:
@@ -54,46 +54,46 @@ class Made(TorchDispatchMode):
                     self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
-    def alive(self, known: Iterable[int]) -> int:
+    def live_bytes(self, known: Iterable[int]) -> int:
         """Return the bytes of the recorded storages that are alive and not among ``known``."""
         found, known = self.storages.items(), set(known)
         return sum(size for key, (s, size) in found if key not in known and not s.expired())
 
 
-class Weighing(Executor):
-    """An executor that measures the live bytes after each step of its line, including what is
-    prefetched for the next one, and appends them to ``left``.
+class MemoryProbe(Executor):
+    """An executor that measures the live bytes after each step of its line, including prefetched
+    data for the next one, and appends them to ``measured``.
 
     Threads of the communication back end hold the rows of an exchange until they run again. If
-    more is live than is planned in ``wanted``, the measurement is repeated for a while.
+    more is live than ``planned``, the measurement is repeated for a while.
     """
 
     def __init__(
         self,
         data: ShardedState,
-        left: list[Bytes],
-        wanted: Sequence[Mapping[str, float]],
-        *given: Any,
+        measured: list[Bytes],
+        planned: Sequence[Mapping[str, float]],
+        *args: Any,
     ) -> None:
-        super().__init__(*given)
-        self._data, self._left, self._wanted = data, left, wanted
-        self._patience = PATIENCE_S
+        super().__init__(*args)
+        self._data, self._measurements, self._planned = data, measured, planned
+        self._max_wait_s = MAX_WAIT_S
 
     def run(self) -> Any:
         """Run every step of this rank's line, and measure after each."""
-        with Made() as self._made:
+        with StorageRecorder() as self._storages:
             return super().run()
 
     def _start_action(self, action: Action) -> Chain:
         """Return the action's chain, with storages recorded on its exchanges' thread too."""
 
-        def seen(run: Callable[..., State], *state: Any) -> State:
-            with Made(self._made.storages):
+        def recorded(run: Callable[..., State], *state: Any) -> State:
+            with StorageRecorder(self._storages.storages):
                 return run(*state)
 
         state, tasks = super()._start_action(action)
         watched = [
-            one._replace(run=partial(seen, one.run))
+            one._replace(run=partial(recorded, one.run))
             if isinstance(one, LaneTask) and one.is_exchange
             else one
             for one in tasks
@@ -110,24 +110,23 @@ class Weighing(Executor):
             return
         for held in self._in_flight.values():
             held.flow.saved_tensors.offloaded.wait_all()
-        found, until = self._weighed(), time.monotonic() + self._patience
-        wanted = self._wanted[len(self._left)] if self._wanted else {}
-        planned = {part: size for part, size in wanted.items() if part in MADE}
-        while self._patience and any(found[part] > size + 0.5 for part, size in planned.items()):
+        found, until = self._measure(), time.monotonic() + self._max_wait_s
+        wanted = self._planned[len(self._measurements)] if self._planned else {}
+        planned = {part: size for part, size in wanted.items() if part in TRANSIENT_PARTS}
+        while self._max_wait_s and any(found[part] > size + 0.5 for part, size in planned.items()):
             if time.monotonic() > until:
-                self._patience = 0.0  # the excess is permanent: wait only once
+                self._max_wait_s = 0.0  # the excess is permanent: wait only once
             time.sleep(0.001)
-            found = self._weighed()
-        self._left.append(found)
+            found = self._measure()
+        self._measurements.append(found)
 
-    def _weighed(self) -> Bytes:
+    def _measure(self) -> Bytes:
         held = self._in_flight.values()
         messages = {one.untyped_storage()._cdata for one in self._messages.tensors}
         known: dict[str, set[int]] = defaultdict(set)
-        for part, tensor in held_by(self._data):
+        for part, tensor in persistent_tensors(self._data):
             known[part].add(tensor.untyped_storage()._cdata)
-        # Tensors that all layers of a pass share, and figures: losses, router terms, rows that
-        # overflowed a dispatcher's room.
+        # Tensors that all layers of a pass share; losses, router terms and overflow counts.
         shared = [*self._result.losses, *(terms for *_, terms in self._result.terms)]
         shared += chain.from_iterable(flow.overflow for flow in self._flows)
         pairs = [pair for f in self._flows for pair in ((f.rows, f.piece), *f.shifted_rows)]
@@ -141,12 +140,14 @@ class Weighing(Executor):
         shared += [] if stash is None else [*stash.tensors, *host]
         known["shared"] |= {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
         apart = set().union(messages, *known.values())
-        queued = [t for one in held if isinstance(one.sink, DeferredSink) for t in _read(one.sink)]
+        queued = [
+            t for one in held if isinstance(one.sink, DeferredSink) for t in _operands(one.sink)
+        ]
         operands = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in queued}
         found = state_bytes(self._data)
         found["operands"] = sum(size for key, size in operands.items() if key not in apart)
-        found["activations"] = self._made.alive(apart) - found["operands"]
-        found["messages"] = self._made.alive(self._made.storages.keys() - messages)
+        found["activations"] = self._storages.live_bytes(apart) - found["operands"]
+        found["messages"] = self._storages.live_bytes(self._storages.storages.keys() - messages)
         stores = {} if offload is None else offload.stores
         if stash is not None:
             found["pages"] = sum(t.untyped_storage().nbytes() for t in stash.tensors)
@@ -154,25 +155,25 @@ class Weighing(Executor):
         return found | {name: store.stats.held for name, store in stores.items()}
 
 
-def _read(value: Any) -> Iterator[Tensor]:
+def _operands(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that queued products will read, from closures and partials."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, DeferredSink):
-        yield from _read([product for _, product in value.pending])
+        yield from _operands([product for _, product in value.pending])
     elif isinstance(value, partial):
-        yield from _read([value.func, *value.args, *value.keywords.values()])
+        yield from _operands([value.func, *value.args, *value.keywords.values()])
     elif isinstance(value, FunctionType):
-        yield from _read(list(value.__closure__ or ()))
+        yield from _operands(list(value.__closure__ or ()))
     elif isinstance(value, Products):
-        yield from _read(list(vars(value).values()))
+        yield from _operands(list(vars(value).values()))
     elif isinstance(value, CellType):
-        yield from _read(value.cell_contents)
+        yield from _operands(value.cell_contents)
     elif isinstance(value, (list, tuple)):
-        yield from chain.from_iterable(map(_read, value))
+        yield from chain.from_iterable(map(_operands, value))
 
 
-def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
+def persistent_tensors(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     """Yield a rank's tensors for parameters and their gradients, each with its part's name."""
     model = data.placed.model
     yield from (("weights", one) for one in (*model.recipe.copies, *model.recipe.codes))
@@ -190,7 +191,7 @@ def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
 
 def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes:
     """Return the bytes of parameters, gradients and the optimizer's state, each storage once."""
-    held = list(held_by(data))
+    held = list(persistent_tensors(data))
     if optimizer is not None:
         held += [("moments", one) for one in optimizer.state().values() if one.dim()]
     storages = {t.untyped_storage()._cdata: (part, t.untyped_storage()) for part, t in held}
@@ -201,21 +202,21 @@ def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes
     return found
 
 
-def weigh(
+def measure_step(
     data: ShardedState,
     batches: Sequence[MicroBatch],
     loss_chunk: int,
-    wanted: Sequence[Mapping[str, float]] = (),
+    planned: Sequence[Mapping[str, float]] = (),
 ) -> list[Bytes]:
     """Compute a step's gradients; return the live bytes after each step of this rank's line.
 
-    ``wanted``: the planned bytes. If the step is repeated because rows overflowed, its first
+    ``planned``: the planned bytes. If the step is repeated because rows overflowed, its first
     attempt is measured.
     """
-    left: list[Bytes] = []
+    measured: list[Bytes] = []
 
     def run(*given: Any) -> StepResult:
-        return run_step(*given) if left else Weighing(data, left, wanted, *given).run()
+        return run_step(*given) if measured else MemoryProbe(data, measured, planned, *given).run()
 
     gradients(data, batches, loss_chunk, executor=run)
-    return left
+    return measured

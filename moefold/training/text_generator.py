@@ -24,8 +24,8 @@ UNFINISHED = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """A model with its tokenizer and defaults for sampling. No cache is kept across prompts."""
+class TextGenerator:
+    """A model with its tokenizer and sampling defaults. No cache is kept across prompts."""
 
     path: Path
     model: DecoderModel
@@ -36,7 +36,7 @@ class Speaker:
     """Steps that the model was trained for, None for a Hugging Face folder."""
 
     @classmethod
-    def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> "Speaker":
+    def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> "TextGenerator":
         """Load a Hugging Face folder, a checkpoint, or a run's newest checkpoint.
 
         Raises:
@@ -65,35 +65,37 @@ class Speaker:
             )
         return cls(path, model, tokenizer, window, step)
 
-    def settings(self, **asked: Any) -> dict[str, Any]:
-        """Return options of ``generate``: those given, else the folder's, else the defaults."""
-        said = self.tokenizer.files.generation_config(self.tokenizer.end_id)
-        said = {name: value for name, value in said.items() if value is not None}
-        found = {"temperature": said.get("temperature", TEMPERATURE), "top_k": said.get("top_k")}
-        found |= {"top_p": said.get("top_p", TOP_P)}
-        if said.get("do_sample") is False:
-            found["temperature"] = 0
-        found |= {name: value for name, value in asked.items() if value is not None}
+    def settings(self, **overrides: Any) -> dict[str, Any]:
+        """Return options of ``generate``: the overrides, else the folder's, else the defaults."""
+        file = self.tokenizer.files.generation_config(self.tokenizer.end_id)
+        file = {name: value for name, value in file.items() if value is not None}
+        options = {"temperature": file.get("temperature", TEMPERATURE), "top_k": file.get("top_k")}
+        options |= {"top_p": file.get("top_p", TOP_P)}
+        if file.get("do_sample") is False:
+            options["temperature"] = 0
+        options |= {name: value for name, value in overrides.items() if value is not None}
         vocab = self.tokenizer.size
-        return found | {"stop_ids": self.tokenizer.end_ids, "vocab": vocab, "window": self.window}
+        return options | {"stop_ids": self.tokenizer.end_ids, "vocab": vocab, "window": self.window}
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a conversation as token ids, up to the beginning of the next answer."""
         template = load_chat_template(self.tokenizer, today=datetime.now())
         text = template.render(messages, prompt=True).text
         ((ids_N, _),) = self.tokenizer.encode_chats([text])
         return ids_N.tolist()
 
-    def write(self, prompts: Sequence[Sequence[int]], tokens: int, **how: Any) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int, **how: Any
+    ) -> list[list[int]]:
         """Return the token ids generated after each prompt, decoded together."""
         return generate(IncrementalDecoder(self.model), prompts, tokens, **self.settings(**how))
 
-    def answer(
+    def stream_answer(
         self, messages: Sequence[Mapping[str, Any]], tokens: int, **how: Any
     ) -> Iterator[str]:
         """Yield the next answer of a conversation in pieces of whole characters."""
         ids, shown = list[int](), ""
-        prompt = [self.prompt(messages)]
+        prompt = [self.encode_chat(messages)]
         for written in stream_tokens(
             IncrementalDecoder(self.model), prompt, tokens, **self.settings(**how)
         ):
