@@ -199,8 +199,8 @@ def _execution(job: Trainer) -> Iterator[Row]:
         recipe = recipe_of(quantise)
         use = recipe.product_spec("y", False, dtype, job.device)
         yield from (
-            ("", said)
-            for said in describe_backends(recipe.backend, use, PRODUCTS[: 2 + recipe.narrow_dw])
+            ("", line)
+            for line in describe_backends(recipe.backend, use, PRODUCTS[: 2 + recipe.narrow_dw])
         )
     kernels = {}
     for i, mixture in job.model.moe_layers():
@@ -212,8 +212,8 @@ def _execution(job: Trainer) -> Iterator[Row]:
     if job.device.type == "cuda":
         yield "kernels", why_no_triton("cuda") or "moefold's Triton kernels, except in fp64"
     yield "attention", "scaled_dot_product_attention within each document"
-    for number, (kind, said) in enumerate(job.optimizer.describe().items()):
-        yield "" if number else "optimizer", f"{kind}: {said}"
+    for number, (kind, text) in enumerate(job.optimizer.describe().items()):
+        yield "" if number else "optimizer", f"{kind}: {text}"
     extra = orthogonal_flops(job.decoder, job.run.optim)
     if extra:
         step = tokens_per_step(job) * job.counts.flops_per_token(job.run.data.seq, causal=True)

@@ -56,17 +56,17 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     cluster = Cluster(processor(1e11, 1e10, HOST_BYTES), world, 1, 1)
     task, choice = of_run(run, cluster, load=1.0)
     run = settled(run, choice.keeping)
-    case, here = choice.case(task), cluster.device.memory_bytes
+    case, available = choice.case(task), cluster.device.memory_bytes
     needed = fullest(case).allocated * world
-    if needed > here:
+    if needed > available:
         raise ValueError(
             f"{run.name} on {world} ranks needs {needed / 1e9:.1f} GB, and this machine has "
-            f"{here / 1e9:.1f} GB; reduce the model's layers or width, or data.seq"
+            f"{available / 1e9:.1f} GB; reduce the model's layers or width, or data.seq"
         )
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
     wanted = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
-    given = run, precision, case.micro_batches, [[one for one, _ in line] for line in wanted]
-    by_rank = launch(measure_rank, world, *given) if world > 1 else measure_rank(None, *given)
+    args = run, precision, case.micro_batches, [[one for one, _ in line] for line in wanted]
+    by_rank = launch(measure_rank, world, *args) if world > 1 else measure_rank(None, *args)
     found: list[ActionBytes] = []
     for rank, steps in enumerate(by_rank):
         pp = case.folding.attention_coordinates(rank).pp

@@ -115,8 +115,8 @@ class MemoryCheckpoint:
         Returns:
             The copy's ``progress``; None if no copy is complete on all ranks.
         """
-        said = gather_objects([copy.head for copy in self._copies if copy.head], world.on_host)
-        heads = {tuple(head["turn"]): head for each in said for head in each}
+        by_rank = gather_objects([copy.head for copy in self._copies if copy.head], world.on_host)
+        heads = {tuple(head["turn"]): head for each in by_rank for head in each}
         loss = self._attempt.loss
         if loss is not None:
             now, newest = time.time(), heads[max(heads)] if heads else {}
@@ -130,7 +130,7 @@ class MemoryCheckpoint:
             }
             if newest:
                 self.recovered["reached"] = newest["progress"]["step"]
-        turn = newest_common([[tuple(head["turn"]) for head in each] for each in said])
+        turn = newest_common([[tuple(head["turn"]) for head in each] for each in by_rank])
         taken = None
         for copy in self._copies:
             # Newer copies belong to a history that the run does not continue.

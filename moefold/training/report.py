@@ -80,12 +80,12 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     step_s = float(np.nanmedian(times)) if np.isfinite(times).any() else 0.0
     parts, lost = dict.fromkeys(PARTS, 0.0), 0
     for start in lived:
-        told = start["recovered"]
-        again = max(0, told.get("reached", start["step"]) - start["step"])
+        recovered = start["recovered"]
+        again = max(0, recovered.get("reached", start["step"]) - start["step"])
         lost += max(1, again)
-        parts["restart_s"] += told["restart_s"]
-        parts["load_s"] += told["load_s"]
-        parts["lost_s"] += told.get("under_way_s", 0.0) + again * step_s
+        parts["restart_s"] += recovered["restart_s"]
+        parts["load_s"] += recovered["load_s"]
+        parts["lost_s"] += recovered.get("under_way_s", 0.0) + again * step_s
     out: dict[str, Any] = {
         "restarts": len(starts) - 1 - len(lived),
         "recoveries": len(lived),
@@ -127,8 +127,8 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
     for key, of in (("median_mfu", "the measured rate"), ("median_mfu_of_peak", "the chip's peak")):
         if key in facts:
             share = 100 * facts[key]
-            said = f"{share:.0f}" if share >= 1 else f"{share:.2g}"
-            cards.append([f"{said} %", f"model FLOPs utilisation, of {of}"])
+            percent = f"{share:.0f}" if share >= 1 else f"{share:.2g}"
+            cards.append([f"{percent} %", f"model FLOPs utilisation, of {of}"])
     if "goodput" in facts:
         cards.append([clock(facts["wall_s"]), "wall clock"])
         cards.append([f"{100 * facts['goodput']:.0f} %", "goodput: wall clock inside steps"])

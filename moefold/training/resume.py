@@ -97,8 +97,8 @@ def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: Worl
 
 def run_digest(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
     """Return a digest of what a run computes and of its layout, data, plug-ins and ranks."""
-    said = to_portable_dict(run)
-    computed = {key: said[key] for key in (*IDENTITY, "layout")}
+    record = to_portable_dict(run)
+    computed = {key: record[key] for key in (*IDENTITY, "layout")}
     for key, inner in FREE_IN_IDENTITY:
         computed[key] = {name: value for name, value in computed[key].items() if name != inner}
     facts = [computed, dict(parts), data, ranks]

@@ -128,7 +128,7 @@ class ChoiceReader:
 
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
         """Read from a file the choices for this rank's tokens."""
-        with open_recording(path, "pt") as (file, said):
+        with open_recording(path, "pt") as (file, choices):
             token_M, id_M = file.get_tensor("token"), file.get_tensor("id")
             sorted_N, order_N = token_N.sort()
             at_M = torch.searchsorted(sorted_N, token_M).clamp(max=len(sorted_N) - 1)
@@ -142,14 +142,14 @@ class ChoiceReader:
                     f"but {id_N[to_M][at]} in this run; replay a recording of the same data in the "
                     "same order"
                 )
-            for key in sorted(self._chosen.keys() & said.keys()):
+            for key in sorted(self._chosen.keys() & choices.keys()):
                 chosen_MK, wanted_NK = file.get_tensor(key), self._chosen[key]
-                asked = wanted_NK.shape[1], self._layers[key].router.choices
-                wrong = (chosen_MK < -asked[1]) | (chosen_MK > asked[1])
-                if (chosen_MK.shape[1], said[key]) != asked or bool(wrong.any()):
+                expected = wanted_NK.shape[1], self._layers[key].router.choices
+                wrong = (chosen_MK < -expected[1]) | (chosen_MK > expected[1])
+                if (chosen_MK.shape[1], choices[key]) != expected or bool(wrong.any()):
                     raise RoutingError(
-                        f"{path}: {key} chose {chosen_MK.shape[1]} of {said[key]} experts, but "
-                        f"chooses {asked[0]} of {asked[1]} in this run"
+                        f"{path}: {key} chose {chosen_MK.shape[1]} of {choices[key]} experts, but "
+                        f"chooses {expected[0]} of {expected[1]} in this run"
                     )
                 wanted_NK[to_M] = chosen_MK[here_M]
 

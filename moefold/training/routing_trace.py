@@ -61,10 +61,10 @@ def read_step(files: list[Path]) -> dict[str, LayerChoices]:
     parts = dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]()
     experts = dict[str, int]()
     for path in files:
-        with open_recording(path, "np") as (file, said):
+        with open_recording(path, "np") as (file, choices):
             token_N, id_N = file.get_tensor("token"), file.get_tensor("id")
-            for key in said.keys() & set(file.keys()):
-                experts[key] = said[key]
+            for key in choices.keys() & set(file.keys()):
+                experts[key] = choices[key]
                 parts.setdefault(key, []).append((token_N, id_N, file.get_tensor(key)))
     found = {}
     for key in sorted(parts, key=lambda key: int(key.split(".")[1])):

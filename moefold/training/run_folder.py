@@ -285,8 +285,8 @@ def log_event(folder: Path, event: str, **values: Any) -> None:
     path = folder / EVENTS_FILE
     now = time.time()
     stamp = {"time": now, "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")}
-    said = plain({"event": event, **values, **stamp, "process": os.getpid()})
-    line = json.dumps(said, allow_nan=False) + "\n"
+    record = plain({"event": event, **values, **stamp, "process": os.getpid()})
+    line = json.dumps(record, allow_nan=False) + "\n"
     with open(path, "a+b", buffering=0) as file:
         # The previous line can be incomplete after a kill.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"

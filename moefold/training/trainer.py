@@ -277,17 +277,17 @@ class Trainer:
         run, step, place = self.run, self.progress.step, self.progress.place()
         self.place = place
         self.model.recipe.seed, self.model.recipe.step = run.seed, step
-        given = self.loader.load_step(place) if batches is None else batches
+        micros = self.loader.load_step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:
             stop, how = self._stop_request is not None, {"objective": self.objective}
-            return gradients(self.data, given, run.train.loss_chunk, stop, self.executor, **how)
+            return gradients(self.data, micros, run.train.loss_chunk, stop, self.executor, **how)
 
         figures = forward_backward()
         if figures.stop and self._stop_request is None:
             self._stop_request = "another rank was asked to stop"
         policy, now = run.train.on_nonfinite, self.progress
-        decision = decide(policy, now, figures, given, self.data, forward_backward)
+        decision = decide(policy, now, figures, micros, self.data, forward_backward)
         if decision == "rewind":
             self._rewind(place)
             return {}
@@ -346,9 +346,9 @@ class Trainer:
             self._running = True
             self._call_hooks("on_start")
 
-    def _call_hooks(self, event: str, *given: Any) -> None:
+    def _call_hooks(self, event: str, *args: Any) -> None:
         """Call the hooks for an event on rank 0, and agree on all ranks whether to stop."""
-        call = partial(call_hooks, self.hooks, event, self, *given)
+        call = partial(call_hooks, self.hooks, event, self, *args)
         self._agreed_stop = self.rank_zero.lead(call, lambda: self._stop_request)
 
     def _stop_hooks(self, error: BaseException | None) -> None:

@@ -53,5 +53,5 @@ class BaselinesHook(Hook):
             measured = compute_baselines(job.loader.prepared)
             found = {name: measured[name] for name in self._wanted}
             write_text(path, json.dumps(found) + "\n")
-        said = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
-        self._console.print(f"[cyan]baselines[/] {said} bits per byte", highlight=False)
+        values = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
+        self._console.print(f"[cyan]baselines[/] {values} bits per byte", highlight=False)

@@ -102,14 +102,14 @@ def preferred_tokens(routing: LayerRouting, texts: Sequence[str]) -> list[list[s
     """
     load_E = routing.load_E
     everywhere: Counter[str] = Counter()
-    here = [Counter[str]() for _ in range(routing.experts)]
+    by_expert = [Counter[str]() for _ in range(routing.experts)]
     for text, experts in zip(texts, routing.ids_TK.tolist(), strict=True):
         for expert in experts:
             if expert >= 0:
-                here[expert][text] += 1
+                by_expert[expert][text] += 1
                 everywhere[text] += 1
     out = []
-    for expert, counts in enumerate(here):
+    for expert, counts in enumerate(by_expert):
         scored = []
         for text, n in counts.items():
             expected = everywhere[text] * load_E[expert]

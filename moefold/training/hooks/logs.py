@@ -133,9 +133,9 @@ class WandbHook(Hook):
             self._run.finish(exit_code=0 if error is None else 1)
 
 
-def _require_package(package: str, asked: str) -> None:
+def _require_package(package: str, setting: str) -> None:
     if find_spec(package) is None:
         raise ValueError(
-            f"watch.metrics.{package} is {asked}, but the package is not installed: "
+            f"watch.metrics.{package} is {setting}, but the package is not installed: "
             f"pip install 'moefold[{package}]'"
         )
