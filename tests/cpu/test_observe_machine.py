@@ -86,9 +86,10 @@ def test_measuring_draws_nothing_from_the_common_generator() -> None:
 def test_auto_is_bf16_with_its_units_and_fp32_where_they_are_hidden() -> None:
     """A real measurement, in processes of their own; and what Newton-Schulz takes unmeasured."""
     code = (
-        "import torch; from moefold.training.machine import settled; "
+        "import torch; from moefold.training.machine import resolve_precision; "
         "from moefold.optim.muon import choose_arithmetic; "
-        "print(settled('auto', torch.device('cpu')), choose_arithmetic('auto', torch.ones(64, 64)))"
+        "cpu, matrix = torch.device('cpu'), torch.ones(64, 64); "
+        "print(resolve_precision('auto', cpu), choose_arithmetic('auto', matrix))"
     )
     hidden = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     shown = {name: value for name, value in os.environ.items() if name not in hidden}

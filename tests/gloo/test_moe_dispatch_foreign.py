@@ -20,8 +20,8 @@ from moefold.config import slot
 from moefold.data.batch import assemble
 from moefold.moe.dispatch.config import DeepEp, HybridEp, LocalExperts, NcclEp, ThirdParty
 from moefold.moe.dispatch.third_party import check_rows
+from moefold.parallel import limits
 from moefold.parallel.config import Layout
-from moefold.training import step
 from tests.gloo.dispatch_stubs import KNOWN, Call, stub
 from tests.gloo.dispatching import (
     E,
@@ -174,10 +174,10 @@ def uneven(rank: int) -> list[str]:
     def rows(*numbers: int) -> list[Any]:
         return [assemble(np.zeros(n), np.zeros(n), [n]) for n in numbers]
 
-    step.check_even_rows(placed, rows(8, 8))
+    limits.check_even_rows(placed, rows(8, 8))
     for batches in (rows(3 + 2 * rank), rows(3, 5)):
         with pytest.raises(ValueError, match="same number of rows") as error:
-            step.check_even_rows(placed, batches)
+            limits.check_even_rows(placed, batches)
         said.append(str(error.value))
     return said
 
