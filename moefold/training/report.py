@@ -208,7 +208,7 @@ def encode_base64(array: np.ndarray) -> str:
 
 
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
-    """Average groups of neighbours, so that at most ``MOST_POINTS`` are left."""
+    """Average groups of neighbours, so that at most ``MAX_POINTS`` are left."""
     size = -(-len(steps) // MAX_POINTS) or 1
     starts = np.arange(0, len(steps), size)
     if not len(starts):
