@@ -109,7 +109,7 @@ class ShardedRmsNorm(RmsNorm):
             scale_T1 = (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
             weight = self.scale(flow)
             more = weight.master, weight.value, flow.n_valid, flow.sink
-            scaled = _Scaled.apply(wide, scale_T1, *more)
+            scaled = _ScaleRows.apply(wide, scale_T1, *more)
             return scaled.to(x.dtype)  # type: ignore[union-attr]
 
         return flow.saved_tensors.run("norms", normed, x)
@@ -145,7 +145,7 @@ class _Unit(Function):
         return dx.to(x.dtype), None
 
 
-class _Scaled(Function):
+class _ScaleRows(Function):
     """``x_TD * scale_T1 * weight_D``, for which only the inputs are saved."""
 
     @staticmethod

@@ -25,7 +25,7 @@ from moefold.layers.norm import RmsNorm
 from moefold.model.block import DecoderBlock
 from moefold.model.decoder import DecoderModel
 from moefold.moe.layer import MoeFfn
-from moefold.moe.router import DTYPES, Router
+from moefold.moe.router import DTYPES, TopKRouter
 from moefold.moe.rows import MoeInput
 from moefold.moe.scoring import scores, weights
 from moefold.moe.topk import select
@@ -151,7 +151,7 @@ def _attention_step(layer: nn.Module) -> Step:
 def _moe_step(moe: MoeFfn) -> Step | None:
     """Return a step that runs routed experts one by one; None for kinds that it cannot run."""
     record, router, shared = moe.record.router, moe.router, moe.record.shared
-    plain = type(moe) is MoeFfn and type(router) is Router and record.idle_experts is None
+    plain = type(moe) is MoeFfn and type(router) is TopKRouter and record.idle_experts is None
     known = shared is None or _only_sets(shared, SHARED_FIELDS)
     known = known and _only_sets(moe.record, MOE_FIELDS)
     if not plain or moe.separate_output or not known:

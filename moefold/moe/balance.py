@@ -32,9 +32,8 @@ from moefold.kernels.fused import uses_triton
 from moefold.kernels.routing import balance as kernels
 from moefold.layers.flow import Flow
 from moefold.layers.precision import ExactBuffers
-from moefold.moe.config import Aux, Bias, Moe, Quantile, Z
-from moefold.moe.config import Router as RouterRecord
-from moefold.moe.router import Decision, Routed, Router
+from moefold.moe.config import Aux, Bias, Moe, Quantile, Router, Z
+from moefold.moe.router import Decision, Routed, TopKRouter
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import count, select
 
@@ -106,12 +105,12 @@ class Update(ABC):
     uses_target = False
     """Whether the update reads ``counters.target_sums_X``."""
 
-    def target(self, routed: Routed, record: RouterRecord, flow: Flow) -> Tensor:
+    def target(self, routed: Routed, record: Router, flow: Flow) -> Tensor:
         """Return a target [E] from a micro-batch with valid tokens, equal on all its ranks."""
         raise NotImplementedError
 
     @abstractmethod
-    def __call__(self, router: Router, counters: "Counters") -> None:
+    def __call__(self, router: TopKRouter, counters: "Counters") -> None:
         """Update the router in place from the counters of the global batch."""
 
 
@@ -173,7 +172,7 @@ class BiasUpdate(Update):
         self.rate = record.rate
 
     @torch.no_grad()
-    def __call__(self, router: Router, counters: "Counters") -> None:
+    def __call__(self, router: TopKRouter, counters: "Counters") -> None:
         """Update the router's selection bias."""
         assert router.selection_bias is not None
         load_E = counters.load_E
@@ -190,7 +189,7 @@ class QuantileUpdate(Update):
     def __init__(self, record: Quantile) -> None:
         self.rate = record.rate
 
-    def target(self, routed: Routed, record: RouterRecord, flow: Flow) -> Tensor:
+    def target(self, routed: Routed, record: Router, flow: Flow) -> Tensor:
         """Return the bias [E] that would have given all experts equal load."""
         scores_TE, bias_E, rows = routed.scores_TE, routed.bias_E, flow.rows
         assert bias_E is not None
@@ -202,7 +201,7 @@ class QuantileUpdate(Update):
         return -all_TE.topk(per_expert + 1, dim=0).values[-1]
 
     @torch.no_grad()
-    def __call__(self, router: Router, counters: "Counters") -> None:
+    def __call__(self, router: TopKRouter, counters: "Counters") -> None:
         """Update the router's selection bias."""
         assert router.selection_bias is not None
         total_E, number = counters.target_sums_X[:-1], counters.target_sums_X[-1]
@@ -321,7 +320,7 @@ class Balance(nn.Module):
         for buffer in self.counters.buffers():
             buffer.zero_()
 
-    def finish_step(self, router: Router) -> None:
+    def finish_step(self, router: TopKRouter) -> None:
         """Apply the updates after the last micro-batch of a step that is not skipped.
 
         If the router's weight is frozen, so is its selection bias.
@@ -378,7 +377,7 @@ class Balance(nn.Module):
         return {kind: counts_NE, "micro_batch": total_1E}
 
     @torch.no_grad()
-    def health(self, router: Router) -> dict[str, Tensor]:
+    def health(self, router: TopKRouter) -> dict[str, Tensor]:
         """Return the step's health figures, on the router's device.
 
         ``load`` [E] is each expert's fraction of the choices. ``load_entropy`` and

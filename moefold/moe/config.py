@@ -98,7 +98,7 @@ class Router(Record):
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of the scores, unless the rows' dtype is wider."""
 
-    owner = "moefold.moe.router:Router"
+    owner = "moefold.moe.router:TopKRouter"
     partial: ClassVar[bool] = False
     """Whether decisions in training may leave a token's places empty."""
 

@@ -18,7 +18,7 @@ from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.experts import Experts
 from moefold.moe.idle import IdleExperts
 from moefold.moe.layer_dispatch import LayerDispatch
-from moefold.moe.router import Router
+from moefold.moe.router import TopKRouter
 from moefold.moe.rows import DispatchedRows, ExpertRows, MoeInput, RoutedRows, SeparateOutput
 
 
@@ -33,7 +33,7 @@ class MoeFfn(nn.Module):
         expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
     """
 
-    router_type: type[Router] | None = None
+    router_type: type[TopKRouter] | None = None
     """Router class that subclasses use in place of the one that the record names."""
     residual_scale = 1.0
     """Factor on the output before it is added to the residual; set by the block."""
@@ -46,7 +46,7 @@ class MoeFfn(nn.Module):
         super().__init__()
         self.record, self.residual_scale = record, record.scale
         build_router = self.router_type or build
-        self.router: Router = build_router(record.router, hidden, record.capacity)
+        self.router: TopKRouter = build_router(record.router, hidden, record.capacity)
         self.router.layer = layer
         inner = record.latent or hidden
         self.experts = Experts(record, inner, expert_kernel)

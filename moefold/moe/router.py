@@ -21,8 +21,7 @@ from moefold.kernels.linear.product import add_bias, linear
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
 from moefold.layers.precision import ExactBuffers
-from moefold.moe.config import Capacity
-from moefold.moe.config import Router as RouterRecord
+from moefold.moe.config import Capacity, Router
 from moefold.moe.draws import DROP, make_jitter, uniform
 from moefold.moe.scoring import scores, weights
 from moefold.moe.topk import capacity_mask, count, require_places, select
@@ -72,7 +71,7 @@ class Routed:
 class RoutingContext:
     """Inputs of a router's choice other than scores."""
 
-    record: RouterRecord
+    record: Router
     bias_E: Tensor | None
     """float32 selection bias; None where the record has none."""
     rows: MicroBatch
@@ -109,14 +108,14 @@ class RoutingContext:
         return sum_(values.clone(), self.ranks)
 
 
-class Router(ExactBuffers, Adaptable):
+class TopKRouter(ExactBuffers, Adaptable):
     """Top-k router and base of all routers: plug-ins override :meth:`scores` or :meth:`choose`.
 
     ``weight`` [E, D] is the master parameter. ``selection_bias`` [E], if the record has one, is a
     buffer that stays float32 when the model is cast; it affects choices, never weights.
     """
 
-    def __init__(self, record: RouterRecord, hidden: int, capacity: Capacity | None = None) -> None:
+    def __init__(self, record: Router, hidden: int, capacity: Capacity | None = None) -> None:
         super().__init__()
         self.record, self.capacity, self.layer = record, capacity, 0
         choices = record.choices
@@ -182,7 +181,7 @@ class Router(ExactBuffers, Adaptable):
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
         experts_TK = self.choose(scores_TE, self._context(flow))
         require_places(type(self).__name__, experts_TK, self.record, flow.training)
-        plain = type(self).choose is Router.choose and self.record.groups is None
+        plain = type(self).choose is TopKRouter.choose and self.record.groups is None
         plain = plain and self.selection_bias is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
 

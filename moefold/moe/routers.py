@@ -9,11 +9,11 @@ from torch import Tensor
 from moefold.kernels.quantise.philox import chance
 from moefold.moe.config import Capacity, ExpertChoice, RoundRobin, Sinkhorn
 from moefold.moe.draws import HASH, SKEW
-from moefold.moe.router import Router, RoutingContext
+from moefold.moe.router import RoutingContext, TopKRouter
 from moefold.moe.topk import select
 
 
-class SinkhornRouter(Router):
+class SinkhornRouter(TopKRouter):
     """Top-k of scores, rescaled in training until demand for all experts is equal."""
 
     record: Sinkhorn
@@ -32,7 +32,7 @@ class SinkhornRouter(Router):
         return super().choose(scores_TE, context)
 
 
-class ExpertChoiceRouter(Router):
+class ExpertChoiceRouter(TopKRouter):
     """In training, each expert takes the tokens of the micro-batch with its highest scores."""
 
     record: ExpertChoice
@@ -57,7 +57,7 @@ class ExpertChoiceRouter(Router):
         return experts_TE[:, : record.places].contiguous()
 
 
-class HashRouter(Router):
+class HashRouter(TopKRouter):
     """Chooses the experts with the largest hashes of token id, layer and expert."""
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
@@ -67,7 +67,7 @@ class HashRouter(Router):
         return select(drawn_TE, self.record.top_k, valid_T=context.valid_T)
 
 
-class RoundRobinRouter(Router):
+class RoundRobinRouter(TopKRouter):
     """Chooses the next K experts for each token of the step, or random ones with ``skew``."""
 
     record: RoundRobin

@@ -12,9 +12,8 @@ from moefold.data.batch import MicroBatch, assemble
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.balance import Balance
-from moefold.moe.config import Moe
-from moefold.moe.config import Router as RouterRecord
-from moefold.moe.router import Decision, Routed, Router
+from moefold.moe.config import Moe, Router
+from moefold.moe.router import Decision, Routed, TopKRouter
 
 
 def rows_of(lengths: Sequence[int], pads: int = 0, first_token: int = 0) -> MicroBatch:
@@ -30,11 +29,11 @@ def flow_of(rows: MicroBatch, *, training: bool = True, double: bool = False) ->
 
 
 def router_of(
-    record: RouterRecord, hidden: int = 6, *, seed: int = 0, double: bool = False, **more: Any
-) -> Router:
+    record: Router, hidden: int = 6, *, seed: int = 0, double: bool = False, **more: Any
+) -> TopKRouter:
     """Return a router with drawn weights and, where it has one, a drawn selection bias."""
     generator = torch.Generator().manual_seed(seed)
-    router = Router(record, hidden, **more)
+    router = TopKRouter(record, hidden, **more)
     router = router.double() if double else router
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
@@ -52,7 +51,7 @@ def drawn(rows: int, hidden: int = 6, *, seed: int = 1, double: bool = False) ->
 
 
 def observe(
-    record: Moe, router: Router, x_TD: Tensor, flow: Flow, balance: Balance | None = None
+    record: Moe, router: TopKRouter, x_TD: Tensor, flow: Flow, balance: Balance | None = None
 ) -> tuple[Routed, Decision, dict[str, Tensor]]:
     """Route the rows and return the result, the decision to keep, and each term's value."""
     balance = Balance(record) if balance is None else balance
@@ -73,7 +72,7 @@ def score_by_loop(logits: Sequence[float], kind: str) -> list[float]:
 
 
 def route_by_loop(
-    logits: Sequence[float], bias: Sequence[float] | None, record: RouterRecord
+    logits: Sequence[float], bias: Sequence[float] | None, record: Router
 ) -> tuple[list[int], list[float]]:
     """Return one row's experts, best first, and their weights."""
     first = record.order == "score_first"
@@ -91,7 +90,7 @@ def route_by_loop(
     return chosen, [w * record.scale for w in weights]
 
 
-def _allowed_by_loop(choice: Sequence[float], record: RouterRecord) -> set[int]:
+def _allowed_by_loop(choice: Sequence[float], record: Router) -> set[int]:
     groups = record.groups
     assert groups is not None
     size = record.experts // groups.count
@@ -102,7 +101,7 @@ def _allowed_by_loop(choice: Sequence[float], record: RouterRecord) -> set[int]:
     return {e for g in kept for e in members[g]}
 
 
-def distribution_by_loop(logits: Sequence[float], record: RouterRecord) -> list[float]:
+def distribution_by_loop(logits: Sequence[float], record: Router) -> list[float]:
     """Return one row's distribution over all experts."""
     values = score_by_loop(logits, record.score)
     return [v / sum(values) for v in values]

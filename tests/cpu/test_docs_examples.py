@@ -15,7 +15,7 @@ from moefold.comm.world import World
 from moefold.data.batch import from_ids
 from moefold.layers.config import Selective
 from moefold.model.decoder import DecoderModel
-from moefold.moe.router import Router, RoutingContext
+from moefold.moe.router import RoutingContext, TopKRouter
 from moefold.spec.decoder import model_weights
 from moefold.training.hooks.base import Hook
 from moefold.training.run_folder import History
@@ -88,12 +88,13 @@ def test_the_router_spreads_tokens(tmp_path: Path) -> None:
         context = RoutingContext(router.record, None, rows, World.single().group("tp_cp"))
         scores_TE = logits_TE.softmax(1)
         assert (
-            Router.choose(router, scores_TE, context).flatten().bincount(minlength=4)[2:].sum() == 0
+            TopKRouter.choose(router, scores_TE, context).flatten().bincount(minlength=4)[2:].sum()
+            == 0
         )
         assert router.choose(scores_TE, context).flatten().bincount(minlength=4).min() >= 16
         elsewhere = replace(context, training=False)
         assert torch.equal(
-            router.choose(scores_TE, elsewhere), Router.choose(router, scores_TE, elsewhere)
+            router.choose(scores_TE, elsewhere), TopKRouter.choose(router, scores_TE, elsewhere)
         )
         assert "router/aux_micro_batch" in job.step()
 

@@ -26,7 +26,7 @@ from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import BLOCK, draw_normal, initial_values
 from moefold.moe.config import Capacity, Router
-from moefold.moe.router import Router as RouterModule
+from moefold.moe.router import TopKRouter
 from moefold.spec.layer import Weight, norm
 from tests.cpu.small import (
     DEEP,
@@ -129,7 +129,7 @@ def test_discarded_norms_hold_no_output() -> None:
     handle.remove()
 
 
-def perturbed(router: RouterModule, noise: float) -> Callable[..., Tensor]:
+def perturbed(router: TopKRouter, noise: float) -> Callable[..., Tensor]:
     """Return the router's logits with noise on every run after the first.
 
     The noise favours the last experts, a tie the first.

@@ -15,9 +15,8 @@ from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow
 from moefold.moe.balance import Balance, Observed, Term, count_choices, sum_rows
-from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Groups, Moe, Z
-from moefold.moe.config import Router as RouterRecord
-from moefold.moe.router import Decision, Router
+from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Groups, Moe, Router, Z
+from moefold.moe.router import Decision, TopKRouter
 from tests.cpu.routing import (
     distribution_by_loop,
     drawn,
@@ -40,13 +39,13 @@ SCORES = {
 
 def moe_of(*balance: Record, capacity: Capacity | None = None, **changes: Any) -> Moe:
     """Return a layer's record: 8 experts, 2 per token, with some changes to the router."""
-    router = RouterRecord(**{"experts": 8, "top_k": 2, **changes})
+    router = Router(**{"experts": 8, "top_k": 2, **changes})
     record = Moe(width=4, router=router, capacity=capacity, balance=balance)
     assert not [*record.rules(), *router.rules()]
     return record
 
 
-def plain_logits(router: Router, x_TD: Tensor) -> list[list[float]]:
+def plain_logits(router: TopKRouter, x_TD: Tensor) -> list[list[float]]:
     """Return the logits as a plain product gives them."""
     return (x_TD.detach() @ router.weight.detach().T).tolist()
 
@@ -54,7 +53,7 @@ def plain_logits(router: Router, x_TD: Tensor) -> list[list[float]]:
 def aux_by_loop(
     logits: Sequence[Sequence[float]],
     populations: Sequence[Sequence[int]],
-    record: RouterRecord,
+    record: Router,
     counts: Sequence[float] | None = None,
     tokens: int = 0,
 ) -> float:
@@ -125,7 +124,7 @@ def test_uniform_routing_gives_exactly_one(score: Any, experts: int, top_k: int)
         assert {k: float(v.detach()) for k, v in terms.items()} == dict.fromkeys(terms, 1.0)
 
 
-def one_hot_rows(router: Router, experts: Sequence[int], rows: int, height: float) -> Tensor:
+def one_hot_rows(router: TopKRouter, experts: Sequence[int], rows: int, height: float) -> Tensor:
     """Set the router to read its input, and return rows whose logits pick ``experts`` alone."""
     with torch.no_grad():
         router.weight.copy_(torch.eye(*router.weight.shape, dtype=router.weight.dtype))
@@ -204,7 +203,10 @@ def test_one_sequence_is_the_micro_batch_and_one_micro_batch_is_the_step(name: s
 
 
 def step_gradient(
-    record: Moe, router: Router, batches: Sequence[tuple[Tensor, MicroBatch]], double: bool = True
+    record: Moe,
+    router: TopKRouter,
+    batches: Sequence[tuple[Tensor, MicroBatch]],
+    double: bool = True,
 ) -> Tensor:
     """Return the router's gradient of a step made of the balance terms alone."""
     router.weight.grad = None
@@ -378,7 +380,7 @@ def test_no_valid_token_gives_zero_and_a_gradient_of_zeros(rows: int) -> None:
 
 
 def layer(
-    record: Moe, router: Router, balance: Balance
+    record: Moe, router: TopKRouter, balance: Balance
 ) -> tuple[Callable[[Tensor, MicroBatch], Tensor], dict[str, Decision]]:
     """Return a routing layer that keeps its decision, and the store it keeps it in."""
     store: dict[str, Decision] = {}
@@ -526,7 +528,9 @@ def test_the_update_counts_choices_before_drops() -> None:
 def test_b19_counts_that_differ_by_one_move_the_bias_apart(cast: str) -> None:
     """40,841 and 40,840 are the same number in bfloat16 and half."""
     record = moe_of(Bias(rate=1e-3), experts=2, top_k=1, renormalise=False, selection_bias=True)
-    model = torch.nn.ModuleDict({"router": Router(record.router, 4), "balance": Balance(record)})
+    model = torch.nn.ModuleDict(
+        {"router": TopKRouter(record.router, 4), "balance": Balance(record)}
+    )
     balance, router = model["balance"], model["router"]
     if cast in ("to", "type"):
         getattr(model, cast)(torch.bfloat16)
@@ -645,7 +649,7 @@ def test_nothing_asks_the_device_for_a_number() -> None:
         groups=Groups(count=4, keep=2),
     )
     with torch.device("meta"):
-        router, balance = Router(record.router, 6, record.capacity), Balance(record)
+        router, balance = TopKRouter(record.router, 6, record.capacity), Balance(record)
     rows = replace(rows_of([11, 5], pads=4)).to("meta")
     x_TD = torch.randn(20, 6, device="meta", requires_grad=True)
     balance.start_step()

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefold.moe.config import Capacity, Groups, Moe
-from moefold.moe.config import Router as RouterRecord
+from moefold.moe.config import Capacity, Groups, Moe, Router
 from moefold.moe.dispatch.config import LocalExperts
 from moefold.moe.layer import MoeFfn
-from moefold.moe.router import Decision, Routed, Router, RoutingContext
+from moefold.moe.router import Decision, Routed, RoutingContext, TopKRouter
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import capacity_mask, count, select, stable_topk
 from tests.cpu.routing import (
@@ -28,7 +27,7 @@ from tests.cpu.routing import (
 )
 
 
-class ReversedRouter(Router):
+class ReversedRouter(TopKRouter):
     """A router from outside: it likes what others do not."""
 
     def scores(self, logits_TE: Tensor) -> Tensor:
@@ -42,12 +41,12 @@ class OlderFfn(MoeFfn):
 
 
 def test_a_feed_forward_may_still_bring_its_router() -> None:
-    record = Moe(width=8, router=RouterRecord(experts=4, top_k=2))
+    record = Moe(width=8, router=Router(experts=4, top_k=2))
     assert isinstance(OlderFfn(record, 8, 0, LocalExperts(), "loop").router, ReversedRouter)
-    assert type(MoeFfn(record, 8, 0, LocalExperts(), "loop").router) is Router
+    assert type(MoeFfn(record, 8, 0, LocalExperts(), "loop").router) is TopKRouter
 
 
-class GreedyRouter(Router):
+class GreedyRouter(TopKRouter):
     """A router from outside that has places for all experts, and its record for some."""
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
@@ -56,7 +55,7 @@ class GreedyRouter(Router):
 
 def test_more_places_than_the_record_says_are_refused() -> None:
     """Dispatch takes it from the record whether any stays empty, and plans how many there are."""
-    router = GreedyRouter(RouterRecord(experts=4, top_k=2), 6).double()
+    router = GreedyRouter(Router(experts=4, top_k=2), 6).double()
     x_TD, flow = drawn(5, double=True), flow_of(rows_of([5]), double=True)
     with pytest.raises(ValueError, match=r"GreedyRouter.choose returns 4 .* places is 2"):
         router(x_TD, flow)
@@ -85,9 +84,9 @@ SETTINGS = {
 }
 
 
-def record_of(**changes: Any) -> RouterRecord:
+def record_of(**changes: Any) -> Router:
     """Return a legal router record of 12 experts, 3 per token, with some changes."""
-    record = RouterRecord.model_validate({"experts": 12, "top_k": 3, **changes})
+    record = Router.model_validate({"experts": 12, "top_k": 3, **changes})
     assert not list(record.rules())
     return record
 
@@ -114,7 +113,7 @@ def test_every_setting_equals_a_plain_loop(name: str) -> None:
     assert int(routed.counts_E.sum()) == 40 * record.top_k
 
 
-def _hugging_face(name: str) -> tuple[Any, RouterRecord]:
+def _hugging_face(name: str) -> tuple[Any, Router]:
     # Here, as every worker collects this file, and one of them runs it.
     from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -261,7 +260,9 @@ def test_scores_are_at_least_float32_and_rows_stay_narrow() -> None:
 # Replay
 
 
-def gradients_of(router: Router, x_TD: Tensor, routing_weights: Tensor) -> tuple[Tensor, Tensor]:
+def gradients_of(
+    router: TopKRouter, x_TD: Tensor, routing_weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of a loss in which every weight counts differently."""
     factor = torch.arange(1.0, routing_weights.numel() + 1).view_as(routing_weights)
     loss = (routing_weights.square() * factor).sum()
@@ -487,11 +488,11 @@ def test_names_and_kinds_of_what_is_saved() -> None:
 def test_b22_one_expert_per_token_still_teaches_the_router() -> None:
     """Settings whose single weight is always one are refused; the legal ones have a gradient."""
     for score in ("softmax", "sigmoid", "sqrt_softplus"):
-        constant = RouterRecord(experts=12, top_k=1, score=score)
+        constant = Router(experts=12, top_k=1, score=score)
         assert [v.path for v in constant.rules()] == [("renormalise",)]
         legal = record_of(top_k=1, score=score, renormalise=False)
         router, x_TD = router_of(legal), drawn(20)
         routed = router(x_TD, flow_of(rows_of([20])))
         assert all(g.abs().max() > 0 for g in gradients_of(router, x_TD, routed.weights_TK))
-    late = RouterRecord(experts=12, top_k=1, order="topk_first")
+    late = Router(experts=12, top_k=1, order="topk_first")
     assert [v.path for v in late.rules()] == [("order",)]

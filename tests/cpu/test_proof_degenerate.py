@@ -15,8 +15,7 @@ from moefold.comm.world import World
 from moefold.layers.config import Bands, Rope, Yarn
 from moefold.layers.rope import Angles
 from moefold.moe import balance, router
-from moefold.moe.config import Aux, Bias, Capacity, ExpertChoice, Moe, Z
-from moefold.moe.config import Router as RouterRecord
+from moefold.moe.config import Aux, Bias, Capacity, ExpertChoice, Moe, Router, Z
 from moefold.parallel.config import Layout
 from moefold.proof import rank_run
 from moefold.proof.case import ProofCase, Subject
@@ -27,8 +26,8 @@ from moefold.proof.rank_run import RankResult, run_rank
 from moefold.proof.rounding_noise import RoundingNoise
 from moefold.proof.subjects import DEEPSEEK, GQA, decoder, moe, subject
 
-ONE_OF_EIGHT = RouterRecord(experts=8, top_k=1, renormalise=False)
-ONE = RouterRecord(experts=1, top_k=1, renormalise=False)
+ONE_OF_EIGHT = Router(experts=8, top_k=1, renormalise=False)
+ONE = Router(experts=1, top_k=1, renormalise=False)
 
 
 def small(mixture: Moe, **changes: Any) -> Subject:
@@ -51,7 +50,7 @@ def test_an_expert_left_out_by_chance_is_drawn_anew() -> None:
 
 
 def test_a_draw_that_shows_everything_is_kept() -> None:
-    asked = small(moe(router=RouterRecord(experts=4, top_k=2)))
+    asked = small(moe(router=Router(experts=4, top_k=2)))
     assert not at_first(asked) and run_reference(asked)[0] == asked
 
 
@@ -103,7 +102,7 @@ def test_the_router_of_one_expert_has_no_gradient_and_is_excused(terms: tuple[An
         moe(router=ONE, balance=(Aux(), Z())),
         moe(router=replaced(ONE, score="sigmoid"), balance=()),
         moe(router=replaced(ONE_OF_EIGHT, selection_bias=True), balance=(Bias(),)),
-        moe(router=RouterRecord(experts=2, top_k=2)),
+        moe(router=Router(experts=2, top_k=2)),
     ],
 )
 def test_nothing_else_is_excused(mixture: Moe) -> None:

@@ -9,9 +9,8 @@ from moefold.layers.flow import Flow
 from moefold.layers.linear import Linear
 from moefold.layers.placement import placements
 from moefold.model.decoder import DecoderModel
-from moefold.moe.config import Capacity
-from moefold.moe.config import Router as RouterRecord
-from moefold.moe.router import Decision, Routed, Router
+from moefold.moe.config import Capacity, Router
+from moefold.moe.router import Decision, Routed, TopKRouter
 from moefold.planner.count import count
 from moefold.proof.subjects import SUBJECTS
 from moefold.spec.decoder import model_weights
@@ -31,10 +30,10 @@ def test_names_shapes_and_order_of_parameters_are_as_described(name: str) -> Non
         assert stated[weight.name].is_expert == weight.expert
 
 
-class MixedRouter(Router):
+class MixedRouter(TopKRouter):
     """A router from outside, of rows that a matrix of its own mixes."""
 
-    def __init__(self, record: RouterRecord, hidden: int, capacity: Capacity | None = None) -> None:
+    def __init__(self, record: Router, hidden: int, capacity: Capacity | None = None) -> None:
         super().__init__(record, hidden, capacity)
         self.mix = Linear(hidden, hidden)
 
@@ -42,7 +41,7 @@ class MixedRouter(Router):
         return super().forward(self.mix(x_TD, flow), flow, decision)
 
 
-class Mixed(RouterRecord):
+class Mixed(Router):
     """Its record, which states that matrix."""
 
     owner = MixedRouter

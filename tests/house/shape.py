@@ -16,8 +16,6 @@ RECORD_BOOLEANS = 4
 
 # What api.py offers as a type, not as a name of the package.
 NOT_HANDED_ON = {"Result"}
-# A record and the module that it describes.
-TWO_OF_A_NAME = {"Router"}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = FunctionNode | ast.ClassDef
@@ -87,7 +85,7 @@ def _classes(root: Path) -> dict[str, tuple[Module, ast.ClassDef]]:
 
 
 def one_meaning(root: Path) -> list[str]:
-    """A public class name stands for one class of the package."""
+    """A class name stands for one class of the package."""
     homes: dict[str, list[tuple[Module, ast.ClassDef]]] = defaultdict(list)
     for module, node in _classes(root).values():
         homes[node.name].append((module, node))
@@ -95,7 +93,6 @@ def one_meaning(root: Path) -> list[str]:
         module.at(node.lineno, f"class {name} is also one of {first.path}")
         for name, ((first, _), *others) in homes.items()
         for module, node in others
-        if not name.startswith("_") and name not in TWO_OF_A_NAME
     ]
 
 

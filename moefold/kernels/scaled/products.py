@@ -255,10 +255,10 @@ def scaled_product(
 
         quantised = weight.cache(x_NI, for_dw, make)
     args = codes, quantised, weight, rows, sink
-    return _Scaled.apply(x_NI, weight.master, *args)  # type: ignore[return-value]
+    return _ScaledProduct.apply(x_NI, weight.master, *args)  # type: ignore[return-value]
 
 
-class _Scaled(Function):
+class _ScaledProduct(Function):
     @staticmethod
     def forward(
         ctx: Any,
