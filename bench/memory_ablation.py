@@ -19,7 +19,7 @@ from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping, Recipe, Stack
 from moefold.planner.from_run import Choice, of_model
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import after_each, memory
+from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.planner.published import model
 from moefold.run import Run, load_run
 from moefold.schedule.config import Interleaved
@@ -76,18 +76,18 @@ def case(stack: Stack, policy: Policy, recipe: Recipe = "bf16") -> Case:
 
 def activations(stack: Stack, policy: Policy) -> float:
     """Return the most activations on any rank, in GB."""
-    return max(one.fullest.activations for one in memory(case(stack, policy))) / 1e9
+    return max(one.peak_action.activations for one in estimate_memory(case(stack, policy))) / 1e9
 
 
 def theirs(policy: Policy, recipe: Recipe = "bf16") -> float:
     """Return Megatron-Core's activations on the third rank, in GiB."""
-    return memory(case("megatron", policy, recipe))[THIRD].fullest.activations / GIB
+    return estimate_memory(case("megatron", policy, recipe))[THIRD].peak_action.activations / GIB
 
 
 def copies() -> float:
     """Return what one more tensor of the experts' rows takes there: as much as their input."""
-    each = after_each(case("megatron", NOTHING), THIRD)
-    return max(after.rows.get("experts.input", 0.0) for after in each) / GIB
+    each = memory_after_each(case("megatron", NOTHING), THIRD)
+    return max(after.activations_by_name.get("experts.input", 0.0) for after in each) / GIB
 
 
 def normed() -> float:
@@ -100,7 +100,8 @@ def normed() -> float:
 def activations_of(one: Case) -> dict[str, float]:
     """Return the third rank's bytes by row where it holds most."""
     return max(
-        (after.rows for after in after_each(one, THIRD)), key=lambda rows: sum(rows.values())
+        (after.activations_by_name for after in memory_after_each(one, THIRD)),
+        key=lambda rows: sum(rows.values()),
     )
 
 

@@ -38,7 +38,7 @@ from planning.score import (
 
 from moefold.planner.case import Case
 from moefold.planner.curves import Constants, constants
-from moefold.planner.memory import totals
+from moefold.planner.memory import rank_totals
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
 TARGETS = {
@@ -112,7 +112,7 @@ def baselines(rows: Sequence[Row], known: Sequence[Row]) -> dict[str, dict[str, 
 def memory_of(case: Case) -> tuple[float | None, bool | None]:
     """Return decimal GB of the fullest rank and whether they fit; nothing for unplanned kinds."""
     try:
-        needed = max(totals(case))
+        needed = max(rank_totals(case))
     except ValueError:
         return None, None
     return round(needed / 1e9, 2), needed <= case.cluster.device.memory_bytes

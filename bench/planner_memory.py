@@ -28,7 +28,7 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.planner.case import Case, Keeping, Numbers, recomputed
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import fullest
+from moefold.planner.memory import fullest_rank
 from moefold.schedule.config import OneFOneB
 
 LOSS_CHUNK = 1024
@@ -170,8 +170,8 @@ def rows(word: str = "") -> Iterator[dict[str, Any]]:
     for recipe in (one for one in RECIPES if word in one.name):
         with context.Pool(1) as pool:
             measured = pool.apply(measure, (recipe,))
-        plan = fullest(recipe.case)
-        yield {"name": recipe.name, "planned": plan.allocated, **measured}
+        plan = fullest_rank(recipe.case)
+        yield {"name": recipe.name, "planned": plan.peak_allocated, **measured}
 
 
 def main() -> None:

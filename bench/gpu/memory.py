@@ -24,7 +24,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, Numbers, Software
 from moefold.planner.from_run import TrainingTask, choice_of
-from moefold.planner.memory import memory
+from moefold.planner.memory import estimate_memory
 from moefold.training.memory import cluster_of
 from moefold.training.memory_bench import PARTS, planned_bytes
 from moefold.training.memory_probe import Bytes, MemoryProbe, state_bytes
@@ -111,7 +111,7 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
     peaks = dict(peaks_of(step)) if bench.device.type == "cuda" else {}
     step(executor=lambda *given: Allocating(data, left, (), *given).run())
     case = case_of(trial, data)
-    plan = memory(case)[0]
+    plan = estimate_memory(case)[0]
     wanted = [values for values, _ in planned_bytes(case, trial.layout, 0)]
     parts = {
         part: worst([(want[part], had[part]) for want, had in zip(wanted, left, strict=True)])
@@ -121,10 +121,10 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
     parts["moments"] = compared(wanted[0]["moments"], moments)
     found: dict[str, Any] = {"parts": parts}
     offs = [abs(one["executed"] - one["planned"]) for one in parts.values()]
-    within = max(offs) <= BOUND * plan.allocated
+    within = max(offs) <= BOUND * plan.peak_allocated
     if peaks:
-        allocated = compared(plan.allocated, peaks["allocated"] - before)
-        reserved = compared(plan.allocated * (1 + plan.fragments), peaks["reserved"])
+        allocated = compared(plan.peak_allocated, peaks["allocated"] - before)
+        reserved = compared(plan.peak_allocated * (1 + plan.fragmentation), peaks["reserved"])
         within &= max(abs(allocated["off"]), abs(reserved["off"])) <= BOUND
         beyond = [
             one["allocated"] - before - moments - sum(one.get(part, 0) for part in PARTS)

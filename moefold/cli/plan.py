@@ -174,7 +174,7 @@ def _layout_detail(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
         f"; bound by {layout.binds}",
     )
     memory = {name: value / GB for name, value in layout.memory.parts.items()}
-    for name, value in layout.memory.elsewhere.items():
+    for name, value in layout.memory.offloaded_state.items():
         yield Text(f"  {name}: {value / GB:,.1f} GB per rank", style="dim")
     grid = Table.grid(padding=(0, 4))
     grid.add_row(
@@ -182,7 +182,9 @@ def _layout_detail(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
         _bar_chart("time, s", dict(layout.time.parts), _three_digits),
     )
     yield grid
-    offloaded = [f"{size / GB:,.1f} GB on {at}" for at, size in layout.memory.away.items()]
+    offloaded = [
+        f"{size / GB:,.1f} GB on {at}" for at, size in layout.memory.offloaded_activations.items()
+    ]
     if offloaded:
         yield Text(f"offloaded activations per device: {', '.join(offloaded)}")
 

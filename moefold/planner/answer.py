@@ -31,7 +31,7 @@ from moefold.planner.from_run import (
 from moefold.planner.goodput import Bill, Faults, Goodput, Price, bill, goodput
 from moefold.planner.hardware import Cluster, resized
 from moefold.planner.hardware import cluster as cluster_of
-from moefold.planner.memory import Memory, fullest, stage_of
+from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
 from moefold.planner.published import entries, find, model
 from moefold.planner.search import Search
 from moefold.planner.search_change import Change, changes
@@ -64,9 +64,9 @@ class PlannedLayout:
         return estimate(self.case)
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> StageMemory:
         """Peak memory of the fullest rank during a step."""
-        return fullest(self.case)
+        return fullest_rank(self.case)
 
     @property
     def layout(self) -> str:
@@ -408,7 +408,7 @@ def graph_bytes(run: Run, world: int) -> list[float]:
     """
     task, choice = of_run(run, cluster_of(f"h100x{world}"))
     case = choice.case(task)
-    return [stage_of(case, rank).state.graphs for rank in range(case.sizes.pp)]
+    return [stage_bytes(case, rank).state.graphs for rank in range(case.sizes.pp)]
 
 
 def fragment(layout: PlannedLayout) -> dict[str, Any]:

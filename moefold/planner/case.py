@@ -23,8 +23,8 @@ from moefold.model.config import Block, Decoder
 from moefold.moe.dispatch.config import DISPATCH, FixedShape
 from moefold.optim.config import AdamW, Optim
 from moefold.planner.hardware import Cluster
+from moefold.planner.memoize import memoize
 from moefold.planner.network import even_domains
-from moefold.planner.remember import remembered
 from moefold.schedule.config import GPipe, Schedule, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.codes import coded_blocks
@@ -189,7 +189,7 @@ class Contents(NamedTuple):
     ranks: tuple[Held, ...]
 
 
-@remembered(256)
+@memoize(256)
 def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     """Return the distinct blocks of a model, and for each layer the index of its block."""
     numbers: dict[Block, int] = {}
@@ -197,13 +197,13 @@ def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     return tuple(numbers), order
 
 
-@remembered(256)
+@memoize(256)
 def main_layers(decoder: Decoder) -> tuple[int, int]:
     """Return the numbers of a model's layers and of its multi-token prediction layers."""
     return decoder.layers, len(decoder.multi_token)
 
 
-@remembered(4096)
+@memoize(4096)
 def contents(decoder: Decoder, stages: Stages, pp: int, way: StageMapping) -> Contents:
     """Return the parts of the model on each pipeline rank, by chunk and in total."""
     places, given = stages.table(pp, way), (kinds(decoder)[1], main_layers(decoder)[0])
@@ -343,7 +343,7 @@ class Case:
         return contents(self.decoder, self.stages, self.sizes.pp, self.schedule.way)
 
 
-table_of = remembered(512)(tabulate)
+table_of = memoize(512)(tabulate)
 """A schedule's table, cached."""
 
 

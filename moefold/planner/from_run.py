@@ -43,10 +43,10 @@ from moefold.planner.case import (
     recomputed,
 )
 from moefold.planner.hardware import Cluster
+from moefold.planner.memoize import memoize
 from moefold.planner.notes import notes_on_step
 from moefold.planner.published import PublishedModel
 from moefold.planner.recompute import Place, cheapest, demand_room
-from moefold.planner.remember import remembered
 from moefold.run import Run
 from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
 from moefold.spec.codes import coded
@@ -196,7 +196,7 @@ def foreign(decoder: Decoder) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if name))
 
 
-in_format = remembered(256)(coded)
+in_format = memoize(256)(coded)
 balanced = lru_cache(maxsize=4096)(Stages.balanced)
 
 

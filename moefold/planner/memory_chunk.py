@@ -7,10 +7,15 @@ from typing import NamedTuple
 from moefold.layers.config import offloaded_layers
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import Held, Keeping, kinds
-from moefold.planner.memory_kept import CODES, experts_here, kept, operands
-from moefold.planner.memory_pages import here
-from moefold.planner.memory_state import Split, states_of
-from moefold.planner.remember import remembered
+from moefold.planner.memoize import memoize
+from moefold.planner.memory_pages import unpaged
+from moefold.planner.memory_saved import (
+    INPUT_CODE_BYTES,
+    deferred_operands,
+    local_expert_elements,
+    saved_tensors,
+)
+from moefold.planner.memory_state import StateSharding, state_estimator
 from moefold.planner.time_data import copies_of
 from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
 
@@ -18,30 +23,30 @@ from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
 class ChunkBytes(NamedTuple):
     """Bytes of a chunk of a pipeline rank for one micro-batch."""
 
-    kept: float
+    saved: float
     """Activations saved on the device."""
-    waiting: float
+    deferred: float
     """Operands of deferred weight-gradient products."""
     forward: float
     """Temporaries of its forward."""
     backward: float
-    layer: float
+    fullest_layer: float
     """Activations saved by its fullest layer."""
-    coming: float
+    first_gradients: float
     """Gradients allocated by its first backward."""
-    away: tuple[float, float]
+    offloaded: tuple[float, float]
     """Activations on the host and on disk between its forward and its backward."""
-    ahead: float
+    prefetched: float
     """Offloaded activations fetched before its backward begins."""
-    moving: float
+    in_transfer: float
     """Peak of offloaded activations on the device while they are transferred."""
-    gathered: float
+    gathered_weights: float
     """Gathered weights during a pass, where data ranks shard them."""
-    sums: float
+    unsharded_gradients: float
     """Unsharded gradients of all its units, where data ranks reduce them after each pass."""
 
 
-def departing(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], list[Saved]]:
+def offloaded_tensors(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], list[Saved]]:
     """Return the saved tensors of an offloaded block that go to the host and to disk."""
     stays = [part for part in parts if part.stays(keeping.recompute) and part.saved]
     host, disk = (
@@ -51,14 +56,14 @@ def departing(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], li
     return host, disk
 
 
-class ChunkSizes:
+class ChunkEstimator:
     """Bytes of chunks for one micro-batch, cached for all cases with equal inputs."""
 
     def __init__(
         self,
         decoder: Decoder,
         shape: Shape,
-        split: Split,
+        split: StateSharding,
         keeping: Keeping,
         graphs: float,
         rows: int,
@@ -69,27 +74,27 @@ class ChunkSizes:
         self.blocks, _ = kinds(decoder)
         self.loss_rows, self.logit = min(rows, shape.piece), logit
         self.stack, self.recipe = split.stack, split.numbers.recipe
-        self.split, self.states = split, states_of(decoder, split)
+        self.split, self.states = split, state_estimator(decoder, split)
         self._known: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
 
-    def of(self, held: Held, order: tuple[int, ...] = ()) -> ChunkBytes:
+    def chunk_bytes(self, held: Held, order: tuple[int, ...] = ()) -> ChunkBytes:
         """Return the bytes of a chunk; ``order`` lists its kinds of layers if any are offloaded."""
         if (held, order) not in self._known:
-            self._known[held, order] = self._made(held, order)
+            self._known[held, order] = self._compute(held, order)
         return self._known[held, order]
 
-    def _made(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
+    def _compute(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
         shape, columns = self.shape, self.decoder.vocab / self.shape.tp
         # Other stacks save all logits between forward and backward, and a second time in fp32.
         whole = shape.piece * columns * (shape.width + 4)
         logits = shape.row if self.stack == "moefold" else whole
         how = shape, self.stack, self.recipe, self.keeping
-        layers = [(_layer(self.blocks[kind], *how), count) for kind, count in held.layers]
+        layers = [(_block_bytes(self.blocks[kind], *how), count) for kind, count in held.layers]
         widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
         layer, forward, backward = widest
         total = sum(one[0] * count for one, count in layers)
         gone = offloaded_layers(self.keeping.spill, len(order), held.loss)
-        total += sum(map(self._numbers, order[:gone]))
+        total += sum(map(self._page_index_bytes, order[:gone]))
         waiting = sum(one[3] * count for one, count in layers)
         if looked_up := held.embedding + held.multi_token:
             # Under tp: indices into the rank's share, a mask of its rows, and all rows' gradients.
@@ -110,16 +115,16 @@ class ChunkSizes:
             total += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
             forward = max(forward, self.loss_rows * columns * self.logit)
-        weights, gradients = whole_units(self.decoder, self.split, held)
-        gathered = two(weights)
-        forward, backward = forward + gathered, backward + gathered + two(gradients)
-        away, ahead, moving = self._leaving(held, order)
+        weights, gradients = unsharded_units(self.decoder, self.split, held)
+        gathered = two_largest(weights)
+        forward, backward = forward + gathered, backward + gathered + two_largest(gradients)
+        away, ahead, moving = self._offload_bytes(held, order)
         kept = (total - sum(away)) * (1 + self.graphs)
-        coming = self._gradients(held)
+        coming = self._first_gradients(held)
         made = kept, waiting, forward, backward, layer, coming, away, ahead, moving
         return ChunkBytes(*made, gathered, sum(gradients))
 
-    def _leaving(
+    def _offload_bytes(
         self, held: Held, order: tuple[int, ...]
     ) -> tuple[tuple[float, float], float, float]:
         """Return bytes offloaded to host and disk, bytes fetched ahead, and bytes in transfer.
@@ -129,32 +134,36 @@ class ChunkSizes:
         keeping = self.keeping
         shares = keeping.offload_share, keeping.disk_share
         if self.stack != "moefold" or not order:
-            sent = [(self._sent(kind), count) for kind, count in held.layers]
+            sent = [(self._block_offload(kind), count) for kind, count in held.layers]
             host, disk = (
                 share * sum(one[i] * count for one, count in sent) for i, share in enumerate(shares)
             )
             return (host, disk), 0.0, 0.0
         gone = [offloaded_layers(share, len(order), held.loss) for share in shares]
-        sent = [self._sent(kind) for kind in order]
+        sent = [self._block_offload(kind) for kind in order]
         host, disk = ([one[i] for one in sent[: gone[i]]] for i in range(2))
         sizes = [sum(pair) for pair in zip_longest(host, disk, fillvalue=0.0)]
         ahead = sum(sizes[max(len(sizes) - keeping.in_flight, 0) :])
         moving = min(keeping.in_flight + 1, len(sizes)) * max(sizes, default=0.0)
         return (sum(host), sum(disk)), ahead, moving
 
-    def _sent(self, kind: int) -> tuple[float, float]:
+    def _block_offload(self, kind: int) -> tuple[float, float]:
         """Return the bytes that an offloaded block sends to host and disk."""
-        parts = kept(self.blocks[kind], self.shape, self.stack, self.recipe)
-        host, disk = (sum(part.bytes for part in to) for to in departing(parts, self.keeping))
+        parts = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
+        host, disk = (
+            sum(part.bytes for part in to) for to in offloaded_tensors(parts, self.keeping)
+        )
         return host, disk
 
-    def _numbers(self, kind: int) -> float:
+    def _page_index_bytes(self, kind: int) -> float:
         """Return the extra bytes on the device of a block whose pages are offloaded to the host."""
-        parts = kept(self.blocks[kind], self.shape, self.stack, self.recipe)
+        parts = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
         there = [part for part in parts if part.stays(self.keeping.recompute)]
-        return sum(here(p, self.keeping, True).bytes - here(p, self.keeping).bytes for p in there)
+        return sum(
+            unpaged(p, self.keeping, True).bytes - unpaged(p, self.keeping).bytes for p in there
+        )
 
-    def _gradients(self, held: Held) -> float:
+    def _first_gradients(self, held: Held) -> float:
         """Return the bytes of gradients that a chunk's first backward allocates.
 
         Moefold frees gradients when a step begins; other stacks keep their buffers.
@@ -162,11 +171,13 @@ class ChunkSizes:
         if self.stack != "moefold" or self.keeping.zero > 1:
             return 0.0
         embeds = held.embedding and not self.decoder.tied
-        found = self.states.of("embedding").gradients if embeds else 0.0
-        return found + self.states.inner(held).gradients
+        found = self.states.part_state("embedding").gradients if embeds else 0.0
+        return found + self.states.layers_state(held).gradients
 
 
-def whole_units(decoder: Decoder, split: Split, held: Held) -> tuple[list[float], list[float]]:
+def unsharded_units(
+    decoder: Decoder, split: StateSharding, held: Held
+) -> tuple[list[float], list[float]]:
     """Return the unsharded bytes of each unit during a pass: weights under ZeRO 3, and gradients
     from ZeRO 2 on; both are empty for other stacks.
     """
@@ -184,22 +195,22 @@ def whole_units(decoder: Decoder, split: Split, held: Held) -> tuple[list[float]
     return weights, gradients
 
 
-def two(sizes: list[float]) -> float:
+def two_largest(sizes: list[float]) -> float:
     """Return the bytes of the two largest units: one computes, one is in a collective."""
     return sum(sorted(sizes)[-2:])
 
 
-@remembered(1 << 12)
-def _layer(
+@memoize(1 << 12)
+def _block_bytes(
     block: Block, shape: Shape, stack: str, recipe: str, keeping: Keeping
 ) -> tuple[float, float, float, float]:
     """Return a block's saved activations, the temporaries of its forward and its backward
     (activation and output, gradients in a feed-forward, recomputed tensors), and the operands of
     its deferred weight-gradient products.
     """
-    parts = kept(block, shape, stack, recipe)
+    parts = saved_tensors(block, shape, stack, recipe)
     stays = [part for part in parts if part.stays(keeping.recompute)]
-    left = sum(here(part, keeping).bytes for part in stays)
+    left = sum(unpaged(part, keeping).bytes for part in stays)
     again = sum(part.bytes for part in parts) - left
     spec = described(block.ffn)
     rows, features = shape.piece, shape.hidden
@@ -211,10 +222,12 @@ def _layer(
     forward += sum(part.bytes for part in stays) - left
     if shape.clones and spec.routing is not None:
         # Weights followed by those of clones; in backward also their gradients, twice in fp32.
-        both = experts_here(spec, shape) * (1 + shape.clones * shape.ep / spec.routing.experts)
+        both = local_expert_elements(spec, shape) * (
+            1 + shape.clones * shape.ep / spec.routing.experts
+        )
         forward += both * shape.width
         backward += both * (shape.width + 2 * STATISTIC)
-    waiting = sum(part.bytes for part in operands(block, shape, keeping.recompute))
+    waiting = sum(part.bytes for part in deferred_operands(block, shape, keeping.recompute))
     if stack != "moefold":
-        waiting *= CODES.get(recipe, shape.width) / shape.width
+        waiting *= INPUT_CODE_BYTES.get(recipe, shape.width) / shape.width
     return left, forward, backward + max(again, 0), waiting

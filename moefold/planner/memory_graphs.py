@@ -10,31 +10,33 @@ from typing import NamedTuple
 
 from moefold.model.config import Block
 from moefold.planner.case import Keeping
-from moefold.planner.memory_kept import kept
-from moefold.planner.memory_steps import Running
-from moefold.planner.remember import remembered
+from moefold.planner.memoize import memoize
+from moefold.planner.memory_saved import saved_tensors
+from moefold.planner.memory_steps import RunningAction
 from moefold.spec.layer import INDEX, STATISTIC, Shape, described
 
 ROW_BYTES = 4 * INDEX + 1
 """Bytes per row of a micro-batch: its id, label, position and number, and whether it is valid."""
-WAY_OUT = frozenset(("residual", "ffn_norm.output"))
+SENT_TO_EXPERTS = frozenset(("residual", "ffn_norm.output"))
 """Saved tensors of a block that are sent to the ranks of its experts."""
-WAY_IN = frozenset(("experts.input", "experts.weights", "combine.tokens", "dispatch.rows"))
+RECEIVED_BY_EXPERTS = frozenset(
+    ("experts.input", "experts.weights", "combine.tokens", "dispatch.rows")
+)
 """Saved tensors of a block that are received by the ranks of its experts."""
 
 
 class StaticBytes(NamedTuple):
     """Static bytes of a block's graphs for one pass."""
 
-    inside: float
+    internal: float
     """Tensors between its parts, without the block's input and output rows."""
-    kept: float
+    saved: float
     """Static tensors that are saved for backward."""
-    leaves: bool
+    writes_output: bool
     """Whether a graph, not an exchange, writes the block's output rows."""
 
 
-@remembered(1 << 10)
+@memoize(1 << 10)
 def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> StaticBytes:
     """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
     spec, times = described(block.ffn), 1 + ("block" in keeping.recompute)
@@ -43,8 +45,8 @@ def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> S
     routing = spec.routing
     if routing is None or shape.ep * shape.etp == 1:
         return StaticBytes((times + 1) * terms, 0.0, True)
-    names = WAY_OUT | WAY_IN if fixed else WAY_OUT
-    parts = [part for part in kept(block, shape) if part.name in names and part.saved]
+    names = SENT_TO_EXPERTS | RECEIVED_BY_EXPERTS if fixed else SENT_TO_EXPERTS
+    parts = [part for part in saved_tensors(block, shape) if part.name in names and part.saved]
     here = (part for part in parts if not (keeping.page and part.rows))
     shared = sum(part.bytes for part in here if part.stays(keeping.recompute))
     copies, width = shape.rows * routing.top_k, routing.width or shape.hidden
@@ -64,7 +66,7 @@ def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> S
     return StaticBytes(times * there + back, shared, False)
 
 
-def pass_bytes(
+def chunk_static_bytes(
     blocks: Sequence[Block], shape: Shape, keeping: Keeping, fixed: bool, ahead: int
 ) -> tuple[float, float]:
     """Return bytes of a chunk's static tensors for one pass, and the part saved for backward.
@@ -78,25 +80,25 @@ def pass_bytes(
     """
     times = 1 + ("block" in keeping.recompute)
     found = [static_bytes(block, shape, keeping, fixed) for block in blocks]
-    size = row_bytes(shape, ahead) + sum(one.inside for one in found)
+    size = micro_batch_bytes(shape, ahead) + sum(one.internal for one in found)
     if not found:
         return size, 0.0
     # Rows, and gradients, that no graph writes are copied for the graph that reads them.
-    borders = times * (len(found) + found[-1].leaves) + len(found) + 1
-    entered = len(found) if times == 1 else sum(one.leaves for one in found[:-1])
-    return size + borders * shape.row, entered * shape.row + sum(one.kept for one in found)
+    borders = times * (len(found) + found[-1].writes_output) + len(found) + 1
+    entered = len(found) if times == 1 else sum(one.writes_output for one in found[:-1])
+    return size + borders * shape.row, entered * shape.row + sum(one.saved for one in found)
 
 
-def row_bytes(shape: Shape, ahead: int) -> int:
+def micro_batch_bytes(shape: Shape, ahead: int) -> int:
     """Return the bytes of a micro-batch's ids, labels and positions: the rank's and tp group's."""
     rows = shape.rows + (shape.piece if shape.tp > 1 else 0)
     return rows * (1 + ahead) * ROW_BYTES
 
 
-def in_flight(steps: Iterable[Running], chunks: int) -> list[int]:
+def max_in_flight(steps: Iterable[RunningAction], chunks: int) -> list[int]:
     """Return the largest number of passes in flight of each chunk."""
     most = [0] * chunks
     for step in steps:
         for at in range(chunks):
-            most[at] = max(most[at], step.kept[at] + step.waiting[at] + (step.forward == at))
+            most[at] = max(most[at], step.saved[at] + step.deferred[at] + (step.forward == at))
     return most

@@ -23,23 +23,23 @@ class ChunkBlocks(NamedTuple):
     """Blocks of a chunk of a rank."""
 
     layers: Sequence[Block]
-    ahead: Sequence[Block] = ()
+    multi_token: Sequence[Block] = ()
     """Multi-token prediction blocks."""
-    ends: bool = False
+    has_loss: bool = False
     """Whether it ends in the loss."""
 
 
-def here(part: Saved, keeping: Keeping, gone: bool = False) -> Saved:
+def unpaged(part: Saved, keeping: Keeping, offloaded: bool = False) -> Saved:
     """Return a saved tensor without the bytes of its pages; the indices of its pages remain.
 
     ``gone``: its pages are offloaded to the host, where they have indices too.
     """
     if not (keeping.page and part.rows and part.saved):
         return part
-    return replace(part, bytes=ceil(part.rows / keeping.page) * INDEX * (1 + gone))
+    return replace(part, bytes=ceil(part.rows / keeping.page) * INDEX * (1 + offloaded))
 
 
-def pages(
+def count_pages(
     chunks: Sequence[ChunkBlocks], shape: Shape, keeping: Keeping, line: Line
 ) -> tuple[Pages, Pages]:
     """Return the numbers of pages on the device and on the host.
@@ -55,7 +55,7 @@ def pages(
     """
     if not keeping.page:
         return Pages(), Pages()
-    used = _Used(chunks, shape, keeping)
+    used = _PageSimulation(chunks, shape, keeping)
     for at, step in enumerate(line):
         if not any(action.kind in "BI" for action in actions_of(step)):
             used.fetch_for(line[at + 1 : at + 2])
@@ -64,7 +64,7 @@ def pages(
     return used.most, used.most_host
 
 
-class _Used:
+class _PageSimulation:
     """Simulation of the pages in use, layer by layer, as a rank runs its line.
 
     Use of pages by :class:`moefold.layers.stash.PagedStash` follows from that order alone.
@@ -72,9 +72,14 @@ class _Used:
 
     def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, keeping: Keeping) -> None:
         self._in_flight = keeping.in_flight
-        each = [[_of_block(one, shape, keeping) for one in (*c.layers, *c.ahead)] for c in chunks]
+        each = [
+            [_block_pages(one, shape, keeping) for one in (*c.layers, *c.multi_token)]
+            for c in chunks
+        ]
         self._sizes = [{at: size for at, size in enumerate(of) if size} for of in each]
-        self._gone = [offloaded_layers(keeping.spill, len(one.layers), one.ends) for one in chunks]
+        self._gone = [
+            offloaded_layers(keeping.spill, len(one.layers), one.has_loss) for one in chunks
+        ]
         self._now, self._host, self.most, self.most_host = Pages(), Pages(), Pages(), Pages()
         self._out: deque[tuple[dict[int, str], int, Pages]] = deque()
         self._passes: dict[tuple[int, int], dict[int, str]] = {}
@@ -148,7 +153,7 @@ def page_bytes(found: Pages, host: Pages, page: int) -> tuple[int, int]:
     return stored[0] + rings, stored[1]
 
 
-def _of_block(block: Block, shape: Shape, keeping: Keeping) -> Pages:
+def _block_pages(block: Block, shape: Shape, keeping: Keeping) -> Pages:
     """Return the pages of one block's rows, by bytes per row."""
     spec, found = described(block.ffn), Pages()
     if spec.routing is None:

@@ -8,7 +8,7 @@ from moefold.layers.config import Selective
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
 from moefold.planner.case import kinds
-from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.run import Run
 from moefold.spec.layer import Modules, Shape
 
@@ -52,7 +52,7 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
     # For a micro-batch of one row on each tensor rank.
     shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp, ep=sizes.ep)
     try:
-        here = [kept(block, shape) for block in kinds(decoder)[0]]
+        here = [saved_tensors(block, shape) for block in kinds(decoder)[0]]
     except ValueError:  # a layer of a plugin without a description of what it saves
         return
     every: Modules = frozenset(record.modules)
@@ -60,7 +60,7 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
     split = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
     for name in dict.fromkeys(record.modules):
         without = every - {name}
-        if all(kept_bytes(parts, every) >= kept_bytes(parts, without) for parts in here):
+        if all(saved_bytes(parts, every) >= saved_bytes(parts, without) for parts in here):
             yield (
                 f"layout.recompute: {name} saves no memory "
                 f"{f'under {split}' if split else 'beside the other modules'}; leave it out"

@@ -11,7 +11,7 @@ from moefold.mesh.grid import Grid
 from moefold.planner.answer import GB, Plan, PlannedLayout
 from moefold.planner.case import evened
 from moefold.planner.goodput import curve
-from moefold.planner.memory import memory, shortened, totals
+from moefold.planner.memory import estimate_memory, rank_totals, with_fewest_micro_batches
 from moefold.planner.time import estimate
 from moefold.schedule.simulate import Costs, Span, simulate
 from moefold.schedule.table import Pair, actions_of
@@ -107,14 +107,14 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
         "recompute": sorted(keeping.recompute),
         "offload": sorted(keeping.offload),
         "disk": sorted(keeping.disk),
-        "away_gb": {name: value / GB for name, value in one.memory.away.items()},
+        "away_gb": {name: value / GB for name, value in one.memory.offloaded_activations.items()},
         "optimizer_offload": keeping.optimizer_offload,
         "state_step": keeping.state_step,
         "uncertainty": took.uncertainty,
         "not_yet": list(one.not_yet),
         "fullest_rank": one.memory.rank,
         "memory_parts_gb": {name: value / GB for name, value in one.memory.parts.items()},
-        "elsewhere_gb": {name: value / GB for name, value in one.memory.elsewhere.items()},
+        "elsewhere_gb": {name: value / GB for name, value in one.memory.offloaded_state.items()},
         "time_parts_s": dict(took.parts),
         "hidden_s": dict(took.hidden),
     }
@@ -162,7 +162,7 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
     folding, imbalance = case.folding, []
     for load in LOADS:
         other = replace(case, load=evened(load, case.clones))
-        needed = max(totals(other))
+        needed = max(rank_totals(other))
         imbalance.append(
             {
                 "load": load,
@@ -182,7 +182,7 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
         "held": [[_letters(chunk) for chunk in rank] for rank in case.places],
         "memory_ranks": [
             {name: value / GB for name, value in rank.parts.items()}
-            for rank in memory(shortened(case))
+            for rank in estimate_memory(with_fewest_micro_batches(case))
         ],
         "memory_line": _line(one),
         "timeline": _timeline(one),
@@ -218,11 +218,14 @@ def _letters(chunk: Any) -> str:
 
 def _line(one: PlannedLayout) -> list[list[Any]]:
     """Return the fullest rank's memory during the step: label and GB of each part, per action."""
-    moments = one.memory.moments
+    moments = one.memory.actions
     step = max(1, -(-len(moments) // MOST_MOMENTS))
     kept = [max(moments[i : i + step], key=lambda m: m.total) for i in range(0, len(moments), step)]
     return [
-        [m.label, *(round(v / GB, 3) for v in (m.activations, m.operands, m.working, m.gradients))]
+        [
+            m.label,
+            *(round(v / GB, 3) for v in (m.activations, m.operands, m.temporaries, m.gradients)),
+        ]
         for m in kept
     ]
 

@@ -10,7 +10,7 @@ from moefold.layers.config import OffloadKind, RecomputeKind
 from moefold.planner.case import Case, Keeping, kinds
 from moefold.planner.hardware import Cluster, device
 from moefold.planner.memory import peak_within
-from moefold.planner.memory_kept import layer_kept
+from moefold.planner.memory_saved import saved_tensors_of
 from moefold.planner.time import estimate
 from moefold.spec.layer import NOTHING, Module, Modules
 
@@ -80,7 +80,7 @@ def demand_room(case: Case, limit: float | None = None, place: Place = None) -> 
 
 def _sets(case: Case) -> Iterator[Modules]:
     """Yield every set of modules whose recompute saves memory, and whole blocks."""
-    rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
+    rows = [part for block in kinds(case.decoder)[0] for part in saved_tensors_of(case, block)]
     dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
     yield from _subsets([kind for kind in get_args(RecomputeKind) if kind in dropped])
     yield frozenset(("block",))
@@ -88,7 +88,7 @@ def _sets(case: Case) -> Iterator[Modules]:
 
 def _leaving(case: Case, again: Modules, place: Place) -> Iterator[Modules]:
     """Yield every set of modules with saved activations that could be offloaded."""
-    rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
+    rows = [part for block in kinds(case.decoder)[0] for part in saved_tensors_of(case, block)]
     stay = {part.module for part in rows if part.stays(again)} - (again & {"norms"})
     yield from _subsets([kind for kind in get_args(OffloadKind) if place and kind in stay])
 

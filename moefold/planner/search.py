@@ -19,10 +19,10 @@ from moefold.mesh.config import Sizes
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
 from moefold.planner.from_run import Choice, TrainingTask, balanced
-from moefold.planner.memory import peak_within, software_of
-from moefold.planner.memory_chunk import two, whole_units
-from moefold.planner.memory_kept import layer_kept
-from moefold.planner.memory_state import Split, states_of
+from moefold.planner.memory import peak_within, software_overheads
+from moefold.planner.memory_chunk import two_largest, unsharded_units
+from moefold.planner.memory_saved import saved_tensors_of
+from moefold.planner.memory_state import StateSharding, state_estimator
 from moefold.planner.recompute import RESERVE
 from moefold.planner.search_space import SCHEDULES, VIRTUAL, Foldings, Space, apart
 from moefold.planner.time import (
@@ -181,9 +181,9 @@ class Search:
 
     def depths(self, space: Space, grids: Grids, room: float) -> Iterator[tuple[float, int, Depth]]:
         """Yield every pipeline depth with the recompute and offload choices that could fit."""
-        software = software_of(self.task.cluster.device)
+        software = software_overheads(self.task.cluster.device)
         options = self._options(space, grids)
-        tensors = (room - software.context) / (1 + software.fragments)
+        tensors = (room - software.context) / (1 + software.fragmentation)
         for pp in self.foldings.pipelines(grids.tp, grids.cp, grids.ep, grids.etp):
             m = self.micro_batches(grids, pp)
             for zero, on_host in space.shares(pp) if m else ():
@@ -378,9 +378,12 @@ class Search:
         key = "lasting", grids._replace(micro_batch=1, cp=1), pp, zero, on_host
         if key not in self._known:
             case = self._sample(grids, Keeping(zero, optimizer_offload=on_host), pp)
-            split = Split.of(case)
-            state = states_of(case.decoder, split).held(self.whole)
-            self._known[key] = state, sum(map(two, whole_units(case.decoder, split, self.whole)))
+            split = StateSharding.of(case)
+            state = state_estimator(case.decoder, split).rank_state(self.whole)
+            self._known[key] = (
+                state,
+                sum(map(two_largest, unsharded_units(case.decoder, split, self.whole))),
+            )
         state, passing = self._known[key]
         later = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
         # Unsharded tensors of a pass are in use at the peak; a pipeline's rank has a part of them.
@@ -393,7 +396,9 @@ class Search:
         key = "options", wide, space.kept
         if key not in self._known:
             case = self._sample(grids, Keeping())
-            parts = [(one, number) for b, number in self.blocks for one in layer_kept(case, b)]
+            parts = [
+                (one, number) for b, number in self.blocks for one in saved_tensors_of(case, b)
+            ]
             found: list[tuple[float, float, Kept]] = []
             sizes: dict[Kept, float] = {}
             for again, away in space.kept:

@@ -8,8 +8,8 @@ from moefold.mesh.config import AXES, Sizes
 from moefold.mesh.legality import size_rules
 from moefold.parallel.config import Layout
 from moefold.planner.from_run import Choice, TrainingTask
-from moefold.planner.memory import totals
-from moefold.planner.memory_kept import CODES
+from moefold.planner.memory import rank_totals
+from moefold.planner.memory_saved import INPUT_CODE_BYTES
 from moefold.planner.recompute import RESERVE
 from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
@@ -40,7 +40,7 @@ def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
     changes that make it fit, the fastest first, or else those that save most memory.
     """
     case = choice.case(task)
-    seconds, bytes_ = estimate(case).seconds, max(totals(case))
+    seconds, bytes_ = estimate(case).seconds, max(rank_totals(case))
     room = task.cluster.device.memory_bytes
     if bytes_ <= room * (1 - RESERVE):
         room *= 1 - RESERVE
@@ -60,7 +60,7 @@ def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
     for took, what, other, tried in timed:
         if enough and (took >= seconds or len(found) == MOST):
             break
-        needed = max(totals(tried))
+        needed = max(rank_totals(tried))
         if enough and needed > room:
             continue
         found.append(Change(what, other, 1 - took / seconds, bytes_ - needed, needed <= room))
@@ -120,7 +120,11 @@ def _can_be_graphs(choice: Choice, model: ModelNeeds) -> bool:
     keeping = choice.keeping
     if choice.graphs == "none":
         return True
-    if keeping.offload | keeping.disk or keeping.optimizer_offload or choice.recipe in CODES:
+    if (
+        keeping.offload | keeping.disk
+        or keeping.optimizer_offload
+        or choice.recipe in INPUT_CODE_BYTES
+    ):
         return False
     room = {"max_rows": choice.max_rows} if choice.max_rows else {}
     layout = Layout.model_validate(

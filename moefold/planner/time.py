@@ -20,9 +20,9 @@ from moefold.optim.config import Muon
 from moefold.planner.case import Case, Held, kinds, table_of
 from moefold.planner.count import count
 from moefold.planner.curves import Constants, Product, Rates, product_seconds
-from moefold.planner.memory_state import Split, inner_parts, part_weights
+from moefold.planner.memoize import memoize
+from moefold.planner.memory_state import StateSharding, layers_and_norm, part_weights
 from moefold.planner.network import reach, ring_seconds
-from moefold.planner.remember import remembered
 from moefold.planner.time_data import HIDDEN_ONCE, copies_of, data_work, shown
 from moefold.planner.time_layer import (
     DISK_BANDWIDTH,
@@ -253,7 +253,7 @@ def data_seconds(
 def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update on device, host and disk."""
     numbers, keeping, device = case.numbers, case.keeping, case.cluster.device
-    local, own = copies_of(case.decoder, Split.of(case)).trained(held)
+    local, own = copies_of(case.decoder, StateSharding.of(case)).trained(held)
     each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
     summed = own if keeping.zero > 1 else local
     moved = own * (each + numbers.weight_bytes) + summed * 2 * numbers.gradient_bytes
@@ -308,7 +308,7 @@ def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
     return missing * (v - 1) / v if isinstance(schedule, GPipe) else 0.0
 
 
-@remembered(1024)
+@memoize(1024)
 def _simulated(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return the simulated idle time of a table with at most ``4 * p`` micro-batches."""
     short = min(m, 4 * p)
@@ -343,13 +343,13 @@ def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
     if not isinstance(rule, Muon):
         return 0.0
     peak, total = case.cluster.device.peak("bf16"), 0.0
-    for part, times in inner_parts(case.held[stage]):
+    for part, times in layers_and_norm(case.held[stage]):
         for weight in part_weights(case.decoder, part) if times else ():
             if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):
                 continue
             short, long = sorted(weight.shape[-2:])
             matrices = times * prod(weight.shape[:-2]) / (case.sizes.ep if weight.expert else 1)
-            matrices /= Split.of(case).levels(weight.expert)[0]
+            matrices /= StateSharding.of(case).shards_and_replicas(weight.expert)[0]
             products = (
                 Product(short, short, long, 2 * matrices),
                 Product(short, short, short, matrices),

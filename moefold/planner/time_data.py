@@ -15,10 +15,16 @@ from moefold.mesh.partition import aligned
 from moefold.model.config import Decoder
 from moefold.planner.case import Case, Held, settled
 from moefold.planner.curves import Rates
-from moefold.planner.memory_state import GATHERED, Part, Split, inner_parts, part_weights
-from moefold.planner.memory_steps import fullest_steps
+from moefold.planner.memoize import memoize
+from moefold.planner.memory_state import (
+    GATHERED_CODE_BYTES,
+    Part,
+    StateSharding,
+    layers_and_norm,
+    part_weights,
+)
+from moefold.planner.memory_steps import peak_candidates
 from moefold.planner.network import Reach, lying, reach, ring_seconds
-from moefold.planner.remember import remembered
 from moefold.spec.codes import CodedWeight
 from moefold.spec.layer import Weight
 
@@ -60,7 +66,7 @@ class DataWork(NamedTuple):
 class WeightCopies:
     """Data-parallel collectives of a layout's ranks by their layers; equal parts are counted."""
 
-    def __init__(self, decoder: Decoder, split: Split) -> None:
+    def __init__(self, decoder: Decoder, split: StateSharding) -> None:
         self.decoder, self.split = decoder, split
         self._parts: dict[Part, PartCopies] = {}
         self._known: dict[Held, Counter[Collective]] = {}
@@ -96,7 +102,7 @@ class WeightCopies:
         """
         tied = self.decoder.tied
         table = held.embedding + held.multi_token + (held.loss and tied)
-        parts: list[tuple[Part, int]] = [*inner_parts(held), ("embedding", table)]
+        parts: list[tuple[Part, int]] = [*layers_and_norm(held), ("embedding", table)]
         parts.append(("head", int(held.loss and not tied)))
         for part, number in parts:
             if number:
@@ -105,7 +111,7 @@ class WeightCopies:
                 yield self._parts[part], number, 1 if part == "embedding" else number
 
 
-copies_of = remembered(1 << 10)(WeightCopies)
+copies_of = memoize(1 << 10)(WeightCopies)
 
 
 class PartCopies(NamedTuple):
@@ -121,12 +127,12 @@ class PartCopies(NamedTuple):
     """Trained elements that the rank updates."""
 
     @classmethod
-    def of(cls, decoder: Decoder, part: Part, split: Split) -> "PartCopies":
+    def of(cls, decoder: Decoder, part: Part, split: StateSharding) -> "PartCopies":
         """Return the collectives of a part."""
         joined, trained, own = dict[tuple[Kind, bool], float](), 0.0, 0.0
         for weight in part_weights(decoder, part):
-            inner = split.levels(weight.expert)[0]
-            here = round(weight.part(*split.sizes)) * (not weight.frozen)
+            inner = split.shards_and_replicas(weight.expert)[0]
+            here = round(weight.part(*split.tp_ep_etp)) * (not weight.frozen)
             trained, own = trained + here, own + here / inner
             kinds: dict[Kind, float] = {
                 "edp" if weight.expert else "dp_cp": here * (inner == 1),
@@ -139,15 +145,20 @@ class PartCopies(NamedTuple):
         return cls(tuple(_buckets(decoder, part, split)), joined, trained, own)
 
 
-def _buckets(decoder: Decoder, part: Part, split: Split) -> Iterator[Collective]:
+def _buckets(decoder: Decoder, part: Part, split: StateSharding) -> Iterator[Collective]:
     """Yield the collectives of a part's buckets."""
     buckets = Counter[tuple[bool, bool, bool, float]]()
     for weight in part_weights(decoder, part):
-        if split.levels(weight.expert)[0] > 1 and (split.zero == 3 or not weight.frozen):
-            elements = aligned(round(weight.part(*split.sizes)))
+        if split.shards_and_replicas(weight.expert)[0] > 1 and (
+            split.zero == 3 or not weight.frozen
+        ):
+            elements = aligned(round(weight.part(*split.tp_ep_etp)))
             buckets[weight.expert, weight.frozen, *_read(weight, split)] += elements
     for (expert, frozen, _, width), elements in buckets.items():
-        (inner, outer), kind = split.levels(expert), cast("Kind", "edp" if expert else "dp_cp")
+        (inner, outer), kind = (
+            split.shards_and_replicas(expert),
+            cast("Kind", "edp" if expert else "dp_cp"),
+        )
         length = aligned(-(-elements // inner))
         whole = length * inner
         ends = split.zero == 3 and part in ("embedding", "head")
@@ -162,11 +173,11 @@ def _buckets(decoder: Decoder, part: Part, split: Split) -> Iterator[Collective]
                 yield Collective(kind, True, "all_reduce", length * size, "end")
 
 
-def _read(weight: Weight, split: Split) -> tuple[bool, float]:
+def _read(weight: Weight, split: StateSharding) -> tuple[bool, float]:
     """Return whether a weight is gathered as codes, and the bytes per element."""
     numbers = split.numbers
     wide, narrow = numbers.master_bytes, numbers.weight_bytes or numbers.master_bytes
-    codes = GATHERED.get(weight.codes.kind) if isinstance(weight, CodedWeight) else None
+    codes = GATHERED_CODE_BYTES.get(weight.codes.kind) if isinstance(weight, CodedWeight) else None
     if codes is not None:
         return True, codes
     if weight.frozen and weight.narrow:
@@ -183,7 +194,7 @@ def reach_of(case: Case, one: Collective) -> Reach:
         tied, stages = case.decoder.tied, enumerate(case.held)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
         return lying(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
-    inner, outer = Split.of(case).levels(one.kind == "edp")
+    inner, outer = StateSharding.of(case).shards_and_replicas(one.kind == "edp")
     if case.order != ORDERS[0]:  # pipeline ranks lie between data ranks
         ranks = folding.group(one.kind, 0)
         return lying(cluster, ranks[::inner] if one.across else ranks[:inner])
@@ -194,7 +205,7 @@ def reach_of(case: Case, one: Collective) -> Reach:
 def data_work(case: Case, held: Held, rates: Rates) -> DataWork:
     """Return the seconds of a rank's collectives over copies."""
     found: dict[str, float] = dict.fromkeys(DataWork._fields, 0.0)
-    for one, number in copies_of(case.decoder, Split.of(case)).collectives(held).items():
+    for one, number in copies_of(case.decoder, StateSharding.of(case)).collectives(held).items():
         ways = 2 if one.op == "all_reduce" else 1
         group = reach_of(case, one)
         found[one.beside] += number * ways * ring_seconds(one.bytes, group, case.cluster, rates)
@@ -223,7 +234,7 @@ def shown(
     if case.software.cuda_graphs == "full":
         ahead = 0.0  # a step in one graph begins when all weights are gathered
     schedule, pp = case.schedule, case.sizes.pp
-    lines = fullest_steps(schedule, pp, v, settled(schedule, pp, case.micro_batches))
+    lines = peak_candidates(schedule, pp, v, settled(schedule, pp, case.micro_batches))
     waits = schedule.paired or any(step.kind == "W" for line in lines for step in line)
     going = 1.0 if not waits else 1 - 1 / v if sums == 1 else 0.0
     free = (each if zero == 3 else once) * passes[0], (each if zero > 1 else once) * passes[1]

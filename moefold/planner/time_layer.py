@@ -21,8 +21,8 @@ from moefold.planner.curves import (
     product_seconds,
 )
 from moefold.planner.hardware import FORMAT_OF, Cluster
+from moefold.planner.memoize import memoize
 from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
-from moefold.planner.remember import remembered
 from moefold.planner.time_work import (
     BF16,
     LayerPolicy,
@@ -107,7 +107,7 @@ class Setting:
         return width_of(self.recipe)
 
 
-_setting = remembered(1024)(Setting)
+_setting = memoize(1024)(Setting)
 
 
 def setting_of(
@@ -169,7 +169,7 @@ class Time:
         self.experts += other.experts * times
 
 
-@remembered(1 << 15)
+@memoize(1 << 15)
 def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
     """Return the time of a block with its exchanges: a cached object that must not be modified."""
     plain, parts, once = _once(block, share, setting, policy.dispatch, policy.hops)
@@ -198,7 +198,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
     return made
 
 
-@remembered(1 << 15)
+@memoize(1 << 15)
 def _once(
     block: Block, share: RankShare, setting: Setting, dispatch: str, hops: tuple[int, ...]
 ) -> tuple[Time, Mapping[str, Time], float]:
@@ -226,7 +226,7 @@ def half_seconds(record: Record, share: RankShare, setting: Setting) -> float:
     return sum(one.device for one in _half(record, share.of_half(record), setting).values())
 
 
-@remembered(1 << 12)
+@memoize(1 << 12)
 def end_time(
     vocab: int | None,
     share: RankShare,
@@ -263,14 +263,14 @@ def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str])
     return Time(dict(plain.forward), backward, plain.host_forward, host, *sizes)
 
 
-@remembered(1 << 15)
+@memoize(1 << 15)
 def _half(
     record: Record, share: RankShare, setting: Setting, frozen: frozenset[str] = frozenset()
 ) -> dict[str, Time]:
     return _parts(half(record, share, frozen), setting)
 
 
-@remembered(1 << 12)
+@memoize(1 << 12)
 def _norms(share: RankShare, number: int, setting: Setting) -> dict[str, Time]:
     return _parts(norms(share, number), setting)
 
@@ -385,7 +385,7 @@ def tensor_seconds(
     return ahead, back
 
 
-@remembered(1 << 12)
+@memoize(1 << 12)
 def _gathered(spec: LayerSpec, hidden: int, tp: int, width: int) -> tuple[float, frozenset[str]]:
     """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
     gather them again.

@@ -15,7 +15,7 @@ from moefold.config.base import Record
 from moefold.layers.config import Context
 from moefold.planner.case import Case, Dispatcher
 from moefold.planner.curves import Product
-from moefold.planner.remember import remembered
+from moefold.planner.memoize import memoize
 from moefold.spec.decoder import has_routing
 from moefold.spec.layer import (
     RING,
@@ -163,7 +163,7 @@ class LayerPolicy(NamedTuple):
 Parts = dict[str, Work]
 
 
-@remembered(1 << 14)
+@memoize(1 << 14)
 def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
     """Return the parts of a half of a block, a cached object; ``frozen`` names weights in it."""
     spec = described(record)
@@ -181,7 +181,7 @@ def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset())
     return made
 
 
-@remembered(1 << 10)
+@memoize(1 << 10)
 def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple[Operation, ...]]:
     weights = {weight.name: weight for weight in spec.weights(hidden)}
     operations = tuple(spec.operations(hidden))

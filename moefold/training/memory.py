@@ -11,7 +11,7 @@ from moefold.comm.world import World
 from moefold.layers.config import Auto
 from moefold.planner.from_run import keeping_within, of_run, settled
 from moefold.planner.hardware import Cluster, device, processor, resized, sold_as
-from moefold.planner.memory import memory
+from moefold.planner.memory import estimate_memory
 from moefold.planner.recompute import PRICED
 from moefold.run import Run
 from moefold.training.machine import HOST_BYTES
@@ -76,7 +76,9 @@ def explaining_oom(run: Run, world: World) -> Iterator[None]:
             held = f"{now:.2f} GiB, peak {peak:.2f}; PyTorch reserved {room:.2f}"
         try:
             task, choice = of_run(run, cluster_of(world))
-            mine = next(m for m in memory(choice.case(task)) if m.rank == world.attention.pp)
+            mine = next(
+                m for m in estimate_memory(choice.case(task)) if m.rank == world.attention.pp
+            )
             parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in mine.parts.items())
             expected = f"peak {mine.total / GIB:.2f} GiB: {parts}"
         except ValueError as unknown:

@@ -21,7 +21,7 @@ from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run, settled
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import after_each, fullest, stage_of
+from moefold.planner.memory import fullest_rank, memory_after_each, stage_bytes
 from moefold.run import Run, require_fit
 from moefold.training.machine import HOST_BYTES
 from moefold.training.memory_probe import measure_step, state_bytes
@@ -57,7 +57,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     task, choice = of_run(run, cluster, load=1.0)
     run = settled(run, choice.keeping)
     case, available = choice.case(task), cluster.device.memory_bytes
-    needed = fullest(case).allocated * world
+    needed = fullest_rank(case).peak_allocated * world
     if needed > available:
         raise ValueError(
             f"{run.name} on {world} ranks needs {needed / 1e9:.1f} GB, and this machine has "
@@ -79,13 +79,15 @@ def planned_bytes(
     case: Case, layout: Layout, pp: int
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
-    state, found = stage_of(case, pp).state, []
+    state, found = stage_bytes(case, pp).state, []
     row = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
     crossing = held_messages(plan_rank(layout, pp, case.micro_batches))  # type: ignore[arg-type]
-    for after, messages in zip(after_each(case, pp), crossing, strict=True):
+    for after, messages in zip(memory_after_each(case, pp), crossing, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
-        values = (*values, after.operands, messages * row, *after.away)
-        found.append((dict(zip((*PARTS, "host", "disk"), values, strict=True)), after.rows))
+        values = (*values, after.operands, messages * row, *after.offloaded)
+        found.append(
+            (dict(zip((*PARTS, "host", "disk"), values, strict=True)), after.activations_by_name)
+        )
     return found
 
 

@@ -22,7 +22,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import fullest
+from moefold.planner.memory import fullest_rank
 from moefold.run import Run, load_run
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
 from moefold.spec.tuning import adapt, trainable
@@ -274,7 +274,7 @@ def test_a_lora_run_of_qwen3_30b_fits_one_device_of_80_gb() -> None:
         ],
     )
     task, choice = of_run(run, cluster("h100x1"))
-    memory = fullest(choice.case(task))
+    memory = fullest_rank(choice.case(task))
     weights = list(model_weights(run.decoder()))
     trained = sum(w.elements for w in weights if not w.frozen)
     fixed = sum(w.elements * (2 if w.narrow else 4) for w in weights if w.frozen)

@@ -18,7 +18,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Numbers
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import memory
+from moefold.planner.memory import estimate_memory
 from moefold.training import step
 from moefold.training.memory_probe import state_bytes
 from tests.cpu.runs import job_of
@@ -98,7 +98,7 @@ def test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> 
     step.gradients(data, [padded_rows((20,), 0)], 16)
     cluster = Cluster(processor(1e11, 1e10, 2**34), 1, 1, 1)
     task = TrainingTask("delayed", narrow, 20, 1, cluster, Numbers("fp8_tensor", AdamW(lr=1e-3), 0))
-    (found,) = memory(choice_of(Layout(zero=zero), 1, "fp8_tensor").case(task))
+    (found,) = estimate_memory(choice_of(Layout(zero=zero), 1, "fp8_tensor").case(task))
     assert state_bytes(data)["weights"] == found.state.weights
 
 

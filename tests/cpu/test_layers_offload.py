@@ -27,7 +27,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.offload import disk as disk_room
 from moefold.offload.disk import OffloadError
 from moefold.planner.case import recomputed
-from moefold.planner.memory_kept import kept
+from moefold.planner.memory_saved import saved_tensors
 from moefold.spec.layer import Shape
 from moefold.training.banner import rows as banner_rows
 from tests.cpu.alive import HIDDEN, StorageRecorder, there
@@ -127,7 +127,11 @@ def test_b60_what_leaves_and_what_stays_is_what_is_planned(
     flow.saved_tensors.end_forward()
     others = {t.untyped_storage()._cdata for t in (y_TD, *terms.values())}
     again = recomputed(policy)
-    kept_ = [part for part in kept(BLOCKS[block], Shape(HIDDEN, 64, width=4)) if part.stays(again)]
+    kept_ = [
+        part
+        for part in saved_tensors(BLOCKS[block], Shape(HIDDEN, 64, width=4))
+        if part.stays(again)
+    ]
     away = (LAYERS - 1) * sum(part.bytes for part in kept_ if part.module in modules)
     figures = to.stores["host"].stats
     assert figures.held == figures.peak == figures.moved == away

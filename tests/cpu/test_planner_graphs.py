@@ -19,7 +19,7 @@ from moefold.parallel.pipeline.recording import Graph
 from moefold.planner.case import Case
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import stage_of
+from moefold.planner.memory import stage_bytes
 from moefold.proof import capture
 from moefold.proof.case import ProofCase, Subject, micro_batch_count
 from moefold.proof.rank_run import micro_batches
@@ -122,7 +122,7 @@ def check(model: str, ranks: int, given: dict[str, Any]) -> None:
     subject = replace(subject, padding=0)
     case = ProofCase("", subject, layout, ranks)
     stages = range(layout.split.pp)
-    states = [stage_of(planned(case, subject), rank).state for rank in stages]
+    states = [stage_bytes(planned(case, subject), rank).state for rank in stages]
     plan, found = [(one.graphs, one.gradients) for one in states], counted(case)
     print(model, given, plan, found)
     assert plan == found and min(static for static, _ in found) > 0

@@ -21,8 +21,8 @@ from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
 from moefold.planner.case import Keeping, recomputed
-from moefold.planner.memory_chunk import departing
-from moefold.planner.memory_kept import kept, kept_bytes, operands
+from moefold.planner.memory_chunk import offloaded_tensors
+from moefold.planner.memory_saved import deferred_operands, saved_bytes, saved_tensors
 from moefold.spec.codes import coded_blocks
 from moefold.spec.layer import Shape
 from tests.cpu.alive import (
@@ -157,7 +157,7 @@ def test_bytes_that_wait_for_the_products_of_weights_are_the_planned_ones(
 ) -> None:
     """Under every policy the same: what was made again waits too; the input is another's."""
     shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
-    parts = operands(BLOCKS[name], shape)
+    parts = deferred_operands(BLOCKS[name], shape)
     planned = sum(part.bytes for part in parts if part.name != "input")
     for policy in POLICIES:
         assert bytes_held(BLOCKS[name], policy, precision) == planned, policy
@@ -186,7 +186,7 @@ def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> N
         assert found == bytes_planned(block, policy, "bf16", record), (record, policy)
     (coded,) = coded_blocks(decoder_of(block, record))
     for policy in policies[-1:]:
-        parts = operands(coded, shape, recomputed(policy))
+        parts = deferred_operands(coded, shape, recomputed(policy))
         waiting = sum(part.bytes for part in parts if part.name != "input")
         assert bytes_held(block, policy, "bf16", record) == waiting, (record, policy)
 
@@ -233,8 +233,8 @@ def test_b55_codes_leave_for_the_host_as_planned() -> None:
     with flow.saved_tensors.layer_hooks():
         out = layer(x_TD, flow)
     (coded,) = coded_blocks(decoder_of(block, record))
-    parts = kept(coded, Shape(HIDDEN, SEQUENCES * LENGTH))
-    gone = departing(parts, Keeping(offload=frozenset(modules)))[0]
+    parts = saved_tensors(coded, Shape(HIDDEN, SEQUENCES * LENGTH))
+    gone = offloaded_tensors(parts, Keeping(offload=frozenset(modules)))[0]
     assert any(part.name.endswith(".codes") for part in gone)
     assert places.stores["host"].stats.held == sum(part.bytes for part in gone)
     del out
@@ -273,8 +273,8 @@ def test_bytes_that_autograd_saves_are_the_planned_ones(name: str) -> None:
         layer(x_TD, flow)
     found = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in weights)
     shape = Shape(HIDDEN, SEQUENCES * LENGTH)
-    parts = [part for part in kept(BLOCKS[name], shape) if part.saved]
-    assert found == kept_bytes(parts)
+    parts = [part for part in saved_tensors(BLOCKS[name], shape) if part.saved]
+    assert found == saved_bytes(parts)
 
 
 def test_a_routed_layer_whose_copies_are_made_again_keeps_rows_and_pre_activations() -> None:

@@ -15,7 +15,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Numbers
 from moefold.planner.count import count
-from moefold.planner.memory_state import Split
+from moefold.planner.memory_state import StateSharding
 from moefold.spec.decoder import model_weights
 from moefold.spec.tuning import freeze
 from moefold.training.banner import rows, state_bytes
@@ -51,7 +51,9 @@ def test_b60_bytes_of_frozen_weights_are_those_of_the_compute_format() -> None:
     state = {name.split(".", 1)[1].rpartition(".")[0] for name in optimizer.state()}
     for weight in model_weights(record):
         parameter = data.params[weight.name]
-        planned = Split(ONE, 1, 1, Numbers(), 1, None, 1.0, "moefold").state((weight,))
+        planned = StateSharding(ONE, 1, 1, Numbers(), 1, None, 1.0, "moefold").local_state(
+            (weight,)
+        )
         if weight.frozen:
             # The router's product is wider, and so are norms.
             narrow = "router" not in weight.name and parameter.dim() > 1

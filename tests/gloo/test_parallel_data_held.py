@@ -13,8 +13,8 @@ from moefold.parallel.data.bucket import Bucket
 from moefold.planner.case import Held, Numbers, Recipe, kinds
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory_chunk import two, whole_units
-from moefold.planner.memory_state import Split
+from moefold.planner.memory_chunk import two_largest, unsharded_units
+from moefold.planner.memory_state import StateSharding
 from moefold.spec.decoder import model_weights
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
@@ -129,7 +129,7 @@ def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
         "held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers
     )
     choice = choice_of(case.layout, 1, precision)
-    planned = Split.of(choice.case(task)).state(model_weights(record))
+    planned = StateSharding.of(choice.case(task)).local_state(model_weights(record))
     for rank in (seen[precision, zero] for seen in seen()):
         runs = [(length * RANKS, width) for _, length, width, _ in rank["buckets"]]
         padding = 4 * (sum(length for length, _ in runs) - rank["whole"])
@@ -148,9 +148,9 @@ def test_what_passes_have_whole_is_what_the_planner_says(zero: int) -> None:
     where = Cluster(processor(1e11, 1e10, 2**34), RANKS, RANKS, RANKS)
     numbers = Numbers("fp32", OPTIMIZERS[case.optim], weight_bytes=0)
     task = TrainingTask("held", record, 24, 4 * RANKS, where, numbers)
-    split = Split.of(choice_of(case.layout, 1, "fp32").case(task))
+    split = StateSharding.of(choice_of(case.layout, 1, "fp32").case(task))
     held = Held(tuple((kind, 1) for kind in kinds(record)[1]), 0, True, True)
-    weights, gradients = map(two, whole_units(record, split, held))
+    weights, gradients = map(two_largest, unsharded_units(record, split, held))
     for rank in seen():
         looked = rank["fp32", zero]
         small = 4 * sum(length * RANKS for unit, length, *_ in looked["buckets"] if unit == "norm")

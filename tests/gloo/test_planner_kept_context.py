@@ -23,7 +23,7 @@ from moefold.parallel import apply
 from moefold.parallel.apply import build_flow
 from moefold.parallel.config import Layout
 from moefold.planner.case import recomputed
-from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.spec.layer import Shape
 from tests.cpu.alive import StorageRecorder, there
 from tests.gloo.harness import run_ranks
@@ -101,8 +101,9 @@ def planned(asked: Asked, ranks: int) -> int:
     context = Layout.model_validate({"context": asked.context}).context
     rows, width = SEQUENCES * LENGTH // ranks, 4 if asked.precision == "fp32" else 2
     shape = Shape(HIDDEN, rows, width=width, cp=ranks, context=context)  # type: ignore[arg-type]
-    return kept_bytes(kept((BLOCKS | LINEAR)[asked.block], shape), recomputed(Layout.model_validate(
-        {"recompute": asked.policy}).recompute))  # fmt: skip
+    layout = Layout.model_validate({"recompute": asked.policy})
+    saved = saved_tensors((BLOCKS | LINEAR)[asked.block], shape)
+    return saved_bytes(saved, recomputed(layout.recompute))
 
 
 @pytest.mark.parametrize(

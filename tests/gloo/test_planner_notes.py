@@ -19,7 +19,7 @@ from moefold.parallel.apply import build_flow, build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import recomputed
-from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.spec.layer import Shape
 from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, StorageRecorder
 from tests.cpu.test_planner_kept import ALL, BLOCKS
@@ -61,14 +61,14 @@ def look(ranks: Group) -> None:
     world = World.open(Folding(Sizes(tp=2), 2), CPU, 60.0)
     shape = Shape(HIDDEN, SEQUENCES * LENGTH // 2, tp=2, width=4)
     for turn, (name, block) in enumerate(BLOCKS.items()):
-        parts, whole = kept(block, shape), alive(block, None, world)
+        parts, whole = saved_tensors(block, shape), alive(block, None, world)
         for kinds in (
             *((kind,) for kind in ALL[turn % 8 :: 8]),
             (("norms", "mla_up")[turn % 2], "gather"),
             ALL,
         ):
             policy = Selective(modules=kinds)
-            planned = whole - kept_bytes(parts) + kept_bytes(parts, recomputed(policy))
+            planned = whole - saved_bytes(parts) + saved_bytes(parts, recomputed(policy))
             assert alive(block, policy, world, planned) == planned, (name, kinds)
     world.close()
 

@@ -24,7 +24,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case, Keeping, Numbers, offloaded, recomputed
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import after_each, memory
+from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.spec.decoder import with_multi_token
 from moefold.training.memory_probe import measure_step
 from tests.cpu.alive import HIDDEN
@@ -237,13 +237,19 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
     )
     row = case.rows * HIDDEN * (2 if asked.codes else 4)
     crossing = held_messages(plan_rank(layout, rank, MICRO))
-    state = memory(case)[rank].state
-    pages = round(state.pages), round(state.away_pages)
+    state = estimate_memory(case)[rank].state
+    pages = round(state.pages), round(state.offloaded_pages)
     after = [
-        (round(one.activations), round(one.operands), messages * row, *map(round, one.away), *pages)
-        for one, messages in zip(after_each(case, rank), crossing, strict=True)
+        (
+            round(one.activations),
+            round(one.operands),
+            messages * row,
+            *map(round, one.offloaded),
+            *pages,
+        )
+        for one, messages in zip(memory_after_each(case, rank), crossing, strict=True)
     ]
-    return after, memory(case)[rank].away
+    return after, estimate_memory(case)[rank].offloaded_activations
 
 
 def check(asked: Sequence[Asked]) -> None:

@@ -14,7 +14,7 @@ from moefold.parallel.config import StatePlacement
 from moefold.planner.case import Numbers, Recipe
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import Memory, memory
+from moefold.planner.memory import StageMemory, estimate_memory
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import quick_folder
 from tests.gloo.harness import run_ranks
@@ -86,14 +86,14 @@ def seen() -> list[list[dict[str, int]]]:
         return run_ranks(looks, RANKS, str(folder), time_out_s=120)
 
 
-def planned(case: Case, precision: Recipe, place: StatePlacement) -> Memory:
+def planned(case: Case, precision: Recipe, place: StatePlacement) -> StageMemory:
     """Return what the planner says of a case."""
     record, device = DECODERS[case.model], processor(1e11, 1e10, 2**34)
     numbers = Numbers(precision, OPTIMIZERS[case.optim])
     cluster = Cluster(device, RANKS, RANKS, RANKS)
     task = TrainingTask("state", record, 24, 4 * RANKS, cluster, numbers)
     layout = case.layout.model_copy(update={"state": place})
-    (found,) = memory(choice_of(layout, 1, precision).case(task))
+    (found,) = estimate_memory(choice_of(layout, 1, precision).case(task))
     return found
 
 
@@ -103,7 +103,7 @@ def test_what_lies_where_is_what_the_planner_says(number: int, kind: Kind) -> No
     said = planned(*kind)
     ranks = [rank[number] for rank in seen()]
     tier = place.at
-    assert {name.split()[-1] for name in said.elsewhere} == {tier}
+    assert {name.split()[-1] for name in said.offloaded_state} == {tier}
     for rank in ranks:
         padding = 4 * rank["padding"]
         other = {"host": "disk", "disk": "host"}[tier]
@@ -111,13 +111,13 @@ def test_what_lies_where_is_what_the_planner_says(number: int, kind: Kind) -> No
         assert rank[other] == 0
         assert rank["on device"] == (0 if place.share == 1 else rank["on device"])
         if place.share == 1:
-            assert 0 <= rank["master"] - said.state.away_master <= padding
+            assert 0 <= rank["master"] - said.state.offloaded_master <= padding
             assert said.state.master == said.state.moments == 0
             if case.zero < 3:
                 assert 0 <= rank["weights"] - said.state.weights <= padding
             if place.step == "device":
-                came = said.moments[-1].working
+                came = said.actions[-1].temporaries
                 assert 0 <= came + padding - rank["came"] <= 2 * padding
     moments = sum(rank["moments"] for rank in ranks)
     if place.share == 1:
-        assert moments == pytest.approx(RANKS * said.state.away_moments)
+        assert moments == pytest.approx(RANKS * said.state.offloaded_moments)

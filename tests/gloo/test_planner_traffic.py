@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from moefold.optim.config import Muon
-from moefold.planner.memory_state import Split
+from moefold.planner.memory_state import StateSharding
 from moefold.planner.time_data import copies_of, reach_of
 from tests.gloo.harness import run_ranks
 from tests.gloo.sending import Sending, differences, send_all
@@ -151,7 +151,7 @@ def priced(sending: Sending, rank: int) -> dict[tuple[str, str], tuple[int, int]
     """Return the operations and bytes over copies of weights that the time model prices."""
     case, found = sending.case, dict[tuple[str, str], tuple[int, int]]()
     stage = stage_of(case, rank)
-    copies = copies_of(case.decoder, Split.of(case))
+    copies = copies_of(case.decoder, StateSharding.of(case))
     for one, number in copies.collectives(case.held[stage]).items():
         ranks = reach_of(case, one).size
         if one.kind not in ("dp_cp", "edp") or ranks == 1:

@@ -10,8 +10,8 @@ from moefold.layers.config import OffloadToPages
 from moefold.mesh.config import Sizes
 from moefold.moe.dispatch.config import Padded, Spread
 from moefold.planner.case import Keeping, evened
-from moefold.planner.memory_kept import kept, kept_bytes
-from moefold.planner.memory_pages import ChunkBlocks, here, page_bytes, pages
+from moefold.planner.memory_pages import ChunkBlocks, count_pages, page_bytes, unpaged
+from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.planner.published import model
 from moefold.schedule.table import Action
 from moefold.spec.layer import Shape as LayerShape
@@ -147,8 +147,8 @@ def kept_of(name: str, way: str, load: float | None) -> float:
     shape = LayerShape(decoder.hidden, TOKENS, ep=ep, room=rows, clones=slots)
     keeping = Keeping(page=64, page_load=OffloadToPages().load) if way == "pages" else Keeping()
     line = (Action("F", 0, 0), Action("B", 0, 0))
-    stored, _ = page_bytes(*pages([ChunkBlocks([block])], shape, keeping, line), keeping.page)
-    return stored + kept_bytes(here(part, keeping) for part in kept(block, shape))
+    stored, _ = page_bytes(*count_pages([ChunkBlocks([block])], shape, keeping, line), keeping.page)
+    return stored + saved_bytes(unpaged(part, keeping) for part in saved_tensors(block, shape))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,7 +17,7 @@ from moefold.planner.answer import Plan, PlannedLayout, fragment, plan
 from moefold.planner.case import Case
 from moefold.planner.from_run import NCCL_EP, REFERENCE, TEACHER, UNMEASURED, choice_of, of_run
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import fullest
+from moefold.planner.memory import fullest_rank
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.time import estimate
 from moefold.planner.time_layer import setting_of
@@ -207,7 +207,7 @@ def test_every_dispatcher_is_planned(kind: str) -> None:
     said: dict[str, Any] = {"kind": kind, **FIELDS.get(kind, {})}
     one = case('layout.sizes="ep4"', f"layout.dispatch={said}".replace("'", '"'))
     assert one.dispatch == kind
-    assert estimate(one).parts["dispatch"] > 0 and fullest(one).total > 0
+    assert estimate(one).parts["dispatch"] > 0 and fullest_rank(one).total > 0
     sent = sum(call.total for call in traffic(one, 0) if call.part in ("dispatch", "combine"))
     plain = case('layout.sizes="ep4"')
     most = sum(call.total for call in traffic(plain, 0) if call.part in ("dispatch", "combine"))
@@ -217,10 +217,10 @@ def test_every_dispatcher_is_planned(kind: str) -> None:
 def test_room_for_all_rows_is_planned() -> None:
     """NCCL EP receives into room for the rows of all ranks, whatever comes."""
     hybrid, nccl = (
-        fullest(case('layout.sizes="ep4"', f"layout.dispatch={kind}"))
+        fullest_rank(case('layout.sizes="ep4"', f"layout.dispatch={kind}"))
         for kind in ('{"kind": "hybrid_ep"}', '{"kind": "nccl_ep", "max_rows": 9000}')
     )
-    assert nccl.fullest.activations > 2 * hybrid.fullest.activations
+    assert nccl.peak_action.activations > 2 * hybrid.peak_action.activations
     run = load_run("olmoe_1b_7b", ['layout.dispatch={"kind": "nccl_ep", "max_rows": 9000}'])
     assert NCCL_EP in of_run(run, cluster("h100x4"))[0].assumed
 
@@ -239,7 +239,7 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
     once = ring_seconds(4 * keys, reach(ring.cluster, 4, 1), ring.cluster, setting.rates)
     assert shown[1] == pytest.approx(2 * once * len(ring.decoder.blocks) * ring.micro_batches)
     # Gathered keys of four ranks stay; exchanged heads stay beside the rows they come from.
-    kept = [fullest(one).total for one in (ring, gathered, heads, mixed)]
+    kept = [fullest_rank(one).total for one in (ring, gathered, heads, mixed)]
     assert kept[1] > kept[2] == pytest.approx(kept[3]) and kept[2] > kept[0]
 
 
@@ -253,7 +253,7 @@ def test_the_chunk_of_the_loss_is_planned() -> None:
     few, usual, all_ = (case(f"train.loss_chunk={rows}") for rows in (64, 1024, 4096))
     vocab = {"vocab": 4 * usual.decoder.vocab}
     large = [replace(one, decoder=one.decoder.model_copy(update=vocab)) for one in (usual, all_)]
-    forward = [fullest(one).moments[0].working for one in large]
+    forward = [fullest_rank(one).actions[0].temporaries for one in large]
     columns = large[0].decoder.vocab
     assert forward[1] == 4096 * columns * 2 > 1.5 * forward[0], "their gradient takes their place"
     took = [estimate(one).parts["head"] for one in (few, usual, all_)]

@@ -15,7 +15,7 @@ from moefold.planner.case import Case, Numbers
 from moefold.planner.curves import constants
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine, cluster, usual_file
-from moefold.planner.memory import GPU, software_of
+from moefold.planner.memory import GPU_OVERHEADS, software_overheads
 from moefold.planner.time import estimate, orthogonal_seconds
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
@@ -75,7 +75,9 @@ def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path
     assert dict(dict(found.rates)["bf16"]) == RATES
     replace(MACHINE, name="NVIDIA L40S", gpu=True).write(file)
     other = cluster(str(file)).device
-    assert (other.name, software_of(other)) == ("NVIDIA L40S", GPU), "no CPU, though without links"
+    assert (other.name, software_overheads(other)) == ("NVIDIA L40S", GPU_OVERHEADS), (
+        "no CPU, though without links"
+    )
     with pytest.raises(ValueError, match="no link rate is known"):
         cluster(f"{file}x2")
 

@@ -18,9 +18,16 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Software
 from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import Memory, after_each, fullest, memory, stage_of, totals
-from moefold.planner.memory_kept import layer_kept
-from moefold.planner.memory_state import Split, State, states_of
+from moefold.planner.memory import (
+    StageMemory,
+    estimate_memory,
+    fullest_rank,
+    memory_after_each,
+    rank_totals,
+    stage_bytes,
+)
+from moefold.planner.memory_saved import saved_tensors_of
+from moefold.planner.memory_state import StateBytes, StateSharding, state_estimator
 from moefold.planner.search_space import SCHEDULES
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import embedding, model_weights, with_multi_token
@@ -38,14 +45,14 @@ UNDESCRIBED = "gpt3-175b(dense,megatron)"
 LAYOUTS = [case for case in DATA["cases"] if case["model"] != UNDESCRIBED]
 
 
-def state(case: Case, weights: list[Weight]) -> State:
-    return Split.of(case).state(weights)
+def state(case: Case, weights: list[Weight]) -> StateBytes:
+    return StateSharding.of(case).local_state(weights)
 
 
-def stage_states(case: Case) -> list[State]:
+def stage_states(case: Case) -> list[StateBytes]:
     """Return the state of a rank of each pipeline rank, from the first to the last."""
-    states = states_of(case.decoder, Split.of(case))
-    return [states.held(held) for held in case.held]
+    states = state_estimator(case.decoder, StateSharding.of(case))
+    return [states.rank_state(held) for held in case.held]
 
 
 def layout(entry: dict[str, Any]) -> Case:
@@ -93,7 +100,7 @@ def test_state_is_that_of_megatron_once_known_gaps_are_taken_out(entry: dict[str
     """To the byte: the average stage without embeddings, plus those of the first."""
     case = layout(entry)
     ends = state(case, [embedding(case.decoder)]).total
-    total = sum(stage_states(case), State()).total
+    total = sum(stage_states(case), StateBytes()).total
     extra = 0.0
     if entry["mtp"]:
         # Theirs is a whole layer on one stage; ours joins it by a matrix and three norms.
@@ -126,7 +133,9 @@ def mixtral_2b(run: dict[str, Any]) -> Case:
 @pytest.mark.parametrize("run", DATA["measured"]["runs"], ids=str)
 def test_measured_peaks_of_eight_gpus(run: dict[str, Any]) -> None:
     """Within 8 %, asked for; within 3 % as it stands. Nothing was fitted to them."""
-    assert fullest(mixtral_2b(run)).allocated / GIB == pytest.approx(run["total"], rel=0.03)
+    assert fullest_rank(mixtral_2b(run)).peak_allocated / GIB == pytest.approx(
+        run["total"], rel=0.03
+    )
 
 
 def deepseek(recompute: frozenset[Any] = frozenset()) -> Case:
@@ -147,11 +156,13 @@ def test_activations_of_deepseek_v3_are_those_of_the_paper() -> None:
     want = DATA["deepseek_v3"]
     case = deepseek()
     assert peak_in_flight(case.table)[2] == 15
-    found = memory(case)[2].fullest.activations / GIB
+    found = estimate_memory(case)[2].peak_action.activations / GIB
     rows = case.rows * 8 * case.decoder.hidden * 2
     assert 60 * rows / GIB == pytest.approx(want["unpermuted"], rel=0.01)
     assert found + want["unpermuted"] == pytest.approx(want["activations"], rel=0.01)
-    less = found - memory(deepseek(frozenset(("mla_up",))))[2].fullest.activations / GIB
+    less = (
+        found - estimate_memory(deepseek(frozenset(("mla_up",))))[2].peak_action.activations / GIB
+    )
     assert less == pytest.approx(want["mla_up"], rel=0.02)
 
 
@@ -210,9 +221,9 @@ def published(row: dict[str, Any]) -> Case:
 @pytest.mark.parametrize("row", DATA["published"]["rows"], ids=str)
 def test_published_rows_fit_or_do_not_as_they_did(row: dict[str, Any]) -> None:
     case = published(row)
-    assert (max(totals(case)) <= case.cluster.device.memory_bytes) == row["fits"]
+    assert (max(rank_totals(case)) <= case.cluster.device.memory_bytes) == row["fits"]
     if row["gb"] is not None:
-        assert fullest(case).allocated / 1e9 == pytest.approx(row["gb"], rel=0.08)
+        assert fullest_rank(case).peak_allocated / 1e9 == pytest.approx(row["gb"], rel=0.08)
 
 
 def small(pp: int = 4, schedule: Schedule | None = None, m: int = 12, **changes: Any) -> Case:
@@ -233,39 +244,39 @@ def small(pp: int = 4, schedule: Schedule | None = None, m: int = 12, **changes:
 
 def test_activations_are_chunks_in_flight() -> None:
     case = small()
-    parts = layer_kept(case, case.decoder.blocks[0])
+    parts = saved_tensors_of(case, case.decoder.blocks[0])
     kept = sum(part.bytes for part in parts if part.stays(frozenset()))
     row = case.rows * case.decoder.hidden * 2
-    found = [one.fullest.activations for one in memory(case)]
+    found = [one.peak_action.activations for one in estimate_memory(case)]
     last = (
         2 * row + case.rows * 4
     )  # the last norm's input and statistic, and the gradient of the loss
     assert found == [4 * 3 * kept, 3 * 3 * kept, 2 * 3 * kept, 3 * kept + last]
-    assert fullest(case).rank == 0
+    assert fullest_rank(case).rank == 0
 
 
 def test_a_step_ends_with_nothing_kept() -> None:
     for schedule, vpp in ((OneFOneB(), 1), (Interleaved(), 3), (Merged(), 3), (GPipe(), 1)):
-        for one in memory(small(schedule=schedule, sizes=Sizes(pp=4, vpp=vpp, ep=2))):
-            assert one.moments[-1].label == "step" and one.moments[-1].activations == 0
-            assert all(moment.activations > 0 for moment in one.moments[:-1])
+        for one in estimate_memory(small(schedule=schedule, sizes=Sizes(pp=4, vpp=vpp, ep=2))):
+            assert one.actions[-1].label == "step" and one.actions[-1].activations == 0
+            assert all(moment.activations > 0 for moment in one.actions[:-1])
 
 
 @pytest.mark.parametrize("m", [1, 4])
 def test_once_a_step_has_ended_all_gradients_are_there_and_nothing_else(m: int) -> None:
     """After a single backward too, which is the first and the last."""
     case = small(pp=1, m=m)
-    last = list(after_each(case, 0))[-1]
-    assert last.gradients == stage_of(case, 0).state.gradients
+    last = list(memory_after_each(case, 0))[-1]
+    assert last.gradients == stage_bytes(case, 0).state.gradients
     assert last.activations == last.operands == 0
 
 
 def test_gpipe_keeps_all_and_merged_passes_share() -> None:
     plain, all_first = parts(small()), parts(small(schedule=GPipe()))
-    assert all_first.fullest.activations == 3 * plain.fullest.activations
+    assert all_first.peak_action.activations == 3 * plain.peak_action.activations
     one = small(pp=1, schedule=OneFOneB())
-    alone, beside = fullest(one), fullest(replace(one, schedule=Merged()))
-    ratio = beside.fullest.activations / alone.fullest.activations
+    alone, beside = fullest_rank(one), fullest_rank(replace(one, schedule=Merged()))
+    ratio = beside.peak_action.activations / alone.peak_action.activations
     assert 1 < ratio < 1.15, "a merged pair holds one layer more, not a second micro-batch"
 
 
@@ -278,15 +289,15 @@ def test_totals_are_those_of_every_moment_of_the_whole_step(schedule, pp: int, v
             continue
         keeping = Keeping(zero=zero, recompute=frozenset(("norms",)))
         case = small(pp, schedule, m, sizes=Sizes(pp=pp, vpp=vpp, ep=2), keeping=keeping)
-        whole = [one.total for one in memory(case)]
-        assert list(totals(case)) == pytest.approx(whole)
-        assert fullest(case).total == pytest.approx(max(whole))
+        whole = [one.total for one in estimate_memory(case)]
+        assert list(rank_totals(case)) == pytest.approx(whole)
+        assert fullest_rank(case).total == pytest.approx(max(whole))
         if m > 5 * pp and schedule.kind != "gpipe":
-            assert len(fullest(case).moments) < len(memory(case)[0].moments)
+            assert len(fullest_rank(case).actions) < len(estimate_memory(case)[0].actions)
 
 
-def parts(case: Case) -> Memory:
-    return memory(case)[0]
+def parts(case: Case) -> StageMemory:
+    return estimate_memory(case)[0]
 
 
 def test_each_stage_of_sharding_takes_its_part() -> None:
@@ -297,7 +308,7 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
         copies = [case.folding.edp if w.expert else case.folding.dp for w in weights]
         locals_ = [elements_here(case, w) for w in weights]
         shared = sum(local / n for local, n in zip(locals_, copies, strict=True))
-        found, whole = memory(case)[1].state, sum(locals_)
+        found, whole = estimate_memory(case)[1].state, sum(locals_)
         assert found.weights == pytest.approx(2 * (shared if zero > 2 else whole))
         assert found.gradients == pytest.approx(4 * (shared if zero > 1 else whole))
         assert found.master == pytest.approx(4 * (shared if zero > 0 else whole))
@@ -307,7 +318,9 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
 def test_passes_have_two_units_whole_that_are_shared_out() -> None:
     """Weights in the compute dtype under ZeRO 3, gradients in fp32 from ZeRO 2 on."""
     cases = [small(keeping=Keeping(zero=zero), software=Software()) for zero in range(4)]
-    plain, one, two, three = (max(m.working for m in parts(case).moments[:-1]) for case in cases)
+    plain, one, two, three = (
+        max(m.temporaries for m in parts(case).actions[:-1]) for case in cases
+    )
     weights = place_weights(cases[0], cases[0].places[0][0][1])
     layer = sum(elements_here(cases[0], weight) for weight in weights)
     assert plain == one
@@ -318,14 +331,16 @@ def test_passes_have_two_units_whole_that_are_shared_out() -> None:
 
 
 def test_offload_and_recompute_take_away_what_they_name() -> None:
-    base = parts(small()).fullest.activations
+    base = parts(small()).peak_action.activations
     experts = frozenset(("experts",))
     away = Keeping(offload=experts, in_flight=0)
-    gone = parts(small(keeping=away)).fullest.activations
-    two = parts(small(keeping=replace(away, offload_share=2 / 3))).fullest.activations
+    gone = parts(small(keeping=away)).peak_action.activations
+    two = parts(small(keeping=replace(away, offload_share=2 / 3))).peak_action.activations
     assert gone < two < base
     assert base - two == pytest.approx((base - gone) * 2 / 3), "two of the rank's three layers"
-    block_only = parts(small(keeping=Keeping(recompute=frozenset(("block",))))).fullest.activations
+    block_only = parts(
+        small(keeping=Keeping(recompute=frozenset(("block",))))
+    ).peak_action.activations
     assert block_only < gone
     moved = parts(small(keeping=Keeping(optimizer_offload=1.0))).state
     assert (moved.master, moved.moments) == (0, 0)
@@ -333,12 +348,12 @@ def test_offload_and_recompute_take_away_what_they_name() -> None:
 
 def test_the_fullest_experts_decide() -> None:
     even, uneven = parts(small()), parts(small(load=2.0))
-    assert uneven.fullest.activations > even.fullest.activations
+    assert uneven.peak_action.activations > even.peak_action.activations
     assert uneven.state == even.state
 
 
 def test_parts_add_up_to_the_total() -> None:
-    for one in memory(small()):
+    for one in estimate_memory(small()):
         assert sum(one.parts.values()) == pytest.approx(one.total)
 
 

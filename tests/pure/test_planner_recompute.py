@@ -14,7 +14,7 @@ from moefold.mesh.config import Sizes
 from moefold.planner.case import Case, Keeping
 from moefold.planner.from_run import Choice, choice_of, of_model, of_run, settled
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import fullest, memory
+from moefold.planner.memory import estimate_memory, fullest_rank
 from moefold.planner.published import model
 from moefold.planner.recompute import _sets, cheapest, demand_room
 from moefold.planner.time import estimate
@@ -74,7 +74,7 @@ def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
     found = {}
     for again in subsets(all_kinds):
         tried = replace(case, keeping=replace(case.keeping, recompute=frozenset(again)))
-        found[frozenset(again)] = fullest(tried).total, estimate(tried).seconds
+        found[frozenset(again)] = fullest_rank(tried).total, estimate(tried).seconds
     least, most = (min(found.values())[0], found[frozenset()][0])
     chosen = set()
     for share in (0.0, 0.5, 0.85, 1.0):
@@ -98,7 +98,7 @@ def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "di
             continue
         given = {"recompute": again, place: away}
         tried = replace(case, keeping=replace(case.keeping, **given))
-        found[tried.keeping] = fullest(tried).total, estimate(tried).seconds
+        found[tried.keeping] = fullest_rank(tried).total, estimate(tried).seconds
     most = found[case.keeping][0]
     least = min(found.values())[0]
     chosen = set()
@@ -131,7 +131,7 @@ def test_a_run_is_settled_by_its_plan() -> None:
     task, choice = of_run(run, cluster("h100x16"))
     record = settled(run, choice.keeping).layout.recompute
     assert isinstance(record, Selective | Full)
-    assert max(one.total for one in memory(choice.case(task))) <= 60e9
+    assert max(one.total for one in estimate_memory(choice.case(task))) <= 60e9
     assert isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes == 60e9
     keeping = replace(choice.keeping, recompute=frozenset(("norms",)))
     assert settled(load_run("tiny"), keeping).layout.recompute is None
@@ -148,7 +148,7 @@ def test_what_leaves_is_settled_too(tmp_path: Path) -> None:
         assert layout.offload is not None and not isinstance(layout.recompute, Auto)
         case = choice_of(layout, 2, "bf16").case(task)
         assert case.keeping == choice.keeping
-        assert max(one.total for one in memory(case)) <= limit * 1e9
+        assert max(one.total for one in estimate_memory(case)) <= limit * 1e9
 
 
 def test_what_leaves_is_named_once() -> None:

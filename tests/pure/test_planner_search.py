@@ -21,7 +21,7 @@ from moefold.planner.answer import PlannedLayout, fragment
 from moefold.planner.case import Keeping, Recipe
 from moefold.planner.from_run import Choice, TrainingTask, of_model, of_run, published_layouts
 from moefold.planner.hardware import cluster, device, resized
-from moefold.planner.memory import communicators, fullest, totals
+from moefold.planner.memory import fullest_rank, num_communicators, rank_totals
 from moefold.planner.published import entries, model
 from moefold.planner.search import RESERVE, Depth, Grids, Search
 from moefold.planner.search_change import _neighbours, changes
@@ -98,7 +98,7 @@ def priced(memory_gb: float) -> tuple[tuple[float, float, Choice], ...]:
     task, found = small(memory_gb), []
     for choice in every(task, SPACE):
         case = choice.case(task)
-        found.append((estimate(case).seconds, max(totals(case)), choice))
+        found.append((estimate(case).seconds, max(rank_totals(case)), choice))
     return tuple(sorted(found, key=lambda item: item[0]))
 
 
@@ -110,7 +110,7 @@ def test_no_layout_is_faster(memory_gb: float) -> None:
     found = Search(task).best(SPACE, 1)
     if not fitting:
         # Stages by time may need less than balanced ones: whatever is found must really fit.
-        assert all(fullest(one.case).total <= room(task) for one in found)
+        assert all(fullest_rank(one.case).total <= room(task) for one in found)
         return
     assert found, f"{fitting[0][2]} fits, and nothing was found"
     assert found[0].seconds <= fitting[0][0] * (1 + 1e-9), fitting[0][2]
@@ -131,7 +131,7 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said() -> None:
         case = one.choice.case(task)
         assert not size_violations(case.sizes, asked, case.world, stages=case.stages.text)
         assert estimate(case).seconds == pytest.approx(one.seconds)
-        assert fullest(case).total == pytest.approx(one.bytes)
+        assert fullest_rank(case).total == pytest.approx(one.bytes)
         assert one.bytes <= room(task)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
 
@@ -186,7 +186,7 @@ def test_groups_of_a_rank_are_counted_without_making_them() -> None:
         folding = Folding(sizes, sizes.smallest_world * chance.choice((1, 2, 3)))
         groups = (folding.group(kind, 0) for kind in set(folding.first_equal_kinds().values()))
         several = sum(len(ranks) > 1 for ranks in groups)
-        assert communicators(folding.attention, folding.experts) == several
+        assert num_communicators(folding.attention, folding.experts) == several
 
 
 def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
@@ -199,7 +199,7 @@ def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
     (found,) = Search(task).best(space, 1)
     spent = time.process_time() - start
     assert found.seconds <= published
-    assert fullest(found.case).total <= room(task)
+    assert fullest_rank(found.case).total <= room(task)
     assert not size_violations(found.case.sizes, needs(task.decoder, task.seq), 1024)
     # A generous margin over what it takes: cores are shared, and a blow-up takes minutes.
     assert spent < 30
@@ -240,7 +240,7 @@ def test_changes_help() -> None:
         took = estimate(one.choice.case(task)).seconds
         assert one.faster == pytest.approx(1 - took / seconds)
     tight = small(1.2)
-    assert fullest(Choice().case(tight)).total > tight.cluster.device.memory_bytes
+    assert fullest_rank(Choice().case(tight)).total > tight.cluster.device.memory_bytes
     assert all(one.saved_bytes > 0 for one in changes(tight, Choice()))
 
 
@@ -281,7 +281,7 @@ def test_recipes_fit_as_the_page_says(name: str, devices: str, memory_gb: float 
     if memory_gb is not None:
         where = replace(where, device=resized(where.device, int(memory_gb * GB)))
     task, choice = of_run(load_run(name), where)
-    free = where.device.memory_bytes - max(totals(choice.case(task)))
+    free = where.device.memory_bytes - max(rank_totals(choice.case(task)))
     assert free > 0.04 * where.device.memory_bytes
     (row,) = (line for line in PAGE.read_text("utf-8").splitlines() if f"`{name}`" in line)
     assert f"| {free / GB:.1f} GB |" in row, "run bench/plan_recipes.py"

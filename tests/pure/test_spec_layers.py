@@ -25,7 +25,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.planner import foreign
 from moefold.planner.count import count
-from moefold.planner.memory_kept import kept
+from moefold.planner.memory_saved import saved_tensors
 from moefold.planner.time_work import RankShare, half
 from moefold.proof.matrix import kinds
 from moefold.proof.shrink import SizeRequirements, small_part
@@ -111,7 +111,7 @@ def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     assert "tp must divide the mixer's features (100)" in [one.rule for one in needs(decoder).needs]
     assert count(decoder).parts["attention"].parameters == 3 * 100 * 4
     assert "layers.2.attention.in.weight" in {weight.name for weight in model_weights(decoder)}
-    assert [saved.name for saved in kept(block, Shape(4, 8))][:2] == ["input", "rows"]
+    assert [saved.name for saved in saved_tensors(block, Shape(4, 8))][:2] == ["input", "rows"]
     share = RankShare(4, 8, 1, 1, 1, 1, 1, 1.0, False)
     assert half(Diagonal(), share)["attention"].products == ()
     small = small_part(Diagonal(), SizeRequirements(Sizes(tp=3, cp=2)))

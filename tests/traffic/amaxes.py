@@ -11,7 +11,7 @@ from moefold.kernels.quantise.config import Quantise
 from moefold.model.config import Block
 from moefold.moe.config import Moe
 from moefold.planner.case import Case
-from moefold.planner.memory_kept import shape_of
+from moefold.planner.memory_saved import layer_shape
 from moefold.spec.decoder import block_saved, halves
 from moefold.spec.layer import Weight
 from moefold.spec.quantised import narrow_weights
@@ -78,7 +78,7 @@ def _of_rows(
     record, assigned = case.decoder.quantise, list[tuple[str, ...]]()
     assert isinstance(record, Quantise) and step.choices is not None
     turned = 1 + (record.kind == "nvfp4" and record.wgrad == "narrow")
-    for part in block_saved(block, shape_of(case)):  # what several read is asked for once
+    for part in block_saved(block, layer_shape(case)):  # what several read is asked for once
         read = tuple(name for name in part.operand if name in narrow)
         if read and part.name != "offsets":  # no rows: it says where those of an expert end
             assigned.append(read)

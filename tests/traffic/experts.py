@@ -13,7 +13,7 @@ from math import comb
 from moefold.kernels.quantise.config import Quantise
 from moefold.moe.config import Moe
 from moefold.planner.case import Case
-from moefold.planner.memory_kept import shape_of
+from moefold.planner.memory_saved import layer_shape
 from moefold.spec.layer import INDEX, STATISTIC
 from tests.traffic import calls
 from tests.traffic.calls import (
@@ -81,7 +81,7 @@ def _layer(
     case: Case, record: Moe, step: Step, flow: _Flow, count: int, again: int
 ) -> Iterator[Call]:
     """Yield the calls of one layer in so many micro-batches like this one."""
-    sizes, shape = case.sizes, shape_of(case)
+    sizes, shape = case.sizes, layer_shape(case)
     hidden, k = getattr(record, "latent", None) or shape.hidden, record.router.top_k
     row, members = hidden * shape.width, sizes.ep * sizes.etp
     if case.clones and sizes.ep > 1:
@@ -125,7 +125,7 @@ def _clones(case: Case, record: Moe, count: int, again: int) -> Iterator[Call]:
 
     The plan is made once; weights come again in backward, with the block or by themselves.
     """
-    sizes, shape, experts = case.sizes, shape_of(case), record.router.experts
+    sizes, shape, experts = case.sizes, layer_shape(case), record.router.experts
     counts = gathers(experts * INDEX, sizes.ep * sizes.etp)
     yield Call("tp_ep", "all_gather", counts, count, part="clones", beside=paired(case))
     elements = 3 * shape.hidden * record.width // sizes.etp
@@ -187,7 +187,7 @@ def _sent(
 
 def _rooms(case: Case, record: Moe) -> tuple[float, float, float]:
     """Return rows of equal splits: dealt in a hop before, sent over ep, and gathered over etp."""
-    sizes, needed = case.sizes, shape_of(case).rows * record.router.top_k * case.load
+    sizes, needed = case.sizes, layer_shape(case).rows * record.router.top_k * case.load
     dealt = 0.0
     if case.dispatch == "padded":
         room = case.max_rows or needed / sizes.ep
@@ -244,7 +244,7 @@ def _told(case: Case, record: Moe) -> int:
 
 def _mean(case: Case, record: Moe) -> _Flow:
     """Return the rows of balanced routing."""
-    sizes, shape = case.sizes, shape_of(case)
+    sizes, shape = case.sizes, layer_shape(case)
     copies, ranks = shape.rows * record.router.top_k, sizes.ep
     members = ranks * sizes.etp
     hops: tuple[Hop, ...] = ()

@@ -18,7 +18,7 @@ from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Z
 from moefold.planner.case import Case
 from moefold.planner.foreign import Nothing
-from moefold.planner.memory_kept import shape_of
+from moefold.planner.memory_saved import layer_shape
 from moefold.spec.layer import INDEX, STATISTIC, Shape
 from tests.schedule_checker import Transfer, with_transfers
 from tests.traffic.amaxes import amaxes
@@ -59,7 +59,7 @@ def traffic(case: Case, rank: int, step: Step = BALANCED) -> tuple[Call, ...]:
 
 def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what tensor ranks exchange: rows into each half, sums out of it, and at both ends."""
-    tp, shape = case.sizes.tp, shape_of(case)
+    tp, shape = case.sizes.tp, layer_shape(case)
     if tp == 1:
         return
     row = shape.rows * shape.hidden * shape.width
@@ -86,7 +86,7 @@ def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 def _loss(case: Case) -> Iterator[Call]:
     """Yield what the loss over a shared vocabulary exchanges: rows, and statistics of chunks."""
-    tp, shape, m = case.sizes.tp, shape_of(case), case.micro_batches
+    tp, shape, m = case.sizes.tp, layer_shape(case), case.micro_batches
     row = shape.rows * shape.hidden * shape.width
     yield Call("tp", "all_gather", gathers(row, tp), m, part="loss")
     yield Call("tp", "reduce_scatter", gathers(row, tp), m, part="loss")
@@ -118,7 +118,7 @@ def _attention_rows(case: Case, block: Block, shape: Shape, count: int) -> Itera
 
 def context(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what context ranks exchange in attention: keys and values, or heads for rows."""
-    cp, shape = case.sizes.cp, shape_of(case)
+    cp, shape = case.sizes.cp, layer_shape(case)
     if cp == 1:
         return
     for block, count in blocks_of(case, rank):
@@ -183,7 +183,7 @@ def _heads(block: Block, shape: Shape) -> tuple[float, tuple[float, float]] | No
 
 def pipeline(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield the rows and gradients that neighbouring stages pass on, from the schedule's table."""
-    shape = shape_of(case)
+    shape = layer_shape(case)
     row = shape.rows * shape.hidden * shape.width
     ways = {"output": FORWARD, "gradient": BACKWARD}
     count = dict.fromkeys(((way, what) for way in ("send", "receive") for what in ways), 0)

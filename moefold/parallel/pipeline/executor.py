@@ -26,7 +26,7 @@ from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan_rank
 from moefold.parallel.pipeline.partial import GraphedPass, PartGraphs
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
 from moefold.planner.case import Keeping, offloaded, recomputed
-from moefold.planner.memory_pages import ChunkBlocks, pages
+from moefold.planner.memory_pages import ChunkBlocks, count_pages
 from moefold.schedule.table import Action, ActionResult, Line, Step, actions_of
 from moefold.spec.layer import Shape
 
@@ -240,4 +240,4 @@ def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
         ChunkBlocks(blocks(one.layers), blocks(one.multi_token), one.has_head)
         for one in placed.chunks
     ]
-    return Pages(*pages(chunks, shape, keeping, line))
+    return Pages(*count_pages(chunks, shape, keeping, line))

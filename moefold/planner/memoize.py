@@ -9,7 +9,7 @@ from moefold.config.base import Record
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def remembered(most: int) -> Callable[[Function], Function]:
+def memoize(max_entries: int) -> Callable[[Function], Function]:
     """Return a decorator that caches results of a function by its positional arguments.
 
     Records are compared by identity and all else by value, as hashing a record visits everything
@@ -24,7 +24,7 @@ def remembered(most: int) -> Callable[[Function], Function]:
             key = tuple([id(one) if isinstance(one, Record) else one for one in given])
             found = known.get(key)
             if found is None:
-                if len(known) >= most:
+                if len(known) >= max_entries:
                     known.clear()
                 # Arguments are stored with the result, so that no other object gets their ids.
                 found = known[key] = function(*given), given

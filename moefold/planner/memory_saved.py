@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from moefold.model.config import Block
 from moefold.planner.case import Case, width_of
-from moefold.planner.remember import remembered
+from moefold.planner.memoize import memoize
 from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, products
 from moefold.spec.decoder import halves, norms_of
 from moefold.spec.layer import (
@@ -37,7 +37,7 @@ from moefold.spec.layer import (
     Shape,
 )
 
-CODES = {"fp8_tensor": 1.0, "fp8_block": 1.03125, "mxfp8": 1.03125, "nvfp4": 0.5625}
+INPUT_CODE_BYTES = {"fp8_tensor": 1.0, "fp8_block": 1.03125, "mxfp8": 1.03125, "nvfp4": 0.5625}
 """Bytes per element of a product's input that Megatron saves as codes, scales included."""
 ACTIVATION: Modules = frozenset(("moe_act",))
 MIXTURE: Modules = frozenset(("moe",))
@@ -53,7 +53,7 @@ class Widths(NamedTuple):
     2412.19437, section 3.3.3)."""
 
 
-def shape_of(case: Case) -> Shape:
+def layer_shape(case: Case) -> Shape:
     """Return the shape of a case's layers."""
     sizes, width = case.sizes, width_of(case.numbers.recipe)
     # NCCL EP allocates room for all rows of all ranks.
@@ -76,8 +76,8 @@ def shape_of(case: Case) -> Shape:
     )
 
 
-@remembered(1 << 12)
-def kept(
+@memoize(1 << 12)
+def saved_tensors(
     block: Block, shape: Shape, stack: str = "moefold", recipe: str = "bf16"
 ) -> tuple[Saved, ...]:
     """Return what one block saves for one micro-batch if nothing is recomputed.
@@ -99,11 +99,11 @@ def kept(
             if one.weight.endswith(".weight")
         )
         return (*(one for one in coded_saved(block, shape) if one.kept), *inner)
-    code, wide = CODES.get(recipe, float(shape.width)), float(shape.width)
+    code, wide = INPUT_CODE_BYTES.get(recipe, float(shape.width)), float(shape.width)
     widths, found = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
     for _, spec in halves(block):
         found.append(Saved("residual" if found else "input", shape.row))
-        found += _half(spec, shape, widths)
+        found += _megatron_half(spec, shape, widths)
     return tuple(found)
 
 
@@ -115,17 +115,19 @@ def _owner(weight: str) -> Module:
     return "attention" if path[0] == "attention" else "moe"
 
 
-def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:
+def saved_tensors_of(case: Case, block: Block) -> tuple[Saved, ...]:
     """Return what one block of a case saves for one micro-batch if nothing is recomputed."""
-    return kept(block, shape_of(case), case.software.stack, case.numbers.recipe)
+    return saved_tensors(block, layer_shape(case), case.software.stack, case.numbers.recipe)
 
 
-def kept_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
+def saved_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     """Return the bytes that are saved under a recompute policy."""
     return sum(part.bytes for part in parts if part.stays(recompute))
 
 
-def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Saved, ...]:
+def deferred_operands(
+    block: Block, shape: Shape, recompute: Modules = NOTHING
+) -> tuple[Saved, ...]:
     """Return what a block holds between I and W, where a schedule defers weight gradients.
 
     These are the inputs of products, saved or computed by backward; the gradients of products'
@@ -133,31 +135,31 @@ def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Save
     (``again``) has its own copy of codes that other products read too.
     """
     found = [part for part in coded_saved(block, shape) if part.operand]
-    if again & {"shared", "block"}:
+    if recompute & {"shared", "block"}:
         codes = (part for part in found if part.module == "moe" and part.name.endswith(".codes"))
         found += [part for part in codes if "moe.shared.w_in" in part.operand]
     given = products(block, shape)
-    repeated = _of_one_gradient(block, shape)[1:]
+    repeated = _sharing_one_gradient(block, shape)[1:]
     for name, one in given:
         if not (one.weight.expert and shape.clones) and name not in repeated:
-            found.append(_part(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
+            found.append(_saved(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
     for name, spec in halves(block):
         # With clones the experts' products run in I, and their sums are stored until W.
         if spec.routing is not None and shape.clones > 0:
             here = [part for part in found if part.module != "experts"]
             found = [part for part in here if part.name != "offsets"]
-            found.append(_part("experts.sums", experts_here(spec, shape) * STATISTIC))
+            found.append(_saved("experts.sums", local_expert_elements(spec, shape) * STATISTIC))
         summed = (w for w in spec.weights(shape.hidden) if len(w.shape) == 1 or w.summed)
         vectors = sum(round(w.part(shape.tp, shape.ep, shape.etp)) for w in summed)
         vectors += shape.hidden * len(norms_of(block, name))
-        found.append(_part("vectors", vectors * STATISTIC))
+        found.append(_saved("vectors", vectors * STATISTIC))
     if block.multi_token is not None:
-        found.append(_part("join.gradient", shape.row))
-        found.append(_part("join.vectors", 3 * shape.hidden * STATISTIC))
+        found.append(_saved("join.gradient", shape.row))
+        found.append(_saved("join.vectors", 3 * shape.hidden * STATISTIC))
     return tuple(found)
 
 
-def _of_one_gradient(block: Block, shape: Shape) -> list[str]:
+def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
     """Return the products whose outputs are only summed, so that they share one gradient tensor.
 
     They do not with tensor ranks, which gather it for each product, nor with a factor, a norm or a
@@ -178,7 +180,7 @@ def _of_one_gradient(block: Block, shape: Shape) -> list[str]:
     ]
 
 
-def experts_here(spec: LayerSpec, shape: Shape) -> float:
+def local_expert_elements(spec: LayerSpec, shape: Shape) -> float:
     """Return the number of elements of routed experts' weights on a rank."""
     weights = (weight for weight in spec.weights(shape.hidden) if weight.expert)
     return sum(weight.part(shape.tp, shape.ep, shape.etp) for weight in weights)
@@ -187,68 +189,72 @@ def experts_here(spec: LayerSpec, shape: Shape) -> float:
 # ----------------------------------------------------------------------------- Megatron-Core
 
 
-def _half(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
+def _megatron_half(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
     """Yield what one half of a block saves besides its residual."""
     routing = spec.routing
     # The router reads the norm's output too, in the compute dtype.
     code = shape.width if routing else widths.code
-    yield _part("norm.output", shape.rows * shape.hidden * code, NORMS, "norms")
+    yield _saved("norm.output", shape.rows * shape.hidden * code, NORMS, "norms")
     operations = tuple(spec.operations(shape.hidden))
     for one in operations:
         if isinstance(one.core, Attention):
-            yield from _attention(spec, one.core, shape, widths)
+            yield from _megatron_attention(spec, one.core, shape, widths)
         elif isinstance(one.core, Scan):
             yield from spec.saved(shape)
     if routing is not None:
         scores = shape.rows * routing.experts * (STATISTIC + STATISTIC + 1)
-        yield _part("router", scores, MIXTURE)
+        yield _saved("router", scores, MIXTURE)
     for one in operations:
         if one.name in ("ffn", "experts", "shared"):
-            yield from _feed_forward(one.name, spec, shape, widths)
+            yield from _megatron_feed_forward(one.name, spec, shape, widths)
 
 
-def _part(name: str, size: float, dropped: Modules = NOTHING, module: Any = "block") -> Saved:
+def _saved(name: str, size: float, dropped: Modules = NOTHING, module: Any = "block") -> Saved:
     return Saved(name, round(size), dropped, module=module)
 
 
-def _attention(spec: LayerSpec, core: Attention, shape: Shape, widths: Widths) -> Iterator[Saved]:
+def _megatron_attention(
+    spec: LayerSpec, core: Attention, shape: Shape, widths: Widths
+) -> Iterator[Saved]:
     """Yield latents before and after their norms, queries, keys and values, and the output rows."""
     rows, latents = shape.piece / shape.tp, [w for w in spec.weights(shape.hidden) if w.latent]
     if latents:
-        outputs = sum(n for n, _ in _products(spec, shape, "attention", "own"))
-        yield _part("latents", shape.rows * outputs * shape.width)
+        outputs = sum(n for n, _ in _product_widths(spec, shape, "attention", "own"))
+        yield _saved("latents", shape.rows * outputs * shape.width)
         normed = sum(weight.elements for weight in latents)
-        yield _part("latents.normed", shape.rows * normed * widths.code, NORMS, "norms")
+        yield _saved("latents.normed", shape.rows * normed * widths.code, NORMS, "norms")
     if core.head_norms:
         width = (core.heads + core.kv_heads) * core.qk_dim
-        yield _part("qk.projected", rows * width * shape.width)
+        yield _saved("qk.projected", rows * width * shape.width)
     features = core.heads * core.qk_dim + core.key_value_width
-    yield _part("qkv", rows * features * shape.width, UP if latents else NOTHING, "attention")
+    yield _saved("qkv", rows * features * shape.width, UP if latents else NOTHING, "attention")
     rows *= core.heads
-    yield _part("attended", rows * core.v_dim * shape.width, module="attention")
-    yield _part("attended.statistic", rows * STATISTIC, CORE, "attention")
+    yield _saved("attended", rows * core.v_dim * shape.width, module="attention")
+    yield _saved("attended.statistic", rows * STATISTIC, CORE, "attention")
     if widths.code < shape.width:
-        yield _part("attended.codes", rows * core.v_dim * widths.code, module="attention")
+        yield _saved("attended.codes", rows * core.v_dim * widths.code, module="attention")
 
 
-def _feed_forward(name: str, spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
+def _megatron_feed_forward(
+    name: str, spec: LayerSpec, shape: Shape, widths: Widths
+) -> Iterator[Saved]:
     """Yield pre-activation and activation; for routed experts also their input and row weights."""
-    (into, inputs), (_, features) = _products(spec, shape, name)
+    (into, inputs), (_, features) = _product_widths(spec, shape, name)
     if name == "experts" and spec.routing is not None:
         rows = shape.received(spec.routing)
-        yield _part("experts.input", rows * inputs * widths.code, MIXTURE, "experts")
-        yield _part("experts.hidden", rows * into * widths.hidden, MIXTURE, "experts")
+        yield _saved("experts.input", rows * inputs * widths.code, MIXTURE, "experts")
+        yield _saved("experts.hidden", rows * into * widths.hidden, MIXTURE, "experts")
         activation = rows * features * widths.code
-        yield _part("experts.activation", activation, MIXTURE | ACTIVATION, "moe_act")
-        yield _part("experts.weights", rows * STATISTIC, MIXTURE)
+        yield _saved("experts.activation", activation, MIXTURE | ACTIVATION, "moe_act")
+        yield _saved("experts.weights", rows * STATISTIC, MIXTURE)
         return
     module: Any = name
     dropped: Modules = frozenset((module, "moe")) if name == "shared" else frozenset((module,))
     size = shape.piece * (into * widths.hidden + features * widths.code)
-    yield _part(name, size, dropped, module)
+    yield _saved(name, size, dropped, module)
 
 
-def _products(
+def _product_widths(
     spec: LayerSpec, shape: Shape, operation: str, rows: str | None = None
 ) -> list[tuple[float, float]]:
     """Return the output and input widths of an operation's products on a rank, in order."""
