@@ -18,7 +18,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping, Recipe, Stack
 from moefold.planner.from_run import Choice, of_model
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.planner.published import model
 from moefold.run import Run, load_run
@@ -65,7 +65,7 @@ WORLD = 2
 
 def case(stack: Stack, policy: Policy, recipe: Recipe = "bf16") -> Case:
     """Return the report's run in a software under a policy."""
-    task = of_model(model("DeepSeek-V3"), cluster("gb200x256"), 8192, 4096, load=1.0)
+    task = of_model(model("DeepSeek-V3"), parse_cluster("gb200x256"), 8192, 4096, load=1.0)
     task = replace(task, software=replace(task.software, stack=stack))
     again, away = map(frozenset, policy)
     sizes, stages = Sizes(pp=4, vpp=4, ep=64), Stages.parse("Et*4|(tttt|)*14tmL")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moefold.planner.answer import GB, PlannedLayout
 from moefold.planner.from_run import of_run
-from moefold.planner.hardware import cluster, resized
+from moefold.planner.hardware import parse_cluster, with_memory
 from moefold.run import load_run
 
 FITTING = (
@@ -25,9 +25,9 @@ def lines() -> Iterator[str]:
     yield "| recipe | devices | layout | needs | stays free | step |"
     yield "|---|---|---|---|---|---|"
     for name, devices, memory in FITTING:
-        where = cluster(devices)
+        where = parse_cluster(devices)
         if memory is not None:
-            where = replace(where, device=resized(where.device, int(memory * GB)))
+            where = replace(where, device=with_memory(where.device, int(memory * GB)))
         task, choice = of_run(load_run(name), where)
         layout = PlannedLayout(choice, choice.case(task))
         again = " + ".join(sorted(choice.keeping.recompute)) or "nothing"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from moefold.planner.from_run import TrainingTask, of_model, of_run
-from moefold.planner.hardware import Cluster, cluster, processor, resized
+from moefold.planner.hardware import Cluster, cpu_device, parse_cluster, with_memory
 from moefold.planner.published import find, model
 from moefold.planner.search import Found, Search
 from moefold.planner.search_space import everything
@@ -48,10 +48,10 @@ class Searched:
     @property
     def task(self) -> TrainingTask:
         """What is searched."""
-        where = laptop() if self.cluster == "laptop" else cluster(self.cluster)
+        where = laptop() if self.cluster == "laptop" else parse_cluster(self.cluster)
         if self.memory_gb is not None:
             memory = round(self.memory_gb * 1e9)
-            where = replace(where, device=resized(where.device, memory))
+            where = replace(where, device=with_memory(where.device, memory))
         known = find(self.source)
         if known is not None:
             return of_model(model(known), where, self.batch)
@@ -75,7 +75,7 @@ class Searched:
 
 def laptop() -> Cluster:
     """Return a thread of a CPU with the rates of an ordinary one."""
-    return Cluster(processor(1e11, 2e10, 2**34), 1, 1, 1)
+    return Cluster(cpu_device(1e11, 2e10, 2**34), 1, 1, 1)
 
 
 TASKS = (

@@ -27,7 +27,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.planner.case import Case, Keeping, Numbers, recomputed
-from moefold.planner.hardware import Cluster, processor
+from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank
 from moefold.schedule.config import OneFOneB
 
@@ -78,7 +78,7 @@ class Recipe:
             seq=self.seq,
             batch=self.micro_batch * self.micro_batches,
             micro_batch=self.micro_batch,
-            cluster=Cluster(processor(1e11, 1e10, 2**34), 1, 1, 1),
+            cluster=Cluster(cpu_device(1e11, 1e10, 2**34), 1, 1, 1),
             sizes=Sizes(),
             stages=Stages.balanced(1, 1, self.layers),
             schedule=OneFOneB(),

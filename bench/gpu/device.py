@@ -25,7 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import torch
 from torch import Tensor
 
-from moefold.planner.hardware import sold_as
+from moefold.planner.hardware import find_device
 from moefold.training.machine import device_name
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
@@ -135,7 +135,7 @@ def chip(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     name = device_name(device)
-    sold = sold_as(name)
+    sold = find_device(name)
     return re.sub(r"\W+", "_", (sold.name if sold else name).lower()).strip("_")
 
 

@@ -34,7 +34,7 @@ from moefold.parallel.pipeline.graphs import build_executor
 from moefold.planner.case import Case, Numbers
 from moefold.planner.count import count
 from moefold.planner.hardware import Machine
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 from moefold.proof.shrink import SizeRequirements, small_decoder
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
@@ -314,13 +314,13 @@ def adjust(bench: Bench, machine: Machine, done: list[tuple[Trial, float]]) -> N
         return
     slow = with_rate(machine, launch_s=1.0)
     # With a second a launch the host is all there is of a step.
-    launch_s = [s / estimate(case_of(trial, slow)).seconds for trial, s in few]
+    launch_s = [s / estimate_time(case_of(trial, slow)).seconds for trial, s in few]
     hosted = with_rate(machine, launch_s=float(np.median(launch_s)))
     cases = [case_of(trial, hosted) for trial, _ in many]
     found = fit_machine(hosted, cases, [s for _, s in many])
     found.write(bench.folder / bench.file.name.replace("steps", "machine"))
     for trial, seconds in done:
-        first, then = (estimate(case_of(trial, one)).seconds for one in (machine, found))
+        first, then = (estimate_time(case_of(trial, one)).seconds for one in (machine, found))
         bench.add(
             f"planned {trial.name}", rows=trial.rows, micro_batches=trial.micro_batches,
             measured_s=seconds, by_ceilings_s=first, adjusted_s=then,

@@ -11,7 +11,7 @@ from planning.defaults import NATURAL_LOAD
 from planning.rows import case_of, filled
 
 from moefold.planner.curves import Constants
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 
 LADDER = {
     "id": "mlm-dsv3-gb200-05-x", "model": "DeepSeek-V3", "gpu": "GB200", "num_gpus": 256,
@@ -152,6 +152,6 @@ def right(published: float, planned: float) -> bool:
 
 def effect(one: Ablation, given: Constants) -> float:
     """Return the predicted effect."""
-    before = estimate(case_of(filled(one.base | one.before)), given).seconds
-    after = estimate(case_of(filled(one.base | one.after)), given).seconds
+    before = estimate_time(case_of(filled(one.base | one.before)), given).seconds
+    after = estimate_time(case_of(filled(one.base | one.after)), given).seconds
     return before / after - 1

@@ -12,7 +12,7 @@ import numpy as np
 from planning.rows import Row
 
 from moefold.planner.curves import Constants
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 
 FILE = Path(__file__).parents[2] / "moefold" / "planner" / "time_constants.json"
 KERNELS = "cuDNN attention of DeepSeek-V3's dims, arXiv 2603.07685 table 9"
@@ -104,7 +104,7 @@ def made(names: Sequence[str], logs: np.ndarray) -> Constants:
 
 def residuals(rows: Sequence[Row], given: Constants) -> np.ndarray:
     """Return the logarithm of published over predicted speed, in units of the noise."""
-    found = [np.log(estimate(row.case, given).seconds / row.seconds) for row in rows]
+    found = [np.log(estimate_time(row.case, given).seconds / row.seconds) for row in rows]
     return np.array(found) / NOISE
 
 

@@ -24,9 +24,9 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder, MultiToken
 from moefold.planner.case import Case, Keeping, Overlaps, Software
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.published import Undescribed, model
-from moefold.planner.time import flops
+from moefold.planner.time import model_flops
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import with_multi_token
 
@@ -188,7 +188,7 @@ def case_of(row: dict[str, Any]) -> Case:
         seq=row["seq_len"],
         batch=row["gbs"],
         micro_batch=row["mbs"],
-        cluster=cluster(f"{row['gpu']}x{row['num_gpus']}"),
+        cluster=parse_cluster(f"{row['gpu']}x{row['num_gpus']}"),
         sizes=sizes,
         stages=stages,
         schedule=schedule,
@@ -256,7 +256,7 @@ def _gflop_per_token(raw: dict[str, Any], case: Case) -> float:
     """Return what the source counts per token: as it implies, else by the model's own count."""
     if raw.get("gflop_per_token_implied"):
         return raw["gflop_per_token_implied"]
-    return flops(case) / (case.batch * case.seq) / 1e9
+    return model_flops(case) / (case.batch * case.seq) / 1e9
 
 
 def _seconds(raw: dict[str, Any], case: Case, counted: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from planning.rows import Row, shape
 
 from moefold.planner.curves import Constants
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 
 HELD_OUT_OF = 5
 """One layout in so many is held out, by a hash of its name."""
@@ -27,7 +27,7 @@ def held_out(row: Row) -> bool:
 
 def predicted(rows: Sequence[Row], given: Constants) -> list[float]:
     """Return the predicted TFLOP/s per GPU of rows, as their sources count."""
-    return [row.rate(estimate(row.case, given).seconds) for row in rows]
+    return [row.rate(estimate_time(row.case, given).seconds) for row in rows]
 
 
 def published(row: Row) -> float:

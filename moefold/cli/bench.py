@@ -24,7 +24,7 @@ from moefold.cli._common import (
     print_json,
 )
 from moefold.files import require_writable
-from moefold.planner.hardware import usual_file
+from moefold.planner.hardware import default_machine_file
 from moefold.run import load_run
 
 DEFAULT_RUNS = ["demo", "tiny"]
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) is not None:
             raise ValueError(f"--{flag} needs --memory")
     runs = {source: load_run(source) for source in args.sources or DEFAULT_RUNS}
-    file = Path(args.machine) if args.machine else usual_file()
+    file = Path(args.machine) if args.machine else default_machine_file()
     require_writable(file)  # before minutes of measuring
     from moefold.training.calibrate import calibrate
 

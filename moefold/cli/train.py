@@ -109,10 +109,10 @@ def parse_run(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
         _require_writable_disk(run)
         if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
             from moefold.planner.from_run import demand_limit
-            from moefold.planner.hardware import cluster
+            from moefold.planner.hardware import parse_cluster
 
             # Check that some recompute policy fits the limit.
-            demand_limit(run, cluster(f"h100x{args.nproc or 1}"))
+            demand_limit(run, parse_cluster(f"h100x{args.nproc or 1}"))
         return run, None
     if args.nproc is not None:
         raise ValueError(

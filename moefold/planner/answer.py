@@ -29,14 +29,14 @@ from moefold.planner.from_run import (
     published_layouts,
 )
 from moefold.planner.goodput import Bill, Faults, Goodput, Price, bill, goodput
-from moefold.planner.hardware import Cluster, resized
-from moefold.planner.hardware import cluster as cluster_of
+from moefold.planner.hardware import Cluster, with_memory
+from moefold.planner.hardware import parse_cluster as cluster_of
 from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
 from moefold.planner.published import entries, find, model
 from moefold.planner.search import Search
 from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
-from moefold.planner.time import StepTime, estimate
+from moefold.planner.time import StepTime, estimate_time
 from moefold.run import Run, load_run, recipes
 from moefold.spec.decoder import needs, with_multi_token
 from moefold.spec.quantised import rows_within
@@ -61,7 +61,7 @@ class PlannedLayout:
     @cached_property
     def time(self) -> StepTime:
         """Planned step time by parts."""
-        return estimate(self.case)
+        return estimate_time(self.case)
 
     @cached_property
     def memory(self) -> StageMemory:
@@ -140,7 +140,7 @@ class PlannedLayout:
     @property
     def binds(self) -> str:
         """Bottleneck: memory where the layout does not fit, else the largest part of step time."""
-        return self.time.binds if self.fits else "memory"
+        return self.time.bottleneck if self.fits else "memory"
 
     @property
     def not_yet(self) -> tuple[str, ...]:
@@ -248,7 +248,7 @@ def plan(
     demand_numbers(batch=batch, seq=seq, load=load, memory_gb=memory_gb, top=top)
     where = cluster_of(cluster) if isinstance(cluster, str) else cluster
     if memory_gb is not None:
-        where = replace(where, device=resized(where.device, round(memory_gb * GB)))
+        where = replace(where, device=with_memory(where.device, round(memory_gb * GB)))
     task, choice, made = _task(run, where, batch, seq, load, overrides)
     given, given_problem = _given(task, choice, made)
     search, space = Search(task), everything(task)

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from moefold.planner.hardware import GRACE
+from moefold.planner.hardware import GRACE_DEVICES
 
 FAMILIES = {
     "H100": "hopper",
@@ -109,7 +109,10 @@ class Constants:
         """
         key = (device, stack, release, own)
         if key not in self._made:
-            family, host = FAMILIES.get(device, FALLBACK), "grace" if device in GRACE else "x86"
+            family, host = (
+                FAMILIES.get(device, FALLBACK),
+                "grace" if device in GRACE_DEVICES else "x86",
+            )
             software = f"{stack} {self.nearest(stack, release)}".strip()
             scopes = (software, stack, device, family, host, "common", FALLBACK)
             found = {field.name: self._first(field.name, scopes) for field in fields(Rates)}

@@ -46,7 +46,7 @@ from moefold.planner.hardware import Cluster
 from moefold.planner.memoize import memoize
 from moefold.planner.notes import notes_on_step
 from moefold.planner.published import PublishedModel
-from moefold.planner.recompute import Place, cheapest, demand_room
+from moefold.planner.recompute import OffloadTarget, choose_recompute, resolve_memory_limit
 from moefold.run import Run
 from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
 from moefold.spec.codes import coded
@@ -210,7 +210,7 @@ def of_run(
     """
     task, choice = _stated(run, cluster, batch, load)
     asked = _open(run, task, choice)
-    return task, choice if asked is None else replace(choice, keeping=cheapest(*asked))
+    return task, choice if asked is None else replace(choice, keeping=choose_recompute(*asked))
 
 
 def _stated(
@@ -249,13 +249,15 @@ def _stated(
     return task, choice_of(run.layout, run.train.micro_batch, precision)
 
 
-def _open(run: Run, task: TrainingTask, choice: Choice) -> tuple[Case, float | None, Place] | None:
+def _open(
+    run: Run, task: TrainingTask, choice: Choice
+) -> tuple[Case, float | None, OffloadTarget] | None:
     """Return the inputs of ``auto`` recompute: case without recompute, limit, and offload place."""
     record = run.layout.recompute
     if not isinstance(record, Auto):
         return None
     bare = replace(choice, keeping=replace(choice.keeping, recompute=frozenset()))
-    place: Place = "offload" if record.host else "disk" if record.disk else None
+    place: OffloadTarget = "offload" if record.host else "disk" if record.disk else None
     return bare.case(task), record.bytes, place
 
 
@@ -276,7 +278,7 @@ def demand_limit(run: Run, cluster: Cluster) -> None:
     """
     asked = _open(run, *_stated(run, cluster, load=_load(run)))
     if asked is not None:
-        demand_room(*asked)
+        resolve_memory_limit(*asked)
 
 
 def _load(run: Run) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moefold.planner.from_run import Choice, TrainingTask
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 
 DAY = 86400.0
 PER_DEVICE_DAY = 4.7e-4
@@ -143,7 +143,7 @@ def curve(
         other = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
         # No point where a data rank has too few micro-batches for the layout or the schedule.
         with suppress(ValueError):
-            took, expected = estimate(choice.case(other)), goodput(devices, faults)
+            took, expected = estimate_time(choice.case(other)), goodput(devices, faults)
             speed = batch * task.seq / took.seconds
             points.append(
                 Point(

@@ -27,9 +27,9 @@ FORMAT_OF: Mapping[str, Format] = {
 }
 """Format of a recipe's products, by whose peak they are planned."""
 CPU = "CPU"
-MOST_DEVICES = 1_000_000
+MAX_DEVICES = 1_000_000
 """Most devices of a cluster that is planned: more than any has, and searches still end."""
-MACHINE_FORM = 1
+MACHINE_FILE_VERSION = 1
 """Version of the file format of measured machines; other versions are rejected."""
 
 
@@ -54,7 +54,7 @@ class Device:
     """Bytes/s in one direction to host memory."""
     watts: float = 0.0
     """Power limit of the board."""
-    sold_gb: float = 0.0
+    nominal_gb: float = 0.0
     """Nominal memory in GB."""
     rates: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
     """For a measured device, by recipe: constants of :class:`moefold.planner.curves.Rates` that
@@ -68,7 +68,7 @@ class Device:
     @property
     def size(self) -> str:
         """Nominal memory as text, such as ``80 GB``."""
-        return f"{self.sold_gb or self.memory_bytes / 1e9:.0f} GB"
+        return f"{self.nominal_gb or self.memory_bytes / 1e9:.0f} GB"
 
     def peak(self, format: Format) -> float:
         """Return FLOP/s of dense products; a missing format has the peak of the next wider one."""
@@ -104,7 +104,7 @@ def catalogue() -> dict[str, Device]:
     return found
 
 
-def device(name: str) -> Device:
+def device_by_name(name: str) -> Device:
     """Return a device by its case-insensitive name, such as ``h100``.
 
     Raises:
@@ -116,7 +116,7 @@ def device(name: str) -> Device:
     return known[name.lower()]
 
 
-def sold_as(name: str) -> Device | None:
+def find_device(name: str) -> Device | None:
     """Return the device for a driver's name, such as ``NVIDIA H100 80GB HBM3``, or None.
 
     PCIe and NVL boards are not recognised, as they have lower rates than others of their name.
@@ -127,7 +127,7 @@ def sold_as(name: str) -> Device | None:
     return next((one for key, one in catalogue().items() if key.upper() in words), None)
 
 
-def cluster(text: str) -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """Parse the name of a cluster, such as ``h100x256``.
 
     Args:
@@ -141,32 +141,32 @@ def cluster(text: str) -> Cluster:
     parts = re.fullmatch(r"(.+)x(\d*[1-9]\d*)", text, re.IGNORECASE)
     name, number = (parts[1], int(parts[2])) if parts else (text, 1)
     if text.lower() == "cpu" or name.endswith(".json"):
-        found = Machine.read(usual_file() if text.lower() == "cpu" else Path(name)).device
+        found = Machine.read(default_machine_file() if text.lower() == "cpu" else Path(name)).device
     elif parts:
-        found = device(name)
+        found = device_by_name(name)
     else:
         raise ValueError(
             f"cluster {text!r}: must be a device, x and a number, such as h100x256; or cpu or a "
             ".json file, as measured by `moefold bench`"
         )
-    if number > MOST_DEVICES:
-        raise ValueError(f"cluster {text!r}: must have at most {MOST_DEVICES:,} devices")
+    if number > MAX_DEVICES:
+        raise ValueError(f"cluster {text!r}: must have at most {MAX_DEVICES:,} devices")
     if number > 1 and not found.link_bandwidth:
         raise ValueError(f"cluster {text!r}: must be one {found.name}, as no link rate is known")
-    host = 4 if found.name in GRACE else min(8, found.domain)
+    host = 4 if found.name in GRACE_DEVICES else min(8, found.domain)
     return Cluster(found, number, host, found.domain)
 
 
-GRACE = ("GB200", "GB300")
+GRACE_DEVICES = ("GB200", "GB300")
 """Devices sold with four per host, in racks that fast links connect."""
 
 
-def resized(one: Device, memory_bytes: int) -> Device:
+def with_memory(device: Device, memory_bytes: int) -> Device:
     """Return a device with another memory size, such as a 24 GB card of its kind."""
-    return replace(one, memory_bytes=memory_bytes, sold_gb=memory_bytes / 1e9)
+    return replace(device, memory_bytes=memory_bytes, nominal_gb=memory_bytes / 1e9)
 
 
-def processor(
+def cpu_device(
     peak: float, memory_bandwidth: float, memory_bytes: int, bf16: float | None = None
 ) -> Device:
     """Return a CPU as one device.
@@ -207,9 +207,9 @@ class Machine:
     @property
     def device(self) -> Device:
         """The machine as a device with measured rates."""
-        found = processor(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
+        found = cpu_device(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
         if self.gpu:
-            sold = sold_as(self.name) or Device(self.name, (), 0, 0.0)
+            sold = find_device(self.name) or Device(self.name, (), 0, 0.0)
             peaks = tuple((dict(sold.peaks) | dict(found.peaks)).items())
             sizes = found.memory_bytes, found.memory_bandwidth
             found = replace(sold, peaks=peaks, memory_bytes=sizes[0], memory_bandwidth=sizes[1])
@@ -223,7 +223,7 @@ class Machine:
 
     def write(self, file: Path) -> None:
         """Write the file, creating its folder."""
-        text = json.dumps({"form": MACHINE_FORM, **asdict(self)}, indent=1)
+        text = json.dumps({"form": MACHINE_FILE_VERSION, **asdict(self)}, indent=1)
         with folder_for(file.parent):
             write_text(file, text + "\n")
 
@@ -238,7 +238,7 @@ class Machine:
             raise ValueError(f"{file} does not exist: run `moefold bench --machine {file}` first")
         try:
             stored = json.loads(file.read_text("utf-8"))
-            if stored.pop("form") != MACHINE_FORM:
+            if stored.pop("form") != MACHINE_FILE_VERSION:
                 raise KeyError("form")
             found = cls(**stored)
             names = ("fp32", "bf16", "bandwidth", "memory_bytes")
@@ -257,7 +257,7 @@ class Machine:
         return found
 
 
-def usual_file() -> Path:
+def default_machine_file() -> Path:
     """Return the default path of a user's machine file."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "moefold" / "machine.json"

@@ -27,7 +27,7 @@ from moefold.planner.memory_pages import ChunkBlocks, count_pages, page_bytes, u
 from moefold.planner.memory_saved import layer_shape, saved_tensors_of
 from moefold.planner.memory_state import StateBytes, StateSharding
 from moefold.planner.memory_steps import RunningAction, peak_candidates, running_actions
-from moefold.planner.time_data import copies_of
+from moefold.planner.time_data import collective_counter
 
 MIB = 2**20
 
@@ -392,8 +392,8 @@ def add_graph_memory(
     # Graphs add to whole gradients in fixed memory; this rank's shares of their sums lie beside it.
     split = StateSharding.of(case)
     shares = sum(
-        times * one.bytes / split.shards_and_replicas(one.kind == "edp")[0]
-        for part, _, times in copies_of(case.decoder, split).uses(case.held[rank])
+        times * one.bytes / split.shards_and_replicas(one.group == "edp")[0]
+        for part, _, times in collective_counter(case.decoder, split).part_uses(case.held[rank])
         for one in part.buckets
         if one.op == "reduce_scatter"
     )

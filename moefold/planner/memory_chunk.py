@@ -16,7 +16,7 @@ from moefold.planner.memory_saved import (
     saved_tensors,
 )
 from moefold.planner.memory_state import StateSharding, state_estimator
-from moefold.planner.time_data import copies_of
+from moefold.planner.time_data import collective_counter
 from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
 
 
@@ -184,8 +184,8 @@ def unsharded_units(
     weights, gradients = list[float](), list[float]()
     if split.stack != "moefold" or split.zero < 2:
         return weights, gradients
-    for part, _, times in copies_of(decoder, split).uses(held):
-        once = [one for one in part.buckets if one.beside != "backward"]
+    for part, _, times in collective_counter(decoder, split).part_uses(held):
+        once = [one for one in part.buckets if one.overlaps_with != "backward"]
         gathered, summed = (
             sum(one.bytes for one in once if one.op == op)
             for op in ("all_gather", "reduce_scatter")

@@ -11,49 +11,49 @@ from math import gcd
 from moefold.planner.curves import Rates
 from moefold.planner.hardware import Cluster
 
-LATENCY_LINK = 8e-6
+LINK_LATENCY = 8e-6
 """Latency in seconds of a collective within a domain (NCCL's order of magnitude)."""
-LATENCY_NIC = 25e-6
+NIC_LATENCY = 25e-6
 """Latency in seconds of a collective across domains."""
-RING_SHARE = 0.85
+RING_EFFICIENCY = 0.85
 """Share of link bandwidth that large all-gathers and reduce-scatters reach (nccl-tests on H100 and
 NVL72: 370-380 of 450 and 700-800 of 900 GB/s)."""
 
 
 @dataclass(frozen=True)
-class Reach:
+class GroupReach:
     """Distribution of a group of ranks over domains."""
 
     size: int
-    inside: int
+    ranks_per_domain: int
     """Ranks of the group in one domain."""
 
     @property
-    def outside(self) -> int:
+    def domains(self) -> int:
         """Number of domains that the group spans."""
-        return -(-self.size // self.inside)
+        return -(-self.size // self.ranks_per_domain)
 
 
-def reach(cluster: Cluster, size: int, stride: int) -> Reach:
+def strided_reach(cluster: Cluster, size: int, stride: int) -> GroupReach:
     """Return the distribution of a group over domains. A group that fits into a domain but does not
     divide it may straddle two; it counts as divided into the largest parts that never do.
     """
-    most = max(1, _domain(cluster) // stride)
-    return Reach(size, gcd(size, most) if size <= most else most)
+    most = max(1, _domain_size(cluster) // stride)
+    return GroupReach(size, gcd(size, most) if size <= most else most)
 
 
 def even_domains(cluster: Cluster, size: int, stride: int) -> int:
     """Return the smallest number of domains among which a group can be divided evenly."""
-    return size // gcd(size, max(1, _domain(cluster) // stride))
+    return size // gcd(size, max(1, _domain_size(cluster) // stride))
 
 
-def lying(cluster: Cluster, ranks: Sequence[int]) -> Reach:
+def listed_reach(cluster: Cluster, ranks: Sequence[int]) -> GroupReach:
     """Return the distribution of a group of unequally spaced ranks, by the first rank's domain."""
-    domain = _domain(cluster)
-    return Reach(len(ranks), sum(rank // domain == ranks[0] // domain for rank in ranks))
+    domain = _domain_size(cluster)
+    return GroupReach(len(ranks), sum(rank // domain == ranks[0] // domain for rank in ranks))
 
 
-def _domain(cluster: Cluster) -> int:
+def _domain_size(cluster: Cluster) -> int:
     """Return the ranks per domain: all if the cluster fills whole domains or less than one, else
     the largest power of two.
     """
@@ -63,7 +63,7 @@ def _domain(cluster: Cluster) -> int:
     return 1 << (domain.bit_length() - 1)
 
 
-def ring_seconds(moved: float, group: Reach, cluster: Cluster, rates: Rates) -> float:
+def ring_seconds(moved: float, group: GroupReach, cluster: Cluster, rates: Rates) -> float:
     """Return the seconds of an all-gather or reduce-scatter of ``moved`` bytes in total.
 
     Within a domain each rank forwards ``(n - 1) / n`` of them. Across domains every rank transfers
@@ -72,20 +72,25 @@ def ring_seconds(moved: float, group: Reach, cluster: Cluster, rates: Rates) -> 
     if group.size == 1 or not moved:
         return 0.0
     device = cluster.device
-    links = moved * (group.inside - 1) / group.inside / (device.link_bandwidth * RING_SHARE)
-    if group.outside == 1:
-        return links + LATENCY_LINK
-    share = moved * (group.outside - 1) / group.outside / group.inside
-    return max(links, share / (device.nic_bandwidth * rates.nic)) + LATENCY_NIC
+    links = (
+        moved
+        * (group.ranks_per_domain - 1)
+        / group.ranks_per_domain
+        / (device.link_bandwidth * RING_EFFICIENCY)
+    )
+    if group.domains == 1:
+        return links + LINK_LATENCY
+    share = moved * (group.domains - 1) / group.domains / group.ranks_per_domain
+    return max(links, share / (device.nic_bandwidth * rates.nic)) + NIC_LATENCY
 
 
-def distinct(places: int, chosen: float) -> float:
+def expected_distinct(count: int, chosen: float) -> float:
     """Return the expected number of distinct places among ``chosen`` independent choices."""
-    return places * (1.0 - (1.0 - 1.0 / places) ** chosen)
+    return count * (1.0 - (1.0 - 1.0 / count) ** chosen)
 
 
 @dataclass(frozen=True)
-class Rows:
+class DispatchRows:
     """Rows that are sent to experts: their number, bytes per row, and experts per row."""
 
     rows: float
@@ -95,25 +100,30 @@ class Rows:
     """Groups, of ``groups``, from which a token may choose experts; None without group limits."""
     groups: int = 1
 
-    def domains(self, count: int) -> float:
+    def expected_domains(self, count: int) -> float:
         """Return the expected number of distinct domains, of ``count``, among a token's experts.
 
         Group-limited routing reaches only the domains that hold the chosen groups.
         """
         if self.groups_kept is None or count > self.groups:
-            return distinct(count, self.top_k)
+            return expected_distinct(count, self.top_k)
         per, missed = self.groups // count, 1.0
         for i in range(self.groups_kept):
             missed *= max(0.0, (self.groups - per - i) / (self.groups - i))
-        hit = distinct(self.groups_kept, self.top_k) / self.groups_kept
+        hit = expected_distinct(self.groups_kept, self.top_k) / self.groups_kept
         return count * (1.0 - missed) * hit
 
 
-FUSED = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
+DEDUPLICATING = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
 
 
 def exchange_seconds(
-    what: Rows, dispatcher: str, group: Reach, cluster: Cluster, rates: Rates, load: float
+    rows: DispatchRows,
+    dispatcher: str,
+    group: GroupReach,
+    cluster: Cluster,
+    rates: Rates,
+    load: float,
 ) -> float:
     """Return the seconds of one dispatch or one combine.
 
@@ -124,20 +134,20 @@ def exchange_seconds(
         return 0.0
     device, n = cluster.device, group.size
     if dispatcher == "allgather":
-        return ring_seconds(what.rows * what.bytes * n, group, cluster, rates)
+        return ring_seconds(rows.rows * rows.bytes * n, group, cluster, rates)
     if dispatcher == "spread":
-        return 2 * exchange_seconds(what, "alltoall", group, cluster, rates, load)
-    fused = dispatcher in FUSED
+        return 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, load)
+    fused = dispatcher in DEDUPLICATING
     share = rates.link_fused if fused else rates.link
     if dispatcher == "deep_ep":
         share = rates.link_deepep
-    volume = what.rows * what.bytes * load
-    spread = distinct(n, what.top_k) if fused else what.top_k
-    inside = 1.0 if fused else group.inside / n
+    volume = rows.rows * rows.bytes * load
+    spread = expected_distinct(n, rows.top_k) if fused else rows.top_k
+    inside = 1.0 if fused else group.ranks_per_domain / n
     seconds = volume * spread * (n - 1) / n * inside / (device.link_bandwidth * share)
-    if group.outside > 1:
-        d = group.outside
-        away = what.domains(d) if fused and dispatcher != "alltoall_once" else spread
+    if group.domains > 1:
+        d = group.domains
+        away = rows.expected_domains(d) if fused and dispatcher != "alltoall_once" else spread
         far = volume * away * (d - 1) / d / (device.nic_bandwidth * rates.nic)
-        return max(seconds, far) + LATENCY_NIC
-    return seconds + LATENCY_LINK
+        return max(seconds, far) + NIC_LATENCY
+    return seconds + LINK_LATENCY

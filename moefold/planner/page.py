@@ -12,7 +12,7 @@ from moefold.planner.answer import GB, Plan, PlannedLayout
 from moefold.planner.case import evened
 from moefold.planner.goodput import curve
 from moefold.planner.memory import estimate_memory, rank_totals, with_fewest_micro_batches
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 from moefold.schedule.simulate import Costs, Span, simulate
 from moefold.schedule.table import Pair, actions_of
 
@@ -166,7 +166,7 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
         imbalance.append(
             {
                 "load": load,
-                "step_time_s": estimate(other).seconds,
+                "step_time_s": estimate_time(other).seconds,
                 "memory_gb": needed / GB,
                 "fits": needed <= case.cluster.device.memory_bytes,
             }
@@ -174,7 +174,9 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
     return {
         **_layout(one),
         "capacity_gb": one.room_gb,
-        "walls": {wall: took / one.step_time_s for wall, took in one.time.walls.items()},
+        "walls": {
+            wall: took / one.step_time_s for wall, took in one.time.seconds_by_bottleneck.items()
+        },
         "grids": {
             "attention": _grid(folding.attention, ("tp", "cp", "dp", "pp")),
             "experts": _grid(folding.experts, ("etp", "ep", "edp", "pp")),

@@ -8,35 +8,39 @@ from typing import Literal, get_args
 
 from moefold.layers.config import OffloadKind, RecomputeKind
 from moefold.planner.case import Case, Keeping, kinds
-from moefold.planner.hardware import Cluster, device
+from moefold.planner.hardware import Cluster, device_by_name
 from moefold.planner.memory import peak_within
 from moefold.planner.memory_saved import saved_tensors_of
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 from moefold.spec.layer import NOTHING, Module, Modules
 
-PRICED = "H100"
+FALLBACK_DEVICE = "H100"
 """Device whose rates are used where a cluster's links are unknown: processes on a CPU."""
-RESERVE = 0.05
+MEMORY_RESERVE = 0.05
 """Share of memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
-Place = Literal["offload", "disk"] | None
+OffloadTarget = Literal["offload", "disk"] | None
 """Offload target, by the name of its field of :class:`Keeping`."""
 
 
-def cheapest(case: Case, limit: float | None = None, place: Place = None) -> Keeping:
+def choose_recompute(
+    case: Case, limit: float | None = None, place: OffloadTarget = None
+) -> Keeping:
     """Return the fastest choice of recompute and offload with at most ``limit`` bytes per device;
     None is the device's memory less the reserve.
 
     Raises:
         ValueError: none fits; the message states the least that is needed.
     """
-    limit = demand_room(case, limit, place)
+    limit = resolve_memory_limit(case, limit, place)
     best: tuple[float, Keeping] | None = None
-    seconds = {again: _seconds(_with(case, again)) for again in _sets(case)}
+    seconds = {again: _seconds(_with_policy(case, again)) for again in _recompute_sets(case)}
     for again in sorted(seconds, key=lambda one: (seconds[one], len(one))):
         # Offloading only adds time.
         if best is not None and seconds[again] >= best[0]:
             break
-        away = [_with(case, again, place, kinds) for kinds in _leaving(case, again, place)]
+        away = [
+            _with_policy(case, again, place, kinds) for kinds in _offload_sets(case, again, place)
+        ]
         took = {one.keeping: _seconds(one) if place else seconds[again] for one in away}
         for one in sorted(away, key=lambda one: took[one.keeping]):
             if best is not None and took[one.keeping] >= best[0]:
@@ -47,38 +51,43 @@ def cheapest(case: Case, limit: float | None = None, place: Place = None) -> Kee
     return best[1]
 
 
-def demand_room(case: Case, limit: float | None = None, place: Place = None) -> float:
+def resolve_memory_limit(
+    case: Case, limit: float | None = None, place: OffloadTarget = None
+) -> float:
     """Check that some choice of recompute and offload needs at most ``limit`` bytes per device, and
     return the limit; None is the device's memory less the reserve.
 
     Raises:
         ValueError: none does; the message states the least that is needed.
     """
-    room = case.cluster.device.memory_bytes * (1 - RESERVE) if limit is None else limit
-    most = list(_sets(case))[::-1]
+    room = case.cluster.device.memory_bytes * (1 - MEMORY_RESERVE) if limit is None else limit
+    most = list(_recompute_sets(case))[::-1]
     # With offload, the sets that recompute most need least memory. Offloading everything need not
     # be the minimum, as activations are fetched layers before they are read.
     tries = chain(
         ((again, NOTHING) for again in most),
-        ((again, away) for again in most[:2] for away in _leaving(case, again, place)),
+        ((again, away) for again in most[:2] for away in _offload_sets(case, again, place)),
     )
     least = inf
     for again, away in tries:
-        found = peak_within(_with(case, again, place, away), least)
+        found = peak_within(_with_policy(case, again, place, away), least)
         least = least if found is None else found
         if least <= room:
             return room
     size, more = f"{room / 1e9:.4g} GB", "raise the limit, or "
     stated = f"layout.recompute.limit {size}"
     if limit is None:
-        stated, more = f"layout.recompute auto with {size} (memory less {100 * RESERVE:.0f} %)", ""
+        stated, more = (
+            f"layout.recompute auto with {size} (memory less {100 * MEMORY_RESERVE:.0f} %)",
+            "",
+        )
     raise ValueError(
         f"{stated}: whatever is recomputed, the fullest rank needs {least / 1e9:.4g} GB; "
         f"{more}use a smaller micro-batch or more ranks"
     )
 
 
-def _sets(case: Case) -> Iterator[Modules]:
+def _recompute_sets(case: Case) -> Iterator[Modules]:
     """Yield every set of modules whose recompute saves memory, and whole blocks."""
     rows = [part for block in kinds(case.decoder)[0] for part in saved_tensors_of(case, block)]
     dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
@@ -86,7 +95,7 @@ def _sets(case: Case) -> Iterator[Modules]:
     yield frozenset(("block",))
 
 
-def _leaving(case: Case, again: Modules, place: Place) -> Iterator[Modules]:
+def _offload_sets(case: Case, again: Modules, place: OffloadTarget) -> Iterator[Modules]:
     """Yield every set of modules with saved activations that could be offloaded."""
     rows = [part for block in kinds(case.decoder)[0] for part in saved_tensors_of(case, block)]
     stay = {part.module for part in rows if part.stays(again)} - (again & {"norms"})
@@ -99,7 +108,9 @@ def _subsets(kinds: list[Module]) -> Iterator[Modules]:
         yield from map(frozenset, combinations(kinds, size))
 
 
-def _with(case: Case, again: Modules, place: Place = None, away: Modules = NOTHING) -> Case:
+def _with_policy(
+    case: Case, again: Modules, place: OffloadTarget = None, away: Modules = NOTHING
+) -> Case:
     given = {place: away} if place else {}
     return replace(case, keeping=replace(case.keeping, recompute=again, **given))
 
@@ -107,6 +118,6 @@ def _with(case: Case, again: Modules, place: Place = None, away: Modules = NOTHI
 def _seconds(case: Case) -> float:
     here = case.cluster
     if here.devices > 1 and not here.device.link_bandwidth:
-        priced = device(PRICED)
+        priced = device_by_name(FALLBACK_DEVICE)
         case = replace(case, cluster=Cluster(priced, here.devices, 8, priced.domain))
-    return estimate(case).seconds
+    return estimate_time(case).seconds

@@ -23,29 +23,29 @@ from moefold.planner.memory import peak_within, software_overheads
 from moefold.planner.memory_chunk import two_largest, unsharded_units
 from moefold.planner.memory_saved import saved_tensors_of
 from moefold.planner.memory_state import StateSharding, state_estimator
-from moefold.planner.recompute import RESERVE
+from moefold.planner.recompute import MEMORY_RESERVE
 from moefold.planner.search_space import SCHEDULES, VIRTUAL, Foldings, Space, apart
 from moefold.planner.time import (
-    HOST_ADAM,
+    HOST_ADAM_RATE,
     MicroBatchTime,
     PassTime,
-    data_seconds,
-    estimate,
+    data_parallel_seconds,
+    estimate_time,
     pipeline_seconds,
 )
-from moefold.planner.time_data import DataWork, data_work, least
+from moefold.planner.time_data import DataSeconds, collective_seconds, min_exposed_seconds
 from moefold.planner.time_layer import (
-    SM_COST,
-    Setting,
-    Time,
+    EXCHANGE_SM_COST,
+    KernelSetting,
+    WorkTime,
+    build_setting,
     dispatch_seconds,
+    dispatched_rows,
     half_seconds,
     layer_time,
-    rows_sent,
-    setting_of,
     tensor_seconds,
 )
-from moefold.planner.time_work import PERMUTING, LayerPolicy, RankShare
+from moefold.planner.time_work import PERMUTING_DISPATCHERS, LayerPolicy, RankShare
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, Vee, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
 from moefold.spec.layer import Modules, described
@@ -137,7 +137,7 @@ class Search:
 
     def fitting(self, space: Space) -> Iterator[Found]:
         """Yield the layouts of a space that fit, one per folding, the fastest first."""
-        room = self.task.cluster.device.memory_bytes * (1 - RESERVE)
+        room = self.task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
         found = set[tuple[int, ...]]()
         steps = (self.depths, self.schedules, self.stages)
         heap: list[_Bounded] = []
@@ -228,7 +228,7 @@ class Search:
         case, sizes = choice.case(self.task), choice.sizes
         if peak_within(case, room * SLACK) is None:
             return
-        took = estimate(case)
+        took = estimate_time(case)
         yield took.seconds, 3, choice
         each = [sum(span) for span in took.ranks]
         held = [one.number for one in case.held]
@@ -242,7 +242,7 @@ class Search:
         layers, more = self.foldings.layers, self.task.multi_token
         made = balanced(sizes.pp, sizes.vpp, layers, more, case.schedule.way, (first, last))
         for stages in filter(None, (made, apart(made) if space.apart else None)):
-            seconds = estimate(replace(case, stages=stages)).seconds
+            seconds = estimate_time(replace(case, stages=stages)).seconds
             yield seconds, 3, replace(choice, stages=stages)
 
     def _virtual(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
@@ -268,9 +268,9 @@ class Search:
     def _dense(self, grids: Grids) -> float:
         """Return device seconds of one micro-batch without routed experts."""
         how = self._how(grids, "local")
-        ends = PassTime(self.task.decoder, *how).time(Held((), 0, True, True)).device
+        ends = PassTime(self.task.decoder, *how).layers_time(Held((), 0, True, True)).device_seconds
         total = (1 + self.task.multi_token) * ends
-        total += sum(number * layer_time(one, *how).device for one, number in self.dense)
+        total += sum(number * layer_time(one, *how).device_seconds for one, number in self.dense)
         for mixture, bare, number in self.mixtures:
             shared = half_seconds(mixture, *how[:2]) - half_seconds(bare, *how[:2])
             total += number * shared
@@ -289,13 +289,13 @@ class Search:
             found = {}
             for ep, etp in product(self.foldings.ep, self.foldings.etp):
                 grids = attention._replace(ep=ep, etp=etp)
-                share, setting, _ = self._how(grids, PERMUTING[0])
-                hidden = setting.rates.hidden * (1.0 - SM_COST) if True in sides else 0.0
+                share, setting, _ = self._how(grids, PERMUTING_DISPATCHERS[0])
+                hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if True in sides else 0.0
                 took, sent = 0.0, dict.fromkeys(space.dispatchers, 0.0)
                 for _, bare, number in self.mixtures:
                     routing = described(bare).routing
                     assert routing is not None
-                    rows_out = rows_sent(routing, share, setting.width)
+                    rows_out = dispatched_rows(routing, share, setting.width)
                     took += number * half_seconds(bare, share, setting)
                     for name in sent:
                         sent[name] += number * dispatch_seconds(rows_out, share, setting, name)
@@ -325,9 +325,10 @@ class Search:
         key = "work", grids, dispatch, kept
         if key not in self._known:
             made = PassTime(self.task.decoder, *self._how(grids, dispatch, kept))
-            times = [made.time(held) for held in (self.whole, Held(((self.common[0], 1),)))]
+            times = [made.layers_time(held) for held in (self.whole, Held(((self.common[0], 1),)))]
             self._known[key] = [
-                [made.span(time, side).seconds for time in times] for side in (False, True)
+                [made.micro_batch_time(time, side).seconds for time in times]
+                for side in (False, True)
             ]
         work, layer = self._known[key][paired]
         return work, max(work / pp, -(-self.common[1] // pp) * layer)
@@ -350,24 +351,27 @@ class Search:
         rates = how[1].rates
         if key not in self._known:
             made = PassTime(self.task.decoder, *how)
-            whole, layers = made.time(self.whole), made.time(Held(self.whole.layers))
-            part = max(0.0, whole.device / pp - (whole.device - layers.device)) / layers.device
+            whole, layers = made.layers_time(self.whole), made.layers_time(Held(self.whole.layers))
+            part = (
+                max(0.0, whole.device_seconds / pp - (whole.device_seconds - layers.device_seconds))
+                / layers.device_seconds
+            )
             held, part = (Held(self.whole.layers), part) if pp > 1 else (self.whole, 1.0)
             case = self._sample(grids, Keeping(depth.zero), pp)
             if self.task.software.stack == "moefold":
-                work = data_work(case, held, rates)
-                self._known[key] = DataWork(*(part * seconds for seconds in work))
+                work = collective_seconds(case, held, rates)
+                self._known[key] = DataSeconds(*(part * seconds for seconds in work))
             else:
-                rank = Time()
-                rank.add(made.time(held), part)
-                seconds = data_seconds(case, rank, held, ENDLESS, rates)[0]
-                self._known[key] = DataWork(**{"between" if depth.zero == 3 else "end": seconds})
-        return least(self._known[key], depth.zero, depth.m, slowest, rates)
+                rank = WorkTime()
+                rank.add(made.layers_time(held), part)
+                seconds = data_parallel_seconds(case, rank, held, ENDLESS, rates)[0]
+                self._known[key] = DataSeconds(**{"between" if depth.zero == 3 else "end": seconds})
+        return min_exposed_seconds(self._known[key], depth.zero, depth.m, slowest, rates)
 
     def _fixed(self, grids: Grids, on_host: float) -> float:
         """Return a lower bound of seconds outside layers, including updates on the host."""
         step = self._how(grids, "local")[1].rates.step_s
-        return step + on_host * self.parameters / self.foldings.world / HOST_ADAM
+        return step + on_host * self.parameters / self.foldings.world / HOST_ADAM_RATE
 
     # --------------------------------------------------------------------------- memory
 
@@ -411,7 +415,7 @@ class Search:
                 if any(sizes.get((again - {one}, away)) == size for one in again):
                     continue
                 made = PassTime(self.task.decoder, *self._how(wide, "local", (again, away)))
-                work = made.span(made.time(self.whole), False).seconds
+                work = made.micro_batch_time(made.layers_time(self.whole), False).seconds
                 found.append((work, size, (again, away)))
             best: list[tuple[Kept, float]] = []
             for _, size, kept in sorted(found, key=lambda one: one[:2]):
@@ -424,14 +428,14 @@ class Search:
 
     def _how(
         self, grids: Grids, dispatch: Dispatcher, kept: Kept = NOTHING
-    ) -> tuple[RankShare, Setting, LayerPolicy]:
+    ) -> tuple[RankShare, KernelSetting, LayerPolicy]:
         """Return the inputs of a layer's time; settings are cached by format."""
         task, recipe = self.task, grids.recipe
         if recipe not in self._known:
             narrowed = task.numbers.narrowed
-            self._known[recipe] = setting_of(task.cluster, task.software, recipe, narrowed)
+            self._known[recipe] = build_setting(task.cluster, task.software, recipe, narrowed)
         share = RankShare(
-            task.decoder.hidden, task.seq, *grids[1:], task.load, dispatch in PERMUTING
+            task.decoder.hidden, task.seq, *grids[1:], task.load, dispatch in PERMUTING_DISPATCHERS
         )  # fmt: skip
         return share, self._known[recipe], LayerPolicy(dispatch, *kept)
 

@@ -10,9 +10,9 @@ from moefold.parallel.config import Layout
 from moefold.planner.from_run import Choice, TrainingTask
 from moefold.planner.memory import rank_totals
 from moefold.planner.memory_saved import INPUT_CODE_BYTES
-from moefold.planner.recompute import RESERVE
+from moefold.planner.recompute import MEMORY_RESERVE
 from moefold.planner.search_space import SCHEDULES, everything
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 from moefold.spec.decoder import ModelNeeds, needs
 
 GRAPHS: tuple[Literal["none", "partial", "step"], ...] = ("none", "partial", "step")
@@ -40,10 +40,10 @@ def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
     changes that make it fit, the fastest first, or else those that save most memory.
     """
     case = choice.case(task)
-    seconds, bytes_ = estimate(case).seconds, max(rank_totals(case))
+    seconds, bytes_ = estimate_time(case).seconds, max(rank_totals(case))
     room = task.cluster.device.memory_bytes
-    if bytes_ <= room * (1 - RESERVE):
-        room *= 1 - RESERVE
+    if bytes_ <= room * (1 - MEMORY_RESERVE):
+        room *= 1 - MEMORY_RESERVE
     found: list[Change] = []
     timed = []
     for what, other in _neighbours(task, choice):
@@ -52,7 +52,7 @@ def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
             sizes = other.sizes
             if any(other.schedule.violations(sizes.pp, sizes.vpp, tried.micro_batches)):
                 continue
-            timed.append((estimate(tried).seconds, what, other, tried))
+            timed.append((estimate_time(tried).seconds, what, other, tried))
         except ValueError:
             continue
     timed.sort(key=lambda item: item[0])

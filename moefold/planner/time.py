@@ -22,17 +22,22 @@ from moefold.planner.count import count
 from moefold.planner.curves import Constants, Product, Rates, product_seconds
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_state import StateSharding, layers_and_norm, part_weights
-from moefold.planner.network import reach, ring_seconds
-from moefold.planner.time_data import HIDDEN_ONCE, copies_of, data_work, shown
+from moefold.planner.network import ring_seconds, strided_reach
+from moefold.planner.time_data import (
+    ONCE_HIDDEN_SHARE,
+    collective_counter,
+    collective_seconds,
+    exposed_seconds,
+)
 from moefold.planner.time_layer import (
     DISK_BANDWIDTH,
+    EXCHANGE_SM_COST,
     PARTS,
-    SM_COST,
-    Setting,
-    Time,
+    KernelSetting,
+    WorkTime,
+    build_setting,
     end_time,
     layer_time,
-    setting_of,
 )
 from moefold.planner.time_work import LayerPolicy, RankShare
 from moefold.schedule.config import (
@@ -48,7 +53,7 @@ from moefold.schedule.config import (
 from moefold.schedule.simulate import Costs, simulate
 from moefold.spec.decoder import embedding, head, model_weights
 
-BINDS = {
+BOTTLENECKS = {
     "compute": ("attention", "experts", "dense", "head", "recompute"),
     "memory bandwidth": ("memory", "quantise", "launch", "optimizer"),
     "communication": ("tp", "cp", "dispatch", "dp", "offload"),
@@ -56,22 +61,22 @@ BINDS = {
     "pipeline": ("bubble",),
 }
 """Bottlenecks of a step, with the parts of its time that each comprises."""
-HOST_ADAM = 0.6e9
+HOST_ADAM_RATE = 0.6e9
 """Parameters per second that one rank's share of a host updates, copies included: Qwen3-30B-A3B on
 16 H100 takes 3.19 s more with all of 1.9 G parameters per rank there (Megatron-Bridge)."""
-SHARP = 4.0
+HOST_OVERLAP_NORM = 4.0
 """Exponent of the norm that combines device and host time; infinity would be the maximum, which
 needs a host that always runs ahead."""
-STEADY = (OneFOneB, Interleaved, Merged, GPipe)
+STEADY_SCHEDULES = (OneFOneB, Interleaved, Merged, GPipe)
 """Schedules whose ranks have no idle time between filling and draining."""
-FILLING = 1 / 3
+FORWARD_SHARE = 1 / 3
 """Forward's share of a micro-batch's time: backward takes twice as long, half of that for weight
 gradients."""
-IDLE: dict[type[Schedule], float] = {
-    **dict.fromkeys(STEADY, 1.0),
-    ZeroBubbleH1: FILLING,
-    ZeroBubbleV: FILLING,
-    DualPipeV: 2 * FILLING,
+IDLE_CHUNKS: dict[type[Schedule], float] = {
+    **dict.fromkeys(STEADY_SCHEDULES, 1.0),
+    ZeroBubbleH1: FORWARD_SHARE,
+    ZeroBubbleV: FORWARD_SHARE,
+    DualPipeV: 2 * FORWARD_SHARE,
 }
 """Idle time per other rank during filling and draining, in units of a chunk's time."""
 
@@ -92,27 +97,29 @@ class StepTime:
     """Relative half-width of an interval that should contain two of three measured steps."""
 
     @property
-    def walls(self) -> dict[str, float]:
+    def seconds_by_bottleneck(self) -> dict[str, float]:
         """Seconds by bottleneck."""
-        return {wall: sum(self.parts[name] for name in names) for wall, names in BINDS.items()}
+        return {
+            wall: sum(self.parts[name] for name in names) for wall, names in BOTTLENECKS.items()
+        }
 
     @property
-    def binds(self) -> str:
+    def bottleneck(self) -> str:
         """Bottleneck that takes the largest share of the step."""
-        return max(self.walls.items(), key=lambda wall: wall[1])[0]
+        return max(self.seconds_by_bottleneck.items(), key=lambda wall: wall[1])[0]
 
     @cached_property
     def tflops_per_gpu(self) -> float:
         """Model TFLOP/s per GPU: half of causal attention, multi-token layers, no recompute."""
-        return flops(self.case) / self.seconds / self.case.world / 1e12
+        return model_flops(self.case) / self.seconds / self.case.world / 1e12
 
 
-def flops(case: Case) -> int:
+def model_flops(case: Case) -> int:
     """Return a step's model FLOPs by the convention of :mod:`moefold.planner.count`."""
     return case.batch * count(case.decoder).flops([case.seq])
 
 
-def estimate(case: Case, given: Constants | None = None) -> StepTime:
+def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     """Return the time of a step.
 
     Args:
@@ -122,11 +129,11 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
         ValueError: a layer has no description.
     """
     software, numbers = case.software, case.numbers
-    setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, given)
+    setting = build_setting(case.cluster, software, numbers.recipe, numbers.narrowed, constants)
     rates, m = setting.rates, case.micro_batches
     made = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
-    ranks = [made.time(held) for held in case.held]
-    spans = [made.span(rank, software.overlaps.ep) for rank in ranks]
+    ranks = [made.layers_time(held) for held in case.held]
+    spans = [made.micro_batch_time(rank, software.overlaps.ep) for rank in ranks]
     slow = max(range(len(ranks)), key=lambda rank: spans[rank].seconds)
     span = spans[slow]
     inner = pipeline_seconds(case.schedule, m, case.sizes.vpp, [one.seconds for one in spans])
@@ -135,7 +142,7 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
         # Exchanges of the first pass have no compute to overlap with.
         parts["dispatch"] += span.hidden / case.sizes.vpp
     parts["bubble"] = inner - m * span.seconds
-    parts["dp"], covered = data_seconds(case, ranks[slow], case.held[slow], span, rates)
+    parts["dp"], covered = data_parallel_seconds(case, ranks[slow], case.held[slow], span, rates)
     parts["optimizer"] = _optimizer_seconds(case, case.held[slow], rates)
     parts["optimizer"] += orthogonal_seconds(case, slow, rates)
     parts["step"] = rates.step_s
@@ -165,18 +172,18 @@ class PassTime:
     """Time of a micro-batch on a rank by the layers that it holds, independent of the pipeline."""
 
     def __init__(
-        self, decoder: Decoder, share: RankShare, setting: Setting, policy: LayerPolicy
+        self, decoder: Decoder, share: RankShare, setting: KernelSetting, policy: LayerPolicy
     ) -> None:
         """Store the model, a rank's part of a micro-batch, and the setting."""
         self.decoder, self.blocks = decoder, kinds(decoder)[0]
         self.fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
         self.how, self.rates = (share, setting, policy), setting.rates
-        self._known: dict[Held, Time] = {}
+        self._known: dict[Held, WorkTime] = {}
 
-    def time(self, held: Held) -> Time:
+    def layers_time(self, held: Held) -> WorkTime:
         """Return the time of a rank's layers; a cached object that must not be modified."""
         if held not in self._known:
-            made = Time()
+            made = WorkTime()
             for kind, count in held.layers:
                 made.add(layer_time(self.blocks[kind], *self.how), count)
             if held.multi_token:
@@ -189,7 +196,7 @@ class PassTime:
             self._known[held] = made
         return self._known[held]
 
-    def span(self, time: Time, paired: bool) -> MicroBatchTime:
+    def micro_batch_time(self, time: WorkTime, overlaps_dispatch: bool) -> MicroBatchTime:
         """Combine device and host time of a micro-batch.
 
         Args:
@@ -204,22 +211,26 @@ class PassTime:
             work = sum(seconds.values())
             exchange = seconds.get("dispatch", 0.0)
             under = 0.0
-            if paired:
+            if overlaps_dispatch:
                 under = min(exchange * self.rates.hidden, 0.8 * (work - exchange))
-            device = work - under + SM_COST * under
-            whole = (device**SHARP + host**SHARP) ** (1 / SHARP) if device else host
+            device = work - under + EXCHANGE_SM_COST * under
+            whole = (
+                (device**HOST_OVERLAP_NORM + host**HOST_OVERLAP_NORM) ** (1 / HOST_OVERLAP_NORM)
+                if device
+                else host
+            )
             for name, value in seconds.items():
                 parts[name] += value
             parts["dispatch"] -= under
-            parts["experts"] += SM_COST * under
+            parts["experts"] += EXCHANGE_SM_COST * under
             parts["host"] += whole - device
             spans.append(whole)
             hidden += under
         return MicroBatchTime(spans[0], spans[1], parts, hidden)
 
 
-def data_seconds(
-    case: Case, rank: Time, held: Held, span: MicroBatchTime, rates: Rates
+def data_parallel_seconds(
+    case: Case, rank: WorkTime, held: Held, span: MicroBatchTime, rates: Rates
 ) -> tuple[float, float]:
     """Return exposed and hidden seconds of data-parallel communication per step.
 
@@ -227,12 +238,12 @@ def data_seconds(
     """
     cluster, m, overlaps = case.cluster, case.micro_batches, case.software.overlaps
     if case.software.stack == "moefold":
-        work = data_work(case, held, rates)
-        return shown(case, work, held, (span.forward, span.backward), rates)
+        work = collective_seconds(case, held, rates)
+        return exposed_seconds(case, work, held, (span.forward, span.backward), rates)
     sizes, folding = case.sizes, case.folding
     dense = rank.weights - rank.experts
-    copies = reach(cluster, folding.dp * sizes.cp, sizes.tp)
-    expert = reach(cluster, folding.edp, sizes.ep * sizes.etp)
+    copies = strided_reach(cluster, folding.dp * sizes.cp, sizes.tp)
+    expert = strided_reach(cluster, folding.edp, sizes.ep * sizes.etp)
 
     def ring(each: float) -> float:
         return ring_seconds(dense * each, copies, cluster, rates) + ring_seconds(
@@ -240,8 +251,11 @@ def data_seconds(
         )
 
     gather, times = ring(2.0), (1, m if case.keeping.zero == 2 else 1)
-    backward = ring(case.numbers.gradient_bytes), HIDDEN_ONCE * overlaps.gradients * span.backward
-    forward = gather, HIDDEN_ONCE * overlaps.parameters * span.forward
+    backward = (
+        ring(case.numbers.gradient_bytes),
+        ONCE_HIDDEN_SHARE * overlaps.gradients * span.backward,
+    )
+    forward = gather, ONCE_HIDDEN_SHARE * overlaps.parameters * span.forward
     if case.keeping.zero == 3 and sizes.pp == 1:
         # Weights are gathered and gradients reduced in every micro-batch.
         times, free = (m, m), rates.hidden_shards * overlaps.parameters
@@ -253,7 +267,7 @@ def data_seconds(
 def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update on device, host and disk."""
     numbers, keeping, device = case.numbers, case.keeping, case.cluster.device
-    local, own = copies_of(case.decoder, StateSharding.of(case)).trained(held)
+    local, own = collective_counter(case.decoder, StateSharding.of(case)).trained_elements(held)
     each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
     summed = own if keeping.zero > 1 else local
     moved = own * (each + numbers.weight_bytes) + summed * 2 * numbers.gradient_bytes
@@ -265,7 +279,7 @@ def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
     took = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
     if keeping.state_step == "device":
         return here + (took + moved / (device.host_bandwidth or device.memory_bandwidth))
-    return here + (took + away / HOST_ADAM)
+    return here + (took + away / HOST_ADAM_RATE)
 
 
 # ----------------------------------------------------------------------------- pipelines
@@ -282,38 +296,38 @@ def pipeline_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float])
         ranks: seconds of a micro-batch's forward and backward over all chunks of each rank.
     """
     p, slowest, whole = len(ranks), max(ranks), sum(ranks)
-    if isinstance(schedule, STEADY):
+    if isinstance(schedule, STEADY_SCHEDULES):
         passed = (whole - slowest) / v
-        return m * slowest + passed + _short(schedule, p, v, m) * whole / p
-    return m * slowest + idle(schedule, p, v, m) * whole / p
+        return m * slowest + passed + _startup_idle(schedule, p, v, m) * whole / p
+    return m * slowest + idle_share(schedule, p, v, m) * whole / p
 
 
-def idle(schedule: Schedule, p: int, v: int, m: int) -> float:
+def idle_share(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return a rank's idle time with equal stages, in units of a micro-batch's time."""
     if p == 1:
         return 0.0
-    share = IDLE.get(type(schedule))
+    share = IDLE_CHUNKS.get(type(schedule))
     if share is None:
-        return _simulated(schedule, p, v, m)
-    return share * (p - 1) / v + _short(schedule, p, v, m)
+        return _simulated_idle(schedule, p, v, m)
+    return share * (p - 1) / v + _startup_idle(schedule, p, v, m)
 
 
-def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
+def _startup_idle(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return the extra idle time where there are fewer micro-batches than ranks."""
     missing = max(0, p - m)
     if isinstance(schedule, ZeroBubbleH1):
         # There are too few weight gradients to fill the idle time.
-        return missing * FILLING
+        return missing * FORWARD_SHARE
     # All chunks but the first wait until the first micro-batch has passed all ranks.
     return missing * (v - 1) / v if isinstance(schedule, GPipe) else 0.0
 
 
 @memoize(1024)
-def _simulated(schedule: Schedule, p: int, v: int, m: int) -> float:
+def _simulated_idle(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return the simulated idle time of a table with at most ``4 * p`` micro-batches."""
     short = min(m, 4 * p)
     table = table_of(schedule, p, v, short)
-    return simulate(table, Costs(*(FILLING / v,) * 3)).makespan - short
+    return simulate(table, Costs(*(FORWARD_SHARE / v,) * 3)).makespan - short
 
 
 # ----------------------------------------------------------------------------- Muon

@@ -24,51 +24,53 @@ from moefold.planner.memory_state import (
     part_weights,
 )
 from moefold.planner.memory_steps import peak_candidates
-from moefold.planner.network import Reach, lying, reach, ring_seconds
+from moefold.planner.network import GroupReach, listed_reach, ring_seconds, strided_reach
 from moefold.spec.codes import CodedWeight
 from moefold.spec.layer import Weight
 
-Kind = Literal["dp_cp", "edp", "tp", "stages"]
-HIDDEN_ONCE = 0.8
+CopyGroup = Literal["dp_cp", "edp", "tp", "stages"]
+ONCE_HIDDEN_SHARE = 0.8
 """Share of a micro-batch's pass behind which collectives of once per step can be hidden."""
 
 
 class Collective(NamedTuple):
     """One collective over copies of weights."""
 
-    kind: Kind
-    across: bool
+    group: CopyGroup
+    across_shards: bool
     """Whether it runs between copies of a shard, not within the group that shards a bucket."""
     op: Literal["all_gather", "reduce_scatter", "all_reduce"]
     bytes: float
     """Bytes of the whole bucket, or of the summed run."""
-    beside: Literal["forward", "backward", "sums", "between", "end"]
-    """What it overlaps with: ``forward`` or ``backward``; ``sums`` are gradients, during backward;
+    overlaps_with: Literal["forward", "backward", "gradients", "between", "end"]
+    """What hides it: ``forward`` or ``backward``; ``gradients`` are reduced during backward;
     ``between`` passes and at the ``end`` of a step it overlaps with nothing."""
 
-    def each(self, zero: int) -> bool:
+    def per_micro_batch(self, zero: int) -> bool:
         """Return whether a ZeRO stage runs it for each micro-batch, not once per step."""
-        return self.beside != "end" and zero >= (2 if self.beside == "sums" else 3)
+        return self.overlaps_with != "end" and zero >= (
+            2 if self.overlaps_with == "gradients" else 3
+        )
 
 
-class DataWork(NamedTuple):
+class DataSeconds(NamedTuple):
     """Seconds of collectives over copies by what they overlap with, per micro-batch for those that
     run in each.
     """
 
     forward: float = 0.0
     backward: float = 0.0
-    sums: float = 0.0
+    gradients: float = 0.0
     between: float = 0.0
     end: float = 0.0
 
 
-class WeightCopies:
+class CollectiveCounter:
     """Data-parallel collectives of a layout's ranks by their layers; equal parts are counted."""
 
     def __init__(self, decoder: Decoder, split: StateSharding) -> None:
         self.decoder, self.split = decoder, split
-        self._parts: dict[Part, PartCopies] = {}
+        self._parts: dict[Part, PartCollectives] = {}
         self._known: dict[Held, Counter[Collective]] = {}
 
     def collectives(self, held: Held) -> Counter[Collective]:
@@ -77,11 +79,11 @@ class WeightCopies:
         """
         if held in self._known:
             return self._known[held]
-        found, joined = Counter[Collective](), dict[tuple[Kind, bool], float]()
-        for part, number, once in self.uses(held):
+        found, joined = Counter[Collective](), dict[tuple[CopyGroup, bool], float]()
+        for part, number, once in self.part_uses(held):
             for one in part.buckets:
-                found[one] += number if one.each(self.split.zero) else once
-            for group, elements in part.joined.items():
+                found[one] += number if one.per_micro_batch(self.split.zero) else once
+            for group, elements in part.all_reduced.items():
                 joined[group] = joined.get(group, 0.0) + once * elements
         size = self.split.numbers.gradient_bytes
         for group, elements in joined.items():
@@ -90,12 +92,12 @@ class WeightCopies:
         self._known[held] = found
         return found
 
-    def trained(self, held: Held) -> tuple[float, float]:
+    def trained_elements(self, held: Held) -> tuple[float, float]:
         """Return the trained elements in a rank's passes, and those that the rank updates."""
-        parts = [(once, part) for part, _, once in self.uses(held)]
-        return sum(n * one.trained for n, one in parts), sum(n * one.own for n, one in parts)
+        parts = [(once, part) for part, _, once in self.part_uses(held)]
+        return sum(n * one.trained for n, one in parts), sum(n * one.updated for n, one in parts)
 
-    def uses(self, held: Held) -> Iterator[tuple["PartCopies", int, int]]:
+    def part_uses(self, held: Held) -> Iterator[tuple["PartCollectives", int, int]]:
         """Yield parts, the number of uses of each in a micro-batch, and the number of such parts.
 
         A tied table is also the head, and each multi-token layer looks up rows of it.
@@ -107,34 +109,34 @@ class WeightCopies:
         for part, number in parts:
             if number:
                 if part not in self._parts:
-                    self._parts[part] = PartCopies.of(self.decoder, part, self.split)
+                    self._parts[part] = PartCollectives.of(self.decoder, part, self.split)
                 yield self._parts[part], number, 1 if part == "embedding" else number
 
 
-copies_of = memoize(1 << 10)(WeightCopies)
+collective_counter = memoize(1 << 10)(CollectiveCounter)
 
 
-class PartCopies(NamedTuple):
+class PartCollectives(NamedTuple):
     """Data-parallel collectives of one part of a model."""
 
     buckets: tuple[Collective, ...]
-    joined: dict[tuple[Kind, bool], float]
+    all_reduced: dict[tuple[CopyGroup, bool], float]
     """Gradient elements that are all-reduced together, by group: of unsharded copies, of parameters
     that tp does not cut, and of a table on two stages."""
     trained: float
     """Trained elements on a rank."""
-    own: float
+    updated: float
     """Trained elements that the rank updates."""
 
     @classmethod
-    def of(cls, decoder: Decoder, part: Part, split: StateSharding) -> "PartCopies":
+    def of(cls, decoder: Decoder, part: Part, split: StateSharding) -> "PartCollectives":
         """Return the collectives of a part."""
-        joined, trained, own = dict[tuple[Kind, bool], float](), 0.0, 0.0
+        joined, trained, own = dict[tuple[CopyGroup, bool], float](), 0.0, 0.0
         for weight in part_weights(decoder, part):
             inner = split.shards_and_replicas(weight.expert)[0]
             here = round(weight.part(*split.tp_ep_etp)) * (not weight.frozen)
             trained, own = trained + here, own + here / inner
-            kinds: dict[Kind, float] = {
+            kinds: dict[CopyGroup, float] = {
                 "edp" if weight.expert else "dp_cp": here * (inner == 1),
                 "tp": here / inner * (not weight.cuts),
                 "stages": here / inner * (part == "embedding"),
@@ -153,11 +155,11 @@ def _buckets(decoder: Decoder, part: Part, split: StateSharding) -> Iterator[Col
             split.zero == 3 or not weight.frozen
         ):
             elements = aligned(round(weight.part(*split.tp_ep_etp)))
-            buckets[weight.expert, weight.frozen, *_read(weight, split)] += elements
+            buckets[weight.expert, weight.frozen, *_gather_format(weight, split)] += elements
     for (expert, frozen, _, width), elements in buckets.items():
         (inner, outer), kind = (
             split.shards_and_replicas(expert),
-            cast("Kind", "edp" if expert else "dp_cp"),
+            cast("CopyGroup", "edp" if expert else "dp_cp"),
         )
         length = aligned(-(-elements // inner))
         whole = length * inner
@@ -168,12 +170,12 @@ def _buckets(decoder: Decoder, part: Part, split: StateSharding) -> Iterator[Col
             yield Collective(kind, False, "all_gather", whole * width, "backward")
         if not frozen:
             size = split.numbers.gradient_bytes
-            yield Collective(kind, False, "reduce_scatter", whole * size, "sums")
+            yield Collective(kind, False, "reduce_scatter", whole * size, "gradients")
             if outer > 1:
                 yield Collective(kind, True, "all_reduce", length * size, "end")
 
 
-def _read(weight: Weight, split: StateSharding) -> tuple[bool, float]:
+def _gather_format(weight: Weight, split: StateSharding) -> tuple[bool, float]:
     """Return whether a weight is gathered as codes, and the bytes per element."""
     numbers = split.numbers
     wide, narrow = numbers.master_bytes, numbers.weight_bytes or numbers.master_bytes
@@ -185,35 +187,41 @@ def _read(weight: Weight, split: StateSharding) -> tuple[bool, float]:
     return False, wide if weight.master or len(weight.shape) < 2 else narrow
 
 
-def reach_of(case: Case, one: Collective) -> Reach:
+def collective_reach(case: Case, one: Collective) -> GroupReach:
     """Return the distribution of a collective's group over domains."""
     sizes, folding, cluster = case.sizes, case.folding, case.cluster
-    if one.kind == "tp":
-        return reach(cluster, sizes.tp, 1)
-    if one.kind == "stages":  # stages that hold the embedding table
+    if one.group == "tp":
+        return strided_reach(cluster, sizes.tp, 1)
+    if one.group == "stages":  # stages that hold the embedding table
         tied, stages = case.decoder.tied, enumerate(case.held)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
-        return lying(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
-    inner, outer = StateSharding.of(case).shards_and_replicas(one.kind == "edp")
+        return listed_reach(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
+    inner, outer = StateSharding.of(case).shards_and_replicas(one.group == "edp")
     if case.order != ORDERS[0]:  # pipeline ranks lie between data ranks
-        ranks = folding.group(one.kind, 0)
-        return lying(cluster, ranks[::inner] if one.across else ranks[:inner])
-    stride = sizes.ep * sizes.etp if one.kind == "edp" else sizes.tp
-    return reach(cluster, *((outer, stride * inner) if one.across else (inner, stride)))
+        ranks = folding.group(one.group, 0)
+        return listed_reach(cluster, ranks[::inner] if one.across_shards else ranks[:inner])
+    stride = sizes.ep * sizes.etp if one.group == "edp" else sizes.tp
+    return strided_reach(
+        cluster, *((outer, stride * inner) if one.across_shards else (inner, stride))
+    )
 
 
-def data_work(case: Case, held: Held, rates: Rates) -> DataWork:
+def collective_seconds(case: Case, held: Held, rates: Rates) -> DataSeconds:
     """Return the seconds of a rank's collectives over copies."""
-    found: dict[str, float] = dict.fromkeys(DataWork._fields, 0.0)
-    for one, number in copies_of(case.decoder, StateSharding.of(case)).collectives(held).items():
+    found: dict[str, float] = dict.fromkeys(DataSeconds._fields, 0.0)
+    for one, number in (
+        collective_counter(case.decoder, StateSharding.of(case)).collectives(held).items()
+    ):
         ways = 2 if one.op == "all_reduce" else 1
-        group = reach_of(case, one)
-        found[one.beside] += number * ways * ring_seconds(one.bytes, group, case.cluster, rates)
-    return DataWork(**found)
+        group = collective_reach(case, one)
+        found[one.overlaps_with] += (
+            number * ways * ring_seconds(one.bytes, group, case.cluster, rates)
+        )
+    return DataSeconds(**found)
 
 
-def shown(
-    case: Case, work: DataWork, held: Held, passes: tuple[float, float], rates: Rates
+def exposed_seconds(
+    case: Case, work: DataSeconds, held: Held, passes: tuple[float, float], rates: Rates
 ) -> tuple[float, float]:
     """Return exposed and hidden seconds of a step's collectives over copies.
 
@@ -227,8 +235,8 @@ def shown(
         passes: seconds of a micro-batch's forward and backward on the rank.
     """
     zero, v = case.keeping.zero, case.sizes.vpp
-    gathers, sums = _times(zero, case.micro_batches)
-    once, each = HIDDEN_ONCE, rates.hidden_shards
+    gathers, sums = _runs_per_step(zero, case.micro_batches)
+    once, each = ONCE_HIDDEN_SHARE, rates.hidden_shards
     layers = held.number + held.multi_token
     ahead = 1 - min(1.0, v / max(layers, 1)) if zero == 3 else 1.0
     if case.software.cuda_graphs == "full":
@@ -239,19 +247,23 @@ def shown(
     going = 1.0 if not waits else 1 - 1 / v if sums == 1 else 0.0
     free = (each if zero == 3 else once) * passes[0], (each if zero > 1 else once) * passes[1]
     hidden = gathers * min(ahead * work.forward, free[0])
-    hidden += sums * min(ahead * work.backward + going * work.sums, free[1])
-    sent = gathers * (work.forward + work.backward + work.between) + sums * work.sums + work.end
+    hidden += sums * min(ahead * work.backward + going * work.gradients, free[1])
+    sent = (
+        gathers * (work.forward + work.backward + work.between) + sums * work.gradients + work.end
+    )
     return sent - hidden, hidden
 
 
-def least(work: DataWork, zero: int, m: int, seconds: float, rates: Rates) -> float:
+def min_exposed_seconds(
+    work: DataSeconds, zero: int, m: int, seconds: float, rates: Rates
+) -> float:
     """Return a lower bound of the exposed seconds; a micro-batch computes for ``seconds``."""
-    gathers, sums = _times(zero, m)
-    moved = gathers * (work.forward + work.backward) + sums * work.sums
-    free = max(gathers, sums) * max(HIDDEN_ONCE, rates.hidden_shards) * seconds
+    gathers, sums = _runs_per_step(zero, m)
+    moved = gathers * (work.forward + work.backward) + sums * work.gradients
+    free = max(gathers, sums) * max(ONCE_HIDDEN_SHARE, rates.hidden_shards) * seconds
     return gathers * work.between + work.end + max(0.0, moved - free)
 
 
-def _times(zero: int, m: int) -> tuple[int, int]:
+def _runs_per_step(zero: int, m: int) -> tuple[int, int]:
     """Return how often a step gathers weights for passes, and reduces gradients."""
     return m if zero == 3 else 1, m if zero > 1 else 1

@@ -22,16 +22,16 @@ from moefold.planner.curves import (
 )
 from moefold.planner.hardware import FORMAT_OF, Cluster
 from moefold.planner.memoize import memoize
-from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
+from moefold.planner.network import DispatchRows, exchange_seconds, ring_seconds, strided_reach
 from moefold.planner.time_work import (
     BF16,
     LayerPolicy,
     RankShare,
     Work,
-    half,
-    head,
-    joint,
-    norms,
+    half_work,
+    head_work,
+    join_work,
+    norm_work,
     offload_bytes,
 )
 from moefold.spec.decoder import halves, norms_of
@@ -51,23 +51,23 @@ PARTS: tuple[str, ...] = (
 )  # fmt: skip
 """Parts of a layer's time. ``memory`` is element-wise kernels, ``launch`` the fixed device time per
 kernel; ``tp``, ``cp``, ``dispatch`` and ``offload`` are exposed transfers."""
-PLACE = {"attention": "attention", "mla_up": "attention", "core": "attention"} | {
+TIME_PART = {"attention": "attention", "mla_up": "attention", "core": "attention"} | {
     "experts": "experts", "ffn": "dense", "shared": "dense", "latent": "dense",
     "router": "dense", "head": "head",
 }  # fmt: skip
 """Part of the time by part of the work."""
 CAPTURED = frozenset(("norms", "attention", "mla_up", "core", "router", "shared", "latent", "ffn"))
 """Parts of the work in partial CUDA graphs: all but dispatch, experts and combine."""
-HELD: dict[str, frozenset[str]] = {
+GRAPH_PARTS: dict[str, frozenset[str]] = {
     "partial": CAPTURED, "experts": CAPTURED | {"experts", "moe_act"}
 }  # fmt: skip
 """Parts of the work in graphs of parts of blocks; each has one launch."""
 QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
 """Minimum bytes moved per value: read in bf16 (twice if the whole tensor's scale is computed
 first), and written along rows and along columns."""
-SENT_BYTES = 1 + 1 / 32
+CODED_ROW_BYTES = 1 + 1 / 32
 """Bytes per element of rows sent as codes: 128 share an fp32 scale, or 32 a scale of one byte."""
-RECOMPUTED: Mapping[str, Mapping[str, float]] = {
+RECOMPUTED_WORK: Mapping[str, Mapping[str, float]] = {
     "attention": {"attention": 1, "mla_up": 1, "core": 1},
     "experts": {"experts": 2 / 3},
     "moe": {"router": 1, "permute": 1, "experts": 1, "moe_act": 1, "latent": 1},
@@ -77,13 +77,13 @@ only the first product, two of three matrices. Other modules repeat the part of 
 ``block`` repeats all."""
 NARROW_LAUNCHES = 1.5
 """Additional launches per product of a narrow recipe: quantising, and its scales."""
-SM_COST = 0.2
+EXCHANGE_SM_COST = 0.2
 """Slowdown of products, relative to the time of a concurrent exchange: DeepEP with 20 SMs (arXiv
 2603.07685)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class KernelSetting:
     """Inputs other than shapes that decide the time of kernels; equal settings are one object."""
 
     cluster: Cluster
@@ -107,16 +107,16 @@ class Setting:
         return width_of(self.recipe)
 
 
-_setting = memoize(1024)(Setting)
+_setting = memoize(1024)(KernelSetting)
 
 
-def setting_of(
+def build_setting(
     cluster: Cluster,
     software: Software,
     recipe: str,
     narrowed: frozenset[str],
     given: Constants | None = None,
-) -> Setting:
+) -> KernelSetting:
     """Return the setting of a cluster, software and number format; equal settings are one object.
 
     Args:
@@ -136,7 +136,7 @@ def setting_of(
 
 
 @dataclass
-class Time:
+class WorkTime:
     """Seconds by part, forward and backward, the host's seconds, and the weights involved."""
 
     forward: dict[str, float] = field(default_factory=dict)
@@ -149,16 +149,16 @@ class Time:
     """Elements of routed experts among them."""
 
     @property
-    def device(self) -> float:
+    def device_seconds(self) -> float:
         """Seconds of all parts, without the host."""
         return sum(self.forward.values()) + sum(self.backward.values())
 
-    def put(self, name: str, forward: float, backward: float) -> None:
+    def add_part(self, name: str, forward: float, backward: float) -> None:
         """Add seconds of one part."""
         self.forward[name] = self.forward.get(name, 0.0) + forward
         self.backward[name] = self.backward.get(name, 0.0) + backward
 
-    def add(self, other: "Time", times: float = 1.0) -> None:
+    def add(self, other: "WorkTime", times: float = 1.0) -> None:
         """Add another time, multiplied by ``times``."""
         for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
             for name, seconds in theirs.items():
@@ -170,161 +170,175 @@ class Time:
 
 
 @memoize(1 << 15)
-def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
+def layer_time(
+    block: Block, share: RankShare, setting: KernelSetting, policy: LayerPolicy
+) -> WorkTime:
     """Return the time of a block with its exchanges: a cached object that must not be modified."""
-    plain, parts, once = _once(block, share, setting, policy.dispatch, policy.hops)
+    plain, parts, once = _block_time(block, share, setting, policy.dispatch, policy.rows_per_hop)
     # Copies of rows received from other ranks are never recomputed, as nothing else stores them.
     idle = {"permute"} if share.ep * share.etp > 1 else set[str]()
-    made = _repeated(plain, parts, policy.recompute - idle)
+    made = _add_recompute(plain, parts, policy.recompute - idle)
     if share.tp > 1:
-        made.put("tp", *tensor_seconds(block, share, setting, policy.recompute))
+        made.add_part("tp", *tensor_seconds(block, share, setting, policy.recompute))
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
-        sent = _rows_of_heads(block.attention, share, setting.width)
+        sent = _context_bytes(block.attention, share, setting.width)
         ahead, back = context_seconds(sent, core, share, setting, policy.context)
         again = ahead if policy.recompute & {"block", "attention"} else 0.0
-        made.put("cp", ahead, back + again)
+        made.add_part("cp", ahead, back + again)
     if policy.offload or policy.disk or policy.spill:
-        _offload(made, block, share, setting, policy)
+        _add_offload(made, block, share, setting, policy)
     if policy.pages:
         # Rows are copied to pages in forward, and back in backward.
         wider = setting.width / BF16
-        moved = 2 * wider * offload_bytes((half(block.ffn, share),), frozenset({"experts"}))
+        moved = 2 * wider * offload_bytes((half_work(block.ffn, share),), frozenset({"experts"}))
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
-        made.put("memory", copying, copying)
+        made.add_part("memory", copying, copying)
     if policy.clones:
-        made.put("dispatch", *_clone_seconds(block, share, setting, policy.clones))
-    made.put("dispatch", once, once * (2 if policy.recompute & {"block", "moe"} else 1))
+        made.add_part("dispatch", *_clone_seconds(block, share, setting, policy.clones))
+    made.add_part("dispatch", once, once * (2 if policy.recompute & {"block", "moe"} else 1))
     return made
 
 
 @memoize(1 << 15)
-def _once(
-    block: Block, share: RankShare, setting: Setting, dispatch: str, hops: tuple[int, ...]
-) -> tuple[Time, Mapping[str, Time], float]:
+def _block_time(
+    block: Block, share: RankShare, setting: KernelSetting, dispatch: str, hops: tuple[int, ...]
+) -> tuple[WorkTime, Mapping[str, WorkTime], float]:
     """Return a block's compute time without recompute, its parts, and the seconds of exchanges."""
     present = sum(len(norms_of(block, name)) for name, _ in halves(block))
-    parts: dict[str, Time] = {}
+    parts: dict[str, WorkTime] = {}
     for name, record in halves(block):
         at = f"{record.prefix or name}."
         frozen = frozenset(one.removeprefix(at) for one in block.frozen if one.startswith(at))
-        for part, made in _half(record, share.of_half(record), setting, frozen).items():
-            parts.setdefault(part, Time()).add(made)
-    parts |= _norms(share.dense, present, setting)
+        for part, made in _half_parts(record, share.of_half(record), setting, frozen).items():
+            parts.setdefault(part, WorkTime()).add(made)
+    parts |= _norm_parts(share.dense, present, setting)
     sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
-        rows = rows_sent(routing, share, setting.width)
+        rows = dispatched_rows(routing, share, setting.width)
         ways = [rows, rows]  # to the experts and back, and their gradients
         if setting.recipe in QUANTISE_BYTES and "rows" in setting.narrowed:
-            ways[0] = replace(rows, bytes=rows.bytes * SENT_BYTES / BF16)
+            ways[0] = replace(rows, bytes=rows.bytes * CODED_ROW_BYTES / BF16)
         sent = sum(dispatch_seconds(one, share, setting, dispatch, hops) for one in ways)
-    return _summed(parts), parts, sent
+    return _sum_parts(parts), parts, sent
 
 
-def half_seconds(record: Record, share: RankShare, setting: Setting) -> float:
+def half_seconds(record: Record, share: RankShare, setting: KernelSetting) -> float:
     """Return device seconds of a half of a layer: one forward and one backward."""
-    return sum(one.device for one in _half(record, share.of_half(record), setting).values())
+    return sum(
+        one.device_seconds for one in _half_parts(record, share.of_half(record), setting).values()
+    )
 
 
 @memoize(1 << 12)
 def end_time(
     vocab: int | None,
     share: RankShare,
-    setting: Setting,
+    setting: KernelSetting,
     policy: LayerPolicy,
     frozen: bool = False,
-) -> Time:
+) -> WorkTime:
     """Return the time of head and loss over a vocabulary or, without one, of the projection that
     joins a multi-token layer's inputs: a cached object. ``frozen``: the head is not trained.
     """
-    work = joint(share) if vocab is None else head(vocab, share, setting.loss_chunk, frozen)
-    parts = _parts(work, setting)
-    return _repeated(_summed(parts), parts, policy.recompute)
+    work = (
+        join_work(share) if vocab is None else head_work(vocab, share, setting.loss_chunk, frozen)
+    )
+    parts = _time_parts(work, setting)
+    return _add_recompute(_sum_parts(parts), parts, policy.recompute)
 
 
-def _summed(parts: Mapping[str, Time]) -> Time:
-    made = Time()
+def _sum_parts(parts: Mapping[str, WorkTime]) -> WorkTime:
+    made = WorkTime()
     for one in parts.values():
         made.add(one)
     return made
 
 
-def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str]) -> Time:
+def _add_recompute(
+    plain: WorkTime, parts: Mapping[str, WorkTime], recompute: frozenset[str]
+) -> WorkTime:
     """Return a time that includes the parts of the work that backward recomputes."""
     shares = dict.fromkeys(parts, 1.0 if "block" in recompute else 0.0)
     for module in recompute:
-        for name, share in RECOMPUTED.get(module, {module: 1}).items():
+        for name, share in RECOMPUTED_WORK.get(module, {module: 1}).items():
             shares[name] = max(shares.get(name, 0.0), share)
     again = [(one, shares[name]) for name, one in parts.items() if shares[name]]
     seconds = sum(share * sum(one.forward.values()) for one, share in again)
     host = plain.host_backward + sum(share * one.host_forward for one, share in again)
     backward = {**plain.backward, "recompute": seconds}
     sizes = plain.weights, plain.experts
-    return Time(dict(plain.forward), backward, plain.host_forward, host, *sizes)
+    return WorkTime(dict(plain.forward), backward, plain.host_forward, host, *sizes)
 
 
 @memoize(1 << 15)
-def _half(
-    record: Record, share: RankShare, setting: Setting, frozen: frozenset[str] = frozenset()
-) -> dict[str, Time]:
-    return _parts(half(record, share, frozen), setting)
+def _half_parts(
+    record: Record, share: RankShare, setting: KernelSetting, frozen: frozenset[str] = frozenset()
+) -> dict[str, WorkTime]:
+    return _time_parts(half_work(record, share, frozen), setting)
 
 
 @memoize(1 << 12)
-def _norms(share: RankShare, number: int, setting: Setting) -> dict[str, Time]:
-    return _parts(norms(share, number), setting)
+def _norm_parts(share: RankShare, number: int, setting: KernelSetting) -> dict[str, WorkTime]:
+    return _time_parts(norm_work(share, number), setting)
 
 
-def _parts(parts: Mapping[str, Work], setting: Setting) -> dict[str, Time]:
-    return {name: _part(name, work, setting) for name, work in parts.items()}
+def _time_parts(parts: Mapping[str, Work], setting: KernelSetting) -> dict[str, WorkTime]:
+    return {name: _part_time(name, work, setting) for name, work in parts.items()}
 
 
-def _part(name: str, work: Work, setting: Setting) -> Time:
+def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
     """Return the time of a part of the work."""
     rates = setting.rates
     narrow = setting.recipe in QUANTISE_BYTES and (
-        not work.wide or (name == "head" and "head" in setting.narrowed)
+        not work.bf16_only or (name == "head" and "head" in setting.narrowed)
     )
-    trained = work.weights * work.trained
-    made = Time(weights=trained, experts=trained if name == "experts" else 0.0)
-    made.put(PLACE.get(name, "memory"), *_products(work, setting, narrow))
-    scanned = work.scanned * rates.scan
+    trained = work.weights * work.trained_share
+    made = WorkTime(weights=trained, experts=trained if name == "experts" else 0.0)
+    made.add_part(TIME_PART.get(name, "memory"), *_matmul_seconds(work, setting, narrow))
+    scanned = work.scanned_bytes * rates.scan
     wider = setting.width / BF16
     fused = setting.fused_quantise if name in ("permute", "moe_act") else 1.0
-    made.put(
+    made.add_part(
         "memory",
-        _moved(fused * wider * (work.moved + scanned), setting),
+        _moved_seconds(fused * wider * (work.moved + scanned), setting),
         # Gradients of weights are added to an fp32 buffer.
-        _moved(fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * trained, setting),
+        _moved_seconds(
+            fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * trained, setting
+        ),
     )
     if narrow:
         # With delayed scaling no pass over the values for their maximum is needed.
         once = BF16 if "delayed" in setting.narrowed else 0
         each = (QUANTISE_BYTES[setting.recipe] - once) * rates.quantise * setting.fused_quantise
-        inward, outward = work.quantised
-        made.put("quantise", _moved(each * inward, setting), _moved(each * outward, setting))
+        inward, outward = work.quantised_elements
+        made.add_part(
+            "quantise",
+            _moved_seconds(each * inward, setting),
+            _moved_seconds(each * outward, setting),
+        )
     kernels = work.launches
-    if setting.recipe in QUANTISE_BYTES and not work.wide:
+    if setting.recipe in QUANTISE_BYTES and not work.bf16_only:
         kernels += NARROW_LAUNCHES * sum(one.count for one in work.products)
     if name == "experts":
         kernels *= setting.fused_quantise
     launch = kernels * rates.kernel_s * rates.device
-    made.put("launch", launch, 2 * launch)
+    made.add_part("launch", launch, 2 * launch)
     if setting.graphs != "full":
-        held = name in HELD.get(setting.graphs, ())
+        held = name in GRAPH_PARTS.get(setting.graphs, ())
         launches = 1.0 if held else kernels * rates.launches
         made.host_forward = launches * rates.launch_s / setting.host_speed
         made.host_backward = 2 * made.host_forward
     return made
 
 
-def _products(work: Work, setting: Setting, narrow: bool) -> tuple[float, float]:
+def _matmul_seconds(work: Work, setting: KernelSetting, narrow: bool) -> tuple[float, float]:
     """Return the seconds of products and of attention, forward and backward."""
     rates, device = setting.rates, setting.cluster.device
     wide_peak = device.peak("fp32" if setting.recipe == "fp32" else "bf16")
     peak = device.peak(FORMAT_OF[setting.recipe]) if narrow else wide_peak
     products = sum(product_seconds(one, rates, peak, narrow) for one in work.products)
-    forward, backward = products, (1 + work.trained) * products
+    forward, backward = products, (1 + work.trained_share) * products
     faster = rates.narrow_attention if narrow and "attention" in setting.narrowed else 1.0
     for flops, length, dim in work.cores:
         forward += attention_seconds(flops, length, dim, rates, wide_peak, False) / faster
@@ -333,49 +347,53 @@ def _products(work: Work, setting: Setting, narrow: bool) -> tuple[float, float]
     return forward, backward
 
 
-def _moved(count: float, setting: Setting) -> float:
+def _moved_seconds(count: float, setting: KernelSetting) -> float:
     seconds = memory_seconds(count, setting.rates, setting.cluster.device.memory_bandwidth)
     return seconds * setting.rates.device
 
 
 def dispatch_seconds(
-    rows: Rows, share: RankShare, setting: Setting, dispatch: str, hops: tuple[int, ...] = ()
+    rows: DispatchRows,
+    share: RankShare,
+    setting: KernelSetting,
+    dispatch: str,
+    hops: tuple[int, ...] = (),
 ) -> float:
     """Return the seconds of one dispatch or combine, including the all-gather over etp.
 
     ``hops`` are the rows of each exchange if room is stated; they are equal on all ranks.
     """
     cluster, rates, copies = setting.cluster, setting.rates, rows.rows * rows.top_k
-    group, loads = reach(cluster, share.ep, share.etp), [share.load]
+    group, loads = strided_reach(cluster, share.ep, share.etp), [share.load]
     if hops:
         dispatch, loads = "alltoall", [sent / copies for sent in hops]
     seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, one) for one in loads)
     if share.etp > 1:
         gathered = copies * rows.bytes * share.etp * loads[-1]
-        seconds += ring_seconds(gathered, reach(cluster, share.etp, 1), cluster, rates)
+        seconds += ring_seconds(gathered, strided_reach(cluster, share.etp, 1), cluster, rates)
     return seconds
 
 
 def tensor_seconds(
-    block: Block, share: RankShare, setting: Setting, recompute: frozenset[str]
+    block: Block, share: RankShare, setting: KernelSetting, recompute: frozenset[str]
 ) -> tuple[float, float]:
     """Return the seconds of gathering and scattering rows over tp, forward and backward.
 
     Each half of a layer with products that tp cuts gathers their inputs, which are saved unless
     recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
     """
-    how = reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
-    ahead, back, rows = 0.0, 0.0, ring_seconds(share.t * share.hidden * setting.width, *how)
+    how = strided_reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
+    ahead, back, rows = 0.0, 0.0, ring_seconds(share.tokens * share.hidden * setting.width, *how)
     if setting.stack != "moefold":
         # Other stacks save a rank's own rows, and gather once more for weight gradients.
         shown = rows * (0.5 if setting.overlap_tp else 1.0)
         shown *= sum(spec.routing is None for _, spec in halves(block))
         return 2 * shown, (3 + ("gather" in recompute)) * shown
     for name, spec in halves(block):
-        gathered, again = _gathered(spec, share.hidden, share.tp, setting.width)
+        gathered, again = _gathered_row_bytes(spec, share.hidden, share.tp, setting.width)
         if not gathered:
             continue
-        read = ring_seconds(share.r * gathered, *how)
+        read = ring_seconds(share.border_rows * gathered, *how)
         ahead, back = ahead + read + rows, back + read + rows
         if recompute & again:
             back += read
@@ -386,7 +404,9 @@ def tensor_seconds(
 
 
 @memoize(1 << 12)
-def _gathered(spec: LayerSpec, hidden: int, tp: int, width: int) -> tuple[float, frozenset[str]]:
+def _gathered_row_bytes(
+    spec: LayerSpec, hidden: int, tp: int, width: int
+) -> tuple[float, frozenset[str]]:
     """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
     gather them again.
     """
@@ -396,7 +416,7 @@ def _gathered(spec: LayerSpec, hidden: int, tp: int, width: int) -> tuple[float,
 
 
 def _clone_seconds(
-    block: Block, share: RankShare, setting: Setting, slots: int
+    block: Block, share: RankShare, setting: KernelSetting, slots: int
 ) -> tuple[float, float]:
     """Return the seconds of exchanging clones' weights, forward, and with fp32 gradients, backward.
 
@@ -408,9 +428,9 @@ def _clone_seconds(
     sizes = share.tp, share.ep, share.etp
     here = sum(w.part(*sizes) for w in spec.weights(share.hidden) if w.expert)
     sent = here * (1 + slots * share.ep / spec.routing.experts)
-    how = reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates, 1.0
+    how = strided_reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates, 1.0
     once, back = (
-        exchange_seconds(Rows(1.0, sent * size, 1), "alltoall", *how)
+        exchange_seconds(DispatchRows(1.0, sent * size, 1), "alltoall", *how)
         for size in (setting.width, setting.width + STATISTIC)
     )
     return once, back
@@ -421,12 +441,12 @@ DISK_BANDWIDTH = 2e9
 drives of 4 GB/s."""
 
 
-def _offload(
-    made: Time, block: Block, share: RankShare, setting: Setting, policy: LayerPolicy
+def _add_offload(
+    made: WorkTime, block: Block, share: RankShare, setting: KernelSetting, policy: LayerPolicy
 ) -> None:
     """Add the cost of offloading to host and disk: memory traffic, and exposed transfers."""
     device = setting.cluster.device
-    parts = half(block.attention, share), half(block.ffn, share)
+    parts = half_work(block.attention, share), half_work(block.ffn, share)
     host = offload_bytes(parts, policy.offload) * policy.offload_share
     host += offload_bytes(parts, frozenset({"experts"})) * policy.spill
     disk = offload_bytes(parts, policy.disk) * policy.disk_share
@@ -445,9 +465,9 @@ def _offload(
 
 def context_seconds(
     sent: tuple[float, float],
-    core: tuple[float, float],
+    attention: tuple[float, float],
     share: RankShare,
-    setting: Setting,
+    setting: KernelSetting,
     context: Context,
 ) -> tuple[float, float]:
     """Return the exposed seconds of exchanges between context ranks, forward and backward.
@@ -461,35 +481,38 @@ def context_seconds(
     """
     cluster, rates, keys = setting.cluster, setting.rates, sent[0]
     if context.gathers:
-        group = reach(cluster, share.cp, share.tp)
+        group = strided_reach(cluster, share.cp, share.tp)
         once = ring_seconds(keys * share.cp, group, cluster, rates)
         return once, once
     heads = context.sharing_heads(share.cp)
     # Queries, keys and values in one exchange, outputs in another.
-    group, rows = reach(cluster, heads, share.tp), Rows(1.0, sum(sent) / 2, 1)
+    group, rows = strided_reach(cluster, heads, share.tp), DispatchRows(1.0, sum(sent) / 2, 1)
     exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)
     ranks = share.cp // heads
     if ranks == 1:
         return exchanged, exchanged
-    group, device = reach(cluster, ranks, share.tp * heads), cluster.device
-    rate = device.link_bandwidth if group.outside == 1 else device.nic_bandwidth
+    group, device = strided_reach(cluster, ranks, share.tp * heads), cluster.device
+    rate = device.link_bandwidth if group.domains == 1 else device.nic_bandwidth
     once = keys * (ranks - 1) / (rate * rates.nic)
-    ahead, back = max(once / ranks, once - core[0]), max(2 * once / ranks, 2 * once - core[1])
+    ahead, back = (
+        max(once / ranks, once - attention[0]),
+        max(2 * once / ranks, 2 * once - attention[1]),
+    )
     return exchanged + ahead, exchanged + back
 
 
-def _rows_of_heads(attention: Record, share: RankShare, width: int) -> tuple[float, float]:
+def _context_bytes(attention: Record, share: RankShare, width: int) -> tuple[float, float]:
     """Return the bytes of a rank's keys and values, and of its queries and outputs; 0 for layers
     without attention.
     """
-    each = share.t * width / share.tp
+    each = share.tokens * width / share.tp
     for one in described(attention).operations(share.hidden):
         if isinstance(one.core, Attention):
             return each * one.core.key_value_width, each * one.core.query_width
     return 0.0, 0.0
 
 
-def rows_sent(routing: RoutingSpec, share: RankShare, width: int) -> Rows:
+def dispatched_rows(routing: RoutingSpec, share: RankShare, width: int) -> DispatchRows:
     """Return the rows that a rank sends to a layer's experts, with ``width`` bytes per element."""
     size = (routing.width or share.hidden) * width
-    return Rows(share.r, size, routing.top_k, routing.groups_kept, routing.groups)
+    return DispatchRows(share.border_rows, size, routing.top_k, routing.groups_kept, routing.groups)

@@ -33,7 +33,7 @@ from moefold.spec.layer import (
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
 """Reads and writes of a row by two norms and two residual sums."""
-PERMUTING: tuple[Dispatcher, ...] = ("deep_ep", "hybrid_ep", "nccl_ep")
+PERMUTING_DISPATCHERS: tuple[Dispatcher, ...] = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
 SCAN_LENGTH, SCAN_DIM = 4096, 64
 """Length of sequences and width of heads at whose attention rate a scan's products run."""
@@ -58,17 +58,17 @@ class Work:
     launches: float = 0.0
     weights: float = 0.0
     """Elements of weights on this rank."""
-    wide: bool = False
+    bf16_only: bool = False
     """Whether products are in bf16 with every recipe."""
-    trained: float = 1.0
+    trained_share: float = 1.0
     """Share of ``weights`` that has a gradient."""
-    scanned: float = 0.0
+    scanned_bytes: float = 0.0
     """Minimum of bytes that a scan over the sequence moves; twice as many in backward."""
 
     @cached_property
-    def quantised(self) -> tuple[float, float]:
+    def quantised_elements(self) -> tuple[float, float]:
         """Elements that a narrow recipe quantises, forward and backward."""
-        if self.wide:
+        if self.bf16_only:
             return 0.0, 0.0
         ins = sum(one.m * one.k * one.count for one in self.products)
         return ins, sum(one.m * one.n * one.count for one in self.products)
@@ -85,7 +85,7 @@ class RankShare(NamedTuple):
     ep: int
     etp: int
     load: float
-    fused: bool
+    fused_permute: bool
     """Whether the dispatcher permutes rows itself."""
     top_k: int = 0
     """Experts per row."""
@@ -96,13 +96,13 @@ class RankShare(NamedTuple):
         sizes = case.sizes
         return cls(
             case.decoder.hidden, case.seq, case.micro_batch, sizes.tp, sizes.cp, sizes.ep,
-            sizes.etp, case.load, case.dispatch in PERMUTING,
+            sizes.etp, case.load, case.dispatch in PERMUTING_DISPATCHERS,
         )  # fmt: skip
 
     @property
     def dense(self) -> "RankShare":
         """This share for a half without experts, independent of where experts are."""
-        return self._replace(ep=1, etp=1, load=1.0, fused=False)
+        return self._replace(ep=1, etp=1, load=1.0, fused_permute=False)
 
     def of_half(self, record: Record) -> "RankShare":
         """Return the share reduced to what a half of a layer depends on."""
@@ -116,18 +116,18 @@ class RankShare(NamedTuple):
     def rows(self, kind: Rows) -> float:
         """Return the rows that an operation reads on one rank."""
         if kind == "routed":
-            return self.r * self.top_k * self.etp * self.load
-        return self.r if kind == "own" else self.t
+            return self.border_rows * self.top_k * self.etp * self.load
+        return self.border_rows if kind == "own" else self.tokens
 
     @property
-    def t(self) -> float:
+    def tokens(self) -> float:
         """Tokens of a micro-batch after cp."""
         return self.seq * self.sequences / self.cp
 
     @property
-    def r(self) -> float:
+    def border_rows(self) -> float:
         """Rows between sub-layers."""
-        return self.t / self.tp
+        return self.tokens / self.tp
 
 
 class LayerPolicy(NamedTuple):
@@ -146,7 +146,7 @@ class LayerPolicy(NamedTuple):
     """Whether experts' rows are stored in pages between forward and backward."""
     spill: float = 0.0
     """Share of layers whose pages are offloaded to the host."""
-    hops: tuple[int, ...] = ()
+    rows_per_hop: tuple[int, ...] = ()
     """Rows that a rank sends in each exchange if room is stated, filled or not."""
 
     @classmethod
@@ -164,25 +164,27 @@ Parts = dict[str, Work]
 
 
 @memoize(1 << 14)
-def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
+def half_work(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
     """Return the parts of a half of a block, a cached object; ``frozen`` names weights in it."""
     spec = described(record)
     if spec.absent:
         return {}
     routing = spec.routing
     share = share if routing is None else share._replace(top_k=routing.top_k)
-    weights, operations = _description(spec, share.hidden)
-    made = {one.name: _work(one, weights, share, frozen) for one in operations}
+    weights, operations = _weights_and_operations(spec, share.hidden)
+    made = {one.name: _operation_work(one, weights, share, frozen) for one in operations}
     if routing is not None:
         # Kernels that sort rows by expert and back; fewer where the dispatcher sorts them.
-        passes = 4 if share.fused else 8
+        passes = 4 if share.fused_permute else 8
         copied = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
-        made["permute"] = Work((), (), copied, copied, 8 if share.fused else 20)
+        made["permute"] = Work((), (), copied, copied, 8 if share.fused_permute else 20)
     return made
 
 
 @memoize(1 << 10)
-def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple[Operation, ...]]:
+def _weights_and_operations(
+    spec: LayerSpec, hidden: int
+) -> tuple[dict[str, Weight], tuple[Operation, ...]]:
     weights = {weight.name: weight for weight in spec.weights(hidden)}
     operations = tuple(spec.operations(hidden))
     names = [one.name for one in operations]
@@ -192,14 +194,16 @@ def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple
     return weights, operations
 
 
-def norms(share: RankShare, number: int) -> Parts:
+def norm_work(share: RankShare, number: int) -> Parts:
     """Return the work of ``number`` norms of a block, each with a residual sum."""
-    row = share.r * share.hidden * BF16 * number / 2
+    row = share.border_rows * share.hidden * BF16 * number / 2
     moved, back = NORM_PASSES * row, NORM_PASSES_BACKWARD * row
     return {"norms": Work(moved=moved, moved_backward=back, launches=2 * number)}
 
 
-def head(vocab: int, share: RankShare, chunk: int | None = None, frozen: bool = False) -> Parts:
+def head_work(
+    vocab: int, share: RankShare, chunk: int | None = None, frozen: bool = False
+) -> Parts:
     """Return the work of head and loss: logits in fp32, read and written by softmax and gradient.
 
     Args:
@@ -208,22 +212,22 @@ def head(vocab: int, share: RankShare, chunk: int | None = None, frozen: bool = 
         chunk: rows of a chunk of logits; None is all rows.
         frozen: whether the matrix has no gradient.
     """
-    logits = share.t * vocab / share.tp
-    rows = min(chunk or share.t, share.t)
-    product = Product(rows, vocab / share.tp, share.hidden, share.t / rows)
+    logits = share.tokens * vocab / share.tp
+    rows = min(chunk or share.tokens, share.tokens)
+    product = Product(rows, vocab / share.tp, share.hidden, share.tokens / rows)
     weights = share.hidden * vocab / share.tp
     moved = 3 * logits * FP32
-    launches, trained = 8 * ceil(share.t / rows), 0.0 if frozen else 1.0
+    launches, trained = 8 * ceil(share.tokens / rows), 0.0 if frozen else 1.0
     return {"head": Work((product,), (), moved, moved, launches, weights, True, trained)}
 
 
-def joint(share: RankShare) -> Parts:
+def join_work(share: RankShare) -> Parts:
     """Return the work of the projection that joins a multi-token layer's two inputs."""
-    product = Product(share.r, share.hidden, 2 * share.hidden)
+    product = Product(share.border_rows, share.hidden, 2 * share.hidden)
     return {"attention": Work((product,), launches=4, weights=2 * share.hidden**2)}
 
 
-def _work(
+def _operation_work(
     operation: Operation, weights: Mapping[str, Weight], share: RankShare, frozen: frozenset[str]
 ) -> Work:
     """Return the work of one operation of a layer on a rank."""
@@ -237,7 +241,7 @@ def _work(
     launches = operation.launches
     if launches is None:
         launches = sum(one.count for one in products)
-    core, scanned = _core(operation.core, share)
+    core, scanned = _core_work(operation.core, share)
     elements = sum(one.n * one.k * one.count for one in products)
     read = [weights[name] for one in operation.matmuls for name in one.weights]
     live = sum(weight.elements for weight in read if weight.name not in frozen)
@@ -255,19 +259,19 @@ def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) ->
     return Product(rows, sum(n for n, _, _ in found), k, count)
 
 
-def _core(core: Attention | Scan | None, share: RankShare) -> tuple[tuple[Core, ...], float]:
+def _core_work(core: Attention | Scan | None, share: RankShare) -> tuple[tuple[Core, ...], float]:
     """Return the products of attention or a scan, and the bytes that a scan moves."""
     if isinstance(core, Attention):
         pairs = core.pairs(share.seq)
-        flops = 2 * share.t * pairs * core.query_width / share.tp
+        flops = 2 * share.tokens * pairs * core.query_width / share.tp
         return (Core(flops, 2 * pairs, core.v_dim),), 0.0
     if core is None:
         return (), 0.0
-    flops = 2 * share.t * core.products / share.tp
-    return (Core(flops, SCAN_LENGTH, SCAN_DIM),), share.t * core.moved / share.tp * BF16
+    flops = 2 * share.tokens * core.products / share.tp
+    return (Core(flops, SCAN_LENGTH, SCAN_DIM),), share.tokens * core.moved / share.tp * BF16
 
 
-OFFLOADED = {
+OFFLOADED_WORK = {
     "norms": ("attention",),
     "attention": ("attention", "mla_up", "core"),
     "mla_up": ("mla_up",),
@@ -283,6 +287,6 @@ OFFLOADED = {
 
 def offload_bytes(halves: Iterable[Parts], modules: frozenset[str]) -> float:
     """Return a layer's offloaded bytes in bf16: inputs of products or of activation functions."""
-    names = {name for module in modules for name in OFFLOADED[module]}
+    names = {name for module in modules for name in OFFLOADED_WORK[module]}
     works = [parts[name] for parts in halves for name in names & set(parts)]
-    return sum(BF16 * one.quantised[0] if one.products else one.moved / 2 for one in works)
+    return sum(BF16 * one.quantised_elements[0] if one.products else one.moved / 2 for one in works)

@@ -31,8 +31,8 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, Numbers
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
-from moefold.planner.time import estimate, orthogonal_seconds
-from moefold.planner.time_layer import setting_of
+from moefold.planner.time import estimate_time, orthogonal_seconds
+from moefold.planner.time_layer import build_setting
 from moefold.run import Run
 from moefold.schedule.config import OneFOneB
 from moefold.training.machine import HOST_BYTES, cpu_name
@@ -133,7 +133,7 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
         torch.set_num_threads(threads)
     machine, steps = fit_machine(first, list(smalls.values()), [took[n]["own"] for n in smalls]), {}
     for source, run in runs.items():
-        planned, own = estimate(_case(run, machine)).seconds, took[source]["own"]
+        planned, own = estimate_time(_case(run, machine)).seconds, took[source]["own"]
         steps[source] = {
             "planned_s": planned, "measured_s": own, "wall_s": took[source]["wall"],
             "off": planned / own - 1,
@@ -281,8 +281,8 @@ def time_calls(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
 
 def features(case: Case) -> list[float]:
     """Return a step's planned seconds by part, in the order of ``PARTS``."""
-    software, numbers, parts = case.software, case.numbers, estimate(case).parts
-    setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed)
+    software, numbers, parts = case.software, case.numbers, estimate_time(case).parts
+    setting = build_setting(case.cluster, software, numbers.recipe, numbers.narrowed)
     compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
     update = orthogonal_seconds(case, 0, setting.rates)
     return [

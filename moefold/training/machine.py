@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.layers.config import Precision, PrecisionSetting, faster_precision
 from moefold.layers.precision import DTYPES
-from moefold.planner.hardware import Format, sold_as
+from moefold.planner.hardware import Format, find_device
 from moefold.training.formatting import plural
 from moefold.training.hooks.base import Figures
 
@@ -128,7 +128,7 @@ class Utilisation:
         """Best rate of one rank's device measured so far."""
         self.peak: float | None = None
         """The chip's published peak in FLOP/s, None if unknown."""
-        chip = sold_as(device_name(device)) if device.type == "cuda" else None
+        chip = find_device(device_name(device)) if device.type == "cuda" else None
         if chip is not None and dtype in PEAK_FORMATS:
             self.peak = chip.peak(PEAK_FORMATS[dtype])
 

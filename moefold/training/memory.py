@@ -10,9 +10,9 @@ from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
 from moefold.layers.config import Auto
 from moefold.planner.from_run import keeping_within, of_run, settled
-from moefold.planner.hardware import Cluster, device, processor, resized, sold_as
+from moefold.planner.hardware import Cluster, cpu_device, device_by_name, find_device, with_memory
 from moefold.planner.memory import estimate_memory
-from moefold.planner.recompute import PRICED
+from moefold.planner.recompute import FALLBACK_DEVICE
 from moefold.run import Run
 from moefold.training.machine import HOST_BYTES
 
@@ -34,10 +34,12 @@ def resolve_recompute(run: Run, world: World) -> Run:
 def cluster_of(world: World) -> Cluster:
     """Return the ranks' devices as the planner's cluster; ranks on a CPU share its memory."""
     if world.device.type == "cuda":
-        found = sold_as(torch.cuda.get_device_name(world.device)) or device(PRICED)
+        found = find_device(torch.cuda.get_device_name(world.device)) or device_by_name(
+            FALLBACK_DEVICE
+        )
         room = torch.cuda.get_device_properties(world.device).total_memory
-        return Cluster(resized(found, room), world.size, min(8, world.size), found.domain)
-    return Cluster(processor(1e11, 1e10, HOST_BYTES // world.size), world.size, 1, 1)
+        return Cluster(with_memory(found, room), world.size, min(8, world.size), found.domain)
+    return Cluster(cpu_device(1e11, 1e10, HOST_BYTES // world.size), world.size, 1, 1)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run, settled
-from moefold.planner.hardware import Cluster, processor
+from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank, memory_after_each, stage_bytes
 from moefold.run import Run, require_fit
 from moefold.training.machine import HOST_BYTES
@@ -53,7 +53,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
         ValueError: if this machine has too little memory.
     """
     require_fit(run, world)
-    cluster = Cluster(processor(1e11, 1e10, HOST_BYTES), world, 1, 1)
+    cluster = Cluster(cpu_device(1e11, 1e10, HOST_BYTES), world, 1, 1)
     task, choice = of_run(run, cluster, load=1.0)
     run = settled(run, choice.keeping)
     case, available = choice.case(task), cluster.device.memory_bytes

@@ -21,7 +21,7 @@ from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
 from moefold.planner.from_run import of_run
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import fullest_rank
 from moefold.run import Run, load_run
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
@@ -273,7 +273,7 @@ def test_a_lora_run_of_qwen3_30b_fits_one_device_of_80_gb() -> None:
             "layout.recompute={kind: full}",
         ],
     )
-    task, choice = of_run(run, cluster("h100x1"))
+    task, choice = of_run(run, parse_cluster("h100x1"))
     memory = fullest_rank(choice.case(task))
     weights = list(model_weights(run.decoder()))
     trained = sum(w.elements for w in weights if not w.frozen)

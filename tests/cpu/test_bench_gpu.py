@@ -12,7 +12,7 @@ from gpu import tables
 from gpu.device import RESULTS, Bench
 from gpu.steps import busy_share
 
-from moefold.planner.hardware import Machine, cluster
+from moefold.planner.hardware import Machine, parse_cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def test_each_part_runs_to_its_end_and_plans_and_tables_read_it(tmp_path: Path) 
     (file,) = tmp_path.glob("*_machine.json")
     machine = Machine.read(file)
     assert machine.gpu and machine.rates["bf16"]["launch_s"] > 0
-    assert dict(cluster(str(file)).device.rates).keys() == machine.rates.keys()
+    assert dict(parse_cluster(str(file)).device.rates).keys() == machine.rates.keys()
     text = (tmp_path / "tables.md").read_text()
     for said in ("norm and rotation of heads forward", "qwen3 ep8 merged", "memory copy"):
         assert said in text

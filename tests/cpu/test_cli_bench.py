@@ -11,7 +11,7 @@ import pytest
 from moefold.cli.main import main
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.training import calibrate, memory_bench
 from moefold.training.calibrate import (
@@ -36,9 +36,9 @@ def test_parts_of_a_step_are_told_apart(form: str) -> None:
     seen = [i for i in range(len(cases)) if i not in (3, 4)]
     found = fit_machine(MACHINE, [cases[i] for i in seen], [steps[i] for i in seen])
     for one, wanted in zip(cases[unseen], steps[unseen], strict=True):
-        after = estimate(replace(one, cluster=found.cluster)).seconds
+        after = estimate_time(replace(one, cluster=found.cluster)).seconds
         assert after == pytest.approx(wanted, rel=0.1)
-        assert estimate(one).seconds < 0.7 * wanted, "it was not so before"
+        assert estimate_time(one).seconds < 0.7 * wanted, "it was not so before"
 
 
 def test_steps_are_run_in_turn() -> None:
@@ -57,7 +57,7 @@ def test_a_small_step_runs() -> None:
 def step_of(file: Path) -> float:
     """Return the seconds of a step of ``tiny`` on a machine file's cluster."""
     task, choice = of_run(load_run("tiny"), Machine.read(file).cluster, load=1.0)
-    return estimate(choice.case(task)).seconds
+    return estimate_time(choice.case(task)).seconds
 
 
 def test_the_command_writes_a_machine_and_shows_the_step(

@@ -28,7 +28,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, InFlight
 from moefold.planner.case import Case, Keeping, Numbers, Recipe, Software, recomputed
 from moefold.planner.from_run import choice_of
-from moefold.planner.hardware import Cluster, processor
+from moefold.planner.hardware import Cluster, cpu_device
 from moefold.schedule.config import Interleaved, OneFOneB
 from moefold.schedule.table import Action
 from moefold.training import step
@@ -110,7 +110,7 @@ class Sending:
             seq=SEQ,
             batch=SEQUENCES * self.micro_batches * folding.dp,
             micro_batch=SEQUENCES,
-            cluster=Cluster(processor(1e11, 1e10, 2**34), self.ranks, node, node),
+            cluster=Cluster(cpu_device(1e11, 1e10, 2**34), self.ranks, node, node),
             sizes=sizes,
             stages=where.stages_of(len(record.blocks)),
             schedule=schedule,

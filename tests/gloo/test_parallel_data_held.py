@@ -12,7 +12,7 @@ from moefold.mesh.partition import ALIGN
 from moefold.parallel.data.bucket import Bucket
 from moefold.planner.case import Held, Numbers, Recipe, kinds
 from moefold.planner.from_run import TrainingTask, choice_of
-from moefold.planner.hardware import Cluster, processor
+from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory_chunk import two_largest, unsharded_units
 from moefold.planner.memory_state import StateSharding
 from moefold.spec.decoder import model_weights
@@ -123,7 +123,7 @@ def test_masters_and_state_are_divided(precision: str, zero: int) -> None:
 def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
     """To the byte, but for the padding of runs."""
     case = Case(zero=zero)
-    record, device = DECODERS[case.model], processor(1e11, 1e10, 2**34)
+    record, device = DECODERS[case.model], cpu_device(1e11, 1e10, 2**34)
     numbers = Numbers(precision, OPTIMIZERS[case.optim])
     task = TrainingTask(
         "held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers
@@ -145,7 +145,7 @@ def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
 def test_what_passes_have_whole_is_what_the_planner_says(zero: int) -> None:
     """Of two units at once: no less than there is, and no more than a norm or a table beyond it."""
     case, record = Case(zero=zero), DECODERS[Case().model]
-    where = Cluster(processor(1e11, 1e10, 2**34), RANKS, RANKS, RANKS)
+    where = Cluster(cpu_device(1e11, 1e10, 2**34), RANKS, RANKS, RANKS)
     numbers = Numbers("fp32", OPTIMIZERS[case.optim], weight_bytes=0)
     task = TrainingTask("held", record, 24, 4 * RANKS, where, numbers)
     split = StateSharding.of(choice_of(case.layout, 1, "fp32").case(task))

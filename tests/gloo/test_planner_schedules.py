@@ -23,7 +23,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case, Keeping, Numbers, offloaded, recomputed
-from moefold.planner.hardware import Cluster, processor
+from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.spec.decoder import with_multi_token
 from moefold.training.memory_probe import measure_step
@@ -222,7 +222,7 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
         seq=SEQ,
         batch=ROWS * MICRO * Folding(sizes, world).dp,
         micro_batch=ROWS,
-        cluster=Cluster(processor(1e11, 1e10, 2**34), world, 1, 1),
+        cluster=Cluster(cpu_device(1e11, 1e10, 2**34), world, 1, 1),
         sizes=sizes,
         stages=layout.stages_of(asked.layers, len(asked.ahead)),
         schedule=layout.schedule,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from moefold.optim.muon import MuonOptimizer
 from moefold.parallel.config import StatePlacement
 from moefold.planner.case import Numbers, Recipe
 from moefold.planner.from_run import TrainingTask, choice_of
-from moefold.planner.hardware import Cluster, processor
+from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import StageMemory, estimate_memory
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import quick_folder
@@ -88,7 +88,7 @@ def seen() -> list[list[dict[str, int]]]:
 
 def planned(case: Case, precision: Recipe, place: StatePlacement) -> StageMemory:
     """Return what the planner says of a case."""
-    record, device = DECODERS[case.model], processor(1e11, 1e10, 2**34)
+    record, device = DECODERS[case.model], cpu_device(1e11, 1e10, 2**34)
     numbers = Numbers(precision, OPTIMIZERS[case.optim])
     cluster = Cluster(device, RANKS, RANKS, RANKS)
     task = TrainingTask("state", record, 24, 4 * RANKS, cluster, numbers)

@@ -6,7 +6,7 @@ import pytest
 
 from moefold.optim.config import Muon
 from moefold.planner.memory_state import StateSharding
-from moefold.planner.time_data import copies_of, reach_of
+from moefold.planner.time_data import collective_counter, collective_reach
 from tests.gloo.harness import run_ranks
 from tests.gloo.sending import Sending, differences, send_all
 from tests.traffic.calls import stage_of
@@ -151,15 +151,15 @@ def priced(sending: Sending, rank: int) -> dict[tuple[str, str], tuple[int, int]
     """Return the operations and bytes over copies of weights that the time model prices."""
     case, found = sending.case, dict[tuple[str, str], tuple[int, int]]()
     stage = stage_of(case, rank)
-    copies = copies_of(case.decoder, StateSharding.of(case))
+    copies = collective_counter(case.decoder, StateSharding.of(case))
     for one, number in copies.collectives(case.held[stage]).items():
-        ranks = reach_of(case, one).size
-        if one.kind not in ("dp_cp", "edp") or ranks == 1:
+        ranks = collective_reach(case, one).size
+        if one.group not in ("dp_cp", "edp") or ranks == 1:
             continue
-        times = number * (case.micro_batches if one.each(case.keeping.zero) else 1)
+        times = number * (case.micro_batches if one.per_micro_batch(case.keeping.zero) else 1)
         sent = round(one.bytes * (ranks - 1) / ranks * (2 if one.op == "all_reduce" else 1))
-        calls, total = found.get((one.kind, one.op), (0, 0))
-        found[one.kind, one.op] = calls + times, total + times * sent
+        calls, total = found.get((one.group, one.op), (0, 0))
+        found[one.group, one.op] = calls + times, total + times * sent
     return found
 
 

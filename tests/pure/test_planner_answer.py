@@ -16,11 +16,11 @@ from moefold.parallel.config import Layout as RunLayout
 from moefold.planner.answer import Plan, PlannedLayout, fragment, plan
 from moefold.planner.case import Case
 from moefold.planner.from_run import NCCL_EP, REFERENCE, TEACHER, UNMEASURED, choice_of, of_run
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import fullest_rank
-from moefold.planner.network import reach, ring_seconds
-from moefold.planner.time import estimate
-from moefold.planner.time_layer import setting_of
+from moefold.planner.network import ring_seconds, strided_reach
+from moefold.planner.time import estimate_time
+from moefold.planner.time_layer import build_setting
 from moefold.run import Run, load_run, require_fit
 from moefold.spec.decoder import needs
 from moefold.training.losses.config import Distill, Dpo
@@ -161,7 +161,7 @@ def test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks
     wide = ("model.shape={hidden: 256, layers: 2, heads: 4, kv_heads: 2, head_dim: 128, experts: 8,"
             " top_k: 2, expert_width: 256}", "data.seq=512", "train.batch=32")  # fmt: skip
     run = load_run("tiny", [*wide, "layout.sizes=tp2 ep2"])
-    task, choice = of_run(run, cluster("h100x4"))
+    task, choice = of_run(run, parse_cluster("h100x4"))
     choice = replace(choice, recipe="fp8_block", sizes=Sizes.parse(sizes))
     layout = PlannedLayout(choice, choice.case(task))
     assert layout.not_yet == (() if rows else ("precision fp8_block",))
@@ -172,7 +172,7 @@ def test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks
         again = load_run("tiny", [*wide, f"layout.sizes={sizes}", f"train.quantise={given}"])
         record = again.train.quantise
         assert (record.kind, record.rows) == ("fp8_block", rows)  # type: ignore[union-attr]
-        planned = of_run(again, cluster("h100x4"))[1]
+        planned = of_run(again, parse_cluster("h100x4"))[1]
         assert planned.recipe == choice.recipe
 
 
@@ -189,7 +189,7 @@ def test_layers_of_other_stacks_have_no_run_file() -> None:
 def case(*overrides: str, devices: int = 4) -> Case:
     """Return the step of a recipe with changes."""
     run = load_run("olmoe_1b_7b", ["train.batch=32", *overrides])
-    task, choice = of_run(run, cluster(f"h100x{devices}"))
+    task, choice = of_run(run, parse_cluster(f"h100x{devices}"))
     return choice.case(task)
 
 
@@ -207,7 +207,7 @@ def test_every_dispatcher_is_planned(kind: str) -> None:
     said: dict[str, Any] = {"kind": kind, **FIELDS.get(kind, {})}
     one = case('layout.sizes="ep4"', f"layout.dispatch={said}".replace("'", '"'))
     assert one.dispatch == kind
-    assert estimate(one).parts["dispatch"] > 0 and fullest_rank(one).total > 0
+    assert estimate_time(one).parts["dispatch"] > 0 and fullest_rank(one).total > 0
     sent = sum(call.total for call in traffic(one, 0) if call.part in ("dispatch", "combine"))
     plain = case('layout.sizes="ep4"')
     most = sum(call.total for call in traffic(plain, 0) if call.part in ("dispatch", "combine"))
@@ -222,7 +222,7 @@ def test_room_for_all_rows_is_planned() -> None:
     )
     assert nccl.peak_action.activations > 2 * hybrid.peak_action.activations
     run = load_run("olmoe_1b_7b", ['layout.dispatch={"kind": "nccl_ep", "max_rows": 9000}'])
-    assert NCCL_EP in of_run(run, cluster("h100x4"))[0].assumed
+    assert NCCL_EP in of_run(run, parse_cluster("h100x4"))[0].assumed
 
 
 def test_each_kind_of_context_parallelism_has_its_price() -> None:
@@ -230,13 +230,13 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
     ring, gathered, heads, mixed = (
         case('layout.sizes="cp4"', f"layout.context={kind}") for kind in kinds
     )
-    shown = [estimate(one).parts["cp"] for one in (ring, gathered, heads, mixed)]
+    shown = [estimate_time(one).parts["cp"] for one in (ring, gathered, heads, mixed)]
     assert len({round(seconds, 9) for seconds in shown}) == 4
     # By hand: all keys and values come before attention, and their gradients go back after it.
-    setting = setting_of(ring.cluster, ring.software, "bf16", frozenset())
+    setting = build_setting(ring.cluster, ring.software, "bf16", frozenset())
     attention = ring.decoder.blocks[0].attention
     keys = ring.micro_batch * ring.seq / 4 * 2 * attention.kv_heads * attention.head_dim * 2
-    once = ring_seconds(4 * keys, reach(ring.cluster, 4, 1), ring.cluster, setting.rates)
+    once = ring_seconds(4 * keys, strided_reach(ring.cluster, 4, 1), ring.cluster, setting.rates)
     assert shown[1] == pytest.approx(2 * once * len(ring.decoder.blocks) * ring.micro_batches)
     # Gathered keys of four ranks stay; exchanged heads stay beside the rows they come from.
     kept = [fullest_rank(one).total for one in (ring, gathered, heads, mixed)]
@@ -246,7 +246,7 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
 def test_a_context_that_does_not_fit_is_refused() -> None:
     one = case('layout.sizes="cp4"', "layout.context=all_to_all")
     with pytest.raises(ValueError, match="context: "):
-        replace(one, sizes=Sizes(tp=16, cp=2), cluster=cluster("h100x32"))
+        replace(one, sizes=Sizes(tp=16, cp=2), cluster=parse_cluster("h100x32"))
 
 
 def test_the_chunk_of_the_loss_is_planned() -> None:
@@ -256,7 +256,7 @@ def test_the_chunk_of_the_loss_is_planned() -> None:
     forward = [fullest_rank(one).actions[0].temporaries for one in large]
     columns = large[0].decoder.vocab
     assert forward[1] == 4096 * columns * 2 > 1.5 * forward[0], "their gradient takes their place"
-    took = [estimate(one).parts["head"] for one in (few, usual, all_)]
+    took = [estimate_time(one).parts["head"] for one in (few, usual, all_)]
     assert took[0] > took[1] > took[2], "small products are slower"
 
 
@@ -266,7 +266,7 @@ def test_losses_that_run_another_model_say_that_it_is_not_counted() -> None:
     def said(loss: Record) -> tuple[str, ...]:
         train = run.train.model_copy(update={"loss": loss})
         changed = run.model_copy(update={"train": train})
-        return of_run(changed, cluster("h100x4"))[0].assumed
+        return of_run(changed, parse_cluster("h100x4"))[0].assumed
 
     assert REFERENCE in said(Dpo()) and TEACHER in said(Distill(teacher="folder"))
     for one in (run.train.loss, Dpo(reference="stored"), Distill(teacher="folder", stored="said")):
@@ -274,5 +274,5 @@ def test_losses_that_run_another_model_say_that_it_is_not_counted() -> None:
 
 
 def test_a_plan_says_that_no_gpu_has_measured_it() -> None:
-    task, _ = of_run(load_run("tiny"), cluster("h100x4"))
+    task, _ = of_run(load_run("tiny"), parse_cluster("h100x4"))
     assert UNMEASURED in task.assumed and UNMEASURED not in task.notes

@@ -11,7 +11,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import MultiToken
 from moefold.planner.case import Case, Keeping, recomputed
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.run import load_run
 from moefold.schedule.config import (
     Interleaved,
@@ -31,7 +31,7 @@ def case(**changes: Any) -> Case:
         "seq": 4096,
         "batch": 8192,
         "micro_batch": 1,
-        "cluster": cluster("gb300x256"),
+        "cluster": parse_cluster("gb300x256"),
         "sizes": Sizes.parse("pp4 vpp4 ep64"),
         "stages": Stages.parse(LAYOUT),
         "schedule": SCHEDULE,
@@ -63,7 +63,7 @@ def test_rows_are_split_over_tp_and_cp() -> None:
         ({"stages": Stages.parse("E|(tttt|)*14tmL")}, "hold 57 layers, but the model has 61"),
         ({"batch": 8191}, "a multiple of dp . micro_batch = 64"),
         ({"load": 0.5}, "must be at least 1"),
-        ({"cluster": cluster("h100x100")}, "a multiple of"),
+        ({"cluster": parse_cluster("h100x100")}, "a multiple of"),
     ],
 )
 def test_what_no_run_could_have_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from moefold.planner.from_run import Choice, of_model
 from moefold.planner.goodput import Faults, Price, best_interval, bill, curve, goodput
-from moefold.planner.hardware import Cluster, cluster, processor
+from moefold.planner.hardware import Cluster, cpu_device, parse_cluster
 from moefold.planner.published import model
 
 # 16,384 devices that fail 4.7e-4 times a day: stall, restart, minutes between saves, ETTR.
@@ -52,7 +52,7 @@ def test_refuses_what_is_no_rate() -> None:
 
 
 def test_curves_reach_far_and_fall() -> None:
-    task = of_model(model("OLMoE-1B-7B"), cluster("h100x8"), 64)
+    task = of_model(model("OLMoE-1B-7B"), parse_cluster("h100x8"), 64)
     weak = curve(task, Choice(), "weak")
     assert weak[-1].devices == 65536 and weak[-1].batch == 8 * 65536
     assert all(b.ettr < a.ettr for a, b in itertools.pairwise(weak))
@@ -64,10 +64,10 @@ def test_curves_reach_far_and_fall() -> None:
 
 
 def test_a_bill() -> None:
-    task = of_model(model("OLMoE-1B-7B"), cluster("h100x8"), 64)
+    task = of_model(model("OLMoE-1B-7B"), parse_cluster("h100x8"), 64)
     found = bill(task, tokens_per_s=1e6, tokens=3.6e9, price=Price(2.0, pue=1.0))
     assert found.device_hours == pytest.approx(8.0) and found.cost == pytest.approx(16.0)
     assert found.energy_mwh == pytest.approx(8 * 700 * 1.35 / 1e6)
     assert bill(task, 1e6, 3.6e9).cost is None
-    unknown = replace(task, cluster=Cluster(processor(1e11, 1e10, 2**34), 1, 1, 1))
+    unknown = replace(task, cluster=Cluster(cpu_device(1e11, 1e10, 2**34), 1, 1, 1))
     assert bill(unknown, 1e6, 3.6e9).energy_mwh is None, "a device whose power nobody states"

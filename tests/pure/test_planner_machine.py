@@ -14,9 +14,9 @@ from moefold.optim.config import AdamW, Muon
 from moefold.planner.case import Case, Numbers
 from moefold.planner.curves import constants
 from moefold.planner.from_run import of_run
-from moefold.planner.hardware import Machine, cluster, usual_file
+from moefold.planner.hardware import Machine, default_machine_file, parse_cluster
 from moefold.planner.memory import GPU_OVERHEADS, software_overheads
-from moefold.planner.time import estimate, orthogonal_seconds
+from moefold.planner.time import estimate_time, orthogonal_seconds
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
 
@@ -58,28 +58,28 @@ def test_a_plan_names_the_machine_s_file(tmp_path: Path, monkeypatch: pytest.Mon
     """``cpu`` is the usual file; one that is not there is asked for by the command's name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"machine\.json does not exist: run `moefold bench"):
-        cluster("cpu")
-    MACHINE.write(usual_file())
-    assert cluster("cpu") == cluster(str(usual_file())) == MACHINE.cluster
+        parse_cluster("cpu")
+    MACHINE.write(default_machine_file())
+    assert parse_cluster("cpu") == parse_cluster(str(default_machine_file())) == MACHINE.cluster
 
 
 def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path: Path) -> None:
     """Plant: take the catalogue's memory bandwidth for what was measured."""
-    file, sold = tmp_path / "h200_machine.json", cluster("h200x16").device
+    file, sold = tmp_path / "h200_machine.json", parse_cluster("h200x16").device
     replace(MACHINE, name="NVIDIA H200", gpu=True).write(file)
-    one, many = cluster(str(file)), cluster(f"{file}x16")
+    one, many = parse_cluster(str(file)), parse_cluster(f"{file}x16")
     assert (one.devices, many.devices, many.per_node, many.domain) == (1, 16, 8, 8)
     found = many.device
     assert (found.name, found.peak("bf16"), found.memory_bandwidth) == ("H200", 4e11, 2e10)
     assert found.peak("fp8") == sold.peak("fp8") and found.nic_bandwidth == sold.nic_bandwidth
     assert dict(dict(found.rates)["bf16"]) == RATES
     replace(MACHINE, name="NVIDIA L40S", gpu=True).write(file)
-    other = cluster(str(file)).device
+    other = parse_cluster(str(file)).device
     assert (other.name, software_overheads(other)) == ("NVIDIA L40S", GPU_OVERHEADS), (
         "no CPU, though without links"
     )
     with pytest.raises(ValueError, match="no link rate is known"):
-        cluster(f"{file}x2")
+        parse_cluster(f"{file}x2")
 
 
 @pytest.mark.parametrize(
@@ -109,27 +109,27 @@ def test_a_rate_that_work_cannot_be_divided_by_is_named(
     file = tmp_path / "machine.json"
     replace(MACHINE, rates={"bf16": {**RATES, name: rate}}).write(file)
     with pytest.raises(ValueError, match=rf"machine\.json: rates\.bf16\.{name} {rate} must be fin"):
-        cluster(str(file))
+        parse_cluster(str(file))
 
 
 def test_a_rate_that_no_plan_knows_is_refused() -> None:
     other = replace(MACHINE, rates={"bf16": {**RATES, "gemms": 0.5}})
     with pytest.raises(ValueError, match="gemms; run `moefold bench`"):
-        estimate(case(other, recipe="bf16"))
+        estimate_time(case(other, recipe="bf16"))
 
 
 def test_the_usual_file_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert usual_file() == Path("/somewhere/moefold/machine.json")
+    assert default_machine_file() == Path("/somewhere/moefold/machine.json")
 
 
 def test_plans_take_the_machine_s_rates() -> None:
-    seconds = {form: estimate(case(recipe=form)).parts for form in RECIPES}
+    seconds = {form: estimate_time(case(recipe=form)).parts for form in RECIPES}
     # Products take the peak of their format.
     assert seconds["fp32"]["experts"] == pytest.approx(4 * seconds["bf16"]["experts"])
     slower = {**RATES, "gemm": 0.5, "kernel_s": 3e-6, "step_s": 0.25}
     other = replace(MACHINE, rates={"fp32": slower, "bf16": RATES})
-    took = estimate(case(other, recipe="fp32")).parts
+    took = estimate_time(case(other, recipe="fp32")).parts
     assert took["experts"] == pytest.approx(2 * seconds["fp32"]["experts"])
     assert took["launch"] == pytest.approx(3 * seconds["fp32"]["launch"])
     assert took["step"] == 0.25
@@ -158,4 +158,4 @@ def test_auto_is_planned_as_what_the_machine_is_faster_in(bf16: float) -> None:
     run = load_run("demo")
     _, choice = of_run(run, replace(MACHINE, bf16=bf16).cluster)
     assert choice.recipe == ("bf16" if bf16 > MACHINE.fp32 else "fp32")
-    assert of_run(run, cluster("a100x1"))[1].recipe == "bf16"
+    assert of_run(run, parse_cluster("a100x1"))[1].recipe == "bf16"

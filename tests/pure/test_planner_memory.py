@@ -17,7 +17,7 @@ from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Software
 from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import (
     StageMemory,
     estimate_memory,
@@ -64,7 +64,7 @@ def layout(entry: dict[str, Any]) -> Case:
         entry["seq"],
         64 * entry["world"],
         entry["mbs"],
-        cluster(f"h100x{entry['world']}"),
+        parse_cluster(f"h100x{entry['world']}"),
         Sizes(**axes, vpp=vpp),
         stages,
         Interleaved() if vpp > 1 else OneFOneB(),
@@ -123,7 +123,7 @@ def mixtral_2b(run: dict[str, Any]) -> Case:
     stack = Stack(repeat=4, blocks=(Block(attention=attention, ffn=ffn),))
     model = Decoder(vocab=32000, hidden=2048, stacks=(stack,))
     sizes, stages = Sizes(tp=run["tp"], etp=run["tp"]), Stages.parse("Et*4L")
-    where, mbs = cluster("h100x8"), run["mbs"]
+    where, mbs = parse_cluster("h100x8"), run["mbs"]
     return Case(
         model, 4096, 8 * mbs, mbs, where, sizes, stages, OneFOneB(), "alltoall", 1.0,
         software=MEGATRON,
@@ -143,8 +143,8 @@ def deepseek(recompute: frozenset[Any] = frozenset()) -> Case:
     stages = Stages.parse("Et*4|(tttt|)*14tmL")
     sizes = Sizes(pp=4, vpp=4, ep=64)
     return Case(
-        model, 4096, 8192, 1, cluster("gb200x256"), sizes, stages, Interleaved(), "alltoall", 1.0,
-        keeping=Keeping(recompute=recompute), software=MEGATRON,
+        model, 4096, 8192, 1, parse_cluster("gb200x256"), sizes, stages, Interleaved(), "alltoall",
+        1.0, keeping=Keeping(recompute=recompute), software=MEGATRON,
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def published(row: dict[str, Any]) -> Case:
     stages = Stages.balanced(1, 1, len(model.blocks))
     batch = row["world"] // row["tp"] * (4 if row.get("merged") else 1)
     return Case(
-        model, row["seq"], batch, 1, cluster(f"h100x{row['world']}"), sizes, stages, schedule,
+        model, row["seq"], batch, 1, parse_cluster(f"h100x{row['world']}"), sizes, stages, schedule,
         "hybrid_ep", 1.0, Numbers(gradient_bytes=2, moment_bytes=narrow),
         Keeping(recompute=frozenset(row["recompute"])),
         replace(MEGATRON, cuda_graphs=row.get("graphs", "none")),
@@ -236,7 +236,7 @@ def small(pp: int = 4, schedule: Schedule | None = None, m: int = 12, **changes:
     world = changes.pop("world", 8 * pp)
     dp = world // (sizes.pp * sizes.cp * sizes.tp)
     case = Case(
-        model, 128, m * dp, 1, cluster(f"h100x{world}"), sizes, stages,
+        model, 128, m * dp, 1, parse_cluster(f"h100x{world}"), sizes, stages,
         schedule or OneFOneB(), "alltoall", 1.0,
     )  # fmt: skip
     return replace(case, **changes)

@@ -11,13 +11,13 @@ from moefold.model.config import MultiToken
 from moefold.planner.answer import PlannedLayout, _published, plan
 from moefold.planner.case import Keeping
 from moefold.planner.from_run import Published, TrainingTask, of_model, published_layouts
-from moefold.planner.hardware import catalogue, cluster
+from moefold.planner.hardware import catalogue, parse_cluster
 from moefold.planner.memory import peak_within
 from moefold.planner.page import facts
 from moefold.planner.published import entries, model
-from moefold.planner.search import RESERVE, Search
+from moefold.planner.search import MEMORY_RESERVE, Search
 from moefold.planner.search_space import Space, everything, formats
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 from moefold.schedule.config import OneFOneB
 from moefold.spec.decoder import with_multi_token
 from tests.pure.test_planner_search import keepings
@@ -34,7 +34,7 @@ def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
     """By a search among few policies, on one of the devices, in turns."""
     devices = list(catalogue())
     device = devices[[*entries()].index(name) % len(devices)]
-    task = of_model(model(name), cluster(f"{device.lower()}x512"), 4096)
+    task = of_model(model(name), parse_cluster(f"{device.lower()}x512"), 4096)
     recipe = formats(task.cluster.device, "bf16")[0]
     space = Space((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
     found = Search(task).best(replace(space, optimizer_offloads=(0.0, 1.0)), 1)
@@ -65,11 +65,11 @@ def test_the_sample_is_neither_empty_nor_all() -> None:
 
 def fitting(task: TrainingTask, row: Published) -> list[float]:
     """Return the times of a published layout, with all that could make it fit, where it does."""
-    room, found = task.cluster.device.memory_bytes * (1 - RESERVE), []
+    room, found = task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE), []
     for keeping in keepings(everything(task), row.choice.sizes.pp):
         case = replace(row.choice, keeping=keeping).case(task)
         if peak_within(case, room) is not None:
-            found.append(estimate(case).seconds)
+            found.append(estimate_time(case).seconds)
     return found
 
 
@@ -90,7 +90,7 @@ def test_the_best_is_as_fast_as_the_published_layout(
     rows = published_layouts(name)
     one = next(found for found in rows if row in ("", found.id))
     where = where or f"{one.device.lower()}x{one.devices}"
-    task = of_model(model(name), cluster(where), batch or one.batch, one.seq)
+    task = of_model(model(name), parse_cluster(where), batch or one.batch, one.seq)
     task = replace(task, decoder=with_multi_token(task.decoder, [MultiToken()] * extra))
     (best,) = Search(task).best(replace(everything(task), recipes=(one.choice.recipe,)), 1)
     times = fitting(task, one)
@@ -99,7 +99,7 @@ def test_the_best_is_as_fast_as_the_published_layout(
 
 
 def test_published_layouts_are_shown() -> None:
-    task = of_model(model("DeepSeek-V3"), cluster("h800x2048"), 15360)
+    task = of_model(model("DeepSeek-V3"), parse_cluster("h800x2048"), 15360)
     shown = [one for one in _published(task) if "arXiv 2505.09343" in one.source]
     assert shown and shown[0].layout == "pp16 vpp2 ep64" and shown[0].published_tflops == 385
 
@@ -110,13 +110,13 @@ def test_b56_deepseek_v3_fits_as_published_with_its_activations_in_codes() -> No
 
     Plant: products of weights that wait hold rows in 16 bits.
     """
-    task = of_model(model("DeepSeek-V3"), cluster("h800x2048"), 15360)
+    task = of_model(model("DeepSeek-V3"), parse_cluster("h800x2048"), 15360)
     task = replace(task, decoder=with_multi_token(task.decoder, ()))
     (one,) = (row for row in published_layouts("DeepSeek-V3") if row.id == "dsv3-prod-isca")
     assert one.choice.sizes.text == "pp16 vpp2 ep64" and one.choice.recipe == "fp8_block"
     made = "norms", "mla_up", "attention", "experts", "shared", "ffn"
     narrow = replace(one.choice, keeping=Keeping(recompute=frozenset(made)))
-    room = task.cluster.device.memory_bytes * (1 - RESERVE)
+    room = task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
     assert PlannedLayout(narrow, narrow.case(task)).not_yet == ()
     assert peak_within(narrow.case(task), room) is not None
     assert peak_within(replace(narrow, recipe="bf16").case(task), 1.2 * room) is None

@@ -13,11 +13,11 @@ from moefold.layers.config import Auto, Full, OffloadKind, RecomputeKind, Select
 from moefold.mesh.config import Sizes
 from moefold.planner.case import Case, Keeping
 from moefold.planner.from_run import Choice, choice_of, of_model, of_run, settled
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import estimate_memory, fullest_rank
 from moefold.planner.published import model
-from moefold.planner.recompute import _sets, cheapest, demand_room
-from moefold.planner.time import estimate
+from moefold.planner.recompute import _recompute_sets, choose_recompute, resolve_memory_limit
+from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, ZeroBubbleH1
 from moefold.spec.layer import Module
@@ -41,7 +41,7 @@ SHAPES = {
 def case_of(name: str) -> Case:
     """Return a shape's step of several micro-batches, with nothing made again."""
     where, sizes, schedule = SHAPES[name]
-    task = of_model(model(name.split(",")[0]), cluster(where), 512, 4096, load=1.2)
+    task = of_model(model(name.split(",")[0]), parse_cluster(where), 512, 4096, load=1.2)
     return Choice(sizes, schedule, 1, "alltoall", "bf16").case(task)
 
 
@@ -74,61 +74,61 @@ def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
     found = {}
     for again in subsets(all_kinds):
         tried = replace(case, keeping=replace(case.keeping, recompute=frozenset(again)))
-        found[frozenset(again)] = fullest_rank(tried).total, estimate(tried).seconds
+        found[frozenset(again)] = fullest_rank(tried).total, estimate_time(tried).seconds
     least, most = (min(found.values())[0], found[frozenset()][0])
     chosen = set()
     for share in (0.0, 0.5, 0.85, 1.0):
         limit = least + share * (most - least) + 1
-        again = cheapest(case, limit).recompute
+        again = choose_recompute(case, limit).recompute
         needed, seconds = found[again]
         best = min(took for size, took in found.values() if size <= limit)
         assert needed <= limit and seconds <= 1.01 * best, (share, again)
         chosen.add(again)
     assert len(chosen) > 1 and frozenset() in chosen, "the limits ask for different sets"
     with pytest.raises(ValueError, match=rf"needs {least / 1e9:.4g} GB"):
-        cheapest(case, least * 0.99)
+        choose_recompute(case, least * 0.99)
 
 
 @pytest.mark.parametrize(("name", "place"), LEAVING)
 def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "disk"]) -> None:
     """Against all pairs of what is made again and what leaves, norms in one of them alone."""
     case, found = case_of(name), dict[Keeping, tuple[float, float]]()
-    for again, away in product(_sets(case), subsets(get_args(OffloadKind))):
+    for again, away in product(_recompute_sets(case), subsets(get_args(OffloadKind))):
         if "norms" in again & away or ("block" in again and away - {"block"}):
             continue
         given = {"recompute": again, place: away}
         tried = replace(case, keeping=replace(case.keeping, **given))
-        found[tried.keeping] = fullest_rank(tried).total, estimate(tried).seconds
+        found[tried.keeping] = fullest_rank(tried).total, estimate_time(tried).seconds
     most = found[case.keeping][0]
     least = min(found.values())[0]
     chosen = set()
     for share in (0.0, 0.3, 0.85, 1.0):
         limit = least + share * (most - least) + 1
-        keeping = cheapest(case, limit, place)
+        keeping = choose_recompute(case, limit, place)
         needed, seconds = found[keeping]
         best = min(took for size, took in found.values() if size <= limit)
         assert needed <= limit and seconds <= 1.01 * best, (share, keeping)
         chosen.add(getattr(keeping, place))
-    demand_room(case, least + 1, place)
+    resolve_memory_limit(case, least + 1, place)
     with pytest.raises(ValueError, match=rf"needs {least / 1e9:.4g} GB"):
-        demand_room(case, least * 0.999, place)
+        resolve_memory_limit(case, least * 0.999, place)
     assert name in FEW_LAYERS or (len(chosen) > 1 and frozenset() in chosen), chosen
 
 
 def test_a_run_without_a_limit_is_not_told_to_raise_it() -> None:
     """A memory limit that is stated is named."""
     with pytest.raises(ValueError, match=r"auto with 80\.\d GB \(.*5 %\): .* GB; use a smaller"):
-        of_run(load_run("qwen3_30b_a3b", ["layout.recompute=auto"]), cluster("h100x1"))
+        of_run(load_run("qwen3_30b_a3b", ["layout.recompute=auto"]), parse_cluster("h100x1"))
     limited = "layout.recompute={kind: auto, limit: 9 GB}"
     with pytest.raises(ValueError, match=r"limit 9 GB: .* GB; raise the limit, or use a smaller"):
-        of_run(load_run("qwen3_30b_a3b", [limited]), cluster("h100x1"))
+        of_run(load_run("qwen3_30b_a3b", [limited]), parse_cluster("h100x1"))
 
 
 def test_a_run_is_settled_by_its_plan() -> None:
     """Its layout names the kinds; a run that names them itself stays as it is."""
     given = ["layout.recompute={kind: auto, limit: 60 GB}", "layout.zero=3"]
     run = load_run("qwen3_30b_a3b", [*given, "layout.sizes=ep8", "train.micro_batch=2"])
-    task, choice = of_run(run, cluster("h100x16"))
+    task, choice = of_run(run, parse_cluster("h100x16"))
     record = settled(run, choice.keeping).layout.recompute
     assert isinstance(record, Selective | Full)
     assert max(one.total for one in estimate_memory(choice.case(task))) <= 60e9
@@ -143,7 +143,7 @@ def test_what_leaves_is_settled_too(tmp_path: Path) -> None:
     for place, limit in (("host: true", 75), (f"disk: {tmp_path}", 41)):
         auto = f"layout.recompute={{kind: auto, limit: {limit} GB, {place}}}"
         run = load_run("qwen3_30b_a3b", [auto, *sizes])
-        task, choice = of_run(run, cluster("h100x16"))
+        task, choice = of_run(run, parse_cluster("h100x16"))
         layout = settled(run, choice.keeping).layout
         assert layout.offload is not None and not isinstance(layout.recompute, Auto)
         case = choice_of(layout, 2, "bf16").case(task)

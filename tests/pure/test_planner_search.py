@@ -20,13 +20,13 @@ from moefold.parallel.config import Layout
 from moefold.planner.answer import PlannedLayout, fragment
 from moefold.planner.case import Keeping, Recipe
 from moefold.planner.from_run import Choice, TrainingTask, of_model, of_run, published_layouts
-from moefold.planner.hardware import cluster, device, resized
+from moefold.planner.hardware import device_by_name, parse_cluster, with_memory
 from moefold.planner.memory import fullest_rank, num_communicators, rank_totals
 from moefold.planner.published import entries, model
-from moefold.planner.search import RESERVE, Depth, Grids, Search
+from moefold.planner.search import MEMORY_RESERVE, Depth, Grids, Search
 from moefold.planner.search_change import _neighbours, changes
 from moefold.planner.search_space import Foldings, Space, everything, formats, today
-from moefold.planner.time import estimate
+from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
 from moefold.spec.decoder import model_weights, needs
@@ -49,8 +49,8 @@ SPACE = Space(
 
 
 def small(memory_gb: float = 80.0) -> TrainingTask:
-    where = cluster("h100x4")
-    where = replace(where, device=resized(where.device, int(memory_gb * GB)))
+    where = parse_cluster("h100x4")
+    where = replace(where, device=with_memory(where.device, int(memory_gb * GB)))
     return TrainingTask("small", SMALL, 2048, 16, where, load=1.0)
 
 
@@ -89,7 +89,7 @@ def keepings(space: Space, pp: int) -> Iterator[Keeping]:
 
 
 def room(task: TrainingTask) -> float:
-    return task.cluster.device.memory_bytes * (1 - RESERVE)
+    return task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
 
 
 @cache
@@ -98,7 +98,7 @@ def priced(memory_gb: float) -> tuple[tuple[float, float, Choice], ...]:
     task, found = small(memory_gb), []
     for choice in every(task, SPACE):
         case = choice.case(task)
-        found.append((estimate(case).seconds, max(rank_totals(case)), choice))
+        found.append((estimate_time(case).seconds, max(rank_totals(case)), choice))
     return tuple(sorted(found, key=lambda item: item[0]))
 
 
@@ -130,7 +130,7 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said() -> None:
     for one in found:
         case = one.choice.case(task)
         assert not size_violations(case.sizes, asked, case.world, stages=case.stages.text)
-        assert estimate(case).seconds == pytest.approx(one.seconds)
+        assert estimate_time(case).seconds == pytest.approx(one.seconds)
         assert fullest_rank(case).total == pytest.approx(one.bytes)
         assert one.bytes <= room(task)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
@@ -190,10 +190,10 @@ def test_groups_of_a_rank_are_counted_without_making_them() -> None:
 
 
 def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
-    task = of_model(model("DeepSeek-V3"), cluster("h100x1024"), 8192, load=1.0)
+    task = of_model(model("DeepSeek-V3"), parse_cluster("h100x1024"), 8192, load=1.0)
     rows = published_layouts("DeepSeek-V3")
     (row,) = (row for row in rows if (row.device, row.devices) == ("H100", 1024))
-    published = estimate(row.choice.case(task)).seconds
+    published = estimate_time(row.choice.case(task)).seconds
     space = replace(everything(task), recipes=(row.choice.recipe,))
     start = time.process_time()
     (found,) = Search(task).best(space, 1)
@@ -215,7 +215,7 @@ def test_every_published_model_is_described() -> None:
 
 def test_a_run_is_a_task() -> None:
     run = load_run("olmoe_1b_7b")
-    task, given = of_run(run, cluster("h100x8"), batch=512)
+    task, given = of_run(run, parse_cluster("h100x8"), batch=512)
     case = given.case(task)
     assert (case.batch, case.seq, case.micro_batch) == (512, run.data.seq, run.train.micro_batch)
     assert case.decoder == run.decoder() and case.software.stack == "moefold"
@@ -226,7 +226,7 @@ def test_a_run_is_a_task() -> None:
 def test_the_format_that_a_run_asks_for_is_searched(asked: Recipe) -> None:
     """On devices whose own narrow formats are others too."""
     for name in ("a100", "h100", "b200"):
-        found = formats(device(name), asked)
+        found = formats(device_by_name(name), asked)
         assert asked in found and "bf16" in found and len({*found}) == len(found)
 
 
@@ -234,10 +234,10 @@ def test_changes_help() -> None:
     task = small()
     given = Choice(Sizes(tp=4), keeping=Keeping(recompute=frozenset(("block",))))
     found = changes(task, given)
-    seconds = estimate(given.case(task)).seconds
+    seconds = estimate_time(given.case(task)).seconds
     assert found and all(one.fits and one.faster > 0 for one in found)
     for one in found:
-        took = estimate(one.choice.case(task)).seconds
+        took = estimate_time(one.choice.case(task)).seconds
         assert one.faster == pytest.approx(1 - took / seconds)
     tight = small(1.2)
     assert fullest_rank(Choice().case(tight)).total > tight.cluster.device.memory_bytes
@@ -261,7 +261,7 @@ def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
             said = fragment(PlannedLayout(one, one.case(task)))["layout"]
             assert said["graphs"] == one.graphs
             assert not list(Layout.model_validate(said).violations(model))
-            faster = estimate(given.case(task)).seconds - estimate(one.case(task)).seconds
+            faster = estimate_time(given.case(task)).seconds - estimate_time(one.case(task)).seconds
             assert faster > 0
     away = Choice(Sizes(tp=2), keeping=Keeping(optimizer_offload=1.0))
     assert not [one for _, one in _neighbours(task, away) if one.graphs != "none"]
@@ -277,9 +277,9 @@ FITTING = (
 
 @pytest.mark.parametrize(("name", "devices", "memory_gb"), FITTING)
 def test_recipes_fit_as_the_page_says(name: str, devices: str, memory_gb: float | None) -> None:
-    where = cluster(devices)
+    where = parse_cluster(devices)
     if memory_gb is not None:
-        where = replace(where, device=resized(where.device, int(memory_gb * GB)))
+        where = replace(where, device=with_memory(where.device, int(memory_gb * GB)))
     task, choice = of_run(load_run(name), where)
     free = where.device.memory_bytes - max(rank_totals(choice.case(task)))
     assert free > 0.04 * where.device.memory_bytes

@@ -21,21 +21,21 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon
 from moefold.planner.case import Case, Held, Keeping, Numbers, Overlaps, Software, table_of
 from moefold.planner.curves import Product, attention_seconds, constants, product_seconds
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.network import (
-    LATENCY_LINK,
-    RING_SHARE,
-    Reach,
-    Rows,
+    LINK_LATENCY,
+    RING_EFFICIENCY,
+    DispatchRows,
+    GroupReach,
     even_domains,
     exchange_seconds,
-    reach,
     ring_seconds,
+    strided_reach,
 )
 from moefold.planner.search_space import SCHEDULES
-from moefold.planner.time import PassTime, estimate, flops, idle, pipeline_seconds
-from moefold.planner.time_layer import layer_time, setting_of
-from moefold.planner.time_work import LayerPolicy, RankShare, half
+from moefold.planner.time import PassTime, estimate_time, idle_share, model_flops, pipeline_seconds
+from moefold.planner.time_layer import build_setting, layer_time
+from moefold.planner.time_work import LayerPolicy, RankShare, half_work
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
@@ -99,7 +99,7 @@ def case(**changes: object) -> Case:
         seq=4096,
         batch=256,
         micro_batch=1,
-        cluster=cluster("h100x16"),
+        cluster=parse_cluster("h100x16"),
         sizes=Sizes(ep=8),
         stages=Stages.balanced(1, 1, 48),
         schedule=OneFOneB(),
@@ -119,18 +119,18 @@ def test_flops_are_those_that_sources_count(decoder, multi_token, gflop):
     one = case(
         decoder=with_multi_token(decoder, [MultiToken()] * multi_token),
         stages=Stages.balanced(1, 1, layers, multi_token),
-        cluster=cluster("h100x64"),
+        cluster=parse_cluster("h100x64"),
         sizes=Sizes(ep=64),
     )
-    assert flops(one) / (one.batch * one.seq) / 1e9 == pytest.approx(gflop, rel=0.003)
+    assert model_flops(one) / (one.batch * one.seq) / 1e9 == pytest.approx(gflop, rel=0.003)
 
 
 def test_parts_add_up_and_name_what_binds():
-    took = estimate(case())
+    took = estimate_time(case())
     assert sum(took.parts.values()) == pytest.approx(took.seconds)
     assert min(took.parts.values()) >= 0
-    assert took.tflops_per_gpu == pytest.approx(flops(case()) / took.seconds / 16 / 1e12)
-    assert took.binds in ("compute", "memory bandwidth", "communication", "host", "pipeline")
+    assert took.tflops_per_gpu == pytest.approx(model_flops(case()) / took.seconds / 16 / 1e12)
+    assert took.bottleneck in ("compute", "memory bandwidth", "communication", "host", "pipeline")
     assert len(took.ranks) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_schedule_without_a_closed_form_is_simulated():
 
     outside, known = Outside(), ZeroBubbleV()
     for m in (8, 9, 48):
-        assert idle(outside, 4, 2, m) == pytest.approx(idle(known, 4, 2, m)) != 0
+        assert idle_share(outside, 4, 2, m) == pytest.approx(idle_share(known, 4, 2, m)) != 0
 
 
 TABLE_7 = {
@@ -178,11 +178,11 @@ TABLE_7 = {
 
 @pytest.mark.parametrize("device", TABLE_7)
 def test_exchanges_take_as_long_as_printed(device):
-    rows = Rows(4096, 14336, 8, 4, 8)
-    where = cluster(f"{device}x64")
+    rows = DispatchRows(4096, 14336, 8, 4, 8)
+    where = parse_cluster(f"{device}x64")
     rates = constants().rates(where.device.name, "megatron", "26.04")
     for ranks, printed in zip((8, 16, 32, 64), TABLE_7[device], strict=True):
-        group = reach(where, ranks, 1)
+        group = strided_reach(where, ranks, 1)
         for dispatcher, micros in zip(("alltoall", "hybrid_ep"), printed, strict=True):
             seconds = exchange_seconds(rows, dispatcher, group, where, rates, 1.0)
             assert seconds * 1e6 == pytest.approx(micros, rel=0.2), (ranks, dispatcher)
@@ -212,35 +212,35 @@ def test_products_lose_at_small_dims_and_never_beat_the_peak():
 
 
 def test_groups_that_leave_their_domain_are_slower():
-    where = cluster("h100x64")
+    where = parse_cluster("h100x64")
     rates = constants().rates("H100", "megatron", "26.04")
-    inside = ring_seconds(1e9, reach(where, 8, 1), where, rates)
-    across = ring_seconds(1e9, reach(where, 8, 8), where, rates)
+    inside = ring_seconds(1e9, strided_reach(where, 8, 1), where, rates)
+    across = ring_seconds(1e9, strided_reach(where, 8, 8), where, rates)
     assert across > 4 * inside
-    assert reach(where, 8, 8).outside == 8
-    assert reach(cluster("gb200x128"), 64, 1).outside == 1
+    assert strided_reach(where, 8, 8).domains == 8
+    assert strided_reach(parse_cluster("gb200x128"), 64, 1).domains == 1
 
 
 @pytest.mark.parametrize(("where", "size"), [("h100x6", 6), ("gb200x72", 72), ("gb200x144", 72)])
 def test_a_full_node_or_rack_is_one_domain(where: str, size: int) -> None:
-    assert reach(cluster(where), size, 1).outside == 1
+    assert strided_reach(parse_cluster(where), size, 1).domains == 1
 
 
 def test_groups_that_straddle_nodes_are_no_faster_than_those() -> None:
     """Of groups of six, some have four on one node and two on the next."""
-    assert reach(cluster("h100x24"), 6, 1) == Reach(6, 2)
-    assert reach(cluster("h100x24"), 12, 1).outside == 2
+    assert strided_reach(parse_cluster("h100x24"), 6, 1) == GroupReach(6, 2)
+    assert strided_reach(parse_cluster("h100x24"), 12, 1).domains == 2
     # Two hops have nodes of equal size: five of four.
-    assert even_domains(cluster("h100x40"), 20, 1) == 5
+    assert even_domains(parse_cluster("h100x40"), 20, 1) == 5
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "alltoall_once"])
 def test_exchanges_carry_the_bytes_that_traffic_counts(dispatcher):
     one = case(dispatch=dispatcher)
-    rows = Rows(4096, 2048 * 2, 8)
+    rows = DispatchRows(4096, 2048 * 2, 8)
     free = replace(constants().rates("H100", "megatron", "26.04"), link=1.0, link_fused=1.0)
-    group = reach(one.cluster, 8, 1)
-    seconds = exchange_seconds(rows, dispatcher, group, one.cluster, free, 1.0) - LATENCY_LINK
+    group = strided_reach(one.cluster, 8, 1)
+    seconds = exchange_seconds(rows, dispatcher, group, one.cluster, free, 1.0) - LINK_LATENCY
     sent = seconds * one.cluster.device.link_bandwidth
     counted = [call for call in expert(one, 0) if call.group == "ep"]
     # Dispatch and combine, forward and backward; counts and probabilities are a few bytes a row.
@@ -254,13 +254,16 @@ def test_stated_room_is_sent_filled_or_not(dispatcher):
     one = case(dispatch=dispatcher, max_rows=20_000, software=Software())
     sent = sum(call.total for call in expert(one, 0) if call.part in ("dispatch", "combine"))
     twice = replace(one, max_rows=40_000)
-    more = estimate(twice).parts["dispatch"] / estimate(one).parts["dispatch"]
+    more = estimate_time(twice).parts["dispatch"] / estimate_time(one).parts["dispatch"]
     again = sum(call.total for call in expert(twice, 0) if call.part in ("dispatch", "combine"))
     assert more == pytest.approx(again / sent, rel=0.02)
-    assert estimate(replace(one, load=1.5)).parts["dispatch"] == estimate(one).parts["dispatch"]
-    plain = estimate(case(dispatch="alltoall", software=Software())).parts["dispatch"]
+    assert (
+        estimate_time(replace(one, load=1.5)).parts["dispatch"]
+        == estimate_time(one).parts["dispatch"]
+    )
+    plain = estimate_time(case(dispatch="alltoall", software=Software())).parts["dispatch"]
     counted = sum(c.total for c in expert(case(dispatch="alltoall", software=Software()), 0))
-    assert estimate(one).parts["dispatch"] / plain == pytest.approx(sent / counted, rel=0.05)
+    assert estimate_time(one).parts["dispatch"] / plain == pytest.approx(sent / counted, rel=0.05)
 
 
 @pytest.mark.parametrize("again", [(), ("gather",), ("shared",), ("block",)])
@@ -274,8 +277,12 @@ def test_tensor_ranks_carry_the_bytes_that_traffic_counts(decoder, again):
         seq=32768, software=Software(),
     )  # fmt: skip
     calls = [call for call in tensor(one, 0) if call.part in ("attention", "ffn", "shared")]
-    latency = LATENCY_LINK * sum(call.count for call in calls)
-    carried = (estimate(one).parts["tp"] - latency) * one.cluster.device.link_bandwidth * RING_SHARE
+    latency = LINK_LATENCY * sum(call.count for call in calls)
+    carried = (
+        (estimate_time(one).parts["tp"] - latency)
+        * one.cluster.device.link_bandwidth
+        * RING_EFFICIENCY
+    )
     assert carried == pytest.approx(sum(call.total for call in calls), rel=0.01)
 
 
@@ -291,26 +298,26 @@ def test_rows_of_an_fp32_run_have_four_bytes_per_element(part):
     took, sent = list[float](), list[float]()
     for one in (narrow, wide):
         calls = [call for call in traffic(one, 0) if call.group == axis and call.part in rows]
-        took.append(estimate(one).parts[part])
+        took.append(estimate_time(one).parts[part])
         sent.append(sum(call.total for call in calls))
     assert took[1] / took[0] == pytest.approx(sent[1] / sent[0], rel=0.01)
     assert sent[1] / sent[0] > 1.9
 
 
 def test_an_fp32_run_offloads_four_bytes_per_element():
-    where = cluster("h100x16")
+    where = parse_cluster("h100x16")
     slow = replace(where, device=replace(where.device, host_bandwidth=1e6))
     narrow = case(
         cluster=slow, keeping=Keeping(offload=frozenset({"experts"})), software=Software()
     )
     wide = replace(narrow, numbers=Numbers("fp32", weight_bytes=0))
-    took, twice = (estimate(one).parts["offload"] for one in (narrow, wide))
+    took, twice = (estimate_time(one).parts["offload"] for one in (narrow, wide))
     assert twice == pytest.approx(2 * took, rel=0.01)
 
 
 def test_a_frozen_head_has_no_product_for_its_gradient():
     frozen = QWEN3_30B.model_copy(update={"frozen": ("head.weight",)})
-    free, fixed = (estimate(case(decoder=one)).parts["head"] for one in (QWEN3_30B, frozen))
+    free, fixed = (estimate_time(case(decoder=one)).parts["head"] for one in (QWEN3_30B, frozen))
     assert fixed == pytest.approx(free * 2 / 3)
 
 
@@ -319,18 +326,18 @@ def test_a_frozen_head_has_no_product_for_its_gradient():
 def test_copies_of_weights_take_the_bytes_that_traffic_counts(zero, pp, again):
     """Under ZeRO 2 gradients go with every micro-batch, under ZeRO 3 weights come twice too."""
     one = case(
-        cluster=cluster("h100x8"),
+        cluster=parse_cluster("h100x8"),
         sizes=Sizes(pp=pp, ep=2),
         stages=Stages.balanced(pp, 1, 48),
         batch=64,
         keeping=Keeping(zero=zero, recompute=frozenset(again)),
         software=Software(),
     )
-    took, device = estimate(one), one.cluster.device
+    took, device = estimate_time(one), one.cluster.device
     rank = max(range(pp), key=lambda at: sum(took.ranks[at])) * (8 // pp)
     kinds = "dp_cp", "edp"
     sent = sum(call.total for call in data(one, rank) if call.group in kinds)
-    carried = (took.parts["dp"] + took.hidden["dp"]) * device.link_bandwidth * RING_SHARE
+    carried = (took.parts["dp"] + took.hidden["dp"]) * device.link_bandwidth * RING_EFFICIENCY
     assert carried == pytest.approx(sent, rel=0.03)
 
 
@@ -344,22 +351,22 @@ def ours(zero: int, pp: int = 2, **changes: object) -> Case:
 
 def test_what_copies_exchange_hides_where_passes_run_beside_it():
     """Sums of all at the end of a step hide nowhere, nor those of products that were put off."""
-    hidden = {zero: estimate(ours(zero)).hidden["dp"] for zero in range(4)}
+    hidden = {zero: estimate_time(ours(zero)).hidden["dp"] for zero in range(4)}
     assert hidden[0] == 0 < hidden[1] < hidden[2] < hidden[3]
-    off = estimate(ours(2, schedule=ZeroBubbleH1()))
-    assert off.hidden["dp"] < hidden[2] / 5 and off.parts["dp"] > estimate(ours(2)).parts["dp"]
-    shown = estimate(ours(3)).parts["dp"]
+    off = estimate_time(ours(2, schedule=ZeroBubbleH1()))
+    assert off.hidden["dp"] < hidden[2] / 5 and off.parts["dp"] > estimate_time(ours(2)).parts["dp"]
+    shown = estimate_time(ours(3)).parts["dp"]
     sizes, stages = Sizes(pp=2, vpp=24, ep=2), Stages.balanced(2, 24, 48)
     deep = replace(ours(3), sizes=sizes, stages=stages, schedule=Interleaved())
     # Of a chunk of one layer nothing computes while its weights come.
-    assert estimate(deep).parts["dp"] > 2 * shown > 0
+    assert estimate_time(deep).parts["dp"] > 2 * shown > 0
 
 
 def test_losses_on_further_tokens_read_one_head():
     one = case()
-    setting = setting_of(one.cluster, one.software, "bf16", frozenset())
+    setting = build_setting(one.cluster, one.software, "bf16", frozenset())
     made = PassTime(QWEN3_30B, RankShare.of(one), setting, LayerPolicy.of(one))
-    alone, further = (made.time(Held((), more, False, True)).weights for more in (0, 1))
+    alone, further = (made.layers_time(Held((), more, False, True)).weights for more in (0, 1))
     assert further - alone == 2 * QWEN3_30B.hidden**2  # what joins its two inputs
 
 
@@ -367,7 +374,7 @@ def test_state_that_fewer_ranks_share_takes_longer():
     for rule in (AdamW(lr=1e-3), Muon(lr=1e-3)):
         numbers = Numbers(optimizer=rule)
         all_, two = (
-            estimate(ours(1, keeping=Keeping(zero_ranks=ranks), numbers=numbers))
+            estimate_time(ours(1, keeping=Keeping(zero_ranks=ranks), numbers=numbers))
             for ranks in (None, 2)
         )
         # Of 8 copies of dense weights, and of 4 of experts, two share one.
@@ -376,20 +383,20 @@ def test_state_that_fewer_ranks_share_takes_longer():
 
 
 def test_other_stacks_too_sum_after_each_pass_where_gradients_are_shared_out():
-    once, each = (estimate(case(keeping=Keeping(zero=zero))).parts["dp"] for zero in (1, 2))
+    once, each = (estimate_time(case(keeping=Keeping(zero=zero))).parts["dp"] for zero in (1, 2))
     assert each > 4 * once
 
 
 def test_copies_are_further_apart_where_pipelines_lie_between():
     sizes, stages = Sizes(tp=2, pp=4, ep=2), Stages.balanced(4, 1, 48)
     base = replace(ours(1), sizes=sizes, stages=stages)
-    near, far = (estimate(replace(base, order=order)) for order in ORDERS)
+    near, far = (estimate_time(replace(base, order=order)) for order in ORDERS)
     took = [one.parts["dp"] + one.hidden["dp"] for one in (near, far)]
     assert took[1] > 2 * took[0]
 
 
 def test_each_policy_moves_the_step_the_way_it_should():
-    base = estimate(case()).seconds
+    base = estimate_time(case()).seconds
     slower = {
         "load": case(load=1.5),
         "recompute": case(keeping=Keeping(recompute=frozenset(("block",)))),
@@ -400,41 +407,41 @@ def test_each_policy_moves_the_step_the_way_it_should():
         "pages on the host": case(keeping=Keeping(page=64, page_load=1.1, spill=1.0)),
     }
     for name, other in slower.items():
-        assert estimate(other).seconds > base, name
+        assert estimate_time(other).seconds > base, name
     # Rows of 48 layers and 16 micro-batches: read and written, there and back.
-    paged, plain = (estimate(one).parts["memory"] for one in (slower["pages"], case()))
-    assert estimate(slower["pages on the host"]).parts["offload"] > 0
+    paged, plain = (estimate_time(one).parts["memory"] for one in (slower["pages"], case()))
+    assert estimate_time(slower["pages on the host"]).parts["offload"] > 0
     inputs = 2048 + 2 * 768 + 768  # of a row, and what its products have
     least = 4 * 2 * 2048 * 8 * 4096 * 48 * 16 / 3.35e12
     assert least < paged - plain < 2 * least * inputs / 2048
     wider = case(sizes=Sizes(ep=16))
-    assert estimate(wider).parts["dispatch"] > estimate(case()).parts["dispatch"]
+    assert estimate_time(wider).parts["dispatch"] > estimate_time(case()).parts["dispatch"]
     software = Software("megatron", "26.04", "partial", Overlaps(ep=True))
-    overlapped = estimate(case(sizes=Sizes(ep=16), software=software))
-    assert overlapped.seconds < estimate(wider).seconds
+    overlapped = estimate_time(case(sizes=Sizes(ep=16), software=software))
+    assert overlapped.seconds < estimate_time(wider).seconds
     assert overlapped.hidden["dispatch"] > 0
     fast = case(software=Software("megatron", "26.04", "none", host_speed=2.0))
-    assert estimate(fast).seconds < estimate(slower["no graphs"]).seconds
+    assert estimate_time(fast).seconds < estimate_time(slower["no graphs"]).seconds
 
 
 def test_narrow_formats_quantise_and_save_time_on_wide_models():
     wide = case(
         decoder=DEEPSEEK,
         stages=Stages.balanced(8, 1, 61),
-        cluster=cluster("gb200x256"),
+        cluster=parse_cluster("gb200x256"),
         sizes=Sizes(pp=8, ep=32),
         batch=2048,
     )
     narrow = replace(wide, numbers=Numbers(recipe="mxfp8"))
-    assert estimate(narrow).parts["quantise"] > 0 == estimate(wide).parts["quantise"]
-    assert estimate(narrow).seconds < estimate(wide).seconds
+    assert estimate_time(narrow).parts["quantise"] > 0 == estimate_time(wide).parts["quantise"]
+    assert estimate_time(narrow).seconds < estimate_time(wide).seconds
 
 
 def test_what_was_not_measured_is_less_certain():
-    known = estimate(case()).uncertainty
-    other = estimate(case(software=Software(stack="torchtitan"))).uncertainty
-    strange = case(cluster=cluster("a100x16"), software=Software(stack="torchtitan"))
-    assert 0 < known < other < estimate(strange).uncertainty
+    known = estimate_time(case()).uncertainty
+    other = estimate_time(case(software=Software(stack="torchtitan"))).uncertainty
+    strange = case(cluster=parse_cluster("a100x16"), software=Software(stack="torchtitan"))
+    assert 0 < known < other < estimate_time(strange).uncertainty
 
 
 def test_a_release_that_was_not_measured_is_planned_as_the_one_before():
@@ -480,7 +487,7 @@ class CoreTwice(Gqa):
 def test_operations_of_one_name_in_both_halves_are_added_up() -> None:
     """Those of one half need names of their own."""
     share = RankShare(2048, 4096, 1, 1, 1, 1, 1, 1.0, False)
-    setting = setting_of(cluster("h100x8"), Software(), "bf16", frozenset())
+    setting = build_setting(parse_cluster("h100x8"), Software(), "bf16", frozenset())
     more = list[float]()
     for gate in (False, True):
         shared = Shared(width=768, gate=gate)
@@ -490,7 +497,7 @@ def test_operations_of_one_name_in_both_halves_are_added_up() -> None:
             for kind in (Gqa, GatedTwice)
         )
         plain, gated = (layer_time(b, share, setting, LayerPolicy("alltoall")) for b in blocks)
-        more.append(gated.device - plain.device)
+        more.append(gated.device_seconds - plain.device_seconds)
     assert more[0] == pytest.approx(more[1]) and more[0] > 0
     with pytest.raises(ValueError, match="CoreTwice describes two operations named core"):
-        half(CoreTwice(heads=4, kv_heads=2, head_dim=4), share)
+        half_work(CoreTwice(heads=4, kv_heads=2, head_dim=4), share)

@@ -13,7 +13,7 @@ from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router
 from moefold.planner.case import Case, Keeping
-from moefold.planner.hardware import cluster
+from moefold.planner.hardware import parse_cluster
 from moefold.schedule.config import Interleaved, OneFOneB
 from tests.traffic.calls import BACKWARD, FORWARD
 from tests.traffic.experts import expert, spread
@@ -33,7 +33,7 @@ def case(text: str, world: int = 16, **changes: Any) -> Case:
         SEQ,
         MICRO * dp,
         1,
-        replace(cluster(f"h100x{world}"), domain=changes.pop("domain", 8)),
+        replace(parse_cluster(f"h100x{world}"), domain=changes.pop("domain", 8)),
         sizes,
         Stages.balanced(sizes.pp, sizes.vpp, LAYERS),
         Interleaved() if sizes.vpp > 1 else OneFOneB(),
