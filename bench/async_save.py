@@ -40,7 +40,7 @@ from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training.saving import Saver
-from moefold.training.state import contents
+from moefold.training.state import assigned_state
 from moefold.training.step import gradients
 
 ROWS, MICRO_BATCHES = 128, 4
@@ -70,7 +70,7 @@ class Bench:
         ]
         self.lock = FolderLock(folder, "bench")
         self.saver = Saver(folder, CheckpointPolicy(asynchronous=True, keep=1), self.lock, world)
-        self.saver.prepare(lambda: contents(self.data, self.optimizer))
+        self.saver.prepare(lambda: assigned_state(self.data, self.optimizer))
         self.number = 0
 
     def step(self) -> tuple[float, float]:
@@ -84,7 +84,8 @@ class Bench:
 
     def copy(self) -> float:
         """Return the seconds of one copy of the state into memory that is there."""
-        parts = [p.tensor for held in contents(self.data, self.optimizer).values() for p in held]
+        state = assigned_state(self.data, self.optimizer)
+        parts = [part.tensor for slices in state.values() for part in slices]
         into = [torch.zeros_like(tensor) for tensor in parts]
         started = time.perf_counter()
         for mine, tensor in zip(into, parts, strict=True):
@@ -97,7 +98,7 @@ class Bench:
         quiet = [self.step()[0] for _ in range(STEPS)]
         self.number += 1
         started = time.perf_counter()
-        self.saver.save(self.number, contents(self.data, self.optimizer), {})
+        self.saver.save(self.number, assigned_state(self.data, self.optimizer), {})
         stall = time.perf_counter() - started
         begun, beside = time.perf_counter(), []
         while self.saver._saving is not None:
@@ -130,7 +131,7 @@ def main() -> None:
         with bench.lock:
             rows = [bench.trial() for _ in range(args.trials)]
             assert verify(Path(name) / f"step-{bench.number:08d}") == []
-    state = contents(bench.data, bench.optimizer)
+    state = assigned_state(bench.data, bench.optimizer)
     size = sum(p.tensor.nbytes for held in state.values() for p in held)
     answer = summary(rows, size)
     args.out.write_text(json.dumps(answer, indent=1) + "\n")

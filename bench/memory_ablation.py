@@ -138,9 +138,10 @@ def shrunk(policy: Policy) -> Run:
 
 def execute(policy: Policy) -> Executed:
     """Run two steps of the shrunk model under a policy."""
-    from moefold.training.memory_bench import compare  # torch, which plans do without
+    from moefold.training.memory_bench import compare_bytes  # torch, which plans do without
 
-    found, parts = compare(shrunk(policy), WORLD), ("activations", "operands", "messages", "host")
+    found = compare_bytes(shrunk(policy), WORLD)
+    parts = ("activations", "operands", "messages", "host")
     wrong = (
         f"rank {one.rank} {one.action} {part}: {one.executed[part]}, planned {one.planned[part]}"
         for one in found

@@ -141,10 +141,10 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
     Raises:
         RunError: if it is invalid; lists every violation with path, rule and nearest legal value.
     """
-    return loaded_run(source, overrides).record
+    return load_run_with_origins(source, overrides).record
 
 
-def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecord[Run]:
+def load_run_with_origins(source: str | Path, overrides: Sequence[str] = ()) -> LoadedRecord[Run]:
     """Load a run as :func:`load_run` does, with the origin of each of its values."""
     if isinstance(overrides, str):
         raise TypeError(f"overrides is {overrides!r}; pass a list, such as [{overrides!r}]")

@@ -93,9 +93,9 @@ def _compare_memory(args: argparse.Namespace) -> int:
     picture = None if args.picture is None else Path(args.picture)
     if picture is not None:
         require_writable(picture)
-    from moefold.training.memory_bench import PARTS, compare, draw_bytes
+    from moefold.training.memory_bench import PARTS, compare_bytes, draw_bytes
 
-    actions = compare(run, world)
+    actions = compare_bytes(run, world)
     if picture is not None:
         draw_bytes(actions, f"{run.name}, {run.layout.split}").savefig(picture, dpi=144)
     if args.json:

@@ -23,7 +23,7 @@ from moefold.checkpoint.folder import newest
 from moefold.cli._common import add_json, progress_bars
 from moefold.data.prepare import prepare
 from moefold.files import unused_folder
-from moefold.run import Run, loaded_run
+from moefold.run import Run, load_run_with_origins
 from moefold.training.formatting import clock, count, step_time
 from moefold.training.report import BASELINES, summary
 from moefold.training.run_folder import History, held_out_sets
@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    loaded = loaded_run(RECIPE, args.overrides)
+    loaded = load_run_with_origins(RECIPE, args.overrides)
     run = loaded.record
 
     from moefold.cli._training import COMPLETED, open_job, print_summary, train_to_end

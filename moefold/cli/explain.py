@@ -47,7 +47,7 @@ from moefold.mesh.legality import folding_violations, size_violations
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.planner.count import count
 from moefold.planner.notes import notes
-from moefold.run import IDENTITY, RECIPES, Run, loaded_run
+from moefold.run import IDENTITY, RECIPES, Run, load_run_with_origins
 from moefold.spec.decoder import needs
 from moefold.training import formatting
 
@@ -119,7 +119,7 @@ def _load(args: argparse.Namespace) -> LoadedRecord[Run]:
     """Load the run; keep the layout of ``--layout`` even if it is illegal for the model."""
     overrides = overrides_of(args)
     try:
-        return loaded_run(args.source, overrides)
+        return load_run_with_origins(args.source, overrides)
     except RunError as error:
         if args.layout is None or any(
             item.path not in FITTING_LAYOUT or item.id != "relation" for item in error.violations
@@ -128,7 +128,7 @@ def _load(args: argparse.Namespace) -> LoadedRecord[Run]:
         layout = error.data["layout"]
     Sizes.parse(layout["sizes"])
     fitting = (f"{dotted(path)}={value}" for path, value in FITTING_LAYOUT.items())
-    loaded = loaded_run(args.source, [*args.overrides, *fitting])
+    loaded = load_run_with_origins(args.source, [*args.overrides, *fitting])
     kept = {str(path[-1]): layout[path[-1]] for path in FITTING_LAYOUT if path[-1] in layout}
     record = loaded.record.layout.model_copy(update=kept)
     origins = {**loaded.origins, ("layout", "sizes"): ValueOrigin("override", overrides[-1])}

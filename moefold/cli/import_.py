@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     from moefold.checkpoint.save import save
     from moefold.checkpoint.tensors import LazyTensor
     from moefold.convert.importer import import_folder
-    from moefold.training.model_checkpoint import MODEL, describe
+    from moefold.training.model_checkpoint import MODEL_PREFIX, describe_model
 
     with import_folder(args.source, args.weights) as imported, progress_bars(on_stderr()) as show:
         source, count = imported.tensors, len(imported.tensors)
         tokenizer = _tokenizer(args, imported)
-        meta = describe(imported.decoder, tokenizer)
+        meta = describe_model(imported.decoder, tokenizer)
         if tokenizer is None:  # else they are among its files
             meta |= {"special_tokens": dict(imported.special_tokens)}
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             return source[name]
 
         tensors = {
-            MODEL + name: LazyTensor(target.dtype, target.shape, partial(read, name, number))
+            MODEL_PREFIX + name: LazyTensor(target.dtype, target.shape, partial(read, name, number))
             for number, (name, target) in enumerate(source.targets.items(), 1)
         }
         path = save(args.folder, 0, tensors, meta)

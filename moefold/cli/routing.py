@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from moefold.files import write_text
-from moefold.training.routing_trace import lines
+from moefold.training.routing_trace import iter_figures
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     if not args.folder.is_dir():
         raise FileNotFoundError(2, "no such folder", str(args.folder))
-    rows = (json.dumps(line) for line in lines(args.folder, args.tokens))
+    rows = (json.dumps(line) for line in iter_figures(args.folder, args.tokens))
     if args.out is None:
         for row in rows:
             print(row)

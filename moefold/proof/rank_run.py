@@ -163,7 +163,7 @@ class RankRun:
         self.data = ShardedState(self.placed)
         self.placed = self.data.placed
         self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
-        self.objective: Objective = build(case.subject.loss).trial(self.placed, case.subject)
+        self.objective: Objective = build(case.subject.loss).for_proof(self.placed, case.subject)
         self.result = RankResult()
 
     def run(self, fault: InjectedFault | None) -> RankResult:
@@ -223,7 +223,7 @@ class RankRun:
         scale = clip_scale(figures.grad_norm, self.subject.optim.clip_norm)  # type: ignore[attr-defined]
         values = {"lm_loss": figures.lm_loss, "grad_norm": figures.grad_norm, "clip": scale}
         values |= {f"router/{name}": value for name, value in figures.router_terms.items()}
-        values |= figures.more
+        values |= figures.extra_figures
         for name, value in values.items():
             self.result.figures.setdefault(name, []).append(value)
         return scale

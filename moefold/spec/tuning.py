@@ -15,7 +15,7 @@ from moefold.model.families.peft import read_adapter
 from moefold.optim.config import matches
 from moefold.spec.decoder import LORA_B, model_weights
 from moefold.spec.layer import LayerSpec, Weight, rounded_up
-from moefold.training.config import LAYER_TARGETS, MORE_TARGETS, Lora
+from moefold.training.config import LAYER_TARGETS, OTHER_TARGETS, Lora
 
 
 def tuned(decoder: Decoder, frozen: Sequence[str], adapter: Lora | None) -> Decoder:
@@ -125,7 +125,7 @@ def adapter_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     weights = [w for w in model_weights(decoder) if is_target(w, ("*",))]
     for place, target in enumerate(lora.targets):
         if not any(is_target(weight, (target,)) for weight in weights):
-            words = [*LAYER_TARGETS, *MORE_TARGETS, "all"]
+            words = [*LAYER_TARGETS, *OTHER_TARGETS, "all"]
             there = [w for w in words if any(is_target(weight, (w,)) for weight in weights)]
             names = [weight.name for weight in weights]
             nearest = closest(target, there) or nearest_name(target, names)
@@ -152,7 +152,7 @@ def first_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     scales = adapter_scales(adapted)
     if first.keys() != scales.keys():
         matched = [w for w in model_weights(decoder) if w.name in first]
-        words = (*LAYER_TARGETS, *MORE_TARGETS)
+        words = (*LAYER_TARGETS, *OTHER_TARGETS)
         named = [w for w in words if any(is_target(weight, (w,)) for weight in matched)]
         same = {w.name for w in model_weights(decoder) if is_target(w, named)} == first.keys()
         nearest = named if same else list(first)

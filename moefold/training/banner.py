@@ -6,6 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from moefold.training.trainer import Trainer
 Row = tuple[str, str]
 
 
-def rows(job: Trainer) -> list[Row]:
+def banner_rows(job: Trainer) -> list[Row]:
     """Return the banner's lines as (title, text); an empty title continues the line above."""
     lines = [*_model(job), *_cost(job), *_execution(job), ("balance", _balance(job)), *_data(job)]
     lines.append(("folder", str(job.folder)))
@@ -41,7 +42,7 @@ def rows(job: Trainer) -> list[Row]:
     return lines
 
 
-def facts(job: Trainer) -> dict[str, Any]:
+def banner_facts(job: Trainer) -> dict[str, Any]:
     """Return the banner's figures for programs."""
     run, counts = job.run, job.counts
     return {
@@ -62,13 +63,13 @@ def facts(job: Trainer) -> dict[str, Any]:
         "layout": job.run.layout.split.text,
         "device": str(job.device),
         "threads": torch.get_num_threads(),
-        "rows": [list(row) for row in rows(job)],
+        "rows": [list(row) for row in banner_rows(job)],
     }
 
 
-def panel(job: Trainer, more: Sequence[Row] = ()) -> Panel:
-    """Return the banner for a terminal or a log, with the lines of ``more`` at its end."""
-    return card(f"[bold]{job.run.name}[/] · moefold", [*rows(job), *more], "cyan")
+def panel(job: Trainer, extra_rows: Sequence[Row] = ()) -> Panel:
+    """Return the banner for a terminal or a log, with ``extra_rows`` at its end."""
+    return card(f"[bold]{job.run.name}[/] · moefold", [*banner_rows(job), *extra_rows], "cyan")
 
 
 def card(title: str, rows: Iterable[tuple[str, str | Text]], colour: str) -> Panel:
@@ -76,8 +77,8 @@ def card(title: str, rows: Iterable[tuple[str, str | Text]], colour: str) -> Pan
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for what, text in rows:
-        table.add_row(what, Text.assemble(text))
+    for label, text in rows:
+        table.add_row(label, Text.assemble(text))
     return Panel(table, title=title, title_align="left", border_style=colour, expand=False)
 
 
@@ -94,9 +95,8 @@ def min_step_time(job: Trainer) -> float:
 
 def state_bytes(job: Trainer) -> int:
     """Return the bytes of parameters, their gradients and the optimizer's state."""
-    parameters = ((p, p.numel() * p.element_size()) for p in job.model.parameters())
-    held = (t.numel() * t.element_size() for t in job.optimizer.state().values())
-    return sum(size * (1 + p.requires_grad) for p, size in parameters) + sum(held)
+    parameter_bytes = sum(p.nbytes * (1 + p.requires_grad) for p in job.model.parameters())
+    return parameter_bytes + sum(t.nbytes for t in job.optimizer.state().values())
 
 
 def _model(job: Trainer) -> Iterator[Row]:
@@ -114,22 +114,22 @@ def _model(job: Trainer) -> Iterator[Row]:
     kinds = Counter(words_of(block.ffn) for block in decoder.blocks)
     layers = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
     yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
-    frozen = [w for w in model_weights(decoder) if w.frozen]
+    frozen = [weight for weight in model_weights(decoder) if weight.frozen]
     if frozen:
-        fixed = sum(w.elements for w in frozen)
+        fixed = sum(weight.elements for weight in frozen)
         yield (
             "",
             f"trained: {count(counts.parameters - fixed)} parameters; {count(fixed)} in "
             f"{plural(len(frozen), 'tensor')} are frozen, without gradient and optimizer state",
         )
-    found: dict[tuple[str, int, float], list[str]] = {}
-    for adapter in (one for each in (decoder, *decoder.blocks) for one in each.adapters):
+    leaves_by_adapter: dict[tuple[str, int, float], list[str]] = {}
+    for adapter in chain.from_iterable(part.adapters for part in (decoder, *decoder.blocks)):
         path, _, leaf = adapter.weight.removesuffix(".weight").rpartition(".")
-        found.setdefault((path, adapter.rank, adapter.scale), []).append(leaf)
-    for number, ((path, rank, scale), leaves) in enumerate(found.items()):
-        each = ", ".join(f"{n} × {leaf}" for leaf, n in Counter(leaves).items())
-        where = f"{path}: " if path else ""
-        yield "" if number else "adapters", f"{where}{each}, rank {rank}, scale {scale:g}"
+        leaves_by_adapter.setdefault((path, adapter.rank, adapter.scale), []).append(leaf)
+    for number, ((path, rank, scale), leaves) in enumerate(leaves_by_adapter.items()):
+        counts_text = ", ".join(f"{n} × {leaf}" for leaf, n in Counter(leaves).items())
+        prefix = f"{path}: " if path else ""
+        yield "" if number else "adapters", f"{prefix}{counts_text}, rank {rank}, scale {scale:g}"
 
 
 def _cost(job: Trainer) -> Iterator[Row]:
@@ -180,22 +180,22 @@ def _execution(job: Trainer) -> Iterator[Row]:
         rate += f" of {si(job.utilisation.peak)}FLOP/s published peak"
     rate += " per rank" if job.world.size > 1 else ""
     layout = job.run.layout.split.text or "of data-parallel ranks only"
-    over = "NCCL" if job.device.type == "cuda" else "gloo"
-    several = f"{job.world.size}, layout {layout}, over {over}"
-    yield "ranks", "one" if job.world.size == 1 else several
+    backend = "NCCL" if job.device.type == "cuda" else "gloo"
+    ranks_text = f"{job.world.size}, layout {layout}, over {backend}"
+    yield "ranks", "one" if job.world.size == 1 else ranks_text
     yield "device", f"{_device(job)}; {rate}"
     master = str(job.model.recipe.master_dtype).removeprefix("torch.")
     masters = "" if master == str(dtype).removeprefix("torch.") else f", {master} master weights"
     choice = f"{job.precision.why}; measured: {job.precision.rates_text}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({choice})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
-        number, wide = len(narrow_weights(job.run.decoder())), str(dtype).removeprefix("torch.")
-        three = f"y, dx and dw in {quantise.kind}"
+        num_narrow, wide = len(narrow_weights(job.run.decoder())), str(dtype).removeprefix("torch.")
+        products = f"y, dx and dw in {quantise.kind}"
         if quantise.wgrad == "wide":
-            three = f"y and dx in {quantise.kind}, dw in {wide}"
+            products = f"y and dx in {quantise.kind}, dw in {wide}"
         if quantise.scaling == "delayed":
-            three += ", with delayed scaling"
-        yield "quantise", f"products of {number} weights: {three}"
+            products += ", with delayed scaling"
+        yield "quantise", f"products of {num_narrow} weights: {products}"
         recipe = recipe_of(quantise)
         use = recipe.product_spec("y", False, dtype, job.device)
         yield from (
@@ -212,8 +212,8 @@ def _execution(job: Trainer) -> Iterator[Row]:
     if job.device.type == "cuda":
         yield "kernels", why_no_triton("cuda") or "moefold's Triton kernels, except in fp64"
     yield "attention", "scaled_dot_product_attention within each document"
-    for number, (kind, text) in enumerate(job.optimizer.describe().items()):
-        yield "" if number else "optimizer", f"{kind}: {text}"
+    for index, (kind, text) in enumerate(job.optimizer.describe().items()):
+        yield "" if index else "optimizer", f"{kind}: {text}"
     extra = orthogonal_flops(job.decoder, job.run.optim)
     if extra:
         step = tokens_per_step(job) * job.counts.flops_per_token(job.run.data.seq, causal=True)
@@ -221,20 +221,21 @@ def _execution(job: Trainer) -> Iterator[Row]:
         yield "", f"Newton-Schulz: {si(extra)}FLOP a step, {share}, not counted in MFU"
     if job.device.type == "cuda" and job.run.layout.graphs != "none":
         with suppress(ValueError):  # the planner does not know the run
-            held = max(graph_bytes(job.run, job.world.size))
-            yield "graphs", f"{job.run.layout.graphs}: {size(held)} planned for inputs and outputs"
+            buffer_bytes = max(graph_bytes(job.run, job.world.size))
+            kind = job.run.layout.graphs
+            yield "graphs", f"{kind}: {size(buffer_bytes)} planned for inputs and outputs"
     recompute = job.run.layout.recompute
     if recompute is not None:
         modules = ", ".join(getattr(recompute, "modules", ()))
         kind = getattr(recompute, "kind", type(recompute).__name__)
         yield "recompute", f"{kind} {modules}".strip()
     offload = job.run.layout.offload
-    for place, to in ({} if offload is None else offload.destinations).items():
+    for destination, offload_part in ({} if offload is None else offload.destinations).items():
         yield (
-            f"{'in' if place == 'pages' else 'on'} {place}",
-            f"{', '.join(to.modules)} of {to.share:.0%} of the layers",
+            f"{'in' if destination == 'pages' else 'on'} {destination}",
+            f"{', '.join(offload_part.modules)} of {offload_part.share:.0%} of the layers",
         )
-        if spill := getattr(to, "spill", 0):
+        if spill := getattr(offload_part, "spill", 0):
             yield "on host", f"pages of {spill:.0%} of the layers, until backward"
 
 
@@ -248,14 +249,14 @@ def _balance(job: Trainer) -> str:
     for _, mixture in model.moe_layers():
         for name, coefficient in mixture.terms.items():
             coefficients_by_term.setdefault(name, []).append(coefficient)
-        for part in mixture.record.balance:
-            if isinstance(part, Bias):
-                rates[part.rate] = rates.get(part.rate, 0) + 1
+        for term in mixture.record.balance:
+            if isinstance(term, Bias):
+                rates[term.rate] = rates.get(term.rate, 0) + 1
     texts = []
     for name, coefficients in coefficients_by_term.items():
-        each = " and ".join(f"{c:g}" for c in dict.fromkeys(coefficients))
+        values = " and ".join(f"{c:g}" for c in dict.fromkeys(coefficients))
         total = math.fsum(coefficients)
-        texts.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in total")
+        texts.append(f"{name}: {values} in each of {len(coefficients)} layers, {total:g} in total")
     texts += [f"selection bias: rate {rate:g} in {n} layers" for rate, n in rates.items()]
     if not texts:
         return "none" if any(model.moe_layers()) else "none (no experts)"
@@ -277,9 +278,9 @@ def _data(job: Trainer) -> Iterator[Row]:
         documents, tokens = part.corpus.n_documents, count(part.corpus.n_tokens)
         yield "held out", f"{part.name}: {documents:,} documents, {tokens} tokens"
     for name, reasons in prepared.skipped.items():
-        for reason, found in reasons.items():
-            first = ", ".join(found["first"][:2])
-            yield "skipped", f"{name}: {plural(found['count'], 'document')}, {reason}: {first}"
+        for reason, skipped in reasons.items():
+            first = ", ".join(skipped["first"][:2])
+            yield "skipped", f"{name}: {plural(skipped['count'], 'document')}, {reason}: {first}"
     tokenizer = job.tokenizer
     kind = getattr(job.run.data.tokenizer, "kind", "")
     yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"

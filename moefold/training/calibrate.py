@@ -119,24 +119,25 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        first = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
-        cases = {source: _case(run, first) for source, run in runs.items()}
+        unfitted = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
+        cases = {source: _case(run, unfitted) for source, run in runs.items()}
         formats = sorted({case.numbers.recipe for case in cases.values()})
-        smalls = {
-            f"{recipe} {number}": small.case(recipe, first)
+        small_cases = {
+            f"{recipe} {number}": small_model.case(recipe, unfitted)
             for recipe in formats
-            for number, small in enumerate(SMALL_MODELS)
+            for number, small_model in enumerate(SMALL_MODELS)
         }
-        timed = {name: build_step(case) for name, case in {**smalls, **cases}.items()}
-        took = time_calls(timed, rounds)
+        step_functions = {name: build_step(case) for name, case in {**small_cases, **cases}.items()}
+        timings = time_calls(step_functions, rounds)
     finally:
         torch.set_num_threads(threads)
-    machine, steps = fit_machine(first, list(smalls.values()), [took[n]["own"] for n in smalls]), {}
+    measured = [timings[name]["own"] for name in small_cases]
+    machine, steps = fit_machine(unfitted, list(small_cases.values()), measured), {}
     for source, run in runs.items():
-        planned, own = estimate_time(_case(run, machine)).seconds, took[source]["own"]
+        planned, cpu_s = estimate_time(_case(run, machine)).seconds, timings[source]["own"]
         steps[source] = {
-            "planned_s": planned, "measured_s": own, "wall_s": took[source]["wall"],
-            "off": planned / own - 1,
+            "planned_s": planned, "measured_s": cpu_s, "wall_s": timings[source]["wall"],
+            "off": planned / cpu_s - 1,
         }  # fmt: skip
     return machine, steps
 
@@ -157,22 +158,24 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
     # Large sums: two rows are read and one is written.
     bandwidth = 3 * a.nbytes / _median_seconds(lambda: torch.add(a, b, out=out), 0.2)
     peaks, rates = {}, {}
-    for form, dtype in FORMATS.items():
+    for precision, dtype in FORMATS.items():
         products = list[tuple[int, int, int, float]]()
         for m, n, k in SHAPES:
             x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-            taken = _median_seconds(partial(torch.mm, x, w.t()), times=max(1, 2**24 // (m * n * k)))
-            products.append((m, n, k, 2 * m * n * k / taken))
-        peaks[form] = peak = max(rate for *_, rate in products)
-        passes = _measure_attention(peak, dtype)
+            times = max(1, 2**24 // (m * n * k))
+            seconds = _median_seconds(partial(torch.mm, x, w.t()), times=times)
+            products.append((m, n, k, 2 * m * n * k / seconds))
+        peaks[precision] = peak = max(rate for *_, rate in products)
+        attention_shares = _measure_attention(peak, dtype)
         share, half = fit_gemm(products, peak)
-        rates[form] = {
+        rates[precision] = {
             "gemm": share, "half": half, "memory": 1.0, "device": 1.0,
             "kernel_s": tables["call_s"], "launch_s": 0.0, "step_s": 0.0,
         }  # fmt: skip
-        for way, found in passes.items():
-            rates[form][f"{way}_rate"], rates[form][f"{way}_half"] = fit_length(found, HEAD_DIM)
-        tables[form] = {"products": products, "attention": passes}
+        for direction, shares in attention_shares.items():
+            rate, half = fit_length(shares, HEAD_DIM)
+            rates[precision] |= {f"{direction}_rate": rate, f"{direction}_half": half}
+        tables[precision] = {"products": products, "attention": attention_shares}
     return Machine(
         name, torch.get_num_threads(), software, peaks["fp32"], peaks["bf16"], bandwidth,
         memory_bytes, rates, tables,
@@ -180,38 +183,38 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
 
 
 def _median_seconds(call: Callable[[], Any], min_seconds: float = 0.05, times: int = 1) -> float:
-    """Return the median CPU seconds of a call, measured for at least ``least`` seconds.
+    """Return the median CPU seconds of a call, measured for at least ``min_seconds``.
 
     Each measurement covers ``times`` calls, for short ones.
     """
     call()
-    taken: list[float] = []
-    while sum(taken) < min_seconds or len(taken) < 5:
+    seconds: list[float] = []
+    while sum(seconds) < min_seconds or len(seconds) < 5:
         started = time.process_time()
         for _ in range(times):
             call()
-        taken.append(time.process_time() - started)
-    return median(taken) / times
+        seconds.append(time.process_time() - started)
+    return median(seconds) / times
 
 
-def fit_gemm(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
+def fit_gemm(products: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
     """Return the share of the peak and the half size that fit the products' log rates best."""
 
-    def fitted(half: float) -> tuple[float, float, float]:
+    def fit_share(half: float) -> tuple[float, float, float]:
         h = half * peak / 1e15
-        logs = [
-            log(rate * (1 + h / m) * (1 + h / n) * (1 + h / k) / peak) for m, n, k, rate in found
+        log_rates = [
+            log(rate * (1 + h / m) * (1 + h / n) * (1 + h / k) / peak) for m, n, k, rate in products
         ]
-        share = median(logs)
-        return sum(abs(one - share) for one in logs), exp(share), half
+        share = median(log_rates)
+        return sum(abs(log_rate - share) for log_rate in log_rates), exp(share), half
 
-    _, share, half = min(fitted(2.0**i * 1e3) for i in range(-10, 18))
+    _, share, half = min(fit_share(2.0**i * 1e3) for i in range(-10, 18))
     return share, half
 
 
 def _measure_attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, float]]]:
     """Return lengths with attention's share of the peak rate, for forward and backward."""
-    found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
+    shares: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
     for length in LENGTHS:
         q, k, v = (torch.randn(length, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
         attend = partial(attention, q, k, v, (length,), HEAD_DIM**-0.5)
@@ -220,17 +223,17 @@ def _measure_attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[
         for x in (q, k, v):
             x.requires_grad_()
         backward = _median_seconds(lambda attend=attend: attend().sum().backward()) - forward
-        found["forward"].append((length, flops / forward / peak))
-        found["backward"].append((length, 2.5 * flops / max(backward, 1e-7) / peak))
-    return found
+        shares["forward"].append((length, flops / forward / peak))
+        shares["backward"].append((length, 2.5 * flops / max(backward, 1e-7) / peak))
+    return shares
 
 
-def fit_length(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:
+def fit_length(shares: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:
     """Return rate and half length of ``share = rate / (1 + half / length)``, from both ends.
 
-    ``found`` is in ascending order of length. The time model scales rates by head dim over 128.
+    ``shares`` is in ascending order of length. The time model scales rates by head dim over 128.
     """
-    (short, low), (long, high) = found[0], found[-1]
+    (short, low), (long, high) = shares[0], shares[-1]
     half = max(0.0, (high - low) / max(low / short - high / long, 1e-9))
     return high * (1 + half / long) * 128 / dim, half
 
@@ -268,18 +271,18 @@ def time_calls(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
     """
     for call in calls.values():
         call()
-    own: dict[str, list[float]] = {name: [] for name in calls}
-    wall: dict[str, list[float]] = {name: [] for name in calls}
+    cpu_s: dict[str, list[float]] = {name: [] for name in calls}
+    wall_s: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            started, spent = time.perf_counter(), time.process_time()
+            started, cpu_started = time.perf_counter(), time.process_time()
             call()
-            own[name].append(time.process_time() - spent)
-            wall[name].append(time.perf_counter() - started)
-    return {name: {"own": median(own[name]), "wall": median(wall[name])} for name in calls}
+            cpu_s[name].append(time.process_time() - cpu_started)
+            wall_s[name].append(time.perf_counter() - started)
+    return {name: {"own": median(cpu_s[name]), "wall": median(wall_s[name])} for name in calls}
 
 
-def features(case: Case) -> list[float]:
+def planned_seconds(case: Case) -> list[float]:
     """Return a step's planned seconds by part, in the order of ``PARTS``."""
     software, numbers, parts = case.software, case.numbers, estimate_time(case).parts
     setting = build_setting(case.cluster, software, numbers.recipe, numbers.narrowed)
@@ -296,34 +299,34 @@ def fit_machine(machine: Machine, cases: Sequence[Case], measured: Sequence[floa
     ``measured`` has the seconds of the steps that ``cases`` describe, in one or both formats.
     """
     rates, tables = dict(machine.rates), dict(machine.tables)
-    for form in {case.numbers.recipe for case in cases}:
-        own = [i for i, case in enumerate(cases) if case.numbers.recipe == form]
+    for precision in {case.numbers.recipe for case in cases}:
+        indices = [i for i, case in enumerate(cases) if case.numbers.recipe == precision]
         factors = _fit_factors(
-            torch.tensor([features(cases[i]) for i in own], dtype=torch.float64),
-            torch.tensor([measured[i] for i in own], dtype=torch.float64),
+            torch.tensor([planned_seconds(cases[i]) for i in indices], dtype=torch.float64),
+            torch.tensor([measured[i] for i in indices], dtype=torch.float64),
         )
         # With these rates each part takes longer by its factor.
-        found = dict(rates[form])
+        fitted = dict(rates[precision])
         for name in ("gemm", "forward_rate", "backward_rate"):
-            found[name] /= factors["compute"]
-        found["memory"] = 1 / factors["optimizer"]
-        found["device"] = factors["memory"] / factors["optimizer"]
-        found["kernel_s"] *= factors["launch"] / found["device"]
-        found["step_s"] = factors["step"] * 1e-3
-        rates[form], tables[form] = found, {**tables[form], "factors": factors}
+            fitted[name] /= factors["compute"]
+        fitted["memory"] = 1 / factors["optimizer"]
+        fitted["device"] = factors["memory"] / factors["optimizer"]
+        fitted["kernel_s"] *= factors["launch"] / fitted["device"]
+        fitted["step_s"] = factors["step"] * 1e-3
+        rates[precision], tables[precision] = fitted, {**tables[precision], "factors": factors}
     return replace(machine, rates=rates, tables=tables)
 
 
 def _fit_factors(rows: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:
     """Return each part's factor by least relative squares, near 1 if the steps do not show it."""
-    lowest, sure = torch.tensor(list(PARTS.values()), dtype=torch.float64).T
+    lower_bound, prior_deviation = torch.tensor(list(PARTS.values()), dtype=torch.float64).T
     scaled = rows / measured[:, None] / NOISE
-    left = scaled.T @ scaled + torch.diag(1 / sure**2)
-    right = scaled.sum(0) / NOISE + 1 / sure**2
-    factors = torch.ones_like(sure)
+    matrix = scaled.T @ scaled + torch.diag(1 / prior_deviation**2)
+    vector = scaled.sum(0) / NOISE + 1 / prior_deviation**2
+    factors = torch.ones_like(prior_deviation)
     # Coordinate descent, since factors have lower bounds: no part takes negative time.
     for _ in range(500):
         for i in range(len(factors)):
-            rest = right[i] - left[i] @ factors + left[i, i] * factors[i]
-            factors[i] = torch.maximum(lowest[i], rest / left[i, i])
+            residual = vector[i] - matrix[i] @ factors + matrix[i, i] * factors[i]
+            factors[i] = torch.maximum(lower_bound[i], residual / matrix[i, i])
     return dict(zip(PARTS, factors.tolist(), strict=True))

@@ -18,7 +18,7 @@ NONFINITE = Slot("policy on a non-finite step")
 ADAPTER = Slot("adapter")
 LAYER_TARGETS = ("attention", "ffn", "shared", "experts")
 """Names of groups of weights in ``adapter.targets`` that ``all`` includes."""
-MORE_TARGETS = ("router", "head")
+OTHER_TARGETS = ("router", "head")
 
 
 @NONFINITE.register

@@ -22,7 +22,7 @@ from moefold.mesh.folding import Folding
 from moefold.run import Run, require_fit
 from moefold.training.hooks.base import JobView
 
-REPORTS = "hangs"
+HANG_REPORTS_FOLDER = "hangs"
 """Subfolder of the run folder for the reports that ranks write when communication hangs."""
 MESSAGES = Messages(
     "saving after this step; Ctrl-C again to stop now",
@@ -56,7 +56,7 @@ def open_world(run: Run, info: RankInfo, folder: Path) -> World:
     require_fit(run, info.world_size)
     folding = Folding(run.layout.split, info.world_size, run.layout.order)
     device = cuda_device(info) if device_kind() == "cuda" else torch.device("cpu")
-    return World.open(folding, device, run.watch.time_out_s, folder / REPORTS)
+    return World.open(folding, device, run.watch.time_out_s, folder / HANG_REPORTS_FOLDER)
 
 
 class RankZeroRunner:
@@ -79,15 +79,15 @@ class RankZeroRunner:
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method on all ranks: broadcast by rank 0 inside ``lead``; elsewhere all call it."""
-        leads, self._leading = self._leading, False
+        was_leading, self._leading = self._leading, False
         try:
-            if leads:
+            if was_leading:
                 broadcast_from_first(
                     {"call": method.__name__, "args": args, "how": kwargs}, self._ranks
                 )
             return method(self._job, *args, **kwargs)
         finally:
-            self._leading = leads
+            self._leading = was_leading
 
     def lead(self, function: Callable[[], Any], answer: Callable[[], Any]) -> Any:
         """Run ``function`` on rank 0 while others serve its calls; return rank 0's ``answer()``.
@@ -104,14 +104,14 @@ class RankZeroRunner:
                 return message["answer"]
             with suppress(SaveError):  # It is raised on rank 0 too, which decides.
                 getattr(self._job, message["call"])(*message["args"], **message["how"])
-        leads, self._leading = self._leading, True
+        was_leading, self._leading = self._leading, True
         try:
             function()
         except BaseException as error:
             broadcast_from_first({"error": f"{type(error).__name__}: {error}"}, self._ranks)
             raise
         finally:
-            self._leading = leads
+            self._leading = was_leading
         return broadcast_from_first({"answer": answer()}, self._ranks)["answer"]
 
 
@@ -126,10 +126,10 @@ def on_all_ranks(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
     """
 
     @wraps(method)
-    def called(self: Any, *args: P.args, **how: P.kwargs) -> R:
-        return self.rank_zero.call(method, *args, **how)
+    def call_on_all_ranks(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.rank_zero.call(method, *args, **kwargs)
 
-    return called
+    return call_on_all_ranks
 
 
 @contextmanager
@@ -144,19 +144,19 @@ def stop_on_signals(job: JobView) -> Iterator[None]:
         yield
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
         job.request_stop(f"received {signal.Signals(number).name}")
-        signal.signal(number, now if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
         if number == signal.SIGINT and messages.first:
             write_stderr(messages.first)
 
-    def now(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(messages.second)
 
-    before = {number: signal.signal(number, handle) for number in FORWARDED_SIGNALS}
+    previous_handlers = {n: signal.signal(n, request_stop) for n in FORWARDED_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             # None: a handler that Python did not install and cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

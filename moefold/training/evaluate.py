@@ -33,13 +33,13 @@ def evaluate_sets(
     nats = labels = 0.0
     for name in loader.evaluation_sets:
         batches = loader.evaluation(name, tokens)
-        (loss, *more), count, n_bytes = evaluate(placed, batches, loss_chunk, objective)
-        metrics[f"val/{name}/loss"] = loss / max(count, 1)
-        for figure, total in zip(objective.figures, more, strict=True):
-            metrics[f"val/{name}/{figure}"] = total / max(count, 1)
+        (loss, *extra_totals), units, n_bytes = evaluate(placed, batches, loss_chunk, objective)
+        metrics[f"val/{name}/loss"] = loss / max(units, 1)
+        for figure, total in zip(objective.figures, extra_totals, strict=True):
+            metrics[f"val/{name}/{figure}"] = total / max(units, 1)
         if n_bytes and not objective.figures:
             metrics[f"val/{name}/bits_per_byte"] = loss / math.log(2) / n_bytes
-        nats, labels = nats + loss, labels + count
+        nats, labels = nats + loss, labels + units
     return {"val_loss": nats / labels, **metrics} if labels else metrics
 
 

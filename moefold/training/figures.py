@@ -32,7 +32,7 @@ class StepFigures:
     """Valid rows."""
     stop: bool = False
     """Whether some rank was asked to end the run."""
-    more: Mapping[str, float] = field(default_factory=dict)
+    extra_figures: Mapping[str, float] = field(default_factory=dict)
     """Means of the loss's further figures, and the loss of each further token."""
     needed_rows: int = 0
     """Sufficient ``layout.dispatch.max_rows`` if the step was redone after an overflow; else 0."""
@@ -58,17 +58,17 @@ def sum_counts(placed: ModelParts, batches: Sequence[MicroBatch], objective: Obj
     """Sum the counts of all data ranks' micro-batches."""
     world, multi_token = placed.world, placed.model.record.multi_token
     losses = 1 + len(multi_token)
-    labels = [sum(b.shift(later).n_labels for b in batches) for later in range(1, losses)]
+    labels = [sum(b.shift(offset).n_labels for b in batches) for offset in range(1, losses)]
     local = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
     pinned = world.device.type == "cuda"  # else the host would wait for the copy
     on_device = torch.tensor(local, pin_memory=pinned).to(world.device, non_blocking=True)
     rows = on_device[losses:]
     counts = sum_(torch.cat([on_device[:losses], rows.sum(0, keepdim=True)]), world.group("dp"))
-    wide = counts.clamp(min=1).to(widest_dtype(world.device))
-    scale_L = wide[:-1].reciprocal()
-    for later, one in enumerate(multi_token, 1):
-        scale_L[later] *= one.weight
-    return Totals(counts, Factors(scale_L, rows / wide[-1]))
+    float_counts = counts.clamp(min=1).to(widest_dtype(world.device))
+    scale_L = float_counts[:-1].reciprocal()
+    for offset, future_token in enumerate(multi_token, 1):
+        scale_L[offset] *= future_token.weight
+    return Totals(counts, Factors(scale_L, rows / float_counts[-1]))
 
 
 def reduce_figures(
@@ -78,13 +78,13 @@ def reduce_figures(
     norm_squared: Tensor,
     stop: bool,
     missing: Tensor | None,
-    more: Sequence[str],
+    extra_names: Sequence[str],
 ) -> tuple[StepFigures, Tensor | None]:
     """Sum all ranks' parts of the metrics, and read them from the device once.
 
-    ``more`` names the further figures of the loss, then the loss of each further token.
+    ``extra_names`` names the further figures of the loss, then the loss of each further token.
     """
-    means, sizes = 1 + len(more), len(totals.counts)
+    means, sizes = 1 + len(extra_names), len(totals.counts)
     mixtures, names = dict(placed.model.moe_layers()), list(placed.term_layers)
     values = norm_squared.new_zeros(2 + means + len(names) + (missing is not None))
     values[0] = norm_squared
@@ -94,27 +94,26 @@ def reduce_figures(
     if result.losses:
         values[1 : 1 + means] = torch.stack(result.losses).sum(0)
     fraction_M = totals.factors.fraction_M.unbind()
-    for at, name in enumerate(names, 1 + means):
-        found = [
+    for index, name in enumerate(names, 1 + means):
+        weighted_terms = [
             (terms_N[list(mixtures[layer].terms).index(name)], fraction_M[micro])
             for micro, layer, terms_N in result.terms
             if name in mixtures[layer].terms
         ]
-        if found:
-            terms, fractions = (torch.stack(part) for part in zip(*found, strict=True))
-            values[at] = (terms * fractions).sum() / placed.term_layers[name]
+        if weighted_terms:
+            terms, fractions = (torch.stack(part) for part in zip(*weighted_terms, strict=True))
+            values[index] = (terms * fractions).sum() / placed.term_layers[name]
     summed = sum_(values, placed.world.group("world"))
     scalars = read_scalars(*summed.unbind(), *totals.counts.unbind())
     squared, *sums, stops = scalars[:-sizes]
     units, *labels, tokens = scalars[-sizes:]
-    of = [units] * (means - len(labels)) + labels
-    loss, *further = (total / max(by, 1) for total, by in zip(sums[:means], of, strict=True))
+    denominators = [units] * (means - len(labels)) + labels
+    loss, *extra = (s / max(n, 1) for s, n in zip(sums[:means], denominators, strict=True))
     terms = sums[means:]
     norm = math.sqrt(squared) if squared >= 0 else squared
     by_name = dict(zip(names, terms, strict=False))  # The overflow flag comes last.
-    figures = StepFigures(
-        loss, norm, by_name, round(tokens), stops > 0, dict(zip(more, further, strict=True))
-    )
+    extra_figures = dict(zip(extra_names, extra, strict=True))
+    figures = StepFigures(loss, norm, by_name, round(tokens), stops > 0, extra_figures)
     return figures, missing if missing is not None and terms[-1] > 0 else None
 
 
@@ -127,7 +126,7 @@ def routing_health(placed: ModelParts) -> list[dict[str, Any]]:
     for number, mixture in placed.model.moe_layers():
         figures = mixture.balance.health(mixture.router)
         statistics = {"layer": number, "top_k": mixture.record.router.top_k}
-        layers.append(statistics | {name: held.tolist() for name, held in figures.items()})
-    first = placed.world.group("stage").index == 0
-    everywhere = gather_objects(layers if first else [], placed.world.on_host)
-    return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
+        layers.append(statistics | {name: values.tolist() for name, values in figures.items()})
+    is_first = placed.world.group("stage").index == 0
+    layers_by_rank = gather_objects(layers if is_first else [], placed.world.on_host)
+    return sorted(chain.from_iterable(layers_by_rank), key=itemgetter("layer"))

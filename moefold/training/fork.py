@@ -70,22 +70,24 @@ def fork(
             ) from None
         if weights:
             raise
-        seen = all(name.endswith(".amaxes") for name in names)
-        what = "scaling histories (train.quantise)" if seen else "optimizer states (optim)"
+        only_histories = all(name.endswith(".amaxes") for name in names)
+        what = (
+            "scaling histories (train.quantise)" if only_histories else "optimizer states (optim)"
+        )
         raise CheckpointError(
             f"{path} and this run have different {what}; --weights-only takes only the weights"
         ) from None
     job.data.refresh_weights()
-    before = with_current_defaults(meta["run"], job.run) if "run" in meta else {}
+    stored_run = with_current_defaults(meta["run"], job.run) if "run" in meta else {}
     if not weights_only:
-        job.progress = job.progress.rebatched(before["train"]["batch"], job.run.train.batch)
+        job.progress = job.progress.rebatched(stored_run["train"]["batch"], job.run.train.batch)
         job.loader.offset = job.progress.sequence_offset
     facts = {
         "from": str(path),
         "taken": ["weights"] if weights_only else ["weights", "optimizer state", "progress"],
         "tokenizer": tokenizer,
         "step": job.step_number,
-        "changed": differences(before, to_dict(job.run)) if before else [],
+        "changed": differences(stored_run, to_dict(job.run)) if stored_run else [],
     }
     run_on_first(lambda: write_json(job.folder / FORK_FILE, facts), ranks)
     job.save()

@@ -37,7 +37,7 @@ from moefold.training.saving import start_background
 NAME_FILE = "local.json"
 """File in the run folder with the name of its copies, which are of no use without it."""
 HEAD_BYTES = 65536
-TYPES = [int, str, int, str, str]
+HEAD_TYPES = [int, str, int, str, str]
 _log = logging.getLogger("moefold.training")
 
 
@@ -96,18 +96,18 @@ class LocalCopies:
             return
         self.wait()
         ranks, tensors = self._world.on_host, state()
-        own = torch.empty(packed_size(tensors), dtype=torch.uint8)
-        pack(tensors, own)
-        parts = [(ranks.index, self._signature, own)]
-        headers = gather_objects([own.numel(), self._signature, self._written], ranks)
+        own_state = torch.empty(packed_size(tensors), dtype=torch.uint8)
+        pack(tensors, own_state)
+        parts = [(ranks.index, self._signature, own_state)]
+        headers = gather_objects([own_state.numel(), self._signature, self._written], ranks)
         complete = min(written for *_, written in headers)
         if ranks.size > 1:
             owner = (ranks.index - self._partner_distance) % ranks.size
             size, signature, _ = headers[owner]
-            theirs = torch.empty(size, dtype=torch.uint8)
+            partner_state = torch.empty(size, dtype=torch.uint8)
             with self._world.recorder.module("local copies"):
-                shift(own, theirs, self._partner_distance, ranks).wait()
-            parts.append((owner, signature, theirs))
+                shift(own_state, partner_state, self._partner_distance, ranks).wait()
+            parts.append((owner, signature, partner_state))
         self._thread = start_background(self._write, step, json.dumps(progress), parts, complete)
 
     def restore(self, tensors: Sequence[Tensor], since: int) -> tuple[dict[str, Any], Path] | None:
@@ -122,21 +122,21 @@ class LocalCopies:
         files = self._find_copies(folder, since) if name else {}
         while True:
             gathered = gather_objects([self._signature, list(files)], ranks)
-            heads = [([RankCopy(*head) for head in each], form) for form, each in gathered]
+            heads = [([RankCopy(*head) for head in copies], form) for form, copies in gathered]
             sources = newest_complete(heads, self._partner_distance)
             if sources is None:
                 return None
-            mine = [copy for copy, holder in sources if holder == ranks.index]
-            read = {copy: _read(files[copy]) for copy in mine}
-            damaged = [copy for copy, values in read.items() if values is None]
+            own_copies = [copy for copy, holder in sources if holder == ranks.index]
+            loaded = {copy: _read(files[copy]) for copy in own_copies}
+            damaged = [copy for copy, values in loaded.items() if values is None]
             for copy in damaged:
                 del files[copy]
             if not any(gather_objects(len(damaged), ranks)):
                 break
-        own = sources[ranks.index][0]
-        values = {copy.rank: held for copy, held in read.items() if held is not None}
-        unpack(self._exchange(values, sources, packed_size(tensors)), tensors)
-        return json.loads(own.progress), folder / step_name(own.step)
+        own_copy = sources[ranks.index][0]
+        parts = {copy.rank: values for copy, values in loaded.items() if values is not None}
+        unpack(self._exchange(parts, sources, packed_size(tensors)), tensors)
+        return json.loads(own_copy.progress), folder / step_name(own_copy.step)
 
     def wait(self) -> None:
         """Wait until the copy in progress is written."""
@@ -178,8 +178,8 @@ class LocalCopies:
         folder = self._run_folder / step_name(step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rank, form, values in parts:
-                copy = RankCopy(step, self._session, rank, form, progress)
+            for rank, signature, values in parts:
+                copy = RankCopy(step, self._session, rank, signature, progress)
                 head = json.dumps({"identity": self._identity, **copy._asdict()}).encode() + b"\n"
                 digest, data = sha256(head), values.numpy().data
                 digest.update(data)
@@ -194,8 +194,8 @@ class LocalCopies:
 
     def _find_copies(self, root: Path, since: int) -> dict[RankCopy, list[Path]]:
         """Return the files of each part on this machine that fits the run and its layout."""
-        found: dict[RankCopy, list[Path]] = {}
-        folders = [one.path for one in candidates(root) if one.step >= since]
+        files_by_copy: dict[RankCopy, list[Path]] = {}
+        folders = [step.path for step in candidates(root) if step.step >= since]
         for path in chain.from_iterable(sorted(folder.glob("*.by-*")) for folder in folders):
             with suppress(OSError, ValueError, KeyError, TypeError):  # not such a file
                 with path.open("rb") as file:
@@ -203,26 +203,28 @@ class LocalCopies:
                     head = json.loads(file.readline(HEAD_BYTES))
                 copy = RankCopy(*(head[name] for name in RankCopy._fields))
                 types = [type(value) for value in copy]
-                if head["identity"] == self._identity and types == TYPES:
-                    found.setdefault(copy, []).append(path)
-        return found
+                if head["identity"] == self._identity and types == HEAD_TYPES:
+                    files_by_copy.setdefault(copy, []).append(path)
+        return files_by_copy
 
     def _exchange(
-        self, values: Mapping[int, Tensor], sources: Sequence[tuple[RankCopy, int]], size: int
+        self, parts: Mapping[int, Tensor], sources: Sequence[tuple[RankCopy, int]], size: int
     ) -> Tensor:
         """Send the parts that other ranks lack; return this rank's part."""
         ranks = self._world.on_host
-        sent = [
-            send(held, ranks.ranks[at], ranks) for at, held in values.items() if at != ranks.index
+        sends = [
+            send(part, ranks.ranks[rank], ranks)
+            for rank, part in parts.items()
+            if rank != ranks.index
         ]
         holder = sources[ranks.index][1]
         if holder == ranks.index:
-            own = values[ranks.index]
+            own = parts[ranks.index]
         else:
             own = torch.empty(size, dtype=torch.uint8)
             receive(own, ranks.ranks[holder], ranks).wait()
-        for pending in sent:
-            pending.wait()
+        for work in sends:
+            work.wait()
         return own
 
 
@@ -231,23 +233,23 @@ def newest_complete(
 ) -> list[tuple[RankCopy, int]] | None:
     """Return each rank's part of the newest complete step, and who reads it; None without one.
 
-    The rank itself reads its part if it can, else the rank ``by`` away, else the first one that
-    can. ``said`` has for each rank the parts that it can read, and the form of its state.
+    A rank reads its part itself if it can; else the rank ``distance`` after it does, else the first
+    that can. ``heads_by_rank`` has for each rank the parts that it can read, and its state's form.
     """
     size = len(heads_by_rank)
     holders: dict[tuple[int, str, str], dict[int, dict[int, RankCopy]]] = {}
-    for holder, (shares, _) in enumerate(heads_by_rank):
-        for share in shares:
-            if share.rank < size and share.form == heads_by_rank[share.rank][1]:
-                by_rank = holders.setdefault((share.step, share.session, share.progress), {})
-                by_rank.setdefault(share.rank, {})[holder] = share
+    for holder, (copies, _) in enumerate(heads_by_rank):
+        for copy in copies:
+            if copy.rank < size and copy.form == heads_by_rank[copy.rank][1]:
+                by_rank = holders.setdefault((copy.step, copy.session, copy.progress), {})
+                by_rank.setdefault(copy.rank, {})[holder] = copy
     for _, by_rank in sorted(holders.items(), reverse=True):
         if len(by_rank) == size:
             chosen = []
-            for rank, held in sorted(by_rank.items()):
-                order = (rank, (rank + distance) % size, min(held))
-                holder = next(at for at in order if at in held)
-                chosen.append((held[holder], holder))
+            for rank, copy_by_holder in sorted(by_rank.items()):
+                preferred = (rank, (rank + distance) % size, min(copy_by_holder))
+                holder = next(rank for rank in preferred if rank in copy_by_holder)
+                chosen.append((copy_by_holder[holder], holder))
             return chosen
     return None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -21,12 +22,12 @@ from moefold.training.hooks.base import Figures
 
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Memory of this machine in bytes."""
-SIDES = {"cpu": (128, 256, 512, 768, 1024)}
-SIDES_ELSEWHERE = (512, 1024, 2048, 4096, 8192)
+CPU_SIDES = (128, 256, 512, 768, 1024)
+GPU_SIDES = (512, 1024, 2048, 4096, 8192)
 """Side lengths of the square products that are timed; the best rate counts."""
 PEAK_FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Formats for which chips' peak rates are published."""
-REMEASURE, REMEASURE_S = 3, 0.5
+NUM_REMEASURES, REMEASURE_S = 3, 0.5
 """Number and seconds of new measurements of the machine's rate if steps exceed it."""
 
 
@@ -48,24 +49,24 @@ def measure(
     would exceed the remaining time are skipped: in a slow dtype only small ones run. Each dtype
     gets ``seconds``, plus one first product.
     """
-    sides = SIDES.get(device.type, SIDES_ELSEWHERE)
-    own = torch.Generator(device).manual_seed(0)
+    sides: tuple[int, ...] = CPU_SIDES if device.type == "cpu" else GPU_SIDES
+    generator = torch.Generator(device).manual_seed(0)
     # Random, since devices multiply zeros faster; the global generator is left alone.
-    drawn = torch.rand(2 * max(sides) ** 2, device=device, generator=own)
-    values = {dtype: drawn.to(dtype) for dtype in dtypes}
+    random_values = torch.rand(2 * max(sides) ** 2, device=device, generator=generator)
+    values = {dtype: random_values.to(dtype) for dtype in dtypes}
     best = dict.fromkeys(dtypes, (0.0, sides[0]))
-    spent, fits = dict.fromkeys(dtypes, 0.0), True
-    for given in values.values():
-        _product_seconds(given, sides[0])  # warm-up: the first product includes set-up
-    while fits:
-        fits = False
+    spent, any_fits = dict.fromkeys(dtypes, 0.0), True
+    for operand in values.values():
+        _product_seconds(operand, sides[0])  # warm-up: the first product includes set-up
+    while any_fits:
+        any_fits = False
         for side, dtype in product(sides, dtypes):
-            work, rate = 2 * side**3, best[dtype][0]
-            if rate and spent[dtype] + work / rate > seconds:
+            flops, rate = 2 * side**3, best[dtype][0]
+            if rate and spent[dtype] + flops / rate > seconds:
                 continue
-            fits, taken = True, _product_seconds(values[dtype], side)
-            spent[dtype] += taken
-            best[dtype] = max(best[dtype], (work / taken, side))
+            any_fits, seconds_taken = True, _product_seconds(values[dtype], side)
+            spent[dtype] += seconds_taken
+            best[dtype] = max(best[dtype], (flops / seconds_taken, side))
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return {
         dtype: MatrixRate(
@@ -88,17 +89,16 @@ measure_cached = cache(measure)
 
 def matrix_rates(device: torch.device, *more: Precision) -> dict[Precision, MatrixRate]:
     """Return the measured rates of bf16, fp32 and ``more``, cached after the first call."""
-    wanted: tuple[Precision, ...] = ("bf16", "fp32", *more)
-    names = tuple(dict.fromkeys(wanted))
-    found = measure_cached(tuple(DTYPES[name] for name in names), device)
-    return {name: found[DTYPES[name]] for name in names}
+    names = tuple(dict.fromkeys(("bf16", "fp32", *more)))
+    rates = measure_cached(tuple(DTYPES[name] for name in names), device)
+    return {name: rates[DTYPES[name]] for name in names}
 
 
 def resolve_precision(setting: PrecisionSetting, device: torch.device) -> Precision:
     """Return the format of a setting: ``auto`` is the faster one on this device."""
     if setting != "auto":
         return setting
-    return faster_precision({name: one.flops_per_s for name, one in matrix_rates(device).items()})
+    return faster_precision({name: rate.flops_per_s for name, rate in matrix_rates(device).items()})
 
 
 def device_name(device: torch.device) -> str:
@@ -123,7 +123,8 @@ class Utilisation:
 
     def __init__(self, machine: MatrixRate, dtype: torch.dtype, world: World) -> None:
         device = world.device
-        self._dtype, self._device, self._ranks, self._left = dtype, device, world.size, REMEASURE
+        self._dtype, self._device, self._ranks = dtype, device, world.size
+        self._remeasures_left = NUM_REMEASURES
         self.machine = machine
         """Best rate of one rank's device measured so far."""
         self.peak: float | None = None
@@ -137,12 +138,12 @@ class Utilisation:
 
         If steps exceed the measured rate, the machine was busy then: it is measured again.
         """
-        each = flops_per_s / self._ranks
-        while each > self.machine.flops_per_s and self._left:
-            self._left -= 1
-            again = measure([self._dtype], self._device, REMEASURE_S)[self._dtype]
-            self.machine = max(self.machine, again, key=lambda one: one.flops_per_s)
-        shares = {"mfu": each / self.machine.flops_per_s}
+        per_rank = flops_per_s / self._ranks
+        while per_rank > self.machine.flops_per_s and self._remeasures_left:
+            self._remeasures_left -= 1
+            remeasured = measure([self._dtype], self._device, REMEASURE_S)[self._dtype]
+            self.machine = max(self.machine, remeasured, key=attrgetter("flops_per_s"))
+        shares = {"mfu": per_rank / self.machine.flops_per_s}
         if self.peak is not None:
-            shares["mfu_of_peak"] = each / self.peak
+            shares["mfu_of_peak"] = per_rank / self.peak
         return {name: share for name, share in shares.items() if share <= 1}

@@ -34,11 +34,10 @@ def resolve_recompute(run: Run, world: World) -> Run:
 def cluster_of(world: World) -> Cluster:
     """Return the ranks' devices as the planner's cluster; ranks on a CPU share its memory."""
     if world.device.type == "cuda":
-        found = find_device(torch.cuda.get_device_name(world.device)) or device_by_name(
-            FALLBACK_DEVICE
-        )
-        room = torch.cuda.get_device_properties(world.device).total_memory
-        return Cluster(with_memory(found, room), world.size, min(8, world.size), found.domain)
+        name = torch.cuda.get_device_name(world.device)
+        chip = find_device(name) or device_by_name(FALLBACK_DEVICE)
+        memory_bytes = torch.cuda.get_device_properties(world.device).total_memory
+        return Cluster(with_memory(chip, memory_bytes), world.size, min(8, world.size), chip.domain)
     return Cluster(cpu_device(1e11, 1e10, HOST_BYTES // world.size), world.size, 1, 1)
 
 
@@ -49,14 +48,14 @@ def heap_frozen() -> Iterator[None]:
     A full collection of them takes a tenth of a second, and each rank runs its own at a different
     step, in which all others wait. If something is frozen already, nothing changes.
     """
-    ours = not gc.get_freeze_count()
-    if ours:
+    freezes = not gc.get_freeze_count()
+    if freezes:
         gc.collect()
         gc.freeze()
     try:
         yield
     finally:
-        if ours:
+        if freezes:
             gc.unfreeze()
 
 
@@ -70,23 +69,22 @@ def explaining_oom(run: Run, world: World) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        held = "unknown on a CPU"
+        allocated_text = "unknown on a CPU"
         if world.device.type == "cuda":
-            stats, of_all = torch.cuda.memory_stats(world.device), "allocated_bytes.all"
-            peak, now = stats[f"{of_all}.peak"] / GIB, stats[f"{of_all}.current"] / GIB
-            room = stats["reserved_bytes.all.current"] / GIB
-            held = f"{now:.2f} GiB, peak {peak:.2f}; PyTorch reserved {room:.2f}"
+            stats, key = torch.cuda.memory_stats(world.device), "allocated_bytes.all"
+            peak, current = stats[f"{key}.peak"] / GIB, stats[f"{key}.current"] / GIB
+            reserved = stats["reserved_bytes.all.current"] / GIB
+            allocated_text = f"{current:.2f} GiB, peak {peak:.2f}; PyTorch reserved {reserved:.2f}"
         try:
             task, choice = of_run(run, cluster_of(world))
-            mine = next(
-                m for m in estimate_memory(choice.case(task)) if m.rank == world.attention.pp
-            )
-            parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in mine.parts.items())
-            expected = f"peak {mine.total / GIB:.2f} GiB: {parts}"
+            by_stage = estimate_memory(choice.case(task))
+            planned = next(stage for stage in by_stage if stage.rank == world.attention.pp)
+            parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in planned.parts.items())
+            planned_text = f"peak {planned.total / GIB:.2f} GiB: {parts}"
         except ValueError as unknown:
-            expected = f"cannot be planned: {unknown}"
+            planned_text = f"cannot be planned: {unknown}"
         raise OutOfMemory(
-            f"rank {world.rank} has no memory left: {error}\nallocated: {held}\n"
-            f"planned: {expected}\nSplit the model over more ranks, lower train.micro_batch or "
+            f"rank {world.rank} has no memory left: {error}\nallocated: {allocated_text}\n"
+            f"planned: {planned_text}\nSplit the model over more ranks, lower train.micro_batch or "
             "data.seq, or recompute more (layout.recompute); `moefold plan` compares such layouts"
         ) from error

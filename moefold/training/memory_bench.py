@@ -1,6 +1,7 @@
 """Comparison of a step's planned and measured memory, by part and action, on local processes."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class ActionBytes:
     executed: dict[str, int]
 
 
-def compare(run: Run, world: int) -> list[ActionBytes]:
+def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
     """Run two steps on random tokens; return the ranks' bytes after each action of the second.
 
     Raises:
@@ -64,31 +65,31 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
             f"{available / 1e9:.1f} GB; reduce the model's layers or width, or data.seq"
         )
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
-    wanted = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
-    args = run, precision, case.micro_batches, [[one for one, _ in line] for line in wanted]
+    planned = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
+    planned_parts = [[parts for parts, _ in line] for line in planned]
+    args = run, precision, case.micro_batches, planned_parts
     by_rank = launch(measure_rank, world, *args) if world > 1 else measure_rank(None, *args)
-    found: list[ActionBytes] = []
-    for rank, steps in enumerate(by_rank):
+    compared: list[ActionBytes] = []
+    for rank, measured in enumerate(by_rank):
         pp = case.folding.attention_coordinates(rank).pp
-        for action, (one, rows), had in zip(case.table.lines[pp], wanted[pp], steps, strict=True):
-            found.append(ActionBytes(rank, pp, str(action), one, rows, had))
-    return found
+        line = zip(case.table.lines[pp], planned[pp], measured, strict=True)
+        for action, (parts, rows), executed in line:
+            compared.append(ActionBytes(rank, pp, str(action), parts, rows, executed))
+    return compared
 
 
 def planned_bytes(
     case: Case, layout: Layout, pp: int
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
-    state, found = stage_bytes(case, pp).state, []
-    row = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
-    crossing = held_messages(plan_rank(layout, pp, case.micro_batches))  # type: ignore[arg-type]
-    for after, messages in zip(memory_after_each(case, pp), crossing, strict=True):
+    state, planned = stage_bytes(case, pp).state, []
+    message_bytes = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
+    num_messages = held_messages(plan_rank(layout, pp, case.micro_batches))  # type: ignore[arg-type]
+    for after, messages in zip(memory_after_each(case, pp), num_messages, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
-        values = (*values, after.operands, messages * row, *after.offloaded)
-        found.append(
-            (dict(zip((*PARTS, "host", "disk"), values, strict=True)), after.activations_by_name)
-        )
-    return found
+        values = (*values, after.operands, messages * message_bytes, *after.away)
+        planned.append((dict(zip((*PARTS, "host", "disk"), values, strict=True)), after.rows))
+    return planned
 
 
 def measure_rank(
@@ -99,43 +100,44 @@ def measure_rank(
     ``info``: None for a single rank, which runs in this process.
     """
     if info is None:
-        opened = World.single()
+        ranks = World.single()
     else:
         folding = Folding(run.layout.split, info.world_size, run.layout.order)
-        opened = World.open(folding, "cpu", run.watch.time_out_s)
-    with opened as world:
+        ranks = World.open(folding, "cpu", run.watch.time_out_s)
+    with ranks as world:
         decoder, chunk = run.decoder(), run.train.loss_chunk
         placed = build_parts(decoder, precision, run.layout, world)
         initialise(placed.model, decoder, run.seed, placed.shards)
         data = ShardedState(placed)
         optimizer = data.optimizer(run.optim)
-        draw, shape = torch.Generator().manual_seed(run.seed), (run.train.micro_batch, run.data.seq)
-        ids = (torch.randint(decoder.vocab, shape, generator=draw) for _ in range(micro_batches))
-        batches = [from_ids(each) for each in ids]
+        generator = torch.Generator().manual_seed(run.seed)
+        draw = partial(torch.randint, decoder.vocab, (run.train.micro_batch, run.data.seq))
+        batches = [from_ids(draw(generator=generator)) for _ in range(micro_batches)]
         gradients(data, batches, chunk)
         optimizer.step()
         data.refresh_weights()
         moments = state_bytes(data, optimizer)["moments"]
         steps = measure_step(data, batches, chunk, planned[world.attention.pp])
-        return gather_objects([{**one, "moments": moments} for one in steps], world.on_host)
+        return gather_objects([{**parts, "moments": moments} for parts in steps], world.on_host)
 
 
-def draw_bytes(found: list[ActionBytes], title: str) -> Figure:
+def draw_bytes(compared: list[ActionBytes], title: str) -> Figure:
     """Plot what the first rank of each stage holds after each action, with the planned total."""
-    first = {one.pp: one.rank for one in reversed(found)}
-    figure = Figure(figsize=(9, 1 + 2.6 * len(first)), layout="constrained")
+    first_ranks = {action.pp: action.rank for action in reversed(compared)}
+    figure = Figure(figsize=(9, 1 + 2.6 * len(first_ranks)), layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(len(first), 1, squeeze=False)[:, 0]
-    for (pp, rank), panel in zip(sorted(first.items()), panels, strict=True):
-        steps = [one for one in found if one.rank == rank]
-        base = [0.0] * len(steps)
+    panels = figure.subplots(len(first_ranks), 1, squeeze=False)[:, 0]
+    for (pp, rank), panel in zip(sorted(first_ranks.items()), panels, strict=True):
+        actions = [action for action in compared if action.rank == rank]
+        base = [0.0] * len(actions)
         for part, colour in zip(PARTS, COLOURS, strict=True):
-            high = [one.executed[part] / 1e6 for one in steps]
-            panel.bar(range(len(steps)), high, 0.9, base, color=colour, label=part)
-            base = [low + more for low, more in zip(base, high, strict=True)]
-        total = [sum(one.planned[part] for part in PARTS) / 1e6 for one in steps]
-        panel.step(range(len(steps)), total, where="mid", color="black", label="planned")
-        panel.set_xticks(range(len(steps)), [one.action for one in steps], rotation=90, fontsize=6)
+            heights = [action.executed[part] / 1e6 for action in actions]
+            panel.bar(range(len(actions)), heights, 0.9, base, color=colour, label=part)
+            base = [low + height for low, height in zip(base, heights, strict=True)]
+        total = [sum(action.planned[part] for part in PARTS) / 1e6 for action in actions]
+        panel.step(range(len(actions)), total, where="mid", color="black", label="planned")
+        names = [action.action for action in actions]
+        panel.set_xticks(range(len(actions)), names, rotation=90, fontsize=6)
         panel.set_ylabel(f"stage {pp}, MB")
     panels[0].legend(fontsize=7, ncols=4)
     return figure

@@ -6,7 +6,6 @@ operands, and the rest are activations.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -54,10 +53,10 @@ class StorageRecorder(TorchDispatchMode):
                     self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
-    def live_bytes(self, known: Iterable[int]) -> int:
-        """Return the bytes of the recorded storages that are alive and not among ``known``."""
-        found, known = self.storages.items(), set(known)
-        return sum(size for key, (s, size) in found if key not in known and not s.expired())
+    def live_bytes(self, excluded: Iterable[int]) -> int:
+        """Return the bytes of the recorded storages that are alive and not among ``excluded``."""
+        storages, excluded = self.storages.items(), set(excluded)
+        return sum(size for key, (s, size) in storages if key not in excluded and not s.expired())
 
 
 class MemoryProbe(Executor):
@@ -87,18 +86,18 @@ class MemoryProbe(Executor):
     def _start_action(self, action: Action) -> Chain:
         """Return the action's chain, with storages recorded on its exchanges' thread too."""
 
-        def recorded(run: Callable[..., State], *state: Any) -> State:
+        def record_storages(run: Callable[..., State], *state: Any) -> State:
             with StorageRecorder(self._storages.storages):
                 return run(*state)
 
         state, tasks = super()._start_action(action)
-        watched = [
-            one._replace(run=partial(recorded, one.run))
-            if isinstance(one, LaneTask) and one.is_exchange
-            else one
-            for one in tasks
+        recorded = [
+            task._replace(run=partial(record_storages, task.run))
+            if isinstance(task, LaneTask) and task.is_exchange
+            else task
+            for task in tasks
         ]
-        return Chain(state, watched)
+        return Chain(state, recorded)
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         super()._step(step, lanes)
@@ -108,51 +107,51 @@ class MemoryProbe(Executor):
         super()._prefetch(at)
         if at != len(self.executed):
             return
-        for held in self._in_flight.values():
-            held.flow.saved_tensors.offloaded.wait_all()
-        found, until = self._measure(), time.monotonic() + self._max_wait_s
-        wanted = self._planned[len(self._measurements)] if self._planned else {}
-        planned = {part: size for part, size in wanted.items() if part in TRANSIENT_PARTS}
-        while self._max_wait_s and any(found[part] > size + 0.5 for part, size in planned.items()):
-            if time.monotonic() > until:
+        for pass_ in self._in_flight.values():
+            pass_.flow.saved_tensors.offloaded.wait_all()
+        measured, deadline = self._measure(), time.monotonic() + self._max_wait_s
+        planned = self._planned[len(self._measurements)] if self._planned else {}
+        transient = [(part, planned[part]) for part in TRANSIENT_PARTS if part in planned]
+        while self._max_wait_s and any(measured[part] > size + 0.5 for part, size in transient):
+            if time.monotonic() > deadline:
                 self._max_wait_s = 0.0  # the excess is permanent: wait only once
             time.sleep(0.001)
-            found = self._measure()
-        self._measurements.append(found)
+            measured = self._measure()
+        self._measurements.append(measured)
 
     def _measure(self) -> Bytes:
-        held = self._in_flight.values()
-        messages = {one.untyped_storage()._cdata for one in self._messages.tensors}
-        known: dict[str, set[int]] = defaultdict(set)
-        for part, tensor in persistent_tensors(self._data):
-            known[part].add(tensor.untyped_storage()._cdata)
+        passes = self._in_flight.values()
+        messages = {_key(tensor) for tensor in self._messages.tensors}
+        persistent = {_key(tensor) for _, tensor in persistent_tensors(self._data)}
         # Tensors that all layers of a pass share; losses, router terms and overflow counts.
         shared = [*self._result.losses, *(terms for *_, terms in self._result.terms)]
         shared += chain.from_iterable(flow.overflow for flow in self._flows)
         pairs = [pair for f in self._flows for pair in ((f.rows, f.piece), *f.shifted_rows)]
-        rows = [one for one in chain.from_iterable(pairs) if one is not None]
-        shared += chain.from_iterable(vars(one).values() for one in rows)
-        shared += chain.from_iterable(one.flow.shared_tensors for one in held)
-        shared += chain.from_iterable(one.chunk_pass.seeds for one in held)
+        batches = [batch for batch in chain.from_iterable(pairs) if batch is not None]
+        shared += chain.from_iterable(vars(batch).values() for batch in batches)
+        shared += chain.from_iterable(pass_.flow.shared_tensors for pass_ in passes)
+        shared += chain.from_iterable(pass_.chunk_pass.seeds for pass_ in passes)
         offload = self._placed.offload
         stash = None if offload is None else offload.stash
         host = [] if stash is None else [ring.rows_SD for ring in stash.host.values()]
         shared += [] if stash is None else [*stash.tensors, *host]
-        known["shared"] |= {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
-        apart = set().union(messages, *known.values())
-        queued = [
-            t for one in held if isinstance(one.sink, DeferredSink) for t in _operands(one.sink)
-        ]
-        operands = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in queued}
-        found = state_bytes(self._data)
-        found["operands"] = sum(size for key, size in operands.items() if key not in apart)
-        found["activations"] = self._storages.live_bytes(apart) - found["operands"]
-        found["messages"] = self._storages.live_bytes(self._storages.storages.keys() - messages)
+        excluded = messages | persistent | {_key(t) for t in shared if isinstance(t, Tensor)}
+        sinks = [pass_.sink for pass_ in passes if isinstance(pass_.sink, DeferredSink)]
+        operands = {_key(t): t.untyped_storage().nbytes() for t in _operands(sinks)}
+        measured = state_bytes(self._data)
+        measured["operands"] = sum(size for key, size in operands.items() if key not in excluded)
+        measured["activations"] = self._storages.live_bytes(excluded) - measured["operands"]
+        measured["messages"] = self._storages.live_bytes(self._storages.storages.keys() - messages)
         stores = {} if offload is None else offload.stores
         if stash is not None:
-            found["pages"] = sum(t.untyped_storage().nbytes() for t in stash.tensors)
-            found["host pages"] = sum(one.nbytes for one in host)
-        return found | {name: store.stats.held for name, store in stores.items()}
+            measured["pages"] = sum(t.untyped_storage().nbytes() for t in stash.tensors)
+            measured["host pages"] = sum(tensor.nbytes for tensor in host)
+        return measured | {name: store.stats.held for name, store in stores.items()}
+
+
+def _key(tensor: Tensor) -> int:
+    """Return a key of the tensor's storage, equal for all views of it."""
+    return tensor.untyped_storage()._cdata
 
 
 def _operands(value: Any) -> Iterator[Tensor]:
@@ -176,30 +175,31 @@ def _operands(value: Any) -> Iterator[Tensor]:
 def persistent_tensors(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     """Yield a rank's tensors for parameters and their gradients, each with its part's name."""
     model = data.placed.model
-    yield from (("weights", one) for one in (*model.recipe.copies, *model.recipe.codes))
+    histories = (history.buffers() for history in data.histories.values())
+    weights = chain(model.recipe.copies, model.recipe.codes, *histories)
+    yield from (("weights", tensor) for tensor in weights)
     yield from (("shared", buffer) for buffer in model.buffers())
-    yield from (("weights", one) for past in data.histories.values() for one in past.buffers())
     for bucket in data.buckets:
-        yield from (("weights", one) for one in bucket.unsharded_tensors)
+        yield from (("weights", tensor) for tensor in bucket.unsharded_tensors)
         yield "master", bucket.master_L
         yield from (("gradients", tensor) for tensor in bucket.gradient_tensors)
-    for one in (*model.parameters(), *data.params.values()):
-        yield "master", one
-        if one.grad is not None:
-            yield "gradients", one.grad
+    for parameter in (*model.parameters(), *data.params.values()):
+        yield "master", parameter
+        if parameter.grad is not None:
+            yield "gradients", parameter.grad
 
 
 def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes:
     """Return the bytes of parameters, gradients and the optimizer's state, each storage once."""
-    held = list(persistent_tensors(data))
+    tensors = list(persistent_tensors(data))
     if optimizer is not None:
-        held += [("moments", one) for one in optimizer.state().values() if one.dim()]
-    storages = {t.untyped_storage()._cdata: (part, t.untyped_storage()) for part, t in held}
-    found: Bytes = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
+        tensors += [("moments", moment) for moment in optimizer.state().values() if moment.dim()]
+    storages = {_key(tensor): (part, tensor.untyped_storage()) for part, tensor in tensors}
+    bytes_by_part: Bytes = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
     for part, storage in storages.values():
-        if part in found:
-            found[part] += storage.nbytes()
-    return found
+        if part in bytes_by_part:
+            bytes_by_part[part] += storage.nbytes()
+    return bytes_by_part
 
 
 def measure_step(
@@ -215,8 +215,8 @@ def measure_step(
     """
     measured: list[Bytes] = []
 
-    def run(*given: Any) -> StepResult:
-        return run_step(*given) if measured else MemoryProbe(data, measured, planned, *given).run()
+    def run(*args: Any) -> StepResult:
+        return run_step(*args) if measured else MemoryProbe(data, measured, planned, *args).run()
 
     gradients(data, batches, loss_chunk, executor=run)
     return measured

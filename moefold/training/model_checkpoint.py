@@ -37,21 +37,21 @@ from moefold.run import Run
 from moefold.spec.decoder import LORA_A, LORA_B
 from moefold.spec.tuning import adapter_scales, trainable
 
-MODEL = "model."
+MODEL_PREFIX = "model."
 """Prefix of the model's tensors in a checkpoint."""
-TOKENIZER = ("text", "end", "start", "vocab", "files")
+TOKENIZER_FIELDS = ("text", "end", "start", "vocab", "files")
 """Attributes of a tokenizer that are stored."""
 
 
-def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def describe_model(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the part of a checkpoint's meta that describes its model, tokenizer and adapters."""
-    said: dict[str, Any] | None = None
+    attributes: dict[str, Any] | None = None
     if tokenizer is not None:
-        said = {name: getattr(tokenizer, name) for name in TOKENIZER}
-        said["files"] = dict(tokenizer.files)
-    found = {"decoder": to_dict(trainable(decoder)), "tokenizer": said}
+        attributes = {name: getattr(tokenizer, name) for name in TOKENIZER_FIELDS}
+        attributes["files"] = dict(tokenizer.files)
+    description = {"decoder": to_dict(trainable(decoder)), "tokenizer": attributes}
     adapters = adapter_scales(decoder)
-    return found | ({"adapters": adapters} if adapters else {})
+    return description | ({"adapters": adapters} if adapters else {})
 
 
 def precision_of(meta: Mapping[str, Any]) -> Precision | None:
@@ -112,16 +112,17 @@ class StoredModel:
         Raises:
             ConvertError: if their base is not a Hugging Face folder, or has changed.
         """
-        source = (self.meta.get("run") or {}).get("model", {})
-        base, remedy = source.get("from"), "; --merged writes the base with the adapters merged"
-        if source.get("family") != "folder" or not isinstance(base, str):
+        record = (self.meta.get("run") or {}).get("model", {})
+        base, remedy = record.get("from"), "; --merged writes the base with the adapters merged"
+        if record.get("family") != "folder" or not isinstance(base, str):
             raise ConvertError(folder, ["the run's base is not a Hugging Face folder" + remedy])
         shapes = {name: self.tensors.shape(name) for name in self.tensors}
-        own, notes = identity(shapes, self.tensors.read_box), [f"adapter only; its base: {base}"]
+        trained_on = identity(shapes, self.tensors.read_box)
+        notes = [f"adapter only; its base: {base}"]
         if (Path(base) / "config.json").is_file():
-            reading = read_config(Path(base), source.get("multi_token") != [])
-            with import_folder(base, config=reading) as found:
-                if own != found.tensors.identity():
+            config = read_config(Path(base), record.get("multi_token") != [])
+            with import_folder(base, config=config) as imported:
+                if trained_on != imported.tensors.identity():
                     what = f"the weights in {base} are not those that the run was trained on"
                     raise ConvertError(folder, [what + remedy])
         else:
@@ -130,9 +131,8 @@ class StoredModel:
             name: LowRank(weight=name, rank=self.tensors.shape(name + LORA_B)[-1], scale=scale)
             for name, scale in self.tensors.scales.items()
         }
-        write_adapter(
-            self.decoder, adapters, self.tensors, folder, (base, own), self.tokenizer, dtype
-        )
+        source = base, trained_on
+        write_adapter(self.decoder, adapters, self.tensors, folder, source, self.tokenizer, dtype)
         return notes
 
     def model(
@@ -154,7 +154,7 @@ class ModelTensors(Mapping[str, Tensor]):
     def __init__(self, reader: Reader, scales: Mapping[str, float]) -> None:
         self._reader, self.scales = reader, scales
         stored = reader.manifest.tensors
-        names = (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL))
+        names = (n.removeprefix(MODEL_PREFIX) for n in stored if n.startswith(MODEL_PREFIX))
         self._names = [name for name in names if not name.endswith((LORA_A, LORA_B))]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -167,18 +167,18 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def stored(self, name: str) -> Tensor:
         """Read a tensor as stored: a weight without its adapter, or A or B."""
-        return self._reader.read(MODEL + name)
+        return self._reader.read(MODEL_PREFIX + name)
 
     def read_box(self, name: str, box: Box) -> Tensor:
         """Read a box of a weight without its adapter."""
-        stored = self._reader.manifest.tensors[MODEL + name]
-        found = torch.empty([end - start for start, end in box], dtype=DTYPES[stored.dtype])
-        self._reader.read_into(MODEL + name, found, tuple(start for start, _ in box))
-        return found
+        stored = self._reader.manifest.tensors[MODEL_PREFIX + name]
+        values = torch.empty([end - start for start, end in box], dtype=DTYPES[stored.dtype])
+        self._reader.read_into(MODEL_PREFIX + name, values, tuple(start for start, _ in box))
+        return values
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._reader.manifest.tensors[MODEL + name].shape
+        return self._reader.manifest.tensors[MODEL_PREFIX + name].shape
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -205,15 +205,15 @@ def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
 def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], complete: bool = True) -> None:
     """Check that ``tensors`` has the names of a model's parameters.
 
-    ``whole``: ``model`` is the whole model, not one rank's parts, so that no name may be left over.
+    ``complete``: ``model`` is not one rank's part of a model, so that no name may be left over.
 
     Raises:
         CheckpointError: if names differ; lists missing and unexpected tensors.
     """
-    own = {n for n in model.state_dict() if not n.endswith((LORA_A, LORA_B))}
-    problems = [f"missing: {name}" for name in own if name not in tensors]
+    model_names = {n for n in model.state_dict() if not n.endswith((LORA_A, LORA_B))}
+    problems = [f"missing: {name}" for name in model_names if name not in tensors]
     if complete:
-        problems += [f"unexpected: {name}" for name in tensors if name not in own]
+        problems += [f"unexpected: {name}" for name in tensors if name not in model_names]
     if problems:
         raise CheckpointError("the tensors do not match the model's\n  " + "\n  ".join(problems))
 
@@ -224,7 +224,7 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     if stored is None:
         return None
     # Checkpoints of earlier versions do not store the tokenizer's files.
-    attributes = {key: stored[key] for key in TOKENIZER if key in stored}
+    attributes = {key: stored[key] for key in TOKENIZER_FIELDS if key in stored}
     return Tokenizer(**attributes, source="the checkpoint's tokenizer")
 
 
@@ -233,19 +233,19 @@ def fill_initial_values(
 ) -> tuple[str, ...]:
     """Fill a new run's weights; return a line for each tensor of its folder that is left out.
 
-    ``replaced``: the values will be overwritten, so that no folder is read.
+    With ``will_be_replaced`` no folder is read, as the values will be overwritten.
     """
-    source, begin = run.model, initial_values(decoder, run.seed)
+    source, initial = run.model, initial_values(decoder, run.seed)
     if will_be_replaced or not isinstance(source, Folder):
-        data.fill(begin)
+        data.fill(initial)
         return ()
-    with ExitStack() as opened:
-        base = opened.enter_context(import_folder(source.path, config=source.read_config()))
-        first: AdapterTensors | None = None
+    with ExitStack() as stack:
+        base = stack.enter_context(import_folder(source.path, config=source.read_config()))
+        start: AdapterTensors | None = None
         if run.adapter is not None and run.adapter.start is not None:
-            start, of = Path(run.adapter.start), (base.source.folder, base.decoder, base.tensors)
-            first = opened.enter_context(closing(open_adapter(start, *of)))
-        adapters = begin if first is None else lambda piece: piece.slice_of(first[piece.name])
+            model = base.source.folder, base.decoder, base.tensors
+            start = stack.enter_context(closing(open_adapter(Path(run.adapter.start), *model)))
+        adapters = initial if start is None else lambda shard: shard.slice_of(start[shard.name])
         fill_from_folder(base, data, adapters)
     return base.left_out
 
@@ -257,10 +257,9 @@ def fill_from_folder(
     tensors = imported.tensors
     check_names(data.placed.model, tensors, complete=data.placed.world.size == 1)
 
-    def value(piece: Shard) -> Tensor:
-        """Return the values of a shard."""
-        if adapters is not None and piece.name.endswith((LORA_A, LORA_B)):
-            return adapters(piece)
-        return tensors.read_box(piece.name, piece.box)
+    def read(shard: Shard) -> Tensor:
+        if adapters is not None and shard.name.endswith((LORA_A, LORA_B)):
+            return adapters(shard)
+        return tensors.read_box(shard.name, shard.box)
 
-    data.fill(value, buffers=True)
+    data.fill(read, buffers=True)

@@ -26,14 +26,14 @@ from moefold.training.state import Progress
 MAX_SHOWN = 8
 ROLES = {"weight": "weight", "rows": "input of", "gradient": "output gradient of"}
 """Names of the operands that were quantised, by role."""
-MACHINE = "Replay: a machine fault"
+MACHINE_FAULT = "Replay: a machine fault"
 
 
 class NonFiniteStep(ValueError):
     """A step produced NaN or infinity; the weights were not updated."""
 
 
-def decide(
+def decide_update(
     policy: Record,
     progress: Progress,
     figures: StepFigures,
@@ -58,20 +58,20 @@ def decide(
     progress.strikes, progress.struck_at = progress.strikes + 1, progress.step
     description = _describe_nonfinite(batches, data)
     verdict = replay(data, recompute) if policy.replay else ""
-    used_up = isinstance(policy, Stop) or progress.strikes > policy.limit
-    if not (used_up or verdict.startswith(MACHINE)):
+    must_stop = isinstance(policy, Stop) or progress.strikes > policy.limit
+    if not (must_stop or verdict.startswith(MACHINE_FAULT)):
         return "skip" if isinstance(policy, Skip) else "rewind"
     description = "\n".join([description, *find_nonfinite_operands(data, recompute)])
-    more = "; or set train.on_nonfinite to skip or rewind"
+    remedy = "; or set train.on_nonfinite to skip or rewind"
     if not isinstance(policy, Stop):
-        more = f"; or raise train.on_nonfinite.limit, as the limit of {policy.limit} is used up"
+        remedy = f"; or raise train.on_nonfinite.limit, as the limit of {policy.limit} is used up"
     raise NonFiniteStep(
         f"step {progress.step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
         f"{figures.grad_norm}, router terms {figures.router_terms or 'none'}); nothing was "
         f"updated.\n{description}\nPosition in the data order: {progress.place()}\n"
         + (f"{verdict}\n" if verdict else "")
         + "Remove the cause or lower optim.lr"
-        + more * used_up
+        + remedy * must_stop
     )
 
 
@@ -82,14 +82,14 @@ def _describe_nonfinite(batches: Sequence[MicroBatch], data: ShardedState) -> st
     documents = [f"{o.name} {o.document}" for batch in batches for o in batch.sources]
     by_rank = gather_objects({"grads": non_finite(grads), "documents": documents}, world.on_host)
     lines = []
-    for rank, each in enumerate(by_rank):
-        if names := each["grads"]:
+    for rank, report in enumerate(by_rank):
+        if names := report["grads"]:
             where = f" on rank {rank}" if len(by_rank) > 1 else ""
             more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
             lines.append(f"Gradients not finite{where}: {', '.join(names[:MAX_SHOWN])}{more}")
-    named = dict.fromkeys(name for each in by_rank for name in each["documents"])
     lines = lines or ["Gradients not finite: none"]
-    return "\n".join([*lines, f"Documents of the step: {', '.join(named) or 'unknown'}"])
+    documents = list(dict.fromkeys(name for report in by_rank for name in report["documents"]))
+    return "\n".join([*lines, f"Documents of the step: {', '.join(documents) or 'unknown'}"])
 
 
 def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) -> list[str]:
@@ -101,17 +101,17 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
     names = {number: name for name, number in narrow_weights(model.record).items()}
     if not names:
         return []
-    model.recipe.non_finite_operands = noted = []
+    model.recipe.non_finite_operands = operands = []
     try:
         recompute()
     finally:
         model.recipe.non_finite_operands = None
     lines = []
-    for rank, each in enumerate(gather_objects(noted[:1], world.on_host)):
+    for rank, first in enumerate(gather_objects(operands[:1], world.on_host)):
         where = f" on rank {rank}" if world.size > 1 else ""
-        for number, role, expert in each:
-            of = "" if expert is None else f", expert {expert}"
-            lines.append(f"First non-finite operand{where}: {ROLES[role]} {names[number]}{of}")
+        for number, role, expert in first:
+            operand = f"{names[number]}" + ("" if expert is None else f", expert {expert}")
+            lines.append(f"First non-finite operand{where}: {ROLES[role]} {operand}")
     return lines
 
 
@@ -125,16 +125,16 @@ def replay(data: ShardedState, recompute: Callable[[], Any]) -> str:
     if not ranks:
         return "Replay: a fault of the data or the model: all ranks computed the same bits again"
     return (
-        f"{MACHINE}: rank {ranks} got different bits from the same weights and data. An error "
-        "spreads to other ranks: test the hardware of all ranks named, then resume from the newest "
-        "checkpoint"
+        f"{MACHINE_FAULT}: rank {ranks} got different bits from the same weights and data. An "
+        "error spreads to other ranks: test the hardware of all ranks named, then resume from the "
+        "newest checkpoint"
     )
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """Return a SHA-256 of the tensors' bytes."""
-    found = sha256()
+    sha = sha256()
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).contiguous().cpu()
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha.update(flat.view(torch.uint8).numpy().data)
+    return sha.hexdigest()

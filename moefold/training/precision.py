@@ -38,7 +38,7 @@ class PrecisionChoice:
     """For the checkpoint: the setting when the run began, and the rates measured then."""
 
     @classmethod
-    def of(
+    def choose(
         cls, run: Run, folder: Path, world: World, memory: MemoryCheckpoint | None = None
     ) -> "PrecisionChoice":
         """Choose the format on rank 0, for all ranks.
@@ -55,32 +55,32 @@ class PrecisionChoice:
                 return recovered
             path = newest(folder)
             meta = {} if path is None else manifest.read(path).meta
-            held = precision_of(meta)
-            first: Precision = "bf16" if setting == "auto" else setting
-            measured = matrix_rates(world.device, first, held or first).items()
+            stored = precision_of(meta)
+            default: Precision = "bf16" if setting == "auto" else setting
+            measured = matrix_rates(world.device, default, stored or default).items()
             return {
-                "held": held,
+                "held": stored,
                 "began": meta.get("precision"),
-                "rates": {name: one.flops_per_s for name, one in measured},
-                "sources": {name: one.source for name, one in measured},
+                "rates": {name: rate.flops_per_s for name, rate in measured},
+                "sources": {name: rate.source for name, rate in measured},
             }
 
         facts = run_on_first(read_or_measure, world.on_host)
-        rates, held = facts["rates"], facts["held"]
-        if held is not None and setting in ("auto", held):  # Stored run files name the format.
-            precision, why = held, "kept from the run's start"
+        rates, stored = facts["rates"], facts["held"]
+        if stored is not None and setting in ("auto", stored):  # Stored run files name the format.
+            precision, why = stored, "kept from the run's start"
         elif setting != "auto":
             precision, why = setting, "set explicitly"
         else:
             precision, why = faster_precision(rates), "auto"
-        on = {"asked": setting, "flops_per_s": rates, "device": device_name(world.device)}
+        initial = {"asked": setting, "flops_per_s": rates, "device": device_name(world.device)}
         machine = MatrixRate(rates[precision], facts["sources"][precision])
-        chosen = cls(precision, why, machine, rates, facts["began"] or ({} if held else on))
+        choice = cls(precision, why, machine, rates, facts["began"] or ({} if stored else initial))
         if memory is not None:
-            memory.format = {**facts, "held": precision, "began": chosen.initial}
+            memory.format = {**facts, "held": precision, "began": choice.initial}
         if world.rank == 0 and not recovered:
-            chosen.warn()
-        return chosen
+            choice.warn()
+        return choice
 
     def apply_to(self, run: Run) -> Run:
         """Return the run with this format as its ``train.precision``."""
@@ -89,14 +89,14 @@ class PrecisionChoice:
 
     def warn(self) -> None:
         """Warn if another format is faster on this machine by 2x or more."""
-        slow = slowdown(self.precision, self.rates)
-        if slow is None:
+        slower = slowdown(self.precision, self.rates)
+        if slower is None:
             return
-        other, factor = slow
+        faster, factor = slower
         _log.warning(
             "train.precision %s (%s): its matrix products are %.1f times slower here than those of "
             "%s (%s). A new run with train.precision=auto uses the faster format",
-            self.precision, self.why, factor, other, self.rates_text,
+            self.precision, self.why, factor, faster, self.rates_text,
         )  # fmt: skip
 
     @property

@@ -20,9 +20,9 @@ from moefold.comm.config import Survive
 from moefold.comm.worker import Attempt, RankMemory
 from moefold.comm.world import World
 
-COPIES = 2
-ALIGNED = 16
-HEAD = 16 * PAGESIZE
+NUM_COPIES = 2
+ALIGNMENT = 16
+HEAD_BYTES = 16 * PAGESIZE
 """Bytes before a copy's tensors: whether it is complete, and its head."""
 
 
@@ -30,7 +30,7 @@ class StateCopy:
     """One copy of a rank's state in the launcher's memory, complete or being written.
 
     Layout: a byte that is 1 if the copy is complete; at 8 the length of ``head`` as JSON; the JSON;
-    from ``HEAD`` on the bytes of the tensors.
+    from ``HEAD_BYTES`` on the bytes of the tensors.
 
     Attributes:
         head: turn, progress, format, size and time of the copy; empty if it is not complete.
@@ -42,7 +42,7 @@ class StateCopy:
         self._memory, self._start = memory, start
         self.head: dict[str, Any] = {}
         self.values = torch.frombuffer(
-            memory, dtype=torch.uint8, count=size - HEAD, offset=start + HEAD
+            memory, dtype=torch.uint8, count=size - HEAD_BYTES, offset=start + HEAD_BYTES
         )
         if memory[start]:
             length = int.from_bytes(memory[start + 8 : start + 16], "little")
@@ -57,7 +57,7 @@ class StateCopy:
         self.invalidate()
         pack(tensors, self.values)
         text, start = json.dumps(head).encode(), self._start
-        assert 16 + len(text) <= HEAD, f"{len(text)} bytes do not fit before a copy"
+        assert 16 + len(text) <= HEAD_BYTES, f"{len(text)} bytes do not fit before a copy"
         self._memory[start + 8 : start + 16] = len(text).to_bytes(8, "little")
         self._memory[start + 16 : start + 16 + len(text)] = text
         self._memory[start], self.head = 1, head
@@ -77,8 +77,8 @@ class MemoryCheckpoint:
     def __init__(self, attempt: Attempt, record: Survive) -> None:
         """Open the copies that an earlier process of this rank has written, if any."""
         self._attempt, self._every, self._turn = attempt, record.every, 0
-        there = attempt.memory.size
-        self._copies = _copies(attempt.memory, there // COPIES) if there else []
+        size = attempt.memory.size // NUM_COPIES
+        self._copies = _map_copies(attempt.memory, size) if size else []
         self.recovered: dict[str, Any] = {}
         formats = [copy.head["format"] for copy in self._copies if copy.head]
         self.format: dict[str, Any] = formats[0] if formats else {}
@@ -95,8 +95,8 @@ class MemoryCheckpoint:
             return
         tensors = state()
         if not self._copies:
-            size = HEAD + math.ceil(packed_size(tensors) / PAGESIZE) * PAGESIZE
-            self._copies = _copies(self._attempt.memory, size)
+            size = HEAD_BYTES + math.ceil(packed_size(tensors) / PAGESIZE) * PAGESIZE
+            self._copies = _map_copies(self._attempt.memory, size)
         self._turn += 1
         head = {
             "turn": [self._attempt.number, self._turn],
@@ -116,7 +116,7 @@ class MemoryCheckpoint:
             The copy's ``progress``; None if no copy is complete on all ranks.
         """
         by_rank = gather_objects([copy.head for copy in self._copies if copy.head], world.on_host)
-        heads = {tuple(head["turn"]): head for each in by_rank for head in each}
+        heads = {tuple(head["turn"]): head for rank_heads in by_rank for head in rank_heads}
         loss = self._attempt.loss
         if loss is not None:
             now, newest = time.time(), heads[max(heads)] if heads else {}
@@ -130,23 +130,23 @@ class MemoryCheckpoint:
             }
             if newest:
                 self.recovered["reached"] = newest["progress"]["step"]
-        turn = newest_common([[tuple(head["turn"]) for head in each] for each in by_rank])
-        taken = None
+        turn = newest_common([[tuple(head["turn"]) for head in heads] for heads in by_rank])
+        progress = None
         for copy in self._copies:
             # Newer copies belong to a history that the run does not continue.
             if not copy.head or tuple(copy.head["turn"]) != turn:
                 copy.invalidate()
             elif copy.head["bytes"] == packed_size(tensors):
                 unpack(copy.values, tensors)
-                taken = copy.head["progress"]
-        assert turn is None or taken is not None, "all starts of a run have the same tensors"
-        return taken
+                progress = copy.head["progress"]
+        assert turn is None or progress is not None, "all starts of a run have the same tensors"
+        return progress
 
 
-def _copies(memory: RankMemory, size: int) -> list[StateCopy]:
+def _map_copies(memory: RankMemory, size: int) -> list[StateCopy]:
     """Return the copies in a rank's memory, ``size`` bytes each."""
-    mapped = memory.map(COPIES * size)
-    return [StateCopy(mapped, number * size, size) for number in range(COPIES)]
+    mapped = memory.map(NUM_COPIES * size)
+    return [StateCopy(mapped, number * size, size) for number in range(NUM_COPIES)]
 
 
 def newest_common(turns_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
@@ -163,7 +163,7 @@ def packed_size(tensors: Sequence[Tensor]) -> int:
 @torch.no_grad()
 def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
     """Copy the values of tensors on any device into bytes in host memory."""
-    for part, tensor in zip(_parts(tensors, into), tensors, strict=True):
+    for part, tensor in zip(_tensor_views(tensors, into), tensors, strict=True):
         part.copy_(tensor, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()
@@ -172,18 +172,18 @@ def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
 @torch.no_grad()
 def unpack(packed_bytes: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy bytes from ``pack`` back into tensors."""
-    for part, tensor in zip(_parts(tensors, packed_bytes), tensors, strict=True):
+    for part, tensor in zip(_tensor_views(tensors, packed_bytes), tensors, strict=True):
         tensor.copy_(part)
 
 
-def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
-    """Return views of ``whole`` for each tensor's values, in its dtype and shape."""
-    rooms = whole[: packed_size(tensors)].split(_padded_sizes(tensors))
+def _tensor_views(tensors: Sequence[Tensor], packed_bytes: Tensor) -> list[Tensor]:
+    """Return views of ``packed_bytes`` for each tensor's values, in its dtype and shape."""
+    pieces = packed_bytes[: packed_size(tensors)].split(_padded_sizes(tensors))
     return [
-        room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for room, tensor in zip(rooms, tensors, strict=True)
+        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for piece, tensor in zip(pieces, tensors, strict=True)
     ]
 
 
 def _padded_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    return [math.ceil(tensor.nbytes / ALIGNED) * ALIGNED for tensor in tensors]
+    return [math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT for tensor in tensors]

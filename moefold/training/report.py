@@ -27,7 +27,7 @@ LAYER_CURVES = {
     "drop_rate": "Share of routing choices dropped",
     "bias_range": "Selection bias, maximum minus minimum",
 }
-PARTS = ("restart_s", "load_s", "lost_s")
+DOWNTIME_PARTS = ("restart_s", "load_s", "lost_s")
 """Seconds from the notice of a loss to the rendezvous, from there to the start, of lost steps."""
 
 
@@ -75,21 +75,21 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     time from the first start to the newest event.
     """
     starts = [event for event in history.events if event.get("event") == "start"]
-    lived = [start for start in starts if "recovered" in start]
+    recoveries = [start for start in starts if "recovered" in start]
     times = history.curve("step_time_s").values
     step_s = float(np.nanmedian(times)) if np.isfinite(times).any() else 0.0
-    parts, lost = dict.fromkeys(PARTS, 0.0), 0
-    for start in lived:
+    parts, lost_steps = dict.fromkeys(DOWNTIME_PARTS, 0.0), 0
+    for start in recoveries:
         recovered = start["recovered"]
-        again = max(0, recovered.get("reached", start["step"]) - start["step"])
-        lost += max(1, again)
+        repeated_steps = max(0, recovered.get("reached", start["step"]) - start["step"])
+        lost_steps += max(1, repeated_steps)
         parts["restart_s"] += recovered["restart_s"]
         parts["load_s"] += recovered["load_s"]
-        parts["lost_s"] += recovered.get("under_way_s", 0.0) + again * step_s
+        parts["lost_s"] += recovered.get("under_way_s", 0.0) + repeated_steps * step_s
     out: dict[str, Any] = {
-        "restarts": len(starts) - 1 - len(lived),
-        "recoveries": len(lived),
-        "lost_steps": lost,
+        "restarts": len(starts) - 1 - len(recoveries),
+        "recoveries": len(recoveries),
+        "lost_steps": lost_steps,
         "lost_s": parts,
     }
     stalls = [event["stall_s"] for event in history.events if event.get("event") == "saved"]
@@ -101,7 +101,7 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
 def page(history: History, title: str, subtitle: str) -> str:
     """Return the page; raises ``ValueError`` if the run has no metrics yet."""
     facts = summary(history)
-    data = {"cards": _cards(facts), "charts": _charts(history), "heat": _heat(history)}
+    data = {"cards": _cards(facts), "charts": _charts(history), "heat": _heat_map(history)}
     return render_page(TEMPLATE, title, subtitle, data)
 
 
@@ -124,11 +124,12 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
         cards.append([count(facts["tokens"]), "tokens"])
     if "median_tokens_per_s" in facts:
         cards.append([count(facts["median_tokens_per_s"]), "tokens per second (median)"])
-    for key, of in (("median_mfu", "the measured rate"), ("median_mfu_of_peak", "the chip's peak")):
+    rates = {"median_mfu": "the measured rate", "median_mfu_of_peak": "the chip's peak"}
+    for key, rate in rates.items():
         if key in facts:
             share = 100 * facts[key]
             percent = f"{share:.0f}" if share >= 1 else f"{share:.2g}"
-            cards.append([f"{percent} %", f"model FLOPs utilisation, of {of}"])
+            cards.append([f"{percent} %", f"model FLOPs utilisation, of {rate}"])
     if "goodput" in facts:
         cards.append([clock(facts["wall_s"]), "wall clock"])
         cards.append([f"{100 * facts['goodput']:.0f} %", "goodput: wall clock inside steps"])
@@ -150,8 +151,8 @@ def loss_chart(history: History) -> dict[str, Any]:
     train = Curve(train.steps, train.values * (factor or 1.0))
     keys = held_out_sets(history.keys()) if factor else [("held out", "val_loss")]
     # Held-out text is measured by cross-entropy whatever the training loss, except for pairs.
-    apart = history.loss != CROSS_ENTROPY and any(held_out_sets(history.keys()))
-    lines = [_line(f"training ({history.loss})" if apart else "training", train, smooth=True)]
+    with_kind = history.loss != CROSS_ENTROPY and any(held_out_sets(history.keys()))
+    lines = [_line(f"training ({history.loss})" if with_kind else "training", train, smooth=True)]
     lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
     marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []
     title = f"Loss, {loss_unit(history)}"
@@ -168,13 +169,13 @@ def loss_unit(history: History) -> str:
 
 def _charts(history: History) -> list[dict[str, Any]]:
     charts = [loss_chart(history)]
-    single = {
+    scalar_titles = {
         "grad_norm": "Gradient norm",
         "lr": "Learning rate",
         "tokens_per_s": "Tokens per second",
         "mfu": "Model FLOPs utilisation",
     }
-    for key, title in single.items():
+    for key, title in scalar_titles.items():
         line = _line(key, history.curve(key), smooth=key != "lr")
         charts.append({"title": title, "lines": [line]})
     keys = history.keys()
@@ -183,8 +184,8 @@ def _charts(history: History) -> list[dict[str, Any]]:
             title = f"Router term: {key.removeprefix('router/')}"
             charts.append({"title": title, "lines": [_line(key, history.curve(key), smooth=True)]})
     for quantity, title in LAYER_CURVES.items():
-        found = [k for k in keys if k.startswith("moe/") and k.endswith(f"/{quantity}")]
-        lines = [_line(f"layer {k.split('/')[1]}", history.curve(k)) for k in found]
+        layer_keys = [k for k in keys if k.startswith("moe/") and k.endswith(f"/{quantity}")]
+        lines = [_line(f"layer {k.split('/')[1]}", history.curve(k)) for k in layer_keys]
         # Zero dead experts is of interest; other quantities that are always zero are left out.
         if quantity == "dead_experts" or any(any(line["y"]) for line in lines):
             charts.append({"title": title, "lines": lines, "layers": True})
@@ -193,12 +194,12 @@ def _charts(history: History) -> list[dict[str, Any]]:
 
 
 def _line(name: str, curve: Curve, smooth: bool = False, dots: bool = False) -> dict[str, Any]:
-    keep = np.isfinite(curve.values)
-    curve = Curve(curve.steps[keep], curve.values[keep])
-    thin = _thin(curve.steps, curve.values)
-    line: dict[str, Any] = {"name": name, "x": thin[0], "y": thin[1], "dots": dots}
+    finite = np.isfinite(curve.values)
+    curve = Curve(curve.steps[finite], curve.values[finite])
+    steps, values = _downsample(curve.steps, curve.values)
+    line: dict[str, Any] = {"name": name, "x": steps, "y": values, "dots": dots}
     if smooth and len(curve) > 20:
-        line["smooth"] = _thin(curve.steps, curve.smooth(len(curve) / 60))[1]
+        line["smooth"] = _downsample(curve.steps, curve.smooth(len(curve) / 60))[1]
     return line
 
 
@@ -207,7 +208,7 @@ def encode_base64(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
 
 
-def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
+def _downsample(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
     """Average groups of neighbours, so that at most ``MAX_POINTS`` are left."""
     size = -(-len(steps) // MAX_POINTS) or 1
     starts = np.arange(0, len(steps), size)
@@ -219,16 +220,15 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[floa
     return ends.tolist(), [float(f"{value:.6g}") for value in mean]
 
 
-def _heat(history: History) -> dict[str, Any] | None:
+def _heat_map(history: History) -> dict[str, Any] | None:
     """Return the loads as bytes: 0 is no token, 64 a fair share, 255 four fair shares or more."""
-    found = history.load()
-    if found is None:
+    if (loads := history.load()) is None:
         return None
-    steps, layers, load = found
+    steps, layers, load = loads
     load = load[evenly_spaced(steps)]
     size = -(-len(load) // MAX_CHECKS)
-    kept = load[: len(load) // size * size].reshape(-1, size, *load.shape[1:]).mean(axis=1)
-    codes = np.clip(np.rint(np.nan_to_num(kept) * 64), 0, 255).astype("u1")
+    groups = load[: len(load) // size * size].reshape(-1, size, *load.shape[1:])
+    codes = np.clip(np.rint(np.nan_to_num(groups.mean(axis=1)) * 64), 0, 255).astype("u1")
     widths = [int(np.isfinite(load[-1, j]).sum()) for j in range(len(layers))]
     return {
         "steps": [int(steps[0]), int(steps[-1])],

@@ -42,14 +42,14 @@ code_version()
 
 def plugin_digests(run: Run) -> dict[str, str]:
     """Import the files of ``uses``; return their SHA-256 by file name, without the folder."""
-    found: dict[str, list[str]] = {}
+    digests_by_name: dict[str, list[str]] = {}
     for path, digest in import_plugins(run.uses).items():
-        found.setdefault(Path(path).name, []).append(digest)
-    return {f"uses: {name}": " ".join(digests) for name, digests in found.items()}
+        digests_by_name.setdefault(Path(path).name, []).append(digest)
+    return {f"uses: {name}": " ".join(digests) for name, digests in digests_by_name.items()}
 
 
 def check_same_run(
-    path: Path, meta: Mapping[str, Any], run: Run, parts: Mapping[str, str], data: str
+    path: Path, meta: Mapping[str, Any], run: Run, plugins: Mapping[str, str], data_fingerprint: str
 ) -> None:
     """Check that ``run`` computes what the run of a checkpoint with this ``meta`` computed.
 
@@ -64,22 +64,24 @@ def check_same_run(
             f"{path} is an imported model, not a run to resume; start a run from its weights: "
             f"moefold train RUN --folder {path.parent} --fork NEW"
         )
-    changed = differences(with_current_defaults(meta["run"], run), to_dict(run))
-    changed += differences(meta["parts"], parts, tuple({**parts, **meta["parts"]}))
-    if meta["data"] != data and not any(line.startswith("data.") for line in changed):
-        changed.append("data: the tokens or the tokenizer differ from the checkpoint's")
+    changes = differences(with_current_defaults(meta["run"], run), to_dict(run))
+    changes += differences(meta["parts"], plugins, tuple({**plugins, **meta["parts"]}))
+    if meta["data"] != data_fingerprint and not any(line.startswith("data.") for line in changes):
+        changes.append("data: the tokens or the tokenizer differ from the checkpoint's")
     model = check(Decoder, meta.get("decoder")).record
-    if not changed and model not in (None, trainable(run.decoder())):
-        changed.append("model: its description (config.json or code) differs from the checkpoint's")
-    if changed:
+    if not changes and model not in (None, trainable(run.decoder())):
+        changes.append("model: its description (config.json or code) differs from the checkpoint's")
+    if changes:
         raise ValueError(
             f"{path} belongs to a run with other settings (stored -> this run):\n  "
-            + "\n  ".join(changed)
+            + "\n  ".join(changes)
             + "\nUse another --folder, or start a new run from it with --fork NEW"
         )
 
 
-def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: World) -> None:
+def check_ranks_agree(
+    run: Run, plugins: Mapping[str, str], data_fingerprint: str, world: World
+) -> None:
     """Check that all ranks have the same torch, package, data, run file and plug-ins.
 
     Raises:
@@ -88,20 +90,20 @@ def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: Worl
     facts = {
         "torch": torch.__version__,
         "moefold": code_version(),
-        "data": data,
+        "data": data_fingerprint,
         **{f"run.{key}": value for key, value in to_portable_dict(run).items()},
-        **parts,
+        **plugins,
     }
     require_same(facts, world.on_host)
 
 
-def run_digest(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
+def run_digest(run: Run, plugins: Mapping[str, str], data_fingerprint: str, num_ranks: int) -> str:
     """Return a digest of what a run computes and of its layout, data, plug-ins and ranks."""
     record = to_portable_dict(run)
     computed = {key: record[key] for key in (*IDENTITY, "layout")}
     for key, inner in FREE_IN_IDENTITY:
         computed[key] = {name: value for name, value in computed[key].items() if name != inner}
-    facts = [computed, dict(parts), data, ranks]
+    facts = [computed, dict(plugins), data_fingerprint, num_ranks]
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -6,7 +6,8 @@ any layout can replay what another one recorded. Each rank writes one file per s
 tokens), and ``layers.N`` [tokens, places] for each of its layers: the experts, best first, or
 ``-1 - expert`` where capacity dropped it. A repeated step replaces its files.
 
-T token rows, K places for experts in a row, N tokens of this rank in a step, M of a file.
+T token rows, K places for experts in a row, N tokens of this rank in a step, M of a
+file, L in both.
 """
 
 import json
@@ -34,12 +35,12 @@ from moefold.parallel.pipeline.executor import StepResult
 from moefold.training.config import Routing
 from moefold.training.routing_trace import RoutingError, open_recording, step_files
 
-FILE = "{}-of-{}.safetensors"
+FILE_PATTERN = "{}-of-{}.safetensors"
 ABSENT = -(1 << 31)
 """Marks a place for which no choice was read."""
 
 
-def _tokens(flows: Sequence[Flow]) -> tuple[Tensor, Tensor]:
+def _valid_tokens(flows: Sequence[Flow]) -> tuple[Tensor, Tensor]:
     """Return numbers and ids (int64) of the valid tokens of micro-batches, on the host."""
     rows = [flow.rows for flow in flows]
     parts = zip(*((r.token_T[: r.n_valid], r.ids_T[: r.n_valid]) for r in rows), strict=True)
@@ -57,7 +58,7 @@ class ChoiceWriter:
 
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
         """Return the passes of a step, which report their decisions to this writer."""
-        self._chosen, self._tokens = {}, _tokens(flows)
+        self._chosen, self._tokens = {}, _valid_tokens(flows)
         return [
             replace(
                 flow, decisions=RoutingDecisions(on_new=partial(self._record, number, flow.rows))
@@ -81,15 +82,15 @@ class ChoiceWriter:
             torch.cuda.synchronize(world.device)
         folder = self._folder / step_name(model.recipe.step)
         make_folder(folder)
-        for path in folder.glob(FILE.format("*", "*")):
-            if not path.match(FILE.format("*", world.size)):
+        for path in folder.glob(FILE_PATTERN.format("*", "*")):
+            if not path.match(FILE_PATTERN.format("*", world.size)):
                 path.unlink(missing_ok=True)  # of another layout, before the run was resumed
-        held = dict[str, Tensor](zip(("token", "id"), self._tokens, strict=True))
+        file_tensors = dict[str, Tensor](zip(("token", "id"), self._tokens, strict=True))
         for key, parts in self._chosen.items():
-            held[key] = torch.cat([parts[number] for number in sorted(parts)])
-        choices = {f"layers.{n}": one.record.router.choices for n, one in model.moe_layers()}
-        path = folder / FILE.format(world.rank, world.size)
-        save_file(held, path.with_suffix(".part"), {"choices": json.dumps(choices)})
+            file_tensors[key] = torch.cat([parts[number] for number in sorted(parts)])
+        choices = {f"layers.{n}": moe.record.router.choices for n, moe in model.moe_layers()}
+        path = folder / FILE_PATTERN.format(world.rank, world.size)
+        save_file(file_tensors, path.with_suffix(".part"), {"choices": json.dumps(choices)})
         path.with_suffix(".part").replace(path)
 
 
@@ -98,7 +99,7 @@ class ChoiceReader:
 
     def __init__(self, folder: Path, placed: ModelParts) -> None:
         self._folder, self._recipe = folder, placed.model.recipe
-        self._layers = {f"layers.{n}": one.record for n, one in placed.model.moe_layers()}
+        self._layers = {f"layers.{n}": moe.record for n, moe in placed.model.moe_layers()}
         self._chosen = dict[str, Tensor]()
 
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
@@ -107,10 +108,10 @@ class ChoiceReader:
         Raises:
             RoutingError: if decisions are missing, or are of other tokens or layers.
         """
-        folder, (token_N, id_N) = self._folder / step_name(self._recipe.step), _tokens(flows)
+        folder, (token_N, id_N) = self._folder / step_name(self._recipe.step), _valid_tokens(flows)
         places = {key: record.router.places for key, record in self._layers.items()}
-        empty = torch.full((len(token_N), 1), ABSENT, dtype=torch.int32)
-        self._chosen = {key: empty.repeat(1, number) for key, number in places.items()}
+        absent_N1 = torch.full((len(token_N), 1), ABSENT, dtype=torch.int32)
+        self._chosen = {key: absent_N1.repeat(1, number) for key, number in places.items()}
         for path in step_files(folder) if len(token_N) else ():
             self._read(path, token_N, id_N)
         for key, chosen_NK in self._chosen.items():
@@ -119,12 +120,12 @@ class ChoiceReader:
                     f"{folder}: no choice of {key} for token {token_N[missing[0, 0]]} of the step; "
                     "replay a recording of the same data, train.batch and layers"
                 )
-        first, found = 0, list[Flow]()
+        start, replayed = 0, list[Flow]()
         for flow in flows:
-            part = slice(first, first := first + flow.rows.n_valid)
-            read = partial(self._decision, flow.rows, part)
-            found.append(replace(flow, decisions=RoutingDecisions(read=read)))
-        return found
+            token_range = slice(start, start := start + flow.rows.n_valid)
+            read = partial(self._decision, flow.rows, token_range)
+            replayed.append(replace(flow, decisions=RoutingDecisions(read=read)))
+        return replayed
 
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
         """Read from a file the choices for this rank's tokens."""
@@ -132,35 +133,36 @@ class ChoiceReader:
             token_M, id_M = file.get_tensor("token"), file.get_tensor("id")
             sorted_N, order_N = token_N.sort()
             at_M = torch.searchsorted(sorted_N, token_M).clamp(max=len(sorted_N) - 1)
-            here_M = sorted_N[at_M] == token_M
-            to_M = order_N[at_M[here_M]]
-            other = (id_M[here_M] != id_N[to_M]).nonzero()
-            if other.numel():
-                at = other[0, 0]
+            local_M = sorted_N[at_M] == token_M
+            row_L = order_N[at_M[local_M]]
+            mismatched = (id_M[local_M] != id_N[row_L]).nonzero()
+            if mismatched.numel():
+                first = mismatched[0, 0]
+                token, stored_id = token_M[local_M][first], id_M[local_M][first]
                 raise RoutingError(
-                    f"{path}: token {token_M[here_M][at]} of the step has id {id_M[here_M][at]}, "
-                    f"but {id_N[to_M][at]} in this run; replay a recording of the same data in the "
+                    f"{path}: token {token} of the step has id {stored_id}, but "
+                    f"{id_N[row_L][first]} in this run; replay a recording of the same data in the "
                     "same order"
                 )
             for key in sorted(self._chosen.keys() & choices.keys()):
-                chosen_MK, wanted_NK = file.get_tensor(key), self._chosen[key]
-                expected = wanted_NK.shape[1], self._layers[key].router.choices
-                wrong = (chosen_MK < -expected[1]) | (chosen_MK > expected[1])
-                if (chosen_MK.shape[1], choices[key]) != expected or bool(wrong.any()):
+                chosen_MK, chosen_NK = file.get_tensor(key), self._chosen[key]
+                expected = chosen_NK.shape[1], self._layers[key].router.choices
+                invalid = (chosen_MK < -expected[1]) | (chosen_MK > expected[1])
+                if (chosen_MK.shape[1], choices[key]) != expected or bool(invalid.any()):
                     raise RoutingError(
                         f"{path}: {key} chose {chosen_MK.shape[1]} of {choices[key]} experts, but "
                         f"chooses {expected[0]} of {expected[1]} in this run"
                     )
-                wanted_NK[to_M] = chosen_MK[here_M]
+                chosen_NK[row_L] = chosen_MK[local_M]
 
-    def _decision(self, rows: MicroBatch, part: slice, key: str) -> Decision:
+    def _decision(self, rows: MicroBatch, token_range: slice, key: str) -> Decision:
         """Return the recorded decision of a layer for one micro-batch."""
-        chosen_NK, record = self._chosen[key][part].to(torch.int64), self._layers[key]
+        chosen_NK, record = self._chosen[key][token_range].to(torch.int64), self._layers[key]
         kept_NK = chosen_NK >= 0
         experts_NK = torch.where(kept_NK, chosen_NK, -1 - chosen_NK)
-        more, device = (0, 0, 0, rows.rows - rows.n_valid), rows.ids_T.device
-        experts_TK = pad(experts_NK, more, value=record.router.choices).to(device)
-        return Decision(experts_TK, pad(kept_NK, more).to(device) if record.capacity else None)
+        padding, device = (0, 0, 0, rows.rows - rows.n_valid), rows.ids_T.device
+        experts_TK = pad(experts_NK, padding, value=record.router.choices).to(device)
+        return Decision(experts_TK, pad(kept_NK, padding).to(device) if record.capacity else None)
 
     def end(self) -> None:
         """Free the step's choices."""
@@ -169,15 +171,15 @@ class ChoiceReader:
 
 def step_executor(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
     """Return the executor of steps for ``layout.graphs`` and ``train.routing``."""
-    inner = graphs.build_executor(data)
+    executor = graphs.build_executor(data)
     if record is None:
-        return inner
+        return executor
     kind = ChoiceWriter if record.record else ChoiceReader
-    log = kind(Path(record.record or record.replay or ""), data.placed)
+    recorder = kind(Path(record.record or record.replay or ""), data.placed)
 
     def run(placed: ModelParts, flows: Sequence[Flow], *more: Any) -> StepResult:
-        left = inner(placed, log.begin(flows), *more)
-        log.end()
-        return left
+        result = executor(placed, recorder.begin(flows), *more)
+        recorder.end()
+        return result
 
     return run

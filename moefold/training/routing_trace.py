@@ -66,12 +66,12 @@ def read_step(files: list[Path]) -> dict[str, LayerChoices]:
             for key in choices.keys() & set(file.keys()):
                 experts[key] = choices[key]
                 parts.setdefault(key, []).append((token_N, id_N, file.get_tensor(key)))
-    found = {}
+    layers = {}
     for key in sorted(parts, key=lambda key: int(key.split(".")[1])):
         token_N, id_N, chosen_NK = map(np.concatenate, zip(*parts[key], strict=True))
         order_N = token_N.argsort()
-        found[key] = LayerChoices(experts[key], id_N[order_N], chosen_NK[order_N])
-    return found
+        layers[key] = LayerChoices(experts[key], id_N[order_N], chosen_NK[order_N])
+    return layers
 
 
 def concentration(layer: LayerChoices) -> dict[str, Any]:
@@ -101,49 +101,49 @@ def stability(before: LayerChoices, now: LayerChoices) -> dict[str, float]:
     (ids_U, counts_UE), (ids_V, counts_VE) = before.by_id(), now.by_id()
     _, at_U, at_V = np.intersect1d(ids_U, ids_V, assume_unique=True, return_indices=True)
 
-    def common(one_E: np.ndarray, other_E: np.ndarray) -> np.ndarray:
-        total, others = (x.sum(-1, keepdims=True).clip(1) for x in (one_E, other_E))
-        return np.minimum(one_E / total, other_E / others).sum(-1)
+    def overlap(*counts: np.ndarray) -> np.ndarray:
+        shares = [count / count.sum(-1, keepdims=True).clip(1) for count in counts]
+        return np.minimum(*shares).sum(-1)
 
     weight_V = counts_VE[at_V].sum(1)
-    kept_V = common(counts_UE[at_U], counts_VE[at_V])
+    kept_V = overlap(counts_UE[at_U], counts_VE[at_V])
     return {
-        "load_kept": float(common(counts_UE.sum(0), counts_VE.sum(0))),
+        "load_kept": float(overlap(counts_UE.sum(0), counts_VE.sum(0))),
         "choices_kept": float((kept_V * weight_V).sum() / max(weight_V.sum(), 1)),
         "ids_kept": float(weight_V.sum() / max(counts_VE.sum(), 1)),
     }
 
 
-def lines(folder: Path, tokens: bool = False) -> Iterator[dict[str, Any]]:
+def iter_figures(folder: Path, tokens: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the figures of each step and layer; with ``tokens`` also each token's experts.
 
     Raises:
         RoutingError: if the folder holds no recording, or files of a step are missing.
     """
-    before = dict[str, LayerChoices]()
-    steps = sorted(at for at in folder.glob("step-*") if at.name[5:].isdecimal())
+    previous = dict[str, LayerChoices]()
+    steps = sorted(path for path in folder.glob("step-*") if path.name[5:].isdecimal())
     if not steps:
         raise RoutingError(f"{folder}: has no steps; train with train.routing.record={folder}")
-    for at in steps:
-        layers = read_step(step_files(at))
+    for step_folder in steps:
+        layers = read_step(step_files(step_folder))
         for key, layer in layers.items():
-            line: dict[str, Any] = {"step": int(at.name.split("-")[1]), "layer": key}
+            line: dict[str, Any] = {"step": int(step_folder.name.split("-")[1]), "layer": key}
             line |= {"tokens": len(layer.id_N), **concentration(layer)}
-            line |= stability(before[key], layer) if key in before else {}
+            line |= stability(previous[key], layer) if key in previous else {}
             if tokens:
                 line |= {"ids": layer.id_N.tolist(), "experts": layer.chosen_NK.tolist()}
             yield line
-        before = layers
+        previous = layers
 
 
 def step_files(folder: Path) -> list[Path]:
     """Return a step's files, one from each rank; raises ``RoutingError`` if some are missing."""
-    found = sorted(folder.glob("*-of-*.safetensors"))
-    ranks = {int(path.stem.rpartition("-")[2]) for path in found}
-    if len(ranks) != 1 or len(found) != max(ranks):
-        there = f"{len(found)} files of {max(ranks)} ranks" if found else "no choices"
+    paths = sorted(folder.glob("*-of-*.safetensors"))
+    ranks = {int(path.stem.rpartition("-")[2]) for path in paths}
+    if len(ranks) != 1 or len(paths) != max(ranks):
+        contents = f"{len(paths)} files of {max(ranks)} ranks" if paths else "no choices"
         raise RoutingError(
-            f"{folder}: has {there}; name a folder in which train.routing.record has written every "
-            "step completely"
+            f"{folder}: has {contents}; name a folder in which train.routing.record has written "
+            "every step completely"
         )
-    return found
+    return paths

@@ -56,11 +56,12 @@ class StepLines:
         end, self.newest = 0, {"step": -1}
         if self.path.exists():
             for line, start, stop in _line_spans(self.path):
-                if (found := line["step"]) > step:
+                number, last = line["step"], self.newest["step"]
+                if number > step:
                     break
-                if found <= (last := self.newest["step"]):
+                if number <= last:
                     raise ValueError(
-                        f"{self.path}: step {found} at byte {start} follows step {last}; "
+                        f"{self.path}: step {number} at byte {start} follows step {last}; "
                         "move the file away or repair it"
                     )
                 end, self.newest = stop, line
@@ -111,14 +112,14 @@ def _line_spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                found = json.loads(line)
-                index(found["step"])
+                line_object = json.loads(line)
+                index(line_object["step"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a JSON object with a step; "
                     "move the file away or repair it"
                 ) from error
-            yield found, start, start + len(line)
+            yield line_object, start, start + len(line)
             start += len(line)
 
 
@@ -170,7 +171,7 @@ class History:
                 {key: value for key, value in line.items() if _is_figure(key, value)}
                 for line in read_lines(folder / METRICS_FILE)
             ],
-            _loads(folder / LOAD_FILE),
+            _read_loads(folder / LOAD_FILE),
             read_baselines(folder / BASELINES_FILE),
             events,
         )
@@ -228,7 +229,7 @@ class History:
         return np.array([line["step"] for line in self.loads]), layers, out
 
 
-def _loads(path: Path) -> list[dict[str, Any]]:
+def _read_loads(path: Path) -> list[dict[str, Any]]:
     """Read the lines of ``expert_load.jsonl``; ``ValueError`` unless they map layers to shares."""
     lines = read_lines(path)
     for line in lines:
@@ -259,8 +260,8 @@ def evenly_spaced(steps: np.ndarray) -> np.ndarray:
     if len(steps) < 2:
         return np.arange(len(steps))
     columns = (steps[-1] - steps[0]) // np.diff(steps).min() + 1
-    at = np.linspace(steps[0], steps[-1], min(int(columns), max(len(steps), MAX_COLUMNS)))
-    return np.searchsorted((steps[1:] + steps[:-1]) / 2, at)
+    positions = np.linspace(steps[0], steps[-1], min(int(columns), max(len(steps), MAX_COLUMNS)))
+    return np.searchsorted((steps[1:] + steps[:-1]) / 2, positions)
 
 
 def held_out_sets(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -274,8 +275,8 @@ def read_baselines(path: Path) -> dict[str, float]:
     """Read ``baselines.json`` if it exists; ``ValueError`` unless it maps names to numbers."""
     try:
         with path_in_errors(path):
-            found = json.loads(path.read_bytes()) if path.exists() else {}
-        return {name: float(value) for name, value in found.items()}
+            baselines = json.loads(path.read_bytes()) if path.exists() else {}
+        return {name: float(value) for name, value in baselines.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON object of numbers: {error}; remove it") from error
 
@@ -289,5 +290,5 @@ def log_event(folder: Path, event: str, **values: Any) -> None:
     line = json.dumps(record, allow_nan=False) + "\n"
     with open(path, "a+b", buffering=0) as file:
         # The previous line can be incomplete after a kill.
-        torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-        append_bytes(file, b"\n" * torn + line.encode())
+        is_torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+        append_bytes(file, b"\n" * is_torn + line.encode())

@@ -27,14 +27,14 @@ from moefold.comm.world import World
 
 NICE = 10
 """Nice value of the writing thread: weight 110 of 1024 (Linux, ``sched_prio_to_weight``)."""
-Boxes = Mapping[str, Sequence[TensorSlice]]
+SlicesByName = Mapping[str, Sequence[TensorSlice]]
 _log = logging.getLogger("moefold.training")
 
 
 class Saver:
     """Writes checkpoints by a policy; at most one ``asynchronous`` save is in progress.
 
-    All ranks must call every method except ``drop``. Rank 0 holds the folder's lock.
+    All ranks must call every method except ``abandon``. Rank 0 holds the folder's lock.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Saver:
         self._publishing = False
         self._copies: dict[tuple[str, int], Tensor] = {}
 
-    def prepare(self, tensors: Callable[[], Boxes]) -> None:
+    def prepare(self, tensors: Callable[[], SlicesByName]) -> None:
         """Allocate the memory for copies of the state, so that no step waits for it."""
         if self._policy.asynchronous:
             self._copy_to_host(tensors())
 
-    def save(self, step: int, tensors: Boxes, meta: dict[str, Any]) -> Path:
+    def save(self, step: int, tensors: SlicesByName, meta: dict[str, Any]) -> Path:
         """Write a checkpoint, or start an asynchronous save; return the checkpoint's path.
 
         An asynchronous save is complete only after a later call of ``poll`` or ``wait``.
@@ -115,18 +115,18 @@ class Saver:
             saving.collect()
             self._publishing, self._thread = True, start_background(saving.publish)
 
-    def _copy_to_host(self, tensors: Boxes) -> dict[str, list[TensorSlice]]:
+    def _copy_to_host(self, tensors: SlicesByName) -> dict[str, list[TensorSlice]]:
         """Copy the state to the host, into the buffers of the previous copies."""
         copied: dict[str, list[TensorSlice]] = {name: [] for name in tensors}
         for name, parts in tensors.items():
             for number, part in enumerate(parts):
-                live, kept = part.tensor, self._copies.get((name, number))
-                if kept is None or (kept.shape, kept.dtype) != (live.shape, live.dtype):
-                    pinned = live.device.type == "cuda"
-                    kept = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
-                    self._copies[name, number] = kept
-                kept.copy_(live, non_blocking=True)
-                copied[name].append(replace(part, tensor=kept))
+                tensor, buffer = part.tensor, self._copies.get((name, number))
+                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                    pinned = tensor.device.type == "cuda"
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                    self._copies[name, number] = buffer
+                buffer.copy_(tensor, non_blocking=True)
+                copied[name].append(replace(part, tensor=buffer))
         if self._world.device.type == "cuda":
             torch.cuda.synchronize()
         return copied
@@ -138,12 +138,12 @@ def start_background(function: Callable[..., None], *args: Any) -> threading.Thr
     If all cores are busy, it gets about a tenth of one.
     """
 
-    def yielding() -> None:
+    def run_with_low_priority() -> None:
         if sys.platform == "linux":  # Elsewhere threads have no separate priority.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         function(*args)
 
-    thread = threading.Thread(target=yielding, name="moefold checkpoint", daemon=True)
+    thread = threading.Thread(target=run_with_low_priority, name="moefold checkpoint", daemon=True)
     thread.start()
     return thread

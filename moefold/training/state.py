@@ -24,7 +24,7 @@ from moefold.optim.base import Optimizer
 from moefold.optim.config import matches
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.spec.decoder import known_weights
-from moefold.training.model_checkpoint import MODEL
+from moefold.training.model_checkpoint import MODEL_PREFIX
 
 MIN_WRITE_BYTES = 16 * 2**20
 """Minimum bytes that each rank writes if several ranks split a box that they all hold."""
@@ -48,7 +48,7 @@ class Progress:
     """Sequences read beyond place times batch, if a fork changed the batch size."""
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "Progress":
+    def from_dict(cls, stored: Mapping[str, Any]) -> "Progress":
         """Read from a checkpoint's JSON data, of versions with fewer or more fields too."""
         known = {each.name: stored[each.name] for each in fields(cls) if each.name in stored}
         return cls(**{**known, "excluded": tuple(stored["excluded"])})
@@ -73,10 +73,10 @@ def iter_state(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tupl
 
     Without an optimizer, yield the model's boxes only.
     """
-    yield from ((MODEL + held.name, held) for held in data.weights())
+    yield from ((MODEL_PREFIX + part.name, part) for part in data.weights())
     if optimizer is None:
         return
-    yield from ((held.name, held) for held in data.optimizer_state(optimizer))
+    yield from ((part.name, part) for part in data.optimizer_state(optimizer))
 
 
 def full_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
@@ -85,32 +85,32 @@ def full_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
     They are unsharded and on the host of each rank. All ranks call it.
     """
     model, ranks = data.placed.model, data.placed.world.on_host
-    known = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
-    found = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in known}
-    for held in data.weights():
-        if held.is_first and held.name in found:
-            found[held.name][slices(held.box)] = held.tensor.detach()
+    matching = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
+    weights = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in matching}
+    for part in data.weights():
+        if part.is_first and part.name in weights:
+            weights[part.name][slices(part.box)] = part.tensor.detach()
     data.flush()
-    return {name: sum_(whole, ranks) for name, whole in found.items()}
+    return {name: sum_(weight, ranks) for name, weight in weights.items()}
 
 
 def signature(data: ShardedState, optimizer: Optimizer) -> str:
     """Return a digest of name, box, shape and dtype of this rank's state, in order."""
     facts = [
-        [name, held.box, held.shape, str(held.tensor.dtype)]
-        for name, held in iter_state(data, optimizer)
+        [name, part.box, part.shape, str(part.tensor.dtype)]
+        for name, part in iter_state(data, optimizer)
     ]
     return sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def contents(data: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
+def assigned_state(data: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
     """Return the slices of the state that this rank writes; each element is written by one rank."""
-    found: dict[str, list[TensorSlice]] = {}
-    for name, held in iter_state(data, optimizer):
-        written = list(assigned_slices(name, held))
+    assigned: dict[str, list[TensorSlice]] = {}
+    for name, part in iter_state(data, optimizer):
+        written = list(assigned_slices(name, part))
         if written:
-            found.setdefault(name, []).extend(written)
-    return found
+            assigned.setdefault(name, []).extend(written)
+    return assigned
 
 
 def assigned_slices(
@@ -119,7 +119,7 @@ def assigned_slices(
     """Yield the slices that this rank writes of a box that it holds.
 
     If several ranks hold copies of a box, a hash of its name selects the writer; a large box is
-    split along its first dim among some of them, at least ``share_bytes`` each.
+    split along its first dim among some of them, at least ``min_bytes`` each.
     """
     at, tensor = tuple(start for start, _ in held.box), held.tensor.detach()
     size = tensor.numel() * tensor.element_size()
@@ -147,29 +147,31 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         MismatchError: if names, shapes or dtypes differ; the state is then unchanged.
     """
     with Reader(path) as reader, torch.no_grad():
-        wanted = list(iter_state(data, optimizer))
+        own_slices = list(iter_state(data, optimizer))
         stored = reader.manifest.tensors
         if optimizer is None:
-            stored = {name: held for name, held in stored.items() if name.startswith(MODEL)}
-        names = dict(wanted)
+            stored = {n: tensor for n, tensor in stored.items() if n.startswith(MODEL_PREFIX)}
+        names = dict(own_slices)
         # Frozen parameters have their compute dtype here, whatever the stored dtype.
-        frozen = {MODEL + name for name, held in data.params.items() if not held.requires_grad}
+        frozen = {MODEL_PREFIX + n for n, param in data.params.items() if not param.requires_grad}
         missing = [name for name in names if name not in stored]
-        whole = data.placed.world.size == 1  # else the rest is on other ranks
-        unexpected = [name for name in stored if name not in names] if whole else []
+        is_single_rank = data.placed.world.size == 1  # else the rest is on other ranks
+        unexpected = [name for name in stored if name not in names] if is_single_rank else []
         mismatched = {}
-        for name, held in names.items():
+        for name, part in names.items():
             if name in stored:
-                here = DTYPES[stored[name].dtype] if name in frozen else held.tensor.dtype
-                if what := difference(stored[name], held.shape, here):
-                    mismatched[name] = what
+                dtype = DTYPES[stored[name].dtype] if name in frozen else part.tensor.dtype
+                if reason := difference(stored[name], part.shape, dtype):
+                    mismatched[name] = reason
         if missing or unexpected or mismatched:
             raise MismatchError(path, missing, unexpected, mismatched)
         reader.check_sizes(names)
-        for name, held in wanted:
+        for name, part in own_slices:
             if data.has_values:
-                values = held.tensor.to(DTYPES[stored[name].dtype])
-                reader.read_into(name, values, tuple(start for start, _ in held.box))
-                if values is not held.tensor:
-                    held.tensor.copy_(values)
-        return Progress() if optimizer is None else Progress.of(reader.manifest.meta["progress"])
+                values = part.tensor.to(DTYPES[stored[name].dtype])
+                reader.read_into(name, values, tuple(start for start, _ in part.box))
+                if values is not part.tensor:
+                    part.tensor.copy_(values)
+        if optimizer is None:
+            return Progress()
+        return Progress.from_dict(reader.manifest.meta["progress"])

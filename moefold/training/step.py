@@ -90,13 +90,13 @@ def _pass(
             return objective(x_TD, head, flow, scale=scale, chunk=loss_chunk)
 
     with module("pipeline"):
-        ran = executor(placed, flows, totals.factors, loss)
+        result = executor(placed, flows, totals.factors, loss)
     with module("gradients"):
         norm_squared = data.finish()
     with module("counters"):
         sum_counters([mixture.balance for _, mixture in model.moe_layers()], world.group("stage"))
     missing = limits.missing_room(placed, [count for flow in flows for count in flow.overflow])
-    later = range(1, 1 + len(model.record.multi_token))
-    more = [*objective.figures, *(f"multi_token/{number}" for number in later)]
+    offsets = range(1, 1 + len(model.record.multi_token))
+    extra_names = [*objective.figures, *(f"multi_token/{number}" for number in offsets)]
     with module("figures"):
-        return reduce_figures(placed, ran, totals, norm_squared, stop, missing, more)
+        return reduce_figures(placed, result, totals, norm_squared, stop, missing, extra_names)

@@ -45,13 +45,12 @@ class TextGenerator:
         path, device, step = Path(source), device_kind(), None
         if is_hub_folder(path):
             import_plugins(uses)
-            at = path if (path / "tokenizer.json").is_file() else base_folder(path)
-            has = (at / "tokenizer.json").is_file()
-            tokenizer = from_path(str(at)) if has else None
-            with import_folder(path) as found:
-                model = DecoderModel(found.decoder, "fp32", device=device)
-                fill(model, found.tensors)
-            window = found.decoder.context
+            folder = path if (path / "tokenizer.json").is_file() else base_folder(path)
+            tokenizer = from_path(str(folder)) if (folder / "tokenizer.json").is_file() else None
+            with import_folder(path) as imported:
+                model = DecoderModel(imported.decoder, "fp32", device=device)
+                fill(model, imported.tensors)
+            window = imported.decoder.context
         else:
             with StoredModel.open(path, uses) as stored:
                 path, tokenizer, meta = stored.path, stored.tokenizer, stored.meta
@@ -67,11 +66,11 @@ class TextGenerator:
 
     def settings(self, **overrides: Any) -> dict[str, Any]:
         """Return options of ``generate``: the overrides, else the folder's, else the defaults."""
-        file = self.tokenizer.files.generation_config(self.tokenizer.end_id)
-        file = {name: value for name, value in file.items() if value is not None}
-        options = {"temperature": file.get("temperature", TEMPERATURE), "top_k": file.get("top_k")}
-        options |= {"top_p": file.get("top_p", TOP_P)}
-        if file.get("do_sample") is False:
+        stored = self.tokenizer.files.generation_config(self.tokenizer.end_id)
+        stored = {name: value for name, value in stored.items() if value is not None}
+        options = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P}
+        options |= {name: stored[name] for name in options.keys() & stored.keys()}
+        if stored.get("do_sample") is False:
             options["temperature"] = 0
         options |= {name: value for name, value in overrides.items() if value is not None}
         vocab = self.tokenizer.size
@@ -94,14 +93,14 @@ class TextGenerator:
         self, messages: Sequence[Mapping[str, Any]], tokens: int, **how: Any
     ) -> Iterator[str]:
         """Yield the next answer of a conversation in pieces of whole characters."""
-        ids, shown = list[int](), ""
+        ids, shown_text = list[int](), ""
         prompt = [self.encode_chat(messages)]
-        for written in stream_tokens(
+        for new_tokens in stream_tokens(
             IncrementalDecoder(self.model), prompt, tokens, **self.settings(**how)
         ):
-            ids += written.values()
+            ids += new_tokens.values()
             text = self.tokenizer.decode(ids)
             if not text.endswith(UNFINISHED):
-                yield text[len(shown) :]
-                shown = text
-        yield self.tokenizer.decode(ids)[len(shown) :]
+                yield text[len(shown_text) :]
+                shown_text = text
+        yield self.tokenizer.decode(ids)[len(shown_text) :]

@@ -45,14 +45,21 @@ from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
 from moefold.training.memory import explaining_oom, heap_frozen, resolve_recompute
-from moefold.training.model_checkpoint import describe, fill_initial_values
-from moefold.training.nonfinite import decide
+from moefold.training.model_checkpoint import describe_model, fill_initial_values
+from moefold.training.nonfinite import decide_update
 from moefold.training.precision import PrecisionChoice, configure_matmuls
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, plugin_digests, run_digest
 from moefold.training.routing import step_executor
 from moefold.training.saving import Saver
-from moefold.training.state import Progress, contents, full_weights, iter_state, restore, signature
+from moefold.training.state import (
+    Progress,
+    assigned_state,
+    full_weights,
+    iter_state,
+    restore,
+    signature,
+)
 from moefold.training.step import gradients
 
 _log = logging.getLogger("moefold.training")
@@ -115,7 +122,7 @@ class Trainer:
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
         self.rank_zero = RankZeroRunner(world, self)
-        self.parts = plugin_digests(run)
+        self.plugins = plugin_digests(run)
         configure_matmuls(run, self.device)
         self.lock = FolderLock(self.folder, run.name)
         run_on_first(partial(demand_no_checkpoint, self.folder), world.on_host)
@@ -123,14 +130,14 @@ class Trainer:
         run_on_first(claim, world.on_host)
         try:
             with explaining_oom(run, world):
-                self.precision = PrecisionChoice.of(run, self.folder, world, memory)
+                self.precision = PrecisionChoice.choose(run, self.folder, world, memory)
                 self.run = run = resolve_recompute(self.precision.apply_to(run), world)
                 cache = cache or self.folder.parent / ".prepared"
                 prepared = lru_cache(partial(prepare, run.data, cache, on_progress, scratch))
                 run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
                 self.tokenizer = prepared().tokenizer
                 self.loader = _loader(run, prepared(), world)
-                check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)
+                check_ranks_agree(run, self.plugins, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
                 dtype = self.precision.precision
                 placed = build_parts(self.decoder, dtype, run.layout, world, "meta")
@@ -143,7 +150,7 @@ class Trainer:
                 rate = self.precision.machine
                 self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)
                 self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
-                run_id = run_digest(run, self.parts, self.loader.fingerprint(), world.size)
+                run_id = run_digest(run, self.plugins, self.loader.fingerprint(), world.size)
                 state_id = signature(self.data, self.optimizer)
                 record = run.watch.checkpoint.local
                 self.local = record and LocalCopies(record, self.folder, run_id, state_id, world)
@@ -156,7 +163,7 @@ class Trainer:
                     self.resumed_from = self._resume()
                 self.loader.offset = self.progress.sequence_offset
                 if scratch is None:
-                    self.saver.prepare(partial(contents, self.data, self.optimizer))
+                    self.saver.prepare(partial(assigned_state, self.data, self.optimizer))
         except BaseException:
             self.lock.release()  # held by rank 0 only
             raise
@@ -165,14 +172,14 @@ class Trainer:
         """Resume from memory or local disk copies if complete and newest; return whether it did."""
         progress = self.memory and self.memory.restore(self._state_tensors(), self.world)
         if progress is None and self.local is not None:
-            newest = self._newest()
-            since = 0 if newest is None else manifest.read(newest).step
-            if found := self.local.restore(self._state_tensors(), since):
-                progress, self.resumed_from = found
+            newest = self._newest_checkpoint()
+            newest_step = 0 if newest is None else manifest.read(newest).step
+            if restored := self.local.restore(self._state_tensors(), newest_step):
+                progress, self.resumed_from = restored
         if progress is None:
             return False
         self.data.refresh_weights()
-        self.progress = Progress.of(progress)
+        self.progress = Progress.from_dict(progress)
         return True
 
     def _save_copies(self, rewound: bool = False) -> None:
@@ -182,15 +189,15 @@ class Trainer:
         self.data.flush()
 
     def _state_tensors(self) -> list[torch.Tensor]:
-        return [held.tensor.detach() for _, held in iter_state(self.data, self.optimizer)]
+        return [part.tensor.detach() for _, part in iter_state(self.data, self.optimizer)]
 
     def _resume(self) -> Path | None:
         """Resume from the newest undamaged checkpoint; return its path, or None without one."""
         self.saver.poll(wait=True)
-        path = self._newest()
+        path = self._newest_checkpoint()
         while path is not None:
             stored = manifest.read(path)
-            check_same_run(path, stored.meta, self.run, self.parts, self.loader.fingerprint())
+            check_same_run(path, stored.meta, self.run, self.plugins, self.loader.fingerprint())
             damage: DamagedError | None = None
             try:
                 self.progress = restore(path, self.data, self.optimizer)
@@ -202,18 +209,18 @@ class Trainer:
                 self.data.refresh_weights()
                 self._saved = stored.step
                 return path
-            older = self._newest(before=stored.step)
+            older = self._newest_checkpoint(before=stored.step)
             if older is None:
                 raise damage or CheckpointError(reports[0])
             _log.warning("%s. Falling back to %s", reports[0], older.name)
             path = older
         return None
 
-    def _newest(self, before: int | None = None) -> Path | None:
+    def _newest_checkpoint(self, before: int | None = None) -> Path | None:
         """Return the newest complete checkpoint (before a step), as rank 0 sees it."""
-        first = partial(newest, self.folder, before=before)
-        found = run_on_first(lambda: str(first() or ""), self.world.on_host)
-        return Path(found) if found else None
+        find_newest = partial(newest, self.folder, before=before)
+        path = run_on_first(lambda: str(find_newest() or ""), self.world.on_host)
+        return Path(path) if path else None
 
     @property
     def recovered(self) -> dict[str, Any]:
@@ -233,7 +240,7 @@ class Trainer:
     @cached_property
     def objective(self) -> Objective:
         """The loss; first accessed by all ranks together, before a step or an evaluation."""
-        return build(self.run.train.loss).opened(self)
+        return build(self.run.train.loss).setup(self)
 
     def train(self) -> dict[str, float | int]:
         """Train to ``last_step``, save, and return the last step's metrics.
@@ -244,8 +251,8 @@ class Trainer:
         """
         metrics: Figures = {}
         error: BaseException | None = None
-        watched = explaining_oom(self.run, self.world)
-        with stop_on_signals(self), watched, path_in_errors(self.folder), heap_frozen():
+        oom_explained = explaining_oom(self.run, self.world)
+        with stop_on_signals(self), oom_explained, path_in_errors(self.folder), heap_frozen():
             try:
                 self._start_hooks()
                 self._save_copies()
@@ -287,7 +294,7 @@ class Trainer:
         if figures.stop and self._stop_request is None:
             self._stop_request = "another rank was asked to stop"
         policy, now = run.train.on_nonfinite, self.progress
-        decision = decide(policy, now, figures, micros, self.data, forward_backward)
+        decision = decide_update(policy, now, figures, micros, self.data, forward_backward)
         if decision == "rewind":
             self._rewind(place)
             return {}
@@ -321,7 +328,7 @@ class Trainer:
             "step_time_s": seconds,
         }
         metrics |= {n: it for n in ("needed_rows", "needed_load") if (it := getattr(figures, n))}
-        metrics |= figures.more
+        metrics |= figures.extra_figures
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
 
@@ -383,8 +390,8 @@ class Trainer:
         """
         record = self.run.watch.evaluate
         if tokens is None and record is not None:
-            ended = self.progress.step >= self.run.train.steps
-            tokens = None if ended and record.at_end == "all" else record.tokens
+            is_finished = self.progress.step >= self.run.train.steps
+            tokens = None if is_finished and record.at_end == "all" else record.tokens
         how = self.run.train.loss_chunk, self.objective
         metrics = evaluate_sets(self.placed, self.loader, tokens, *how)
         self._call_hooks("on_evaluate", metrics)
@@ -398,19 +405,19 @@ class Trainer:
         alone do not show damage.
         """
         self.saver.poll(wait=True)
-        present, step = self._newest(), self.progress.step
+        present, step = self._newest_checkpoint(), self.progress.step
         if present is not None and present.name == step_name(step) and self._saved == step:
             return present
         meta: dict[str, Any] = {
             "format": 1,
             "run": to_dict(self.run),
             "precision": dict(self.precision.initial),
-            **describe(self.decoder, self.tokenizer),
-            "parts": self.parts,
+            **describe_model(self.decoder, self.tokenizer),
+            "parts": self.plugins,
             "data": self.loader.fingerprint(),
             "progress": {**asdict(self.progress), "excluded": list(self.progress.excluded)},
         }
-        path = self.saver.save(step, contents(self.data, self.optimizer), meta)
+        path = self.saver.save(step, assigned_state(self.data, self.optimizer), meta)
         self._saved = step
         self.data.flush()
         return path
@@ -463,6 +470,6 @@ def _loader(run: Run, prepared: PreparedData, world: World) -> Loader:
     """Return the run's loader; it pads rows to a multiple that context and tensor ranks split."""
     train, sizes = run.train, world.folding.sizes
     pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
-    spot, ranks = world.attention.dp, world.folding.dp
+    dp_rank, dp_size = world.attention.dp, world.folding.dp
     sizes = run.data.seq, train.batch, train.micro_batch
-    return Loader(prepared, *sizes, run.seed, pad_to=pad_to, rank=spot, ranks=ranks)
+    return Loader(prepared, *sizes, run.seed, pad_to=pad_to, rank=dp_rank, ranks=dp_size)

@@ -25,8 +25,8 @@ from moefold.convert.importer import import_folder
 from moefold.convert.plan import meta_state_dict
 from moefold.model.config import MODEL
 from moefold.parallel.data.sharding import LocalSlice
-from moefold.training.model_checkpoint import MODEL as PREFIX
-from moefold.training.model_checkpoint import describe
+from moefold.training.model_checkpoint import MODEL_PREFIX as PREFIX
+from moefold.training.model_checkpoint import describe_model
 from moefold.training.state import assigned_slices
 from tests.cpu.checkpoint_tools import Calls, quick_folder, run_child, write_sliced
 
@@ -179,7 +179,7 @@ def _written(decoder: object, path: Path) -> None:
             ends = (slice(0, half), slice(half, None)), (slice(0, wide), slice(wide, None))
             whole = [(e, slice(None), f, slice(None)) for e, f in product(*ends)]
         parts[PREFIX + name] = (tensor, whole)
-    write_sliced(path, 1, parts, describe(decoder, None))  # type: ignore[arg-type]
+    write_sliced(path, 1, parts, describe_model(decoder, None))  # type: ignore[arg-type]
 
 
 def _brought_in(source: Path, folder: Path) -> None:

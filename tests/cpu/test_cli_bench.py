@@ -17,9 +17,9 @@ from moefold.training import calibrate, memory_bench
 from moefold.training.calibrate import (
     SMALL_MODELS,
     build_step,
-    features,
     fit_machine,
     measure_kernels,
+    planned_seconds,
     time_calls,
 )
 from tests.pure.test_planner_machine import MACHINE
@@ -31,7 +31,9 @@ TRUE = {"compute": 1.5, "memory": 3.0, "launch": 6.0, "optimizer": 2.0, "step": 
 def test_parts_of_a_step_are_told_apart(form: str) -> None:
     """Of steps made of known shares of each part, unseen ones are predicted within a tenth."""
     cases = [small.case(form, MACHINE) for small in SMALL_MODELS]
-    steps = [sum(f * t for f, t in zip(features(c), TRUE.values(), strict=True)) for c in cases]
+    steps = [
+        sum(f * t for f, t in zip(planned_seconds(c), TRUE.values(), strict=True)) for c in cases
+    ]
     unseen = slice(3, 5)
     seen = [i for i in range(len(cases)) if i not in (3, 4)]
     found = fit_machine(MACHINE, [cases[i] for i in seen], [steps[i] for i in seen])
@@ -123,7 +125,7 @@ def test_figures_of_memory_are_whole_on_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "60")
     bytes_of = dict.fromkeys(memory_bench.PARTS, 123_456_789)
     held = SimpleNamespace(rank=0, action="F0", planned=bytes_of, executed=bytes_of)
-    monkeypatch.setattr(memory_bench, "compare", lambda run, world: [held])
+    monkeypatch.setattr(memory_bench, "compare_bytes", lambda run, world: [held])
     assert main(["bench", "tiny", "--memory"]) == 0
     said = capsys.readouterr().out
     assert said.count("123.46 123.46") == len(memory_bench.PARTS) and "…" not in said

@@ -14,7 +14,7 @@ from moefold.cli.main import main
 from moefold.data.batch import SegmentOrigin
 from moefold.run import load_run
 from moefold.training.fork import fork
-from moefold.training.model_checkpoint import MODEL
+from moefold.training.model_checkpoint import MODEL_PREFIX
 from moefold.training.run_folder import RUN_FILE, History
 from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import load
@@ -68,7 +68,7 @@ def fork_of(folder: Path) -> dict[str, Any]:
 def model_in(checkpoint: Path) -> dict[str, Tensor]:
     """Return the model's tensors in a checkpoint."""
     tensors, _ = load(checkpoint)
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX)}
 
 
 def same_model(one: Path, other: Path) -> bool:

@@ -280,7 +280,7 @@ def test_balancing_is_said_of_all_layers_where_a_rank_has_some(tmp_path: Path) -
         part: Any = SimpleNamespace(
             model=held, world=sizes, decoder=job.decoder, precision=job.precision
         )
-        assert banner._balance(part) == dict(banner.rows(job))["balance"]
+        assert banner._balance(part) == dict(banner.banner_rows(job))["balance"]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -291,10 +291,10 @@ def test_a_run_that_is_looked_at_says_the_same_without_values(tmp_path: Path, ki
         job.step()
         job.save()
     with job_of(tmp_path, **changes) as job:
-        whole = banner.facts(job)
+        whole = banner.banner_facts(job)
     run, places = run_of(tmp_path, **changes), {"cache": tmp_path / "prepared"}
     with Trainer(run, tmp_path / "out", scratch=tmp_path / "scratch", **places) as job:
-        assert banner.facts(job) == whole and whole["step"] == 1
+        assert banner.banner_facts(job) == whole and whole["step"] == 1
         held = [held.tensor for _, held in iter_state(job.data, job.optimizer)]
         assert held and all(tensor.untyped_storage().device.type == "meta" for tensor in held)
 

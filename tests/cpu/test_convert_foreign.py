@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from moefold.cli.main import main
 from moefold.convert.importer import import_folder
 from moefold.convert.source import ConvertError
-from moefold.training.model_checkpoint import MODEL
+from moefold.training.model_checkpoint import MODEL_PREFIX
 from tests.cpu.checkpoint_tools import load
 from tests.cpu.hubs import decoder_of, on_disk, same_bits, weights_of, write_hub
 
@@ -126,7 +126,7 @@ def test_the_command_makes_a_checkpoint_of_it(hub: Path, tmp_path: Path) -> None
     assert main(["import", str(hub), str(tmp_path / "ours"), "--weights", foreign, "--json"]) == 0
     tensors, _ = load(tmp_path / "ours" / "step-00000000")
     for name, tensor in weights_of(decoder_of(FAMILY)).items():
-        assert same_bits(tensors[MODEL + name], tensor), name
+        assert same_bits(tensors[MODEL_PREFIX + name], tensor), name
 
 
 def test_what_is_missing_or_left_over_is_told(hub: Path, tmp_path: Path) -> None:

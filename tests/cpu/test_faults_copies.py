@@ -113,7 +113,7 @@ def test_bits_come_back_as_they_were() -> None:
 
 def test_how_far_a_run_is_comes_back() -> None:
     progress = Progress(7, 900, (2, 5), 2, 6)
-    assert Progress.of(json.loads(json.dumps(asdict(progress) | {"more": 2}))) == progress
+    assert Progress.from_dict(json.loads(json.dumps(asdict(progress) | {"more": 2}))) == progress
 
 
 def test_there_is_nothing_to_tear_without_checkpoints(tmp_path: Any) -> None:

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from moefold.training.hooks.experts import LayerRouting, preferred_tokens, render
+from moefold.training.hooks.experts import LayerRouting, preferred_tokens, render_experts
 from tests.pure.test_training_history import Page
 
 
@@ -22,7 +22,7 @@ def bytes_of(text: str, dtype: str = "u1") -> list[int]:
 def test_the_page_holds_choices_heaviest_first() -> None:
     """Weights are shares of each token's sum, in 255ths."""
     layer = routing([[0, 2], [1, 0], [2, 1]], [[0.25, 0.75], [0.4, 0.1], [0.3, 0.3]])
-    text = render("<demo>", "a & b", ["x", " y", "</script>\n"], [layer], shown=3)
+    text = render_experts("<demo>", "a & b", ["x", " y", "</script>\n"], [layer], shown=3)
     found = Page(text)
     assert found.fetched == [] and "http" not in text
     assert found.data["tokens"] == ["x", " y", "</script>\n"]
@@ -37,14 +37,14 @@ def test_the_page_holds_choices_heaviest_first() -> None:
 def test_loads_count_all_tokens_and_the_text_shows_some() -> None:
     """Statistics want more text than anybody reads."""
     layer = routing([[0], [1], [1], [1]], [[1.0]] * 4)
-    (stored,) = Page(render("d", "", list("abcd"), [layer], shown=2)).data["layers"]
+    (stored,) = Page(render_experts("d", "", list("abcd"), [layer], shown=2)).data["layers"]
     assert bytes_of(stored["ids"]) == [0, 1] and stored["load"] == [0.25, 0.75, 0.0]
 
 
 def test_dropped_choices_weigh_nothing() -> None:
     """They count in no load and are never first."""
     layer = routing([[2, 0], [-1, 1]], [[0.6, 0.4], [0.9, 0.1]])
-    (stored,) = Page(render("d", "", ["a", "b"], [layer], shown=2)).data["layers"]
+    (stored,) = Page(render_experts("d", "", ["a", "b"], [layer], shown=2)).data["layers"]
     assert bytes_of(stored["ids"]) == [2, 0, 1, 0]
     assert bytes_of(stored["weights"]) == [153, 102, 255, 0]
     assert stored["load"] == pytest.approx([1 / 3] * 3, abs=1e-5)
@@ -53,7 +53,7 @@ def test_dropped_choices_weigh_nothing() -> None:
 def test_many_experts_take_two_bytes() -> None:
     """Expert 300 stays 300."""
     layer = routing([[300]], [[1.0]], experts=400)
-    (stored,) = Page(render("d", "", ["a"], [layer], shown=1)).data["layers"]
+    (stored,) = Page(render_experts("d", "", ["a"], [layer], shown=1)).data["layers"]
     assert stored["wide"] and bytes_of(stored["ids"], "<u2") == [300]
 
 

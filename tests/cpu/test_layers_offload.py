@@ -29,7 +29,7 @@ from moefold.offload.disk import OffloadError
 from moefold.planner.case import recomputed
 from moefold.planner.memory_saved import saved_tensors
 from moefold.spec.layer import Shape
-from moefold.training.banner import rows as banner_rows
+from moefold.training.banner import banner_rows as banner_rows
 from tests.cpu.alive import HIDDEN, StorageRecorder, there
 from tests.cpu.runs import equal, job_of, weights
 from tests.cpu.test_planner_kept import BLOCKS

@@ -20,7 +20,7 @@ def test_a_rate_is_measured_and_says_how(dtype: torch.dtype) -> None:
     found = measure([dtype], CPU, seconds=0.02)[dtype]
     assert 1e8 < found.flops_per_s < 1e15
     start, _, end = found.source.partition("^3 in ")
-    assert int(start.removeprefix("measured at start: ")) in machine.SIDES["cpu"]
+    assert int(start.removeprefix("measured at start: ")) in machine.CPU_SIDES
     assert end == f"{str(dtype).removeprefix('torch.')}, 1 thread"
 
 

@@ -14,7 +14,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
 from moefold.layers.config import faster_precision, slowdown
 from moefold.training import precision as settling
-from moefold.training.banner import rows
+from moefold.training.banner import banner_rows
 from moefold.training.config import Train
 from moefold.training.machine import MatrixRate
 from moefold.training.trainer import Trainer
@@ -63,7 +63,7 @@ def test_auto_is_the_faster_format_and_the_saved_run_says_why(
     assert meta["precision"]["flops_per_s"] == {name: rates[name] for name in ("bf16", "fp32")}
     with opened(tmp_path) as job:
         assert job.model.recipe.precision == chosen
-        said = dict(rows(job))["precision"]
+        said = dict(banner_rows(job))["precision"]
         assert f"bf16 {rates['bf16'] / 1e9:,.0f}" in said and "kept from the run's start" in said
 
 

@@ -18,7 +18,7 @@ from moefold.planner.count import count
 from moefold.planner.memory_state import StateSharding
 from moefold.spec.decoder import model_weights
 from moefold.spec.tuning import freeze
-from moefold.training.banner import rows, state_bytes
+from moefold.training.banner import banner_rows, state_bytes
 from moefold.training.fork import fork
 from moefold.training.step import gradients
 from tests.cpu.runs import equal, job_of, run_of, weights
@@ -94,7 +94,7 @@ def test_a_run_with_frozen_weights_resumes_to_the_bit_and_saves_them_once(tmp_pa
         job.train()
         ended = weights(job)
         assert all(torch.equal(begun[name], job.data.params[name]) for name in begun)
-        assert any(said.startswith("trained: ") for _, said in rows(job))
+        assert any(said.startswith("trained: ") for _, said in banner_rows(job))
         sizes = sum(p.numel() * p.element_size() for p in begun.values())
         trained = sum(p.numel() for p in job.data.params.values() if p.requires_grad)
         moments = 2 * 4 * trained + 8 * sum(p.requires_grad for p in job.data.params.values())

@@ -97,7 +97,7 @@ def test_b76_gradients_of_pairs_are_those_of_the_closed_form(form: Any) -> None:
     for name, grad in grads_of(model).items():
         assert relative(grad, wanted[name]) <= 1e-10, name
     margin, accuracy = (beta * h).mean(), (h > 0).double().mean()
-    told = torch.tensor([found.lm_loss, *found.more.values()])
+    told = torch.tensor([found.lm_loss, *found.extra_figures.values()])
     torch.testing.assert_close(told, torch.stack([each.mean(), margin, accuracy]).detach().float())
 
 

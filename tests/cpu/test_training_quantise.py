@@ -12,7 +12,7 @@ import torch
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import Full, Selective
 from moefold.moe.config import Router
-from moefold.training.banner import rows
+from moefold.training.banner import banner_rows
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import NonFiniteStep
 from tests.cpu.runs import equal, job_of, weights
@@ -187,7 +187,7 @@ def test_b54_a_block_that_is_not_finite_is_reported_with_weight_and_expert(
 )
 def test_the_banner_names_each_products_path_and_why(tmp_path: Path, wgrad: str, said: str) -> None:
     with job_of(tmp_path, train={"quantise": {"kind": "mxfp8", "wgrad": wgrad}}) as job:
-        shown = [*rows(job)]
+        shown = [*banner_rows(job)]
     at = [what for what, _ in shown].index("quantise")
     assert said in shown[at][1] and "all emulated (plain torch" in shown[at + 1][1]
 

@@ -16,11 +16,11 @@ from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.optim.config import AdamW, Muon
 from moefold.planner.time import orthogonal_flops
-from moefold.run import loaded_run
+from moefold.run import load_run_with_origins
 from moefold.training import machine as utilisation
-from moefold.training.banner import min_step_time, rows
-from moefold.training.hooks.progress import describe
-from moefold.training.machine import REMEASURE, MatrixRate, Utilisation
+from moefold.training.banner import banner_rows, min_step_time
+from moefold.training.hooks.progress import format_metrics
+from moefold.training.machine import NUM_REMEASURES, MatrixRate, Utilisation
 from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
 from tests.cpu.runs import job_of
 from tests.cpu.small import model_of
@@ -63,7 +63,7 @@ def test_no_share_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measuring(monkeypatch, 1.1e9)
     use = Utilisation(MatrixRate(1.1e9, "slow"), torch.bfloat16, of(CPU, 1))
     assert use.figures(3.7e9) == {} and use.figures(3.7e9) == {}
-    assert len(asked) == REMEASURE
+    assert len(asked) == NUM_REMEASURES
     assert use.figures(0.55e9) == {"mfu": pytest.approx(0.5)}
 
 
@@ -71,7 +71,7 @@ def test_on_a_gpu_both_shares_are_given(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     use = Utilisation(MatrixRate(700e12, "measured"), torch.bfloat16, of(GPU, 8))
     assert use.figures(8 * 350e12) == {"mfu": 0.5, "mfu_of_peak": pytest.approx(350 / 989)}
-    said = describe(use.figures(8 * 350e12))
+    said = format_metrics(use.figures(8 * 350e12))
     assert said == "MFU 35 % of the chip's peak, 50 % of the measured rate"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     assert Utilisation(MatrixRate(1e15, ""), torch.bfloat16, of(GPU, 1)).figures(5e14) == {
@@ -99,18 +99,19 @@ def test_newton_schulz_is_counted_as_it_multiplies(name: str) -> None:
 def test_the_banner_counts_ranks_and_the_epochs_of_the_steps_to_go(tmp_path: Path) -> None:
     muon = {"kind": "muon", "lr": 0.01}
     with job_of(tmp_path, optim=muon) as job:
-        alone, said = min_step_time(job), dict(rows(job))
+        alone, said = min_step_time(job), dict(banner_rows(job))
         assert said["ranks"] == "one" and f"in {job.last_step} steps" in said["data"]
-        assert any("Newton-Schulz" in text and "not counted" in text for _, text in rows(job))
+        texts = [text for _, text in banner_rows(job)]
+        assert any("Newton-Schulz" in text and "not counted" in text for text in texts)
         job.progress.step = job.last_step - 2
-        (read,) = (text for what, text in rows(job) if what == "data")
+        (read,) = (text for what, text in banner_rows(job) if what == "data")
         per_step = job.loader.epoch(2)["text"]
         assert f"read {per_step:.2g} times in 2 steps" in read
         world: Any = job.world
         four: Any = SimpleNamespace(size=4, folding=world.folding)
         job.world = four
         assert min_step_time(job) == alone / 4
-        said = dict(rows(job))
+        said = dict(banner_rows(job))
         assert said["ranks"] == "4, layout of data-parallel ranks only, over gloo"
         assert "on all 4 ranks" in said["time"]
         job.world = world
@@ -138,19 +139,19 @@ def test_the_banner_says_where_threads_spin(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with job_of(tmp_path) as job:
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        assert "2 threads that spin" in dict(rows(job))["device"]
+        assert "2 threads that spin" in dict(banner_rows(job))["device"]
         monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-        assert "spin" not in dict(rows(job))["device"]
+        assert "spin" not in dict(banner_rows(job))["device"]
 
 
 def test_a_hub_folder_goes_by_its_family_and_place(tmp_path: Path) -> None:
     decoder, hub = decoder_of("mixtral").model_copy(update={"vocab": 300}), tmp_path / "hub"
     write_hub(hub, decoder, on_disk(decoder, weights_of(decoder, torch.float32)))
-    loaded = loaded_run(hub, ["data.tokenizer={kind: bpe, vocab: 300}"])
+    loaded = load_run_with_origins(hub, ["data.tokenizer={kind: bpe, vocab: 300}"])
     assert str(loaded.origins["optim", "lr"]) == f"given fine-tuning of {hub}"
     with job_of(tmp_path) as job:
         job.run = job.run.model_copy(update={"model": loaded.record.model})
-        said = dict(rows(job))["model"]
+        said = dict(banner_rows(job))["model"]
     assert said.startswith(f"mixtral of {hub}: ")
 
 

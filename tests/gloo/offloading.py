@@ -15,7 +15,7 @@ from moefold.comm.collectives import gather_objects
 from moefold.optim.base import Optimizer
 from moefold.parallel.config import StatePlacement
 from moefold.parallel.data.sharding import ShardedState
-from moefold.training.state import contents, iter_state, restore
+from moefold.training.state import assigned_state, iter_state, restore
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import quick_folder
 from tests.gloo.harness import run_ranks
@@ -91,7 +91,8 @@ def travel(trip: Trip, state: StatePlacement, folder: Path) -> dict[str, torch.T
         where.mkdir()
         lock.acquire()
     meta = {"progress": {"step": STEPS, "tokens": 7, "excluded": []}}
-    path = save(where, STEPS, contents(data, optimizer), meta, SMALL_SHARDS, lock=lock, ranks=ranks)
+    state_slices = assigned_state(data, optimizer)
+    path = save(where, STEPS, state_slices, meta, SMALL_SHARDS, lock=lock, ranks=ranks)
     if ranks.index == 0:
         lock.release()
     data = opened(trip.second, RANKS, trip.precision)

@@ -38,7 +38,7 @@ from moefold.proof.case import ProofCase, Subject
 from moefold.proof.rank_run import initialise_model, micro_batches
 from moefold.proof.shrink import small_optimizer
 from moefold.proof.subjects import BIASED, DENSE, MLA, SHARED, WINDOWED, decoder
-from moefold.training.state import Progress, contents, iter_state, restore
+from moefold.training.state import Progress, assigned_state, iter_state, restore
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import bits, quick_folder
 from tests.gloo.harness import one_at_a_time
@@ -151,7 +151,7 @@ class Here:
     def save(self, folder: Path) -> Path:
         """Write a checkpoint."""
         meta = {"progress": {"step": BEFORE, "tokens": 7, "excluded": [1]}}
-        what = folder, BEFORE, contents(self.data, self.optimizer), meta, SMALL_SHARDS
+        what = folder, BEFORE, assigned_state(self.data, self.optimizer), meta, SMALL_SHARDS
         if self.world.size == 1:
             return save(*what)
         ranks, lock = self.world.group("world"), FolderLock(folder, "the test")

@@ -28,8 +28,8 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.training.model_checkpoint import StoredModel, describe
-from moefold.training.state import contents
+from moefold.training.model_checkpoint import StoredModel, describe_model
+from moefold.training.state import assigned_state
 from moefold.training.step import gradients
 from tests.cpu.families import reference
 from tests.cpu.family_draws import draw
@@ -103,8 +103,8 @@ def save_all(data: ShardedState, folder: Path) -> None:
     if ranks.index == 0:
         lock.acquire()
     optimizer = data.optimizer(ADAMW)
-    meta = describe(data.placed.model.record, None)
-    what = folder, STEPS, contents(data, optimizer), meta, CheckpointPolicy()
+    meta = describe_model(data.placed.model.record, None)
+    what = folder, STEPS, assigned_state(data, optimizer), meta, CheckpointPolicy()
     save(*what, lock=lock, ranks=ranks)
 
 

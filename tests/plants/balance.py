@@ -30,7 +30,7 @@ PLANTS = (
         "micro-batches weigh the same whatever they hold",
         STEP + "test_b05_micro_batches_weigh_by_their_valid_rows",
         "training/step.py",
-        "Factors(scale_L, rows / wide[-1])",
+        "Factors(scale_L, rows / float_counts[-1])",
         "Factors(scale_L, torch.ones_like(rows) / len(batches))",
     ),
     Plant(

@@ -29,7 +29,7 @@ PLANTS = (
         PAIRS,
         "training/losses/dpo.py",
         "losses_P[: rows.n_valid].to(wide), 0).sum(1)",
-        "losses_P[: rows.n_valid].to(wide), 0).sum(1) / mine_NP.sum(1)",
+        "losses_P[: rows.n_valid].to(wide), 0).sum(1) / in_segment_NP.sum(1)",
     ),
     Plant(
         "b76",

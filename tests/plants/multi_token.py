@@ -30,8 +30,8 @@ PLANTS = (
         "losses of further tokens are divided by the labels of the next",
         STEP,
         "training/figures.py",
-        "scale_L = wide[:-1].reciprocal()",
-        "scale_L = wide[:1].reciprocal().repeat(losses)",
+        "scale_L = float_counts[:-1].reciprocal()",
+        "scale_L = float_counts[:1].reciprocal().repeat(losses)",
     ),
     Plant(
         "b80",
@@ -94,7 +94,7 @@ PLANTS = (
         "labels of further tokens are those of a first micro-batch alone",
         RANKS,
         "training/figures.py",
-        "sum(b.shift(later).n_labels for b in batches)",
-        "sum(b.shift(later).n_labels for b in batches[:1])",
+        "sum(b.shift(offset).n_labels for b in batches)",
+        "sum(b.shift(offset).n_labels for b in batches[:1])",
     ),
 )

@@ -41,7 +41,7 @@ PLANTS = (
         "first moments are left out of checkpoints",
         KEPT,
         "training/state.py",
-        "    yield from ((held.name, held) for held in data.optimizer_state(optimizer))\n",
+        "    yield from ((part.name, part) for part in data.optimizer_state(optimizer))\n",
         "    for held in data.optimizer_state(optimizer):\n"
         "        if not held.name.endswith('exp_avg'):\n"
         "            yield held.name, held\n",
@@ -51,17 +51,17 @@ PLANTS = (
         "the selection bias is left out of checkpoints",
         KEPT,
         "training/state.py",
-        "    yield from ((MODEL + held.name, held) for held in data.weights())\n",
+        "    yield from ((MODEL_PREFIX + part.name, part) for part in data.weights())\n",
         "    for held in data.weights():\n"
         "        if 'selection_bias' not in held.name:\n"
-        "            yield MODEL + held.name, held\n",
+        "            yield MODEL_PREFIX + held.name, held\n",
     ),
     Plant(
         "b26",
         "what is saved behind the steps is written from the live state",
         BEHIND,
         "training/saving.py",
-        "                copied[name].append(replace(part, tensor=kept))\n",
+        "                copied[name].append(replace(part, tensor=buffer))\n",
         "                copied[name].append(part)\n",
     ),
     Plant(
@@ -69,8 +69,8 @@ PLANTS = (
         "the second save behind the steps writes the first one's bytes",
         BEHIND,
         "training/saving.py",
-        "                kept.copy_(live, non_blocking=True)\n",
-        "                if not kept.any():\n                    kept.copy_(live)\n",
+        "                buffer.copy_(tensor, non_blocking=True)\n",
+        "                if not buffer.any():\n                    buffer.copy_(tensor)\n",
     ),
     Plant(
         "b27",
@@ -87,8 +87,8 @@ PLANTS = (
         "a run that goes on begins the data anew",
         DEALT,
         "training/state.py",
-        'Progress.of(reader.manifest.meta["progress"])',
-        'Progress.of(reader.manifest.meta["progress"] | {"step": 0})',
+        'Progress.from_dict(reader.manifest.meta["progress"])',
+        'Progress.from_dict(reader.manifest.meta["progress"] | {"step": 0})',
     ),
     Plant(
         "b37",

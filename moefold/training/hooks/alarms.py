@@ -13,7 +13,7 @@ from moefold.training.hooks.config import Health, Pace, Spikes
 from moefold.training.hooks.logs import StepLinesHook
 from moefold.training.run_folder import LOAD_FILE, METRICS_FILE, log_event, read_lines
 
-ALARMS = "moe/alarms"
+ALARMS_KEY = "moe/alarms"
 """Key of the number of layers whose alarm was raised at this step."""
 UNWRITTEN_KEYS = ("layer", "top_k", "load")
 """Keys of a layer's statistics that are not written as ``moe/<layer>/<key>``."""
@@ -52,14 +52,14 @@ class HealthHook(StepLinesHook):
             for key, value in figures.items():
                 if key not in UNWRITTEN_KEYS:
                     metrics[f"moe/{layer}/{key}"] = value
-            if not (trouble := self.problem(figures)):
+            if not (problem := self.problem(figures)):
                 continue
             failed[layer] = before.get(layer, 0) + 1
             if failed[layer] == self._record.patience:
                 alarms += 1
-                text = f"layer {layer}: {trouble} in {self._record.patience} consecutive checks"
+                text = f"layer {layer}: {problem} in {self._record.patience} consecutive checks"
                 _warn(self._console, "[bold red]routing alarm[/]", f"{job.step_number}, {text}")
-        metrics[ALARMS] = alarms
+        metrics[ALARMS_KEY] = alarms
         if alarms and self._record.action == "stop":
             failed = {}  # a run that resumes there is alarmed again
         line = {"load": loads, "failed": failed} if failed else {"load": loads}
@@ -88,7 +88,7 @@ class AlarmHook(Hook):
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Save and stop if a layer's alarm was raised at this step."""
-        alarms = metrics.get(ALARMS, 0)
+        alarms = metrics.get(ALARMS_KEY, 0)
         if alarms and self._action == "stop":
             raise RoutingCollapse(
                 f"routing alarm in {alarms} layer(s) at step {job.step_number}, and "
@@ -112,19 +112,19 @@ class PaceHook(Hook):
         record = self._record
         if job.world.size == 1 or job.step_number % record.every:
             return
-        busy = job.pace()
-        usual = median(busy)
-        slowest = max(range(len(busy)), key=lambda rank: busy[rank])
+        busy_s = job.pace()
+        median_s = median(busy_s)
+        slowest = max(range(len(busy_s)), key=lambda rank: busy_s[rank])
         metrics["pace/slowest_rank"] = slowest
-        metrics["pace/slowest_over_median"] = busy[slowest] / usual if usual else 1.0
-        slow = {rank for rank, seconds in enumerate(busy) if seconds > record.ratio * usual}
+        metrics["pace/slowest_over_median"] = busy_s[slowest] / median_s if median_s else 1.0
+        slow = {rank for rank, seconds in enumerate(busy_s) if seconds > record.ratio * median_s}
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        for rank, times in self._slow.items():
-            if times == record.patience:
+        for rank, count in self._slow.items():
+            if count == record.patience:
                 text = (
                     f"{job.step_number}: rank {rank} was busy for "
-                    f"{busy[rank]:.2f} s in {record.every} steps, the median rank for "
-                    f"{usual:.2f} s, so the others waited for it; check its machine"
+                    f"{busy_s[rank]:.2f} s in {record.every} steps, the median rank for "
+                    f"{median_s:.2f} s, so the others waited for it; check its machine"
                 )
                 _warn(self._console, "[bold yellow]slow rank[/]", text)
 
@@ -152,25 +152,25 @@ class SpikesHook(Hook):
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Log a spike with its documents; its norm does not enter the median."""
         norm = metrics.get("grad_norm")
-        usual = None if norm is None else self._exceeded_median(norm)
-        if norm is None or usual is None:
+        exceeded = None if norm is None else self._exceeded_median(norm)
+        if norm is None or exceeded is None:
             return
         loader = job.loader
         batches = (loader.load_micro_batch(job.place, j) for j in range(loader.n_micro_batches))
-        named = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
-        facts = {"step": job.step_number, "place": job.place, "grad_norm": norm, "usual": usual}
-        log_event(job.folder, "spike", **facts, documents=list(dict.fromkeys(named)))
+        documents = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
+        facts = {"step": job.step_number, "place": job.place, "grad_norm": norm, "usual": exceeded}
+        log_event(job.folder, "spike", **facts, documents=list(dict.fromkeys(documents)))
         text = (
-            f"{job.step_number}: gradient norm {norm:.3g}, recent median {usual:.3g}; "
+            f"{job.step_number}: gradient norm {norm:.3g}, recent median {exceeded:.3g}; "
             "events.jsonl lists the step's documents"
         )
         _warn(self._console, "[bold yellow]spike[/]", text)
 
     def _exceeded_median(self, norm: float) -> float | None:
         """Return the median if ``norm`` is a spike; else note ``norm`` and return None."""
-        usual = median(self._norms) if len(self._norms) >= MIN_NORMS else None
-        if usual is not None and not norm <= self._record.ratio * usual:
-            return usual
+        median_norm = median(self._norms) if len(self._norms) >= MIN_NORMS else None
+        if median_norm is not None and not norm <= self._record.ratio * median_norm:
+            return median_norm
         if math.isfinite(norm):  # NaN would spoil the median.
             self._norms.append(norm)
         return None

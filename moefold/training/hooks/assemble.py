@@ -42,18 +42,18 @@ def assemble(
         if watch.evaluate.baselines:
             hooks.append(BaselinesHook(watch.evaluate, console))
         hooks.append(build(watch.evaluate))
-    looks = (watch.health, watch.pace, watch.spikes, watch.sample)
-    hooks += [build(record, console) for record in looks if record]
+    checks = (watch.health, watch.pace, watch.spikes, watch.sample)
+    hooks += [build(record, console) for record in checks if record]
     hooks += [*(build(record) for record in watch.hooks), *extra]
-    logs: list[Hook] = [MetricsHook()]
-    wanted = watch.metrics.tensorboard
-    if wanted == "on" or (wanted == "auto" and find_spec("tensorboard") is not None):
-        logs.append(TensorBoardHook())
+    loggers: list[Hook] = [MetricsHook()]
+    tensorboard = watch.metrics.tensorboard
+    if tensorboard == "on" or (tensorboard == "auto" and find_spec("tensorboard") is not None):
+        loggers.append(TensorBoardHook())
     if watch.metrics.wandb is not None:
-        logs.append(build(watch.metrics.wandb))
-    hooks += [EventsHook(), *logs, build(watch.progress, console)]
+        loggers.append(build(watch.metrics.wandb))
+    hooks += [EventsHook(), *loggers, build(watch.progress, console)]
     if watch.evaluate is not None and watch.evaluate.at_start:
-        hooks.append(StartEvaluationHook(logs))
+        hooks.append(StartEvaluationHook(loggers))
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
     if watch.health is not None:
         hooks.append(AlarmHook(watch.health))

@@ -87,7 +87,7 @@ class Hook:
     ``on_evaluate`` is logged instead.
     """
 
-    refused = False
+    write_failed = False
     """Whether the last write failed because the disk was full."""
 
     def on_start(self, job: JobView) -> None:
@@ -113,12 +113,12 @@ def call_hooks(hooks: Sequence[Hook], event: str, job: JobView, *args: Any) -> N
         try:
             getattr(hook, event)(job, *args)
             if event == "on_step":
-                hook.refused = False
+                hook.write_failed = False
         except OSError as error:
             continues = recoverable and job.run.watch.checkpoint.on_failure == "continue"
             if not continues or error.errno not in FULL:
                 raise
-            if not hook.refused:
+            if not hook.write_failed:
                 name = type(hook).__name__.removesuffix("Hook").lower()
                 _log.warning("%s: %s; training continues without writing these steps", name, error)
-            hook.refused = True
+            hook.write_failed = True

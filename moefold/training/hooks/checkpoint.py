@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
-from moefold.training.hooks.alarms import ALARMS
+from moefold.training.hooks.alarms import ALARMS_KEY
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.run_folder import log_event
 
@@ -31,7 +31,7 @@ class CheckpointHook(Hook):
         step, every = job.step_number, self._policy.every
         due = every is not None and step % every == 0
         due = due or (self._retry_step is not None and step >= self._retry_step)
-        due = due or (self._on_alarm and metrics.get(ALARMS, 0) > 0)
+        due = due or (self._on_alarm and metrics.get(ALARMS_KEY, 0) > 0)
         if not due or step >= job.last_step:
             return
         try:

@@ -27,15 +27,15 @@ class EvaluateHook(Hook):
 class StartEvaluationHook(Hook):
     """Evaluates before the first step of a run, and logs the result as step 0."""
 
-    def __init__(self, logs: Sequence[Hook]) -> None:
-        self._logs = logs
+    def __init__(self, loggers: Sequence[Hook]) -> None:
+        self._logs = loggers
 
     def on_start(self, job: JobView) -> None:
         """Evaluate if no step was trained yet."""
         if job.step_number == 0:
-            found = job.evaluate()
-            for log in self._logs:
-                log.on_step(job, found)
+            metrics = job.evaluate()
+            for logger in self._logs:
+                logger.on_step(job, metrics)
 
 
 class BaselinesHook(Hook):
@@ -48,10 +48,10 @@ class BaselinesHook(Hook):
     def on_start(self, job: JobView) -> None:
         """Measure bits per byte on the held-out text, write ``baselines.json``, print them."""
         path = job.folder / BASELINES_FILE
-        found = read_baselines(path)
-        if set(found) != set(self._wanted):
+        baselines = read_baselines(path)
+        if set(baselines) != set(self._wanted):
             measured = compute_baselines(job.loader.prepared)
-            found = {name: measured[name] for name in self._wanted}
-            write_text(path, json.dumps(found) + "\n")
-        values = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
+            baselines = {name: measured[name] for name in self._wanted}
+            write_text(path, json.dumps(baselines) + "\n")
+        values = "  ".join(f"{name} {value:.3f}" for name, value in baselines.items())
         self._console.print(f"[cyan]baselines[/] {values} bits per byte", highlight=False)

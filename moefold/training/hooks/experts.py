@@ -6,7 +6,7 @@ T tokens, K experts per token, E experts.
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from moefold.training.report import encode_base64, render_page
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PAGE_FILE = "experts.html"
-MORE = 12
+STATISTICS_FACTOR = 12
 """Loads and preferred tokens are counted over this many times the tokens shown."""
-ROWS = 4096
+MAX_PASS_TOKENS = 4096
 """Maximum number of tokens of one forward pass."""
-PREFERRED = 8
+MAX_PREFERRED = 8
 """Number of preferred tokens shown for an expert."""
-LIFT = 1.25
+MIN_LIFT = 1.25
 """Minimum ratio of a preferred token's count at an expert to the count expected by chance."""
 
 
@@ -52,27 +52,28 @@ class ExpertsPageHook(Hook):
         if not held_out:
             return
         part = held_out[0]
-        number, documents = choose_documents(part.corpus, self._tokens, MORE * self._tokens)
+        total = STATISTICS_FACTOR * self._tokens
+        number, documents = choose_documents(part.corpus, self._tokens, total)
         # Pieces are no longer than in training: the model has not seen later positions.
         pieces = [
-            ids_T[at : at + job.run.data.seq].tolist()
+            ids_T[start : start + job.run.data.seq].tolist()
             for ids_T in documents
-            for at in range(0, len(ids_T), job.run.data.seq)
+            for start in range(0, len(ids_T), job.run.data.seq)
         ]
         layers = record_routing(job.model, pieces)
         ids = [token for piece in pieces for token in piece]
         spelling = job.tokenizer.token_bytes
         # Special tokens for starts and ends of documents have no text to show.
-        kept = [place for place, token in enumerate(ids) if spelling[token]]
-        texts = [spelling[ids[place]].decode("utf-8", "backslashreplace") for place in kept]
+        with_text = [i for i, token in enumerate(ids) if spelling[token]]
+        texts = [spelling[ids[i]].decode("utf-8", "backslashreplace") for i in with_text]
         layers = [
-            LayerRouting(r.name, r.experts, r.ids_TK[kept], r.weights_TK[kept]) for r in layers
+            replace(r, ids_TK=r.ids_TK[with_text], weights_TK=r.weights_TK[with_text])
+            for r in layers
         ]
         shown = sum(bool(spelling[token]) for token in documents[0][: self._tokens].tolist())
-        subtitle = (
-            f"{job.run.name}, step {job.step_number} · held-out document {number} of {part.name}"
-        )
-        page = render(job.run.name, subtitle, texts, layers, shown=shown)
+        where = f"held-out document {number} of {part.name}"
+        subtitle = f"{job.run.name}, step {job.step_number} · {where}"
+        page = render_experts(job.run.name, subtitle, texts, layers, shown=shown)
         write_text(job.folder / PAGE_FILE, page)
 
 
@@ -108,28 +109,28 @@ def preferred_tokens(routing: LayerRouting, texts: Sequence[str]) -> list[list[s
             if expert >= 0:
                 by_expert[expert][text] += 1
                 everywhere[text] += 1
-    out = []
+    preferred = []
     for expert, counts in enumerate(by_expert):
         scored = []
-        for text, n in counts.items():
+        for text, count in counts.items():
             expected = everywhere[text] * load_E[expert]
-            if n >= 2 and n > LIFT * expected:
-                scored.append((n * np.log(n / expected), text))
+            if count >= 2 and count > MIN_LIFT * expected:
+                scored.append((count * np.log(count / expected), text))
         scored.sort(key=lambda pair: (-pair[0], pair[1]))
-        out.append([text for _, text in scored[:PREFERRED]])
-    return out
+        preferred.append([text for _, text in scored[:MAX_PREFERRED]])
+    return preferred
 
 
-def render(
+def render_experts(
     title: str, subtitle: str, texts: Sequence[str], layers: Sequence[LayerRouting], shown: int
 ) -> str:
     """Return the page: the first ``shown`` tokens, with loads and preferences over all tokens.
 
     ``texts`` has the text of each token; each of ``layers`` routes all of them.
     """
-    found = []
+    page_layers = []
     for routing in layers:
-        wide, ids_TK = routing.experts > 255, routing.ids_TK[:shown]
+        two_bytes, ids_TK = routing.experts > 255, routing.ids_TK[:shown]
         kept_TK = np.where(ids_TK < 0, -np.inf, routing.weights_TK[:shown])
         order_TK = np.argsort(-kept_TK, axis=1, kind="stable")  # largest weight first
         # A dropped choice stays, with weight 0, so that every token has K choices.
@@ -142,12 +143,12 @@ def render(
             "top_k": routing.ids_TK.shape[1],
             "load": [round(float(share), 5) for share in routing.load_E],
             "likes": preferred_tokens(routing, texts),
-            "wide": wide,
-            "ids": encode_base64(ids_TK.astype("<u2" if wide else "u1")),
+            "wide": two_bytes,
+            "ids": encode_base64(ids_TK.astype("<u2" if two_bytes else "u1")),
             "weights": encode_base64(np.rint(255 * share_TK).astype("u1")),
         }
-        found.append(layer)
-    data = {"tokens": list(texts[:shown]), "layers": found}
+        page_layers.append(layer)
+    data = {"tokens": list(texts[:shown]), "layers": page_layers}
     return render_page(TEMPLATE, f"Experts of {title}", subtitle, data)
 
 
@@ -164,14 +165,14 @@ def choose_documents(corpus: Corpus, tokens: int, total: int) -> tuple[int, list
             number, longest = i, ids_T
         if len(ids_T) >= tokens:
             break
-    found, taken = [longest], len(longest)
+    documents, num_tokens = [longest], len(longest)
     for i in range(corpus.n_documents):
-        if taken >= total:
+        if num_tokens >= total:
             break
         if i != number:
-            found.append(corpus.document(i)[: total - taken])
-            taken += len(found[-1])
-    return number, found
+            documents.append(corpus.document(i)[: total - num_tokens])
+            num_tokens += len(documents[-1])
+    return number, documents
 
 
 @torch.no_grad()
@@ -182,18 +183,18 @@ def record_routing(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list
         i: [] for i, _ in model.moe_layers()
     }
 
-    def note(into: list[Any], module: Any, given: Any, routed: Routed) -> None:
+    def record(routings: list[Any], module: Any, inputs: Any, routed: Routed) -> None:
         ids_TK, kept_TK = routed.decision.experts_TK, routed.decision.kept_TK
         ids_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
-        into.append((ids_TK.cpu().numpy(), routed.weights_TK.float().cpu().numpy()))
+        routings.append((ids_TK.cpu().numpy(), routed.weights_TK.float().cpu().numpy()))
 
-    with ExitStack() as listening:
+    with ExitStack() as hooks:
         for i, mixture in model.moe_layers():
-            hook = mixture.router.register_forward_hook(partial(note, recorded[i]))
-            listening.enter_context(hook)
-        each = max(1, ROWS // max(map(len, pieces)))
-        for at in range(0, len(pieces), each):
-            rows = pack(pieces[at : at + each]).to(device)
+            hook = mixture.router.register_forward_hook(partial(record, recorded[i]))
+            hooks.enter_context(hook)
+        pieces_per_pass = max(1, MAX_PASS_TOKENS // max(map(len, pieces)))
+        for start in range(0, len(pieces), pieces_per_pass):
+            rows = pack(pieces[start : start + pieces_per_pass]).to(device)
             model(Flow(rows, model.recipe, training=False))
     layers = []
     for i, mixture in model.moe_layers():

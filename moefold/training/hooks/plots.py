@@ -24,7 +24,7 @@ from moefold.training.run_folder import History, evenly_spaced
 INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
 MAX_PANELS = 8
 """Maximum number of layers whose loads are plotted over time."""
-LAST = 20
+AVERAGED_CHECKS = 20
 """Number of newest checks whose mean is plotted as the current load."""
 
 
@@ -73,21 +73,21 @@ def loss_figure(history: History, title: str) -> Figure | None:
     axes = figure.add_subplot()
     axes.plot(steps, train["y"], color=TRAIN, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smooth, color=TRAIN, linewidth=1.8, label=train["name"])
-    ends, begins = [(train["name"], smooth[-1], TRAIN)], list[float]()
+    ends, start_values = [(train["name"], smooth[-1], TRAIN)], list[float]()
     for line in others:
         if line["x"]:
-            drawn = {"color": HELD_OUT, "markersize": 3.5, "linewidth": 1.8}
-            axes.plot(line["x"], line["y"], "o-", **drawn)
+            style = {"color": HELD_OUT, "markersize": 3.5, "linewidth": 1.8}
+            axes.plot(line["x"], line["y"], "o-", **style)
             name = line["name"] if len(others) > 1 else "held out"
             if line["x"][0] == 0:
-                begins.append(1.02 * line["y"][0])
+                start_values.append(1.02 * line["y"][0])
                 name += f" {line['y'][0]:.2f} →"
             ends.append((name, line["y"][-1], HELD_OUT))
     for name, value in chart["marks"]:
         axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=1.1)
         ends.append((name, value, SOFT))
     # The loss of the first steps would compress everything of interest at the bottom.
-    top = max([smooth[len(smooth) // 25], *(1.12 * v for _, v, _ in ends), *begins])
+    top = max([smooth[len(smooth) // 25], *(1.12 * v for _, v, _ in ends), *start_values])
     low = min([*smooth, *(v for _, v, _ in ends)])
     highest = max(*(v for line in chart["lines"] for v in line["y"]), *(v for _, v, _ in ends))
     if highest > low:
@@ -106,35 +106,35 @@ def loss_figure(history: History, title: str) -> Figure | None:
 
 def load_figure(history: History, title: str) -> Figure | None:
     """Plot each expert's load: the current one of every layer, and that of some over time."""
-    found = history.load()
-    if found is None:
+    if (loads := history.load()) is None:
         return None
-    steps, layers, load = found
+    steps, layers, load = loads
     panels = min(len(layers), MAX_PANELS)
-    shown = [round(place) for place in np.linspace(0, len(layers) - 1, panels)]
-    columns = min(len(shown), 4)
-    rows = -(-len(shown) // columns)
+    shown_layers = [round(number) for number in np.linspace(0, len(layers) - 1, panels)]
+    columns = min(len(shown_layers), 4)
+    rows = -(-len(shown_layers) // columns)
     heights = [0.9 + max(1.2, 0.28 * len(layers)), 1.8 * rows]
     figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-    (now,), (over_time,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)
+    (current_panel,), (over_time,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)
     peak = float(np.nanpercentile(load, 99.5))
     norm = TwoSlopeNorm(1.0, 0.0, max(peak, 1.5))
-    axes = now.add_subplot()
-    image = _draw_heat_map(axes, np.ma.masked_invalid(load[-LAST:]).mean(axis=0), layers, norm)
+    axes = current_panel.add_subplot()
+    current = np.ma.masked_invalid(load[-AVERAGED_CHECKS:]).mean(axis=0)
+    image = _draw_heat_map(axes, current, layers, norm)
     _finish(axes, f"{title}: load of each expert, step {steps[-1]}", grid=False)
-    bar = now.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
+    bar = current_panel.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
     bar.set_label("load over the mean", color=INK)
     bar.outline.set_visible(False)
-    shown_at = evenly_spaced(steps)
+    shown_checks = evenly_spaced(steps)
     grid = over_time.subplots(rows, columns, squeeze=False, sharey=True)
-    for place, panel in enumerate(grid.flat):
-        if place >= len(shown):
+    for number, panel in enumerate(grid.flat):
+        if number >= len(shown_layers):
             panel.set_visible(False)
             continue
-        index = shown[place]
+        index = shown_layers[number]
         # Nearest, so that no check is blended with its neighbours.
         panel.imshow(
-            load[shown_at, index].T, aspect="auto", norm=norm, cmap="PuOr_r",
+            load[shown_checks, index].T, aspect="auto", norm=norm, cmap="PuOr_r",
             interpolation="nearest",
             extent=(steps[0], max(steps[-1], steps[0] + 1), load.shape[2] - 0.5, -0.5),
         )  # fmt: skip
@@ -142,7 +142,7 @@ def load_figure(history: History, title: str) -> Figure | None:
         if len(steps) == 1:
             panel.set_xticks(steps)
         _finish(panel, f"layer {layers[index]} over steps", grid=False, size=9)
-        if place % columns == 0:
+        if number % columns == 0:
             panel.set_ylabel("expert", color=INK)
     return figure
 
@@ -218,11 +218,11 @@ def _label_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:
     """Write each line's name and end value to the right of the axes, pushed apart."""
     low, high = axes.get_ylim()
     gap = 0.055 * (high - low)
-    places = sorted(ends, key=lambda end: end[1])
-    at = [value for _, value, _ in places]
-    for i in range(1, len(at)):
-        at[i] = max(at[i], at[i - 1] + gap)
-    for (name, value, colour), y in zip(places, at, strict=True):
+    sorted_ends = sorted(ends, key=lambda end: end[1])
+    positions = [value for _, value, _ in sorted_ends]
+    for i in range(1, len(positions)):
+        positions[i] = max(positions[i], positions[i - 1] + gap)
+    for (name, value, colour), y in zip(sorted_ends, positions, strict=True):
         axes.annotate(
             f"{name} {value:.2f}", (1.01, y), xycoords=("axes fraction", "data"), va="center",
             color=colour, fontsize=9.5, fontweight="bold" if colour == HELD_OUT else None,

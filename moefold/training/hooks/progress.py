@@ -17,7 +17,7 @@ from moefold.training.run_folder import held_out_sets
 
 SMOOTHING = 0.95
 """Weight of the past in the running mean of wall time per step."""
-AFTER = 3
+FORECAST_STEPS = 3
 """Number of steps before the forecast, of which the first, the warm-up, is left out."""
 
 
@@ -63,7 +63,7 @@ class ProgressHook(Hook):
         self._sum = SMOOTHING * self._sum + (now - self._last)
         self._weight = SMOOTHING * self._weight + 1
         self._last = now
-        left, facts = clock(steps * self._sum / self._weight), describe(metrics)
+        left, facts = clock(steps * self._sum / self._weight), format_metrics(metrics)
         if metrics.get("skipped"):
             text = "loss or gradients are not finite; its update was skipped"
             self._print(f"[bold yellow]skipped[/] step {job.step_number}: {text}")
@@ -73,14 +73,14 @@ class ProgressHook(Hook):
         elif self._style == "lines" and (now - self._shown >= self._seconds or steps <= 0):
             self._shown = now
             self._print(f"step {job.step_number}/{job.last_step}  {facts}  {left} left")
-        if len(self._first_s) < AFTER and "step_time_s" in metrics:
+        if len(self._first_s) < FORECAST_STEPS and "step_time_s" in metrics:
             self._first_s.append(metrics["step_time_s"])
-            if len(self._first_s) == AFTER and steps > 0:
+            if len(self._first_s) == FORECAST_STEPS and steps > 0:
                 self._forecast(steps)
 
     def _forecast(self, steps: int) -> None:
         """Print when the run will end, from the first steps, and the peak memory so far."""
-        step_s = sum(self._first_s[1:]) / (AFTER - 1)
+        step_s = sum(self._first_s[1:]) / (FORECAST_STEPS - 1)
         left = steps * step_s
         end = datetime.now() + timedelta(seconds=left)
         at = end.strftime("%H:%M" if left < 12 * 3600 else "%d %B %H:%M")
@@ -119,17 +119,16 @@ class ProgressHook(Hook):
             self._console.print(text, soft_wrap=True, highlight=False)
 
 
-def describe(metrics: Figures) -> str:
+def format_metrics(metrics: Figures) -> str:
     """Format a step's main metrics: ``loss 3.214  12.3k tokens/s  MFU 34 %``."""
     parts = []
     if "lm_loss" in metrics:
         parts.append(f"loss {metrics['lm_loss']:.3f}")
     if "tokens_per_s" in metrics:
         parts.append(f"{count(metrics['tokens_per_s'])} tokens/s")
-    shares = {"mfu_of_peak": "of the chip's peak", "mfu": "of the measured rate"}
-    found = {said: 100 * metrics[name] for name, said in shares.items() if name in metrics}
-    if found:
-        two = len(found) > 1
-        texts = (f"{share:.0f} %" + f" {said}" * two for said, share in found.items())
+    rates = {"mfu_of_peak": "of the chip's peak", "mfu": "of the measured rate"}
+    reported = [(100 * metrics[key], rate) for key, rate in rates.items() if key in metrics]
+    if reported:
+        texts = (f"{mfu:.0f} %" + f" {rate}" * (len(reported) > 1) for mfu, rate in reported)
         parts.append("MFU " + ", ".join(texts))
     return "  ".join(parts)

@@ -13,7 +13,7 @@ from moefold.training.hooks.config import Sample
 from moefold.training.run_folder import append_bytes
 
 SAMPLES_FILE = "samples.txt"
-SHOWN_LINES = 8
+MAX_SHOWN_LINES = 8
 
 
 class SampleHook(Hook):
@@ -41,7 +41,7 @@ class SampleHook(Hook):
         if step % record.every and step != job.last_step:
             return
         tokenizer = job.tokenizer
-        continued = job.generate(
+        generated = job.generate(
             self._ids,
             tokens=record.tokens,
             temperature=record.temperature,
@@ -52,14 +52,14 @@ class SampleHook(Hook):
             window=job.run.data.seq,
         )
         written, title = "", f"sample step {step}\n"
-        for prompt, ids in zip(record.prompts, continued, strict=True):
+        for prompt, ids in zip(record.prompts, generated, strict=True):
             text = prompt + tokenizer.decode(ids)
             written += f"=== step {step} · {prompt!r}\n{text}\n\n"
             lines = escape_control(text).split("\n")
-            shown = "\n".join(lines[:SHOWN_LINES]) + "\n…" * (len(lines) > SHOWN_LINES)
-            whole = Text.assemble((title, "cyan"), shown)
-            whole.stylize("bold", len(title), len(title + prompt))
-            self._console.print(whole, soft_wrap=True)
+            shown = "\n".join(lines[:MAX_SHOWN_LINES]) + "\n…" * (len(lines) > MAX_SHOWN_LINES)
+            output = Text.assemble((title, "cyan"), shown)
+            output.stylize("bold", len(title), len(title + prompt))
+            self._console.print(output, soft_wrap=True)
         with open(job.folder / SAMPLES_FILE, "ab", buffering=0) as file:
             append_bytes(file, written.encode())
 

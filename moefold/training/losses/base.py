@@ -34,11 +34,11 @@ class Objective:
     def __init__(self, record: Record | None = None) -> None:
         self.record: Any = record
 
-    def opened(self, job: Any) -> Self:
+    def setup(self, job: Any) -> Self:
         """Load what the loss needs besides a trainer's model, on all ranks; return the loss."""
         return self
 
-    def trial(self, placed: ModelParts, subject: Any) -> "Objective":
+    def for_proof(self, placed: ModelParts, subject: Any) -> "Objective":
         """Return the loss for a layout proof, which has a small model and no files."""
         return self
 
@@ -78,7 +78,7 @@ class Objective:
 CROSS_ENTROPY = Objective()
 
 
-def segments(batch: MicroBatch) -> Iterator[tuple[str, slice]]:
+def segment_digests(batch: MicroBatch) -> Iterator[tuple[str, slice]]:
     """Yield for each segment of a whole micro-batch a digest of its tokens and labels, and its
     rows."""
     rows_2T, start = torch.stack([batch.ids_T, batch.labels_T]).numpy(), 0

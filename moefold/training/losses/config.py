@@ -73,7 +73,7 @@ class Distill(LossRecord):
     top_k: Size = 64
     """Number of probabilities stored for each label."""
 
-    owner = "moefold.training.losses.distill:distillation"
+    owner = "moefold.training.losses.distill:build_distillation"
 
     def read_config(self) -> ParsedConfig:
         """Return the teacher's description, without multi-token prediction.
@@ -85,8 +85,8 @@ class Distill(LossRecord):
 
     def layout(self, layout: Any) -> Any:
         """Return the teacher's layout: the run's, with stages balanced for it and no offloading."""
-        kept = {"stages": None, "recompute": None, "offload": None}
-        return layout.model_copy(update={**kept, "state": type(layout.state)()})
+        reset = {"stages": None, "recompute": None, "offload": None}
+        return layout.model_copy(update={**reset, "state": type(layout.state)()})
 
     def violations(self, run: Any) -> Iterator[Violation]:
         """Yield violations of an unreadable teacher, another vocabulary, or an unfit layout."""
@@ -98,21 +98,21 @@ class Distill(LossRecord):
             rule = f"must be a Hugging Face folder that can be read: {error}"
             yield Violation(path, self.teacher, rule)
             return
-        own = run.decoder().vocab
-        if teacher.vocab != own:
-            rule = f"must have the model's vocabulary of {own} tokens, but has {teacher.vocab}"
+        vocab = run.decoder().vocab
+        if teacher.vocab != vocab:
+            rule = f"must have the model's vocabulary of {vocab} tokens, but has {teacher.vocab}"
             yield Violation(path, self.teacher, rule)
         if self.stored is not None:
-            if self.top_k > own:
-                rule = f"must be at most the vocabulary's {own} tokens"
-                yield Violation(("train", "loss", "top_k"), self.top_k, rule, own)
+            if self.top_k > vocab:
+                rule = f"must be at most the vocabulary's {vocab} tokens"
+                yield Violation(("train", "loss", "top_k"), self.top_k, rule, vocab)
             if not all(isinstance(source, Chat) for source in run.data.train):
                 rule = "needs chat sources only in data.train: each epoch cuts text differently"
                 yield Violation(("train", "loss", "stored"), self.stored, rule, REMOVE)
         layout = self.layout(run.layout)
         if not any(run.layout.rules()) and layout.constrains_model:
-            for found in layout.violations(needs(teacher, run.data.seq)):
-                rule = f"does not fit layout.{'.'.join(map(str, found.path))}: {found.rule}"
+            for violation in layout.violations(needs(teacher, run.data.seq)):
+                rule = f"does not fit layout.{'.'.join(map(str, violation.path))}: {violation.rule}"
                 yield Violation(path, self.teacher, rule)
 
 
@@ -129,7 +129,7 @@ class Dpo(LossRecord):
     """The reference model: the model without its adapters, which runs in each step, or the model
     at the start of the run, whose scores of all answers are stored in the run's folder."""
 
-    owner = "moefold.training.losses.dpo:preference"
+    owner = "moefold.training.losses.dpo:build_preference"
     pairs: ClassVar[bool] = True
 
     def violations(self, run: Any) -> Iterator[Violation]:

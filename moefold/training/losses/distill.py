@@ -38,14 +38,14 @@ from moefold.parallel.apply import ModelParts, build_flow, build_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import forward, score, unsharded_head
 from moefold.spec.tuning import freeze, trainable
-from moefold.training.losses.base import Objective, segments
+from moefold.training.losses.base import Objective, segment_digests
 from moefold.training.losses.config import Distill
 from moefold.training.model_checkpoint import fill_from_folder
 
-INDEX = "index.json"
+INDEX_FILE = "index.json"
 
 
-def distillation(record: Distill) -> "Distillation":
+def build_distillation(record: Distill) -> "Distillation":
     """Return the loss that a record describes."""
     return (Distillation if record.stored is None else TopKDistillation)(record)
 
@@ -57,16 +57,16 @@ class Distillation(Objective):
     teacher: ModelParts
     """The teacher's parts on this rank."""
 
-    def opened(self, job: Any) -> Self:
+    def setup(self, job: Any) -> Self:
         """Load the teacher; raises ``DataError`` if its tokenizer differs from the run's."""
         record, folder = self.record, Path(self.record.teacher)
         if (folder / "tokenizer.json").is_file():
-            found = job.tokenizer.first_difference(from_path(str(folder)))
-            if found is not None:
-                number, ours, theirs = found
+            difference = job.tokenizer.first_difference(from_path(str(folder)))
+            if difference is not None:
+                number, own_token, teacher_token = difference
                 raise DataError(
-                    f"{folder}: the teacher's token {number} is {theirs!r}, the model's is "
-                    f"{ours!r}; both need one tokenizer: set data.tokenizer to "
+                    f"{folder}: the teacher's token {number} is {teacher_token!r}, the model's is "
+                    f"{own_token!r}; both need one tokenizer: set data.tokenizer to "
                     f"{{kind: file, path: {folder}}}"
                 )
         config, layout = record.read_config(), record.layout(job.run.layout)
@@ -77,7 +77,7 @@ class Distillation(Objective):
         self.teacher = data.placed
         return self
 
-    def trial(self, placed: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, placed: ModelParts, subject: Any) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
         decoder = freeze(trainable(subject.decoder), ("*",))
         parts = build_parts(decoder, placed.model.recipe.precision, placed.layout, placed.world)
@@ -117,7 +117,7 @@ class TopKDistillation(Distillation):
     _folder: Path | None = None
     """Folder with the probabilities; None: the teacher runs in each step."""
 
-    def opened(self, job: Any) -> Self:
+    def setup(self, job: Any) -> Self:
         """Open the stored probabilities; if missing, let the teacher score all training data.
 
         Raises:
@@ -125,27 +125,27 @@ class TopKDistillation(Distillation):
         """
         folder, ranks = Path(self.record.stored or ""), job.world.on_host
         settings = run_on_first(partial(_settings, self.record, job), ranks)
-        if not run_on_first((folder / INDEX).is_file, ranks):
-            super().opened(job)
+        if not run_on_first((folder / INDEX_FILE).is_file, ranks):
+            super().setup(job)
             run_on_first(partial(folder.mkdir, parents=True, exist_ok=True), ranks)
             index = {"of": settings, "begins": self._score_training_data(job, folder)}
-            run_on_first(partial(write_json, folder / INDEX, index), ranks)
+            run_on_first(partial(write_json, folder / INDEX_FILE, index), ranks)
             del self.teacher
-        index = run_on_first(partial(read_json, folder / INDEX), ranks)
-        for name, wanted in settings.items():
-            if (found := index["of"].get(name)) != wanted:
+        index = run_on_first(partial(read_json, folder / INDEX_FILE), ranks)
+        for name, expected in settings.items():
+            if (stored := index["of"].get(name)) != expected:
                 raise DataError(
-                    f"{folder}: was scored with {name} {found!r}, but this run has {wanted!r}; "
+                    f"{folder}: was scored with {name} {stored!r}, but this run has {expected!r}; "
                     "set train.loss.stored to a new folder, so that the teacher scores again"
                 )
-        self._folder, self._begins = folder, index["begins"]
+        self._folder, self._segment_starts = folder, index["begins"]
         self._files: dict[int, np.ndarray] = {}
         return self
 
-    def trial(self, placed: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, placed: ModelParts, subject: Any) -> Objective:
         """Return the loss with a teacher that runs in each step, and K for a small vocabulary."""
         self.record = self.record.model_copy(update={"top_k": max(2, subject.decoder.vocab // 8)})
-        return super().trial(placed, subject)
+        return super().for_proof(placed, subject)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
@@ -172,12 +172,12 @@ class TopKDistillation(Distillation):
 
     def _score_training_data(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
         """Write one file per data rank; return the file and the first row of each segment."""
-        found: dict[str, tuple[int, int]] = {}
+        segment_starts: dict[str, tuple[int, int]] = {}
         coords, count = job.world.attention, 0
         with ExitStack() as stack:
             file = None
             if any(one.has_head for one in job.placed.chunks) and coords.tp == coords.cp == 0:
-                file = stack.enter_context(_file(folder, coords.dp).open("wb"))
+                file = stack.enter_context(_rows_path(folder, coords.dp).open("wb"))
             for batch in job.loader.all_batches(held_out=False):
                 flow = self.teacher_flow(batch)
                 probs_PW = self._top_probabilities(flow, job.run.train.loss_chunk)
@@ -188,13 +188,13 @@ class TopKDistillation(Distillation):
                 probs_TW = sum_(probs_TW, job.world.group("cp")).float().cpu()
                 if file is None:
                     continue
-                for key, rows in segments(batch):
+                for key, rows in segment_digests(batch):
                     label_TW = probs_TW[rows][batch.labels_T[rows] != IGNORE_INDEX]
-                    found[key] = coords.dp, count
+                    segment_starts[key] = coords.dp, count
                     count += len(label_TW)
                     file.write(label_TW.numpy().tobytes())
-        parts = gather_objects(found, job.world.on_host)
-        return {key: begin for part in parts for key, begin in part.items()}
+        by_rank = gather_objects(segment_starts, job.world.on_host)
+        return {digest: start for starts in by_rank for digest, start in starts.items()}
 
     def _read_stored(self, batch: MicroBatch) -> np.ndarray:
         """Return the stored probabilities of a micro-batch's rows [T, W]; 0 for rows without label.
@@ -204,29 +204,29 @@ class TopKDistillation(Distillation):
         """
         assert self._folder is not None
         probs_TW = np.zeros((batch.rows, 2 * self.record.top_k + 1), np.float32)
-        for (key, rows), origin in zip(segments(batch), batch.sources, strict=True):
-            if key not in self._begins:
+        for (key, rows), origin in zip(segment_digests(batch), batch.sources, strict=True):
+            if key not in self._segment_starts:
                 raise DataError(
                     f"{self._folder}: document {origin.document} of {origin.name} was not scored; "
                     "set train.loss.stored to a new folder, so that the teacher scores again"
                 )
-            dp, first = self._begins[key]
+            dp, first = self._segment_starts[key]
             if dp not in self._files:
-                stored = np.memmap(_file(self._folder, dp), np.float32, "r")
+                stored = np.memmap(_rows_path(self._folder, dp), np.float32, "r")
                 self._files[dp] = stored.reshape(-1, probs_TW.shape[1])
-            at = np.flatnonzero(batch.labels_T[rows] != IGNORE_INDEX) + rows.start
-            probs_TW[at] = self._files[dp][first : first + len(at)]
+            rows_R = np.flatnonzero(batch.labels_T[rows] != IGNORE_INDEX) + rows.start
+            probs_TW[rows_R] = self._files[dp][first : first + len(rows_R)]
         return probs_TW
 
 
-def _file(folder: Path, dp: int) -> Path:
+def _rows_path(folder: Path, dp: int) -> Path:
     return folder / f"{dp}.rows"
 
 
 def _settings(record: Distill, job: Any) -> dict[str, Any]:
     """Return the settings that identify stored probabilities."""
-    with import_folder(record.teacher, config=record.read_config()) as found:
-        teacher = found.tensors.identity()
+    with import_folder(record.teacher, config=record.read_config()) as imported:
+        teacher = imported.tensors.identity()
     return {
         "teacher": teacher,
         "tokenizer": job.tokenizer.fingerprint,

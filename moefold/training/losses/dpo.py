@@ -29,13 +29,13 @@ from moefold.layers.loss import label_losses, loss_and_gradients
 from moefold.optim.norm import widest_dtype
 from moefold.parallel.apply import ModelParts, build_flow
 from moefold.parallel.pipeline.score import score
-from moefold.training.losses.base import Objective, segments
+from moefold.training.losses.base import Objective, segment_digests
 from moefold.training.losses.config import Dpo
 
-STORED = "reference.json"
+REFERENCE_FILE = "reference.json"
 
 
-def preference(record: Dpo) -> "Preference":
+def build_preference(record: Dpo) -> "Preference":
     """Return the loss that a record describes."""
     return (StoredPreference if record.reference == "stored" else Preference)(record)
 
@@ -63,7 +63,7 @@ class Preference(Objective):
 
         As the loss is known only after all logits, the products with the head are computed twice.
         """
-        sums, slope_N = self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)
+        sums, slope_N = self._pair_sums(log_probabilities(x_TD, head, flow, chunk=chunk), flow)
         # A row's cross-entropy is minus its log-probability.
         weight_P = torch.zeros(flow.whole.rows.rows, dtype=slope_N.dtype, device=x_TD.device)
         segment_P = flow.whole.rows.segment_T
@@ -73,9 +73,9 @@ class Preference(Objective):
 
     def score(self, x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
         """Return sums over pairs [3] of loss, margin and correct order."""
-        return self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)[0]
+        return self._pair_sums(log_probabilities(x_TD, head, flow, chunk=chunk), flow)[0]
 
-    def _pairs(self, log_N: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+    def _pair_sums(self, log_N: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return sums over pairs [3], and the loss's derivative by each log-probability [N]."""
         gain_N = log_N - flow.known
         h = gain_N[0::2] - gain_N[1::2]
@@ -87,8 +87,9 @@ class Preference(Objective):
             losses, slope = -F.logsigmoid(beta * h), -beta * torch.sigmoid(-beta * h)
         sums = torch.stack([losses.sum(), beta * h.sum(), (h > 0).sum().to(h.dtype)])
         # All ranks that share the rows have the same sums: only the first one returns them.
-        first = flow.world.group("tp_cp").index == 0
-        return sums if first else torch.zeros_like(sums), torch.stack([slope, -slope], 1).flatten()
+        if flow.world.group("tp_cp").index > 0:
+            sums = torch.zeros_like(sums)
+        return sums, torch.stack([slope, -slope], 1).flatten()
 
 
 class StoredPreference(Preference):
@@ -96,39 +97,41 @@ class StoredPreference(Preference):
 
     _stored: dict[str, float]
 
-    def opened(self, job: Any) -> Self:
+    def setup(self, job: Any) -> Self:
         """Read the reference's scores; before the first step, compute them for all answers.
 
         Raises:
             CheckpointError: if the run has trained already and the file of scores is missing.
         """
-        path = job.folder / STORED
+        path = job.folder / REFERENCE_FILE
         if not run_on_first(path.exists, job.world.on_host):
             if job.step_number and (job.resumed_from or job.recovered):  # but not a new fork
                 raise CheckpointError(
                     f"{path} is missing, and the model has been trained since the reference was "
                     "scored; restore the file, or start a new run"
                 )
-            found: dict[str, float] = {}  # log-probability of every answer, by its digest
+            scores: dict[str, float] = {}  # log-probability of every answer, by its digest
             for batch in job.loader.all_batches():
                 flow = build_flow(job.placed, batch, training=False, exact=True)
                 log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
                 if log_N is not None:
-                    found |= zip((key for key, _ in segments(batch)), log_N.tolist(), strict=True)
-            parts = gather_objects(found, job.world.on_host)
-            scores = {key: value for part in parts for key, value in part.items()}
-            run_on_first(partial(write_json, path, scores), job.world.on_host)
+                    digests = (digest for digest, _ in segment_digests(batch))
+                    scores |= zip(digests, log_N.tolist(), strict=True)
+            by_rank = gather_objects(scores, job.world.on_host)
+            all_scores = {digest: score for part in by_rank for digest, score in part.items()}
+            run_on_first(partial(write_json, path, all_scores), job.world.on_host)
         self._stored = run_on_first(partial(read_json, path), job.world.on_host)
         return self
 
-    def trial(self, placed: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, placed: ModelParts, subject: Any) -> Objective:
         """Return the loss with a reference whose log-probabilities are all 0."""
         self._stored = defaultdict(float)
         return self
 
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the stored log-probability of each segment [N]."""
-        stored, device = [self._stored[key] for key, _ in segments(batch)], placed.world.device
+        stored = [self._stored[digest] for digest, _ in segment_digests(batch)]
+        device = placed.world.device
         return torch.tensor(stored, dtype=widest_dtype(device)).to(device)
 
 
@@ -138,7 +141,7 @@ def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) ->
     rows, losses_P = flow.whole.rows, label_losses(x_TD, head, flow, chunk=chunk)
     wide = widest_dtype(losses_P.device)
     number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
-    mine_NP = rows.segment_T == number_N1
+    in_segment_NP = rows.segment_T == number_N1
     # One sum per segment: scatter-add would not fix the order of additions.
-    log_N = -torch.where(mine_NP, losses_P[: rows.n_valid].to(wide), 0).sum(1)
+    log_N = -torch.where(in_segment_NP, losses_P[: rows.n_valid].to(wide), 0).sum(1)
     return sum_(log_N, flow.world.group("cp"))
