@@ -22,8 +22,8 @@ from moefold.training.hooks.base import Figures
 
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Memory of this machine in bytes."""
-CPU_SIDES = (128, 256, 512, 768, 1024)
-GPU_SIDES = (512, 1024, 2048, 4096, 8192)
+CPU_SIDES: tuple[int, ...] = (128, 256, 512, 768, 1024)
+GPU_SIDES: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
 """Side lengths of the square products that are timed; the best rate counts."""
 PEAK_FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Formats for which chips' peak rates are published."""
@@ -49,7 +49,7 @@ def measure(
     would exceed the remaining time are skipped: in a slow dtype only small ones run. Each dtype
     gets ``seconds``, plus one first product.
     """
-    sides: tuple[int, ...] = CPU_SIDES if device.type == "cpu" else GPU_SIDES
+    sides = CPU_SIDES if device.type == "cpu" else GPU_SIDES
     generator = torch.Generator(device).manual_seed(0)
     # Random, since devices multiply zeros faster; the global generator is left alone.
     random_values = torch.rand(2 * max(sides) ** 2, device=device, generator=generator)

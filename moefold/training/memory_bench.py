@@ -87,8 +87,9 @@ def planned_bytes(
     num_messages = held_messages(plan_rank(layout, pp, case.micro_batches))  # type: ignore[arg-type]
     for after, messages in zip(memory_after_each(case, pp), num_messages, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
-        values = (*values, after.operands, messages * message_bytes, *after.away)
-        planned.append((dict(zip((*PARTS, "host", "disk"), values, strict=True)), after.rows))
+        values = (*values, after.operands, messages * message_bytes, *after.offloaded)
+        by_part = dict(zip((*PARTS, "host", "disk"), values, strict=True))
+        planned.append((by_part, after.activations_by_name))
     return planned
 
 
