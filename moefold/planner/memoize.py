@@ -10,26 +10,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def memoize(max_entries: int) -> Callable[[Function], Function]:
-    """Return a decorator that caches results of a function by its positional arguments.
+    """Return a decorator that caches a function's results by its positional arguments.
 
     Records are compared by identity and all else by value, as hashing a record visits everything
-    in it. The cache is cleared when it holds ``most`` results.
+    in it. The cache is cleared when it holds ``max_entries`` results.
     """
 
-    def keep(function: Function) -> Function:
-        known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+    def decorate(function: Function) -> Function:
+        cache: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
         @wraps(function)
-        def call(*given: Any) -> Any:
-            key = tuple([id(one) if isinstance(one, Record) else one for one in given])
-            found = known.get(key)
-            if found is None:
-                if len(known) >= max_entries:
-                    known.clear()
+        def call(*args: Any) -> Any:
+            key = tuple([id(arg) if isinstance(arg, Record) else arg for arg in args])
+            entry = cache.get(key)
+            if entry is None:
+                if len(cache) >= max_entries:
+                    cache.clear()
                 # Arguments are stored with the result, so that no other object gets their ids.
-                found = known[key] = function(*given), given
-            return found[0]
+                entry = cache[key] = function(*args), args
+            return entry[0]
 
         return cast("Function", call)
 
-    return keep
+    return decorate

@@ -98,18 +98,17 @@ class StageMemory:
     @property
     def offloaded_state(self) -> dict[str, float]:
         """Bytes of state and pages on the host or on disk, by part and place."""
-        state, place = self.state, f"on {self.tier}"
-        found = {
-            f"master {place}": state.offloaded_master,
-            f"moments {place}": state.offloaded_moments,
+        sizes = {
+            f"master on {self.tier}": self.state.offloaded_master,
+            f"moments on {self.tier}": self.state.offloaded_moments,
+            "pages on host": self.state.offloaded_pages,
         }
-        found["pages on host"] = state.offloaded_pages
-        return {name: value for name, value in found.items() if value}
+        return {name: size for name, size in sizes.items() if size}
 
     @cached_property
     def peak_action(self) -> ActionMemory:
         """The action with the most memory."""
-        return max(self.actions, key=lambda m: m.total)
+        return max(self.actions, key=lambda action: action.total)
 
     @property
     def peak_allocated(self) -> float:
@@ -124,21 +123,19 @@ class StageMemory:
     @property
     def offloaded_activations(self) -> dict[str, float]:
         """Peak of activations on the host and on disk, without those that are zero."""
-        most = {
-            "host": max(m.host for m in self.actions), "disk": max(m.disk for m in self.actions)
-        }  # fmt: skip
-        return {name: size for name, size in most.items() if size}
+        sizes = {tier: max(getattr(a, tier) for a in self.actions) for tier in ("host", "disk")}
+        return {tier: size for tier, size in sizes.items() if size}
 
     @property
     def parts(self) -> dict[str, float]:
         """``total`` by part."""
-        moment = self.peak_action
+        peak = self.peak_action
         return {
             **self.state.on_device,
-            "gradients": moment.gradients,
-            "activations": moment.activations,
-            **({"operands": moment.operands} if any(m.operands for m in self.actions) else {}),
-            "working": moment.temporaries,
+            "gradients": peak.gradients,
+            "activations": peak.activations,
+            **({"operands": peak.operands} if any(a.operands for a in self.actions) else {}),
+            "working": peak.temporaries,
             "fragments": self.peak_allocated * self.fragmentation,
             "software": self.overheads,
         }
@@ -146,53 +143,51 @@ class StageMemory:
 
 def estimate_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline rank during a step."""
-    return tuple(estimate_rank(case, rank) for rank in range(case.sizes.pp))
+    return tuple(_rank_memory(case, rank) for rank in range(case.sizes.pp))
 
 
-def estimate_rank(case: Case, rank: int) -> StageMemory:
+def _rank_memory(case: Case, rank: int) -> StageMemory:
     stage, line = stage_bytes(case, rank), case.table.lines[rank]
-    moments = [
+    actions = [
         ActionMemory(str(step), *stage.needed_during(running), *stage.offloaded_during(running))
         for step, running in zip(line, running_actions(line, case.sizes.vpp), strict=True)
     ]
-    moments.append(ActionMemory("step", 0.0, 0.0, stage.state_update, stage.state.gradients))
-    software = software_overheads(case.cluster.device)
+    actions.append(ActionMemory("step", 0.0, 0.0, stage.state_update, stage.state.gradients))
+    fragmentation = software_overheads(case.cluster.device).fragmentation
     tier = "disk" if case.keeping.state_on_disk else "host"
-    return StageMemory(
-        rank, stage.state, software_bytes(case), software.fragmentation, tuple(moments), tier
-    )
+    return StageMemory(rank, stage.state, software_bytes(case), fragmentation, tuple(actions), tier)
 
 
 def rank_totals(case: Case, limit: float = inf) -> Iterator[float]:
-    """Yield the memory that each pipeline rank's device needs, as in :attr:`Memory.total`.
+    """Yield the bytes that each pipeline rank's device needs, as in :attr:`StageMemory.total`.
 
     Only actions that can be the peak are computed, those with the most chunks first; a rank that
-    exceeds ``room`` ends as soon as that is known, with a lower bound.
+    exceeds ``limit`` ends as soon as that is known, with a lower bound.
     """
-    chunks, outside = _chunk_estimator(case), software_bytes(case)
-    fragments = software_overheads(case.cluster.device).fragmentation
+    estimator, software = _chunk_estimator(case), software_bytes(case)
+    fragmentation = software_overheads(case.cluster.device).fragmentation
     m = settled(case.schedule, case.sizes.pp, case.micro_batches)
-    running = peak_candidates(case.schedule, case.sizes.pp, case.sizes.vpp, m)
-    for rank, steps in enumerate(running):
-        stage = stage_bytes(case, rank, chunks)
-        lasting = stage.state.total - stage.state.gradients
-        most = stage.state.gradients + stage.state_update
-        enough = (limit - outside) / (1 + fragments) - lasting
-        for step in steps:
-            most = max(most, sum(stage.needed_during(step)))
-            if most > enough:
+    candidates = peak_candidates(case.schedule, case.sizes.pp, case.sizes.vpp, m)
+    for rank, actions in enumerate(candidates):
+        stage = stage_bytes(case, rank, estimator)
+        constant = stage.state.total - stage.state.gradients
+        peak = stage.state.gradients + stage.state_update
+        available = (limit - software) / (1 + fragmentation) - constant
+        for action in actions:
+            peak = max(peak, sum(stage.needed_during(action)))
+            if peak > available:
                 break
-        yield (lasting + most) * (1 + fragments) + outside
+        yield (constant + peak) * (1 + fragmentation) + software
 
 
 def peak_within(case: Case, limit: float) -> float | None:
-    """Return the memory that the fullest device needs, None if that is more than ``room``."""
-    most = 0.0
+    """Return the bytes that the fullest device needs, None if that is more than ``limit``."""
+    peak = 0.0
     for total in rank_totals(case, limit):
         if total > limit:
             return None
-        most = max(most, total)
-    return most
+        peak = max(peak, total)
+    return peak
 
 
 def fullest_rank(case: Case) -> StageMemory:
@@ -200,8 +195,8 @@ def fullest_rank(case: Case) -> StageMemory:
     reach the peak.
     """
     short = with_fewest_micro_batches(case)
-    most = list(rank_totals(short))
-    return estimate_rank(short, most.index(max(most)))
+    totals = list(rank_totals(short))
+    return _rank_memory(short, totals.index(max(totals)))
 
 
 def with_fewest_micro_batches(case: Case) -> Case:
@@ -218,7 +213,7 @@ def software_overheads(device: Device) -> Overheads:
 
 
 def software_bytes(case: Case) -> float:
-    """Return the memory of software outside the allocator: context and communicators."""
+    """Return the bytes of software outside the allocator: context and communicators."""
     software, folding = software_overheads(case.cluster.device), case.folding
     groups = num_communicators(folding.attention, folding.experts)
     return software.context + groups * software.communicator
@@ -235,7 +230,7 @@ def num_communicators(attention: Grid, experts: Grid) -> int:
 
 
 class StageBytes(NamedTuple):
-    """Bytes on a pipeline rank."""
+    """Bytes on a pipeline rank from which the memory during each action follows."""
 
     state: StateBytes
     chunks: list[ChunkBytes]
@@ -250,74 +245,75 @@ class StageBytes(NamedTuple):
     passes: tuple[int, ...]
     """Number of passes of each chunk with CUDA graphs, whose memory lasts."""
 
-    def saved_before(self, step: RunningAction) -> tuple[float, float]:
+    def saved_before(self, action: RunningAction) -> tuple[float, float]:
         """Return activations, and operands of deferred products, before an action."""
-        alive = sum(map(mul, step.saved, self.saved))
-        waiting = sum(map(mul, step.deferred, self.deferred))
-        if step.backward is not None and step.frees_activations:
-            alive += self.chunks[step.backward].prefetched
-        return alive, waiting
+        activations = sum(map(mul, action.saved, self.saved))
+        operands = sum(map(mul, action.deferred, self.deferred))
+        if action.backward is not None and action.frees_activations:
+            activations += self.chunks[action.backward].prefetched
+        return activations, operands
 
-    def offloaded_during(self, step: RunningAction) -> tuple[float, float]:
+    def gradients_before(self, action: RunningAction) -> float:
+        """Return the gradients that are allocated before an action."""
+        begun = (self.chunks[chunk].first_gradients for chunk in action.with_gradients)
+        return self.head_gradients + sum(begun)
+
+    def offloaded_during(self, action: RunningAction) -> tuple[float, float]:
         """Return the peak of activations on the host and on disk while an action runs."""
-        began = (number == step.forward for number in range(len(self.chunks)))
-        return self.offloaded([*map(add, step.saved, began)])
+        running = (chunk == action.forward for chunk in range(len(self.chunks)))
+        return self.offloaded([*map(add, action.saved, running)])
 
-    def offloaded(self, kept: Sequence[int]) -> tuple[float, float]:
-        """Return activations on host and disk; ``kept`` are the micro-batches in each chunk."""
+    def offloaded(self, micro_batches: Sequence[int]) -> tuple[float, float]:
+        """Return activations on host and disk with some number of micro-batches in each chunk."""
         host, disk = zip(*(chunk.offloaded for chunk in self.chunks), strict=True)
-        return sum(map(mul, kept, host)), sum(map(mul, kept, disk))
+        return sum(map(mul, micro_batches, host)), sum(map(mul, micro_batches, disk))
 
-    def needed_during(self, step: RunningAction) -> tuple[float, float, float, float]:
+    def needed_during(self, action: RunningAction) -> tuple[float, float, float, float]:
         """Return activations, operands, temporaries and gradients while an action runs.
 
         CUDA graphs of a pass hold memory for their activations and temporaries at all times.
         """
-        chunks, (alive, waiting) = self.chunks, self.saved_before(step)
-        there = self.head_gradients + sum(
-            chunks[number].first_gradients for number in step.with_gradients
-        )
-        used = freed = 0.0
-        if step.backward is not None:
-            back = chunks[step.backward]
-            freed = back.deferred if step.kind == "W" else back.saved
+        chunks, gradients = self.chunks, self.gradients_before(action)
+        activations, operands = self.saved_before(action)
+        temporaries = freed = 0.0
+        if action.backward is not None:
+            back = chunks[action.backward]
+            freed = back.deferred if action.kind == "W" else back.saved
             # Activations are freed as gradients and operands are allocated: the larger counts.
-            if step.computes_weight_gradients and step.backward not in step.with_gradients:
-                there += max(back.first_gradients - freed, 0.0)
-            if step.kind == "I":
-                waiting += max(back.deferred - freed, 0.0)
+            if action.computes_weight_gradients and action.backward not in action.with_gradients:
+                gradients += max(back.first_gradients - freed, 0.0)
+            if action.kind == "I":
+                operands += max(back.deferred - freed, 0.0)
                 freed = max(freed - back.deferred, 0.0)
-            used = (
-                back.unsharded_gradients
-                if step.kind == "W"
-                else back.backward + back.in_transfer - back.prefetched
-            )
-        if step.forward is not None:
-            ahead = chunks[step.forward]
-            beside = (
-                ahead.gathered_weights if step.backward is not None else 0.0
-            )  # weights of other units
-            used = max(used, ahead.forward + ahead.in_transfer) + beside
+            temporaries = back.backward + back.in_transfer - back.prefetched
+            temporaries = back.unsharded_gradients if action.kind == "W" else temporaries
+        if action.forward is not None:
+            ahead = chunks[action.forward]
+            temporaries = max(temporaries, ahead.forward + ahead.in_transfer)
+            # In a pair the two passes gather weights of different units.
+            temporaries += ahead.gathered_weights if action.backward is not None else 0.0
             # The forward stores activations layer by layer while the backward frees its own.
-            alive += max(ahead.saved - freed, 0.0) + ahead.fullest_layer if freed else ahead.saved
+            paired = max(ahead.saved - freed, 0.0) + ahead.fullest_layer
+            activations += paired if freed else ahead.saved
         if self.passes:
-            works = (max(chunk.forward, chunk.backward) for chunk in chunks)
-            sizes = self.saved, self.deferred, works
-            alive, waiting, used = (sum(map(mul, self.passes, size)) for size in sizes)
-        return alive, waiting, used, there
+            largest = (max(chunk.forward, chunk.backward) for chunk in chunks)
+            activations, operands, temporaries = (
+                sum(map(mul, self.passes, sizes)) for sizes in (self.saved, self.deferred, largest)
+            )
+        return activations, operands, temporaries, gradients
 
 
-_chunks = memoize(1 << 12)(ChunkEstimator)
+_cached_estimator = memoize(1 << 12)(ChunkEstimator)
 
 
 def _chunk_estimator(case: Case) -> ChunkEstimator:
-    software, beside = case.software, software_overheads(case.cluster.device)
-    again = software.cuda_graphs != "none" and software.stack != "moefold"
-    graphs = beside.graph_buffers if again else 0.0
-    split, rows, shape = StateSharding.of(case), software.loss_chunk, layer_shape(case)
+    software, overheads = case.software, software_overheads(case.cluster.device)
+    buffers = software.cuda_graphs != "none" and software.stack != "moefold"
+    graphs = overheads.graph_buffers if buffers else 0.0
+    sharding, rows, shape = StateSharding.of(case), software.loss_chunk, layer_shape(case)
     # A CPU holds logits and their logarithms in fp32; GPU kernels replace logits by their gradient.
-    logit = 8 if beside is CPU_OVERHEADS else shape.width
-    return _chunks(case.decoder, shape, split, case.keeping, graphs, rows, logit)
+    logit = 8 if overheads is CPU_OVERHEADS else shape.width
+    return _cached_estimator(case.decoder, shape, sharding, case.keeping, graphs, rows, logit)
 
 
 def offload_order(case: Case, rank: int) -> list[tuple[int, ...]]:
@@ -332,7 +328,7 @@ def layer_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers by chunk, without multi-token prediction layers."""
     order = kinds(case.decoder)[1]
     return [
-        tuple(order[place.index] for place in chunk if place.kind == "layer")
+        tuple(order[part.index] for part in chunk if part.kind == "layer")
         for chunk in case.places[rank]
     ]
 
@@ -340,28 +336,29 @@ def layer_order(case: Case, rank: int) -> list[tuple[int, ...]]:
 def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
     """Return the numbers of pages of a rank on the device and on the host, by bytes per row."""
     (blocks, order), (main, _) = kinds(case.decoder), main_layers(case.decoder)
-    found: list[ChunkBlocks] = []
-    for chunk in case.places[rank]:
-        layers = [blocks[order[one.index]] for one in chunk if one.kind == "layer"]
-        more = [blocks[order[main + one.index]] for one in chunk if one.kind == "multi_token"]
-        found.append(ChunkBlocks(layers, more, any(one.kind == "loss" for one in chunk)))
-    return count_pages(found, layer_shape(case), case.keeping, case.table.lines[rank])
+    chunks: list[ChunkBlocks] = []
+    for parts in case.places[rank]:
+        layers = [blocks[order[part.index]] for part in parts if part.kind == "layer"]
+        ahead = [blocks[order[main + part.index]] for part in parts if part.kind == "multi_token"]
+        chunks.append(ChunkBlocks(layers, ahead, any(part.kind == "loss" for part in parts)))
+    return count_pages(chunks, layer_shape(case), case.keeping, case.table.lines[rank])
 
 
-def stage_bytes(case: Case, rank: int, sizes: ChunkEstimator | None = None) -> StageBytes:
-    """Return the bytes of a pipeline rank; ``sizes`` are the case's chunks if known already."""
-    sizes, held = sizes or _chunk_estimator(case), case.chunks[rank]
-    chunks = [sizes.chunk_bytes(*one) for one in zip(held, offload_order(case, rank), strict=True)]
-    state = sizes.states.rank_state(case.held[rank])
+def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) -> StageBytes:
+    """Return the bytes of a pipeline rank; ``estimator`` is the case's, if known already."""
+    estimator, held = estimator or _chunk_estimator(case), case.held[rank]
+    orders = offload_order(case, rank)
+    chunks = list(map(estimator.chunk_bytes, case.chunks[rank], orders))
+    state = estimator.states.rank_state(held)
     if case.keeping.page:
-        on_device, on_host = page_bytes(*rank_pages(case, rank), case.keeping.page)
-        state = replace(state, pages=on_device, offloaded_pages=on_host)
+        device, host = page_bytes(*rank_pages(case, rank), case.keeping.page)
+        state = replace(state, pages=device, offloaded_pages=host)
     state, chunks, passes = add_graph_memory(case, rank, state, chunks)
-    there = state.gradients - sum(chunk.first_gradients for chunk in chunks)
-    kept, waiting = [one.saved for one in chunks], [one.deferred for one in chunks]
-    by_device = case.keeping.state_step == "device"
-    coming = sizes.states.update_peak(case.held[rank]) if by_device else 0.0
-    return StageBytes(state, chunks, kept, waiting, there, coming, passes)
+    head_gradients = state.gradients - sum(chunk.first_gradients for chunk in chunks)
+    saved, deferred = [chunk.saved for chunk in chunks], [chunk.deferred for chunk in chunks]
+    on_device = case.keeping.state_step == "device"
+    state_update = estimator.states.update_peak(held) if on_device else 0.0
+    return StageBytes(state, chunks, saved, deferred, head_gradients, state_update, passes)
 
 
 def add_graph_memory(
@@ -369,35 +366,33 @@ def add_graph_memory(
 ) -> tuple[StateBytes, list[ChunkBytes], tuple[int, ...]]:
     """Return state with the memory of CUDA graphs, chunks without the part of that memory that they
     count as activations, and the number of passes of each chunk with their own graphs."""
-    shape, ahead, held = layer_shape(case), main_layers(case.decoder)[1], case.software.cuda_graphs
+    shape, ahead = layer_shape(case), main_layers(case.decoder)[1]
+    captured, blocks = case.software.cuda_graphs, kinds(case.decoder)[0]
     if not case.graphs_of_parts:
-        whole = held == "full" and case.software.stack == "moefold"
-        rows = case.micro_batches * micro_batch_bytes(shape, ahead) if whole else 0.0
+        full = captured == "full" and case.software.stack == "moefold"
+        rows = case.micro_batches * micro_batch_bytes(shape, ahead) if full else 0.0
         return replace(state, graphs=rows), chunks, ()
-    blocks, steps = (
-        kinds(case.decoder)[0],
-        list(running_actions(case.table.lines[rank], len(chunks))),
-    )
-    passes, fixed = tuple(max_in_flight(steps, len(chunks))), held == "experts"
-    sizes = [
+    actions = list(running_actions(case.table.lines[rank], len(chunks)))
+    passes, fixed = tuple(max_in_flight(actions, len(chunks))), captured == "experts"
+    static = [
         chunk_static_bytes([blocks[kind] for kind in order], shape, case.keeping, fixed, ahead)
         for order in layer_order(case, rank)
     ]
-    splits = any(step.kind == "W" for step in steps)
-    left = [
-        one._replace(saved=one.saved - shared, deferred=one.deferred * splits)
-        for one, (_, shared) in zip(chunks, sizes, strict=True)
+    defers = any(action.kind == "W" for action in actions)
+    chunks = [
+        chunk._replace(saved=chunk.saved - saved, deferred=chunk.deferred * defers)
+        for chunk, (_, saved) in zip(chunks, static, strict=True)
     ]
-    graphs = sum(count * size for count, (size, _) in zip(passes, sizes, strict=True))
-    # Graphs add to whole gradients in fixed memory; this rank's shares of their sums lie beside it.
-    split = StateSharding.of(case)
-    shares = sum(
-        times * one.bytes / split.shards_and_replicas(one.group == "edp")[0]
-        for part, _, times in collective_counter(case.decoder, split).part_uses(case.held[rank])
-        for one in part.buckets
-        if one.op == "reduce_scatter"
+    graphs = sum(count * size for count, (size, _) in zip(passes, static, strict=True))
+    # Graphs add to unsharded gradients in static memory, besides this rank's shards of the sums.
+    sharding = StateSharding.of(case)
+    shards = sum(
+        count * bucket.bytes / sharding.shards_and_replicas(bucket.group == "edp")[0]
+        for part, _, count in collective_counter(case.decoder, sharding).part_uses(case.held[rank])
+        for bucket in part.buckets
+        if bucket.op == "reduce_scatter"
     )
-    return replace(state, graphs=graphs, gradients=state.gradients + shares), left, passes
+    return replace(state, graphs=graphs, gradients=state.gradients + shards), chunks, passes
 
 
 # ----------------------------------------------------------------------------- after each step
@@ -428,49 +423,45 @@ class MemoryAfter(NamedTuple):
 
 def memory_after_each(case: Case, rank: int) -> Iterator[MemoryAfter]:
     """Yield the memory after each action of a rank's line in the table."""
-    stage, held = stage_bytes(case, rank), case.chunks[rank]
-    given = zip(held, offload_order(case, rank), stage.saved, strict=True)
-    rows = [_activations_by_name(case, *one) for one in given]
-    steps = list(running_actions(case.table.lines[rank], case.sizes.vpp))
-    nothing = (0,) * len(rows)
+    stage, orders = stage_bytes(case, rank), offload_order(case, rank)
+    contents = zip(case.chunks[rank], orders, stage.saved, strict=True)
+    chunks = [_activations_by_name(case, *content) for content in contents]
+    actions = list(running_actions(case.table.lines[rank], case.sizes.vpp))
     # Memory after an action is that before the next one; after the last, activations are zero.
-    begun = frozenset(range(len(rows)))
-    last = RunningAction(None, None, "", nothing, nothing, begun)
-    for step in [*steps[1:], last]:
-        found = Counter[str]()
-        for number, row in zip(step.saved, rows, strict=True):
-            found.update({name: size * number for name, size in row.items()})
-        made, away = dict[str, float](found), stage.offloaded(step.saved)
-        if (
-            step.backward is not None
-            and step.frees_activations
-            and stage.chunks[step.backward].prefetched
-        ):
-            made[FETCHED] = stage.chunks[step.backward].prefetched
-        coming = sum(stage.chunks[number].first_gradients for number in step.with_gradients)
-        operands = stage.saved_before(step)[1]
-        yield MemoryAfter(made, operands, stage.head_gradients + coming, away)
+    zeros, all_chunks = (0,) * len(chunks), frozenset(range(len(chunks)))
+    last = RunningAction(None, None, "", zeros, zeros, all_chunks)
+    for action in [*actions[1:], last]:
+        sizes: dict[str, float] = {}
+        for micro_batches, chunk in zip(action.saved, chunks, strict=True):
+            for name, size in chunk.items():
+                sizes[name] = sizes.get(name, 0) + size * micro_batches
+        back = action.backward
+        if back is not None and action.frees_activations and stage.chunks[back].prefetched:
+            sizes[FETCHED] = stage.chunks[back].prefetched
+        _, operands = stage.saved_before(action)
+        gradients = stage.gradients_before(action)
+        yield MemoryAfter(sizes, operands, gradients, stage.offloaded(action.saved))
 
 
 def _activations_by_name(
-    case: Case, held: Held, order: tuple[int, ...], whole: float
+    case: Case, held: Held, order: tuple[int, ...], total: float
 ) -> Counter[str]:
-    """Return a chunk's activations of a micro-batch by name; ``whole`` is their sum.
+    """Return a chunk's activations of a micro-batch by name; ``total`` is their sum.
 
     ``order`` is the kinds of layers in order if anything is offloaded.
     """
-    found, (blocks, _), keeping = Counter[str](), kinds(case.decoder), case.keeping
+    sizes, (blocks, _), keeping = Counter[str](), kinds(case.decoder), case.keeping
     for kind, count in held.layers:
-        for part in saved_tensors_of(case, blocks[kind]):
-            if part.stays(keeping.recompute):
-                found[part.name] += unpaged(part, keeping).bytes * count
+        for tensor in saved_tensors_of(case, blocks[kind]):
+            if tensor.stays(keeping.recompute):
+                sizes[tensor.name] += unpaged(tensor, keeping).bytes * count
     for kind in order[: offloaded_layers(keeping.spill, len(order), held.loss)]:
-        for part in saved_tensors_of(case, blocks[kind]):
-            if part.stays(keeping.recompute) and part.rows and part.saved:
-                found[part.name] += unpaged(part, keeping).bytes
-    for to, share in enumerate((keeping.offload_share, keeping.disk_share)):
+        for tensor in saved_tensors_of(case, blocks[kind]):
+            if tensor.stays(keeping.recompute) and tensor.rows and tensor.saved:
+                sizes[tensor.name] += unpaged(tensor, keeping).bytes
+    for tier, share in enumerate((keeping.offload_share, keeping.disk_share)):
         for kind in order[: offloaded_layers(share, len(order), held.loss)]:
-            for part in offloaded_tensors(saved_tensors_of(case, blocks[kind]), keeping)[to]:
-                found[part.name] -= part.bytes
-    found[OUTSIDE_LAYERS] = round(whole) - found.total()
-    return found
+            for tensor in offloaded_tensors(saved_tensors_of(case, blocks[kind]), keeping)[tier]:
+                sizes[tensor.name] -= tensor.bytes
+    sizes[OUTSIDE_LAYERS] = round(total) - sizes.total()
+    return sizes

@@ -48,12 +48,9 @@ class ChunkBytes(NamedTuple):
 
 def offloaded_tensors(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], list[Saved]]:
     """Return the saved tensors of an offloaded block that go to the host and to disk."""
-    stays = [part for part in parts if part.stays(keeping.recompute) and part.saved]
-    host, disk = (
-        [part for part in stays if part.module in modules]
-        for modules in (keeping.offload, keeping.disk)
-    )
-    return host, disk
+    movable = [part for part in parts if part.stays(keeping.recompute) and part.saved]
+    host = [part for part in movable if part.module in keeping.offload]
+    return host, [part for part in movable if part.module in keeping.disk]
 
 
 class ChunkEstimator:
@@ -63,7 +60,7 @@ class ChunkEstimator:
         self,
         decoder: Decoder,
         shape: Shape,
-        split: StateSharding,
+        sharding: StateSharding,
         keeping: Keeping,
         graphs: float,
         rows: int,
@@ -73,56 +70,58 @@ class ChunkEstimator:
         self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
         self.blocks, _ = kinds(decoder)
         self.loss_rows, self.logit = min(rows, shape.piece), logit
-        self.stack, self.recipe = split.stack, split.numbers.recipe
-        self.split, self.states = split, state_estimator(decoder, split)
-        self._known: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
+        self.stack, self.recipe = sharding.stack, sharding.numbers.recipe
+        self.sharding, self.states = sharding, state_estimator(decoder, sharding)
+        self._by_content: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
 
     def chunk_bytes(self, held: Held, order: tuple[int, ...] = ()) -> ChunkBytes:
         """Return the bytes of a chunk; ``order`` lists its kinds of layers if any are offloaded."""
-        if (held, order) not in self._known:
-            self._known[held, order] = self._compute(held, order)
-        return self._known[held, order]
+        if (held, order) not in self._by_content:
+            self._by_content[held, order] = self._compute(held, order)
+        return self._by_content[held, order]
 
     def _compute(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
         shape, columns = self.shape, self.decoder.vocab / self.shape.tp
         # Other stacks save all logits between forward and backward, and a second time in fp32.
-        whole = shape.piece * columns * (shape.width + 4)
-        logits = shape.row if self.stack == "moefold" else whole
-        how = shape, self.stack, self.recipe, self.keeping
-        layers = [(_block_bytes(self.blocks[kind], *how), count) for kind, count in held.layers]
-        widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
-        layer, forward, backward = widest
-        total = sum(one[0] * count for one, count in layers)
-        gone = offloaded_layers(self.keeping.spill, len(order), held.loss)
-        total += sum(map(self._page_index_bytes, order[:gone]))
-        waiting = sum(one[3] * count for one, count in layers)
-        if looked_up := held.embedding + held.multi_token:
+        all_logits = shape.piece * columns * (shape.width + 4)
+        logits = shape.row if self.stack == "moefold" else all_logits
+        inputs = shape, self.stack, self.recipe, self.keeping
+        layers = [(_block_bytes(self.blocks[kind], *inputs), count) for kind, count in held.layers]
+        fullest, forward, backward = (
+            max((layer[part] for layer, _ in layers), default=0.0) for part in range(3)
+        )
+        saved = sum(layer[0] * count for layer, count in layers)
+        num_offloaded = offloaded_layers(self.keeping.spill, len(order), held.loss)
+        saved += sum(map(self._page_index_bytes, order[:num_offloaded]))
+        deferred = sum(layer[3] * count for layer, count in layers)
+        if lookups := held.embedding + held.multi_token:
             # Under tp: indices into the rank's share, a mask of its rows, and all rows' gradients.
-            places = shape.piece * INDEX if shape.tp > 1 else 0
-            total += looked_up * (places + (shape.piece if shape.tp > 1 else 0))
-            waiting += looked_up * (places + shape.piece * shape.hidden * STATISTIC)
+            indices = shape.piece * INDEX if shape.tp > 1 else 0
+            saved += lookups * (indices + (shape.piece if shape.tp > 1 else 0))
+            deferred += lookups * (indices + shape.piece * shape.hidden * STATISTIC)
         # The gradient of the last norm's weight.
-        waiting += shape.hidden * STATISTIC if held.loss else 0.0
-        total += held.multi_token * logits
+        deferred += shape.hidden * STATISTIC if held.loss else 0.0
+        saved += held.multi_token * logits
         if self.stack != "moefold":
             # The joined pair of rows and the norms before and after it.
-            total += held.multi_token * 5 * shape.row
+            saved += held.multi_token * 5 * shape.row
         elif "block" in self.keeping.recompute:
             # Without recompute, the norm of the block before saves the input of each but the first.
-            reads = [one.reads for one in self.decoder.multi_token[1:]] if held.loss else []
-            total += reads.count("residual") * shape.row
+            reads = [layer.reads for layer in self.decoder.multi_token[1:]] if held.loss else []
+            saved += reads.count("residual") * shape.row
         if held.loss:
-            total += shape.row + shape.rows * STATISTIC + logits
+            saved += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
             forward = max(forward, self.loss_rows * columns * self.logit)
-        weights, gradients = unsharded_units(self.decoder, self.split, held)
+        weights, gradients = unsharded_units(self.decoder, self.sharding, held)
         gathered = two_largest(weights)
         forward, backward = forward + gathered, backward + gathered + two_largest(gradients)
-        away, ahead, moving = self._offload_bytes(held, order)
-        kept = (total - sum(away)) * (1 + self.graphs)
-        coming = self._first_gradients(held)
-        made = kept, waiting, forward, backward, layer, coming, away, ahead, moving
-        return ChunkBytes(*made, gathered, sum(gradients))
+        offloaded, prefetched, in_transfer = self._offload_bytes(held, order)
+        return ChunkBytes(
+            (saved - sum(offloaded)) * (1 + self.graphs), deferred, forward, backward, fullest,
+            self._first_gradients(held), offloaded, prefetched, in_transfer, gathered,
+            sum(gradients),
+        )  # fmt: skip
 
     def _offload_bytes(
         self, held: Held, order: tuple[int, ...]
@@ -136,31 +135,34 @@ class ChunkEstimator:
         if self.stack != "moefold" or not order:
             sent = [(self._block_offload(kind), count) for kind, count in held.layers]
             host, disk = (
-                share * sum(one[i] * count for one, count in sent) for i, share in enumerate(shares)
+                share * sum(block[to] * count for block, count in sent)
+                for to, share in enumerate(shares)
             )
             return (host, disk), 0.0, 0.0
-        gone = [offloaded_layers(share, len(order), held.loss) for share in shares]
-        sent = [self._block_offload(kind) for kind in order]
-        host, disk = ([one[i] for one in sent[: gone[i]]] for i in range(2))
+        blocks = [self._block_offload(kind) for kind in order]
+        host, disk = (
+            [block[to] for block in blocks[: offloaded_layers(share, len(order), held.loss)]]
+            for to, share in enumerate(shares)
+        )
         sizes = [sum(pair) for pair in zip_longest(host, disk, fillvalue=0.0)]
-        ahead = sum(sizes[max(len(sizes) - keeping.in_flight, 0) :])
-        moving = min(keeping.in_flight + 1, len(sizes)) * max(sizes, default=0.0)
-        return (sum(host), sum(disk)), ahead, moving
+        prefetched = sum(sizes[max(len(sizes) - keeping.in_flight, 0) :])
+        in_transfer = min(keeping.in_flight + 1, len(sizes)) * max(sizes, default=0.0)
+        return (sum(host), sum(disk)), prefetched, in_transfer
 
     def _block_offload(self, kind: int) -> tuple[float, float]:
         """Return the bytes that an offloaded block sends to host and disk."""
-        parts = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
-        host, disk = (
-            sum(part.bytes for part in to) for to in offloaded_tensors(parts, self.keeping)
-        )
+        tensors = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
+        host, disk = (sum(t.bytes for t in to) for to in offloaded_tensors(tensors, self.keeping))
         return host, disk
 
     def _page_index_bytes(self, kind: int) -> float:
         """Return the extra bytes on the device of a block whose pages are offloaded to the host."""
-        parts = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
-        there = [part for part in parts if part.stays(self.keeping.recompute)]
+        tensors = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
+        keeping = self.keeping
         return sum(
-            unpaged(p, self.keeping, True).bytes - unpaged(p, self.keeping).bytes for p in there
+            unpaged(tensor, keeping, True).bytes - unpaged(tensor, keeping).bytes
+            for tensor in tensors
+            if tensor.stays(keeping.recompute)
         )
 
     def _first_gradients(self, held: Held) -> float:
@@ -170,28 +172,29 @@ class ChunkEstimator:
         """
         if self.stack != "moefold" or self.keeping.zero > 1:
             return 0.0
-        embeds = held.embedding and not self.decoder.tied
-        found = self.states.part_state("embedding").gradients if embeds else 0.0
-        return found + self.states.layers_state(held).gradients
+        has_table = held.embedding and not self.decoder.tied
+        table = self.states.part_state("embedding").gradients if has_table else 0.0
+        return table + self.states.layers_state(held).gradients
 
 
 def unsharded_units(
-    decoder: Decoder, split: StateSharding, held: Held
+    decoder: Decoder, sharding: StateSharding, held: Held
 ) -> tuple[list[float], list[float]]:
     """Return the unsharded bytes of each unit during a pass: weights under ZeRO 3, and gradients
     from ZeRO 2 on; both are empty for other stacks.
     """
     weights, gradients = list[float](), list[float]()
-    if split.stack != "moefold" or split.zero < 2:
+    if sharding.stack != "moefold" or sharding.zero < 2:
         return weights, gradients
-    for part, _, times in collective_counter(decoder, split).part_uses(held):
-        once = [one for one in part.buckets if one.overlaps_with != "backward"]
-        gathered, summed = (
-            sum(one.bytes for one in once if one.op == op)
+    for part, _, count in collective_counter(decoder, sharding).part_uses(held):
+        # The all-gathers for backward have the bytes of those for forward.
+        buckets = [bucket for bucket in part.buckets if bucket.overlaps_with != "backward"]
+        gathered, reduced = (
+            sum(bucket.bytes for bucket in buckets if bucket.op == op)
             for op in ("all_gather", "reduce_scatter")
         )
-        weights += [gathered] * (times if split.zero == 3 else 0)
-        gradients += [summed] * times
+        weights += [gathered] * (count if sharding.zero == 3 else 0)
+        gradients += [reduced] * count
     return weights, gradients
 
 
@@ -208,26 +211,25 @@ def _block_bytes(
     (activation and output, gradients in a feed-forward, recomputed tensors), and the operands of
     its deferred weight-gradient products.
     """
-    parts = saved_tensors(block, shape, stack, recipe)
-    stays = [part for part in parts if part.stays(keeping.recompute)]
-    left = sum(unpaged(part, keeping).bytes for part in stays)
-    again = sum(part.bytes for part in parts) - left
+    tensors = saved_tensors(block, shape, stack, recipe)
+    stored = [tensor for tensor in tensors if tensor.stays(keeping.recompute)]
+    saved = sum(unpaged(tensor, keeping).bytes for tensor in stored)
+    recomputed = sum(tensor.bytes for tensor in tensors) - saved
     spec = described(block.ffn)
     rows, features = shape.piece, shape.hidden
     if spec.routing is not None:
         rows, features = shape.received(spec.routing), spec.routing.width or shape.hidden
-    sent = rows * features * shape.width
+    output = rows * features * shape.width
     inner = rows * spec.activation_width(shape) * shape.width
-    forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
-    forward += sum(part.bytes for part in stays) - left
+    forward, backward = inner + output + shape.row, 4 * inner + 2 * output + 2 * shape.row
+    forward += sum(tensor.bytes for tensor in stored) - saved
     if shape.clones and spec.routing is not None:
         # Weights followed by those of clones; in backward also their gradients, twice in fp32.
-        both = local_expert_elements(spec, shape) * (
-            1 + shape.clones * shape.ep / spec.routing.experts
-        )
-        forward += both * shape.width
-        backward += both * (shape.width + 2 * STATISTIC)
-    waiting = sum(part.bytes for part in deferred_operands(block, shape, keeping.recompute))
+        clones = shape.clones * shape.ep / spec.routing.experts
+        elements = local_expert_elements(spec, shape) * (1 + clones)
+        forward += elements * shape.width
+        backward += elements * (shape.width + 2 * STATISTIC)
+    deferred = sum(tensor.bytes for tensor in deferred_operands(block, shape, keeping.recompute))
     if stack != "moefold":
-        waiting *= INPUT_CODE_BYTES.get(recipe, shape.width) / shape.width
-    return left, forward, backward + max(again, 0), waiting
+        deferred *= INPUT_CODE_BYTES.get(recipe, shape.width) / shape.width
+    return saved, forward, backward + max(recomputed, 0), deferred

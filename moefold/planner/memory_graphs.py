@@ -1,8 +1,8 @@
-"""Static memory of CUDA graphs of parts of blocks: their inputs and outputs.
+"""Static inputs and outputs of CUDA graphs that capture parts of blocks.
 
-Each pass in flight has its own: rows of its micro-batch, rows and their gradients at borders of
-blocks, and rows that experts' ranks exchange. Some are saved for backward too; these are not
-counted again as activations.
+Each pass in flight has its own: rows of its micro-batch, rows and their gradients between blocks,
+and rows that expert ranks exchange. Those that are saved for backward too are not counted again as
+activations.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,31 +39,33 @@ class StaticBytes(NamedTuple):
 @memoize(1 << 10)
 def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> StaticBytes:
     """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
-    spec, times = described(block.ffn), 1 + ("block" in keeping.recompute)
+    spec, forwards = described(block.ffn), 1 + ("block" in keeping.recompute)
     balance = getattr(spec, "balance", ())
-    terms = sum(getattr(one, "coefficient", 0) > 0 for one in balance) * STATISTIC
+    losses = sum(getattr(term, "coefficient", 0) > 0 for term in balance) * STATISTIC
     routing = spec.routing
     if routing is None or shape.ep * shape.etp == 1:
-        return StaticBytes((times + 1) * terms, 0.0, True)
+        return StaticBytes((forwards + 1) * losses, 0.0, True)
     names = SENT_TO_EXPERTS | RECEIVED_BY_EXPERTS if fixed else SENT_TO_EXPERTS
-    parts = [part for part in saved_tensors(block, shape) if part.name in names and part.saved]
-    here = (part for part in parts if not (keeping.page and part.rows))
-    shared = sum(part.bytes for part in here if part.stays(keeping.recompute))
+    saved = sum(
+        tensor.bytes
+        for tensor in saved_tensors(block, shape)
+        if tensor.name in names and tensor.saved and tensor.stays(keeping.recompute)
+        if not (keeping.page and tensor.rows)
+    )
     copies, width = shape.rows * routing.top_k, routing.width or shape.hidden
-    there = 2 * shape.row + terms + copies * STATISTIC
+    latent = shape.rows * width * shape.width if routing.width else 0
+    forward = 2 * shape.row + losses + copies * STATISTIC + latent
     # With the router's choice, which is made once.
-    back = shape.row + terms + copies * (STATISTIC + INDEX)
-    if routing.width:
-        there, back = (size + shape.rows * width * shape.width for size in (there, back))
+    backward = shape.row + losses + copies * (STATISTIC + INDEX) + latent
     if fixed:
         rows, adds = shape.received(routing), "shared" in {o.name for o in spec.operations(1)}
         sent = rows * width * shape.width
-        places = rows + shape.rows * (routing.places or routing.top_k) + shape.places
-        places += shape.ep * shape.clones
+        indices = rows + shape.rows * (routing.places or routing.top_k) + shape.places
+        indices += shape.ep * shape.clones
         offsets = 4 * (routing.experts // shape.ep + shape.clones)
-        there += 2 * sent + rows * STATISTIC + offsets + places * INDEX + adds * shape.row
-        back += 2 * sent + rows * STATISTIC + adds * shape.row
-    return StaticBytes(times * there + back, shared, False)
+        forward += 2 * sent + rows * STATISTIC + offsets + indices * INDEX + adds * shape.row
+        backward += 2 * sent + rows * STATISTIC + adds * shape.row
+    return StaticBytes(forwards * forward + backward, saved, False)
 
 
 def chunk_static_bytes(
@@ -78,19 +80,19 @@ def chunk_static_bytes(
         fixed: whether experts get the same number of rows in each pass.
         ahead: further tokens that a row predicts.
     """
-    times = 1 + ("block" in keeping.recompute)
-    found = [static_bytes(block, shape, keeping, fixed) for block in blocks]
-    size = micro_batch_bytes(shape, ahead) + sum(one.internal for one in found)
-    if not found:
+    forwards = 1 + ("block" in keeping.recompute)
+    static = [static_bytes(block, shape, keeping, fixed) for block in blocks]
+    size = micro_batch_bytes(shape, ahead) + sum(block.internal for block in static)
+    if not static:
         return size, 0.0
     # Rows, and gradients, that no graph writes are copied for the graph that reads them.
-    borders = times * (len(found) + found[-1].writes_output) + len(found) + 1
-    entered = len(found) if times == 1 else sum(one.writes_output for one in found[:-1])
-    return size + borders * shape.row, entered * shape.row + sum(one.saved for one in found)
+    borders = forwards * (len(static) + static[-1].writes_output) + len(static) + 1
+    inputs = len(static) if forwards == 1 else sum(block.writes_output for block in static[:-1])
+    return size + borders * shape.row, inputs * shape.row + sum(block.saved for block in static)
 
 
 def micro_batch_bytes(shape: Shape, ahead: int) -> int:
-    """Return the bytes of a micro-batch's ids, labels and positions: the rank's and tp group's."""
+    """Return the bytes of a micro-batch's ids, labels and positions, of a rank and its tp group."""
     rows = shape.rows + (shape.piece if shape.tp > 1 else 0)
     return rows * (1 + ahead) * ROW_BYTES
 
@@ -99,6 +101,6 @@ def max_in_flight(steps: Iterable[RunningAction], chunks: int) -> list[int]:
     """Return the largest number of passes in flight of each chunk."""
     most = [0] * chunks
     for step in steps:
-        for at in range(chunks):
-            most[at] = max(most[at], step.saved[at] + step.deferred[at] + (step.forward == at))
+        for chunk, (saved, deferred) in enumerate(zip(step.saved, step.deferred, strict=True)):
+            most[chunk] = max(most[chunk], saved + deferred + (step.forward == chunk))
     return most

@@ -1,4 +1,4 @@
-"""Pages for experts' saved rows: their number on a rank, and what a block saves besides."""
+"""Pages for experts' saved rows: how many a rank needs, and what a block saves besides."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class ChunkBlocks(NamedTuple):
 def unpaged(part: Saved, keeping: Keeping, offloaded: bool = False) -> Saved:
     """Return a saved tensor without the bytes of its pages; the indices of its pages remain.
 
-    ``gone``: its pages are offloaded to the host, where they have indices too.
+    ``offloaded``: its pages are offloaded to the host, where they have indices too.
     """
     if not (keeping.page and part.rows and part.saved):
         return part
@@ -55,13 +55,13 @@ def count_pages(
     """
     if not keeping.page:
         return Pages(), Pages()
-    used = _PageSimulation(chunks, shape, keeping)
-    for at, step in enumerate(line):
+    simulation = _PageSimulation(chunks, shape, keeping)
+    for step, after in zip_longest(line, line[1:]):
         if not any(action.kind in "BI" for action in actions_of(step)):
-            used.fetch_for(line[at + 1 : at + 2])
-        used.run(step)
-        used.fetch_for(line[at + 1 : at + 2])
-    return used.most, used.most_host
+            simulation.prefetch(after)
+        simulation.run(step)
+        simulation.prefetch(after)
+    return simulation.peak, simulation.host_peak
 
 
 class _PageSimulation:
@@ -72,95 +72,93 @@ class _PageSimulation:
 
     def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, keeping: Keeping) -> None:
         self._in_flight = keeping.in_flight
-        each = [
-            [_block_pages(one, shape, keeping) for one in (*c.layers, *c.multi_token)]
-            for c in chunks
-        ]
-        self._sizes = [{at: size for at, size in enumerate(of) if size} for of in each]
-        self._gone = [
-            offloaded_layers(keeping.spill, len(one.layers), one.has_loss) for one in chunks
-        ]
-        self._now, self._host, self.most, self.most_host = Pages(), Pages(), Pages(), Pages()
-        self._out: deque[tuple[dict[int, str], int, Pages]] = deque()
+        self._pages, self._num_offloaded = list[dict[int, Pages]](), list[int]()
+        """Pages by layer that has any, and the number of offloaded layers, of each chunk."""
+        for layers, multi_token, has_loss in chunks:
+            pages = [_block_pages(block, shape, keeping) for block in (*layers, *multi_token)]
+            self._pages.append({layer: size for layer, size in enumerate(pages) if size})
+            self._num_offloaded.append(offloaded_layers(keeping.spill, len(layers), has_loss))
+        self._used, self._host, self.peak, self.host_peak = Pages(), Pages(), Pages(), Pages()
+        self._leaving: deque[tuple[dict[int, str], int, Pages]] = deque()
         self._passes: dict[tuple[int, int], dict[int, str]] = {}
-        """Where rows are, by pass in flight and layer: ``here``, ``out`` (moving) or ``away``."""
+        """Where rows are, by pass in flight and layer: ``device``, ``leaving`` or ``host``."""
 
     def run(self, step: Step) -> None:
         """Run a step; the layers of a pair alternate, one storing rows and one freeing them."""
-        layers = [[(one, at) for at in self._order(one)] for one in actions_of(step)]
+        layers = [[(action, layer) for layer in self._order(action)] for action in actions_of(step)]
         for turn in zip_longest(*layers):
-            for action, at in filter(None, turn):
+            for action, layer in filter(None, turn):
                 if action.kind == "F":
-                    self._put(action, at)
+                    self._store(action, layer)
                 else:
-                    self._take(action, at)
+                    self._free(action, layer)
 
-    def fetch_for(self, steps: Sequence[Step]) -> None:
-        """Fetch the pages that the backward of a step reads first."""
-        for action in (one for step in steps for one in actions_of(step)):
+    def prefetch(self, step: Step | None) -> None:
+        """Fetch the pages that the backward of the next step, if there is one, reads first."""
+        for action in () if step is None else actions_of(step):
             if action.kind in "BI" and (action.chunk, action.micro) in self._passes:
-                gone = [at for at in self._order(action) if at < self._gone[action.chunk]]
-                self._fetch(action, gone[0] if gone else -1, self._in_flight - 1)
+                num_offloaded = self._num_offloaded[action.chunk]
+                first = next((at for at in self._order(action) if at < num_offloaded), -1)
+                self._fetch(action, first, self._in_flight - 1)
 
     def _order(self, action: Action) -> list[int]:
         """Return the layers with pages of a pass, in order of execution."""
         if action.kind == "W":
             return []
-        return sorted(self._sizes[action.chunk], reverse=action.kind != "F")
+        return sorted(self._pages[action.chunk], reverse=action.kind != "F")
 
-    def _put(self, action: Action, at: int) -> None:
-        spot, size = (action.chunk, action.micro), self._sizes[action.chunk][at]
-        states = self._passes.setdefault(spot, {})
-        states[at] = "here"
-        if at < self._gone[action.chunk]:
-            if len(self._out) == self._in_flight:
-                then, layer, pages = self._out.popleft()
-                if then.get(layer) == "out":
-                    then[layer] = "away"
-                    self._now -= pages
-            self._out.append((states, at, size))
-            states[at] = "out"
-            self._host += size
-            self.most_host |= self._host
-        self._now += size
-        self.most |= self._now
+    def _store(self, action: Action, layer: int) -> None:
+        pages = self._pages[action.chunk][layer]
+        places = self._passes.setdefault((action.chunk, action.micro), {})
+        places[layer] = "device"
+        if layer < self._num_offloaded[action.chunk]:
+            if len(self._leaving) == self._in_flight:
+                left, left_layer, left_pages = self._leaving.popleft()
+                if left.get(left_layer) == "leaving":
+                    left[left_layer] = "host"
+                    self._used -= left_pages
+            self._leaving.append((places, layer, pages))
+            places[layer] = "leaving"
+            self._host += pages
+            self.host_peak |= self._host
+        self._used += pages
+        self.peak |= self._used
 
-    def _take(self, action: Action, at: int) -> None:
-        spot, size = (action.chunk, action.micro), self._sizes[action.chunk][at]
-        if at < self._gone[action.chunk]:
-            self._fetch(action, at, self._in_flight)
-            self._host -= size
-        self._now -= size
-        del self._passes[spot][at]
+    def _free(self, action: Action, layer: int) -> None:
+        pages = self._pages[action.chunk][layer]
+        if layer < self._num_offloaded[action.chunk]:
+            self._fetch(action, layer, self._in_flight)
+            self._host -= pages
+        self._used -= pages
+        del self._passes[action.chunk, action.micro][layer]
 
     def _fetch(self, action: Action, first: int, more: int) -> None:
         """Fetch the pages of a layer, and of ``more`` layers before it."""
-        states = self._passes[action.chunk, action.micro]
-        for at in range(first, max(first - more, 0) - 1, -1):
-            if states.get(at) == "away":
-                self._now += self._sizes[action.chunk][at]
-                self.most |= self._now
-            if at in states:
-                states[at] = "here"
+        places = self._passes[action.chunk, action.micro]
+        for layer in range(first, max(first - more, 0) - 1, -1):
+            if places.get(layer) == "host":
+                self._used += self._pages[action.chunk][layer]
+                self.peak |= self._used
+            if layer in places:
+                places[layer] = "device"
 
 
-def page_bytes(found: Pages, host: Pages, page: int) -> tuple[int, int]:
+def page_bytes(device: Pages, host: Pages, page: int) -> tuple[int, int]:
     """Return the bytes of pages on the device and on the host, each with a page for rows without
     one; those on the device include both rings of free pages.
     """
-    stored = [sum((n + 1) * page * row for row, n in one.items()) for one in (found, host)]
-    rings = sum((n + 1) * INDEX + COUNTERS for one in (found, host) for n in one.values())
+    stored = [sum((n + 1) * page * row for row, n in pool.items()) for pool in (device, host)]
+    rings = sum((n + 1) * INDEX + COUNTERS for pool in (device, host) for n in pool.values())
     return stored[0] + rings, stored[1]
 
 
 def _block_pages(block: Block, shape: Shape, keeping: Keeping) -> Pages:
     """Return the pages of one block's rows, by bytes per row."""
-    spec, found = described(block.ffn), Pages()
+    spec, pages = described(block.ffn), Pages()
     if spec.routing is None:
-        return found
-    even = replace(shape, room=None, load=keeping.page_load).received(spec.routing)
+        return pages
+    planned = replace(shape, room=None, load=keeping.page_load).received(spec.routing)
     for part in spec.saved(shape):
         if part.rows and part.saved and part.kept and part.stays(keeping.recompute):
-            rows = min(even, part.rows)
-            found[part.bytes // part.rows] += ceil(rows / keeping.page)
-    return found
+            pages[part.bytes // part.rows] += ceil(min(planned, part.rows) / keeping.page)
+    return pages

@@ -30,7 +30,6 @@ from moefold.spec.layer import (
     UP,
     Attention,
     LayerSpec,
-    Module,
     Modules,
     Saved,
     Scan,
@@ -58,22 +57,13 @@ def layer_shape(case: Case) -> Shape:
     sizes, width = case.sizes, width_of(case.numbers.recipe)
     # NCCL EP allocates room for all rows of all ranks.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
-    fixed = case.room
+    room = case.room
     return Shape(
-        case.decoder.hidden,
-        case.rows,
-        sizes.tp,
-        sizes.etp,
-        load,
-        width,
-        sizes.cp,
-        case.context,
-        sizes.ep,
-        None if fixed is None else fixed.buffer_rows(sizes),
-        0 if fixed is None else fixed.saved_indices(sizes),
-        case.schedule.paired or case.graphs_of_parts,
-        case.clones,
-    )
+        case.decoder.hidden, case.rows, sizes.tp, sizes.etp, load, width, sizes.cp, case.context,
+        sizes.ep, None if room is None else room.buffer_rows(sizes),
+        0 if room is None else room.saved_indices(sizes),
+        case.schedule.paired or case.graphs_of_parts, case.clones,
+    )  # fmt: skip
 
 
 @memoize(1 << 12)
@@ -87,32 +77,21 @@ def saved_tensors(
     """
     if stack == "moefold":
         # Inner rows of adapters; those of feed-forwards are recomputed.
-        size = shape.piece * shape.width
-        inner = (
-            Saved(
-                f"{one.weight}.inner",
-                size * one.rank,
-                module=_owner(one.weight),
-                operand=(one.weight,),
-            )
-            for one in block.adapters
-            if one.weight.endswith(".weight")
-        )
-        return (*(one for one in coded_saved(block, shape) if one.kept), *inner)
+        saved = [tensor for tensor in coded_saved(block, shape) if tensor.kept]
+        for adapter in block.adapters:
+            path, size = adapter.weight.split("."), shape.piece * shape.width * adapter.rank
+            if path[-1] == "weight":
+                module = "attention" if path[0] == "attention" else "moe"
+                module = "shared" if "shared" in path else module
+                name, weights = f"{adapter.weight}.inner", (adapter.weight,)
+                saved.append(Saved(name, size, module=module, operand=weights))
+        return tuple(saved)
     code, wide = INPUT_CODE_BYTES.get(recipe, float(shape.width)), float(shape.width)
-    widths, found = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
+    widths, saved = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
     for _, spec in halves(block):
-        found.append(Saved("residual" if found else "input", shape.row))
-        found += _megatron_half(spec, shape, widths)
-    return tuple(found)
-
-
-def _owner(weight: str) -> Module:
-    """Return the module to which the inner rows of a weight's adapter belong."""
-    path = weight.split(".")
-    if "shared" in path:
-        return "shared"
-    return "attention" if path[0] == "attention" else "moe"
+        saved.append(Saved("residual" if saved else "input", shape.row))
+        saved += _megatron_half(spec, shape, widths)
+    return tuple(saved)
 
 
 def saved_tensors_of(case: Case, block: Block) -> tuple[Saved, ...]:
@@ -132,51 +111,50 @@ def deferred_operands(
 
     These are the inputs of products, saved or computed by backward; the gradients of products'
     outputs; and gradients of vectors, which are computed in I. A shared expert that is recomputed
-    (``again``) has its own copy of codes that other products read too.
+    has its own copy of codes that other products read too.
     """
-    found = [part for part in coded_saved(block, shape) if part.operand]
+    held = [tensor for tensor in coded_saved(block, shape) if tensor.operand]
     if recompute & {"shared", "block"}:
-        codes = (part for part in found if part.module == "moe" and part.name.endswith(".codes"))
-        found += [part for part in codes if "moe.shared.w_in" in part.operand]
-    given = products(block, shape)
+        codes = (tensor for tensor in held if tensor.name.endswith(".codes"))
+        held += [t for t in codes if t.module == "moe" and "moe.shared.w_in" in t.operand]
     repeated = _sharing_one_gradient(block, shape)[1:]
-    for name, one in given:
-        if not (one.weight.expert and shape.clones) and name not in repeated:
-            found.append(_saved(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
+    for name, product in products(block, shape):
+        if not (product.weight.expert and shape.clones) and name not in repeated:
+            held.append(_saved(f"{name}.gradient", gradient_bytes(block, name, product, shape)))
     for name, spec in halves(block):
         # With clones the experts' products run in I, and their sums are stored until W.
         if spec.routing is not None and shape.clones > 0:
-            here = [part for part in found if part.module != "experts"]
-            found = [part for part in here if part.name != "offsets"]
-            found.append(_saved("experts.sums", local_expert_elements(spec, shape) * STATISTIC))
-        summed = (w for w in spec.weights(shape.hidden) if len(w.shape) == 1 or w.summed)
-        vectors = sum(round(w.part(shape.tp, shape.ep, shape.etp)) for w in summed)
-        vectors += shape.hidden * len(norms_of(block, name))
-        found.append(_saved("vectors", vectors * STATISTIC))
+            held = [t for t in held if t.module != "experts" and t.name != "offsets"]
+            held.append(_saved("experts.sums", local_expert_elements(spec, shape) * STATISTIC))
+        vectors = shape.hidden * len(norms_of(block, name))
+        for weight in spec.weights(shape.hidden):
+            if len(weight.shape) == 1 or weight.summed:
+                vectors += round(weight.part(shape.tp, shape.ep, shape.etp))
+        held.append(_saved("vectors", vectors * STATISTIC))
     if block.multi_token is not None:
-        found.append(_saved("join.gradient", shape.row))
-        found.append(_saved("join.vectors", 3 * shape.hidden * STATISTIC))
-    return tuple(found)
+        held.append(_saved("join.gradient", shape.row))
+        held.append(_saved("join.vectors", 3 * shape.hidden * STATISTIC))
+    return tuple(held)
 
 
 def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
     """Return the products whose outputs are only summed, so that they share one gradient tensor.
 
-    They do not with tensor ranks, which gather it for each product, nor with a factor, a norm or a
+    They do not under tp, whose ranks gather it for each product, nor with a factor, a norm or a
     border between graphs in between. Both halves count only if they share a norm.
     """
     scaled = block.residual_scale != 1 or block.norms not in ("before", "shared")
     if shape.tp > 1 or shape.apart or scaled:
         return []
-    apart = set[str]()
+    separate = set[str]()
     if isinstance(block, CodedBlock) and block.codes.wgrad == "narrow":
-        apart |= {*block.narrow}
+        separate |= {*block.narrow}
     return [
         name
         for half, spec in halves(block)
         if half != "attention" or block.norms == "shared"
         for weight in spec.weights(shape.hidden)
-        if weight.added and (name := f"{spec.prefix or half}.{weight.name}") not in apart
+        if weight.added and (name := f"{spec.prefix or half}.{weight.name}") not in separate
     ]
 
 
@@ -196,17 +174,17 @@ def _megatron_half(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Sa
     code = shape.width if routing else widths.code
     yield _saved("norm.output", shape.rows * shape.hidden * code, NORMS, "norms")
     operations = tuple(spec.operations(shape.hidden))
-    for one in operations:
-        if isinstance(one.core, Attention):
-            yield from _megatron_attention(spec, one.core, shape, widths)
-        elif isinstance(one.core, Scan):
+    for operation in operations:
+        if isinstance(operation.core, Attention):
+            yield from _megatron_attention(spec, operation.core, shape, widths)
+        elif isinstance(operation.core, Scan):
             yield from spec.saved(shape)
     if routing is not None:
         scores = shape.rows * routing.experts * (STATISTIC + STATISTIC + 1)
         yield _saved("router", scores, MIXTURE)
-    for one in operations:
-        if one.name in ("ffn", "experts", "shared"):
-            yield from _megatron_feed_forward(one.name, spec, shape, widths)
+    for operation in operations:
+        if operation.name in ("ffn", "experts", "shared"):
+            yield from _megatron_feed_forward(operation.name, spec, shape, widths)
 
 
 def _saved(name: str, size: float, dropped: Modules = NOTHING, module: Any = "block") -> Saved:
@@ -239,18 +217,18 @@ def _megatron_feed_forward(
     name: str, spec: LayerSpec, shape: Shape, widths: Widths
 ) -> Iterator[Saved]:
     """Yield pre-activation and activation; for routed experts also their input and row weights."""
-    (into, inputs), (_, features) = _product_widths(spec, shape, name)
+    (hidden, inputs), (_, features) = _product_widths(spec, shape, name)
     if name == "experts" and spec.routing is not None:
         rows = shape.received(spec.routing)
         yield _saved("experts.input", rows * inputs * widths.code, MIXTURE, "experts")
-        yield _saved("experts.hidden", rows * into * widths.hidden, MIXTURE, "experts")
+        yield _saved("experts.hidden", rows * hidden * widths.hidden, MIXTURE, "experts")
         activation = rows * features * widths.code
         yield _saved("experts.activation", activation, MIXTURE | ACTIVATION, "moe_act")
         yield _saved("experts.weights", rows * STATISTIC, MIXTURE)
         return
     module: Any = name
     dropped: Modules = frozenset((module, "moe")) if name == "shared" else frozenset((module,))
-    size = shape.piece * (into * widths.hidden + features * widths.code)
+    size = shape.piece * (hidden * widths.hidden + features * widths.code)
     yield _saved(name, size, dropped, module)
 
 
@@ -260,7 +238,7 @@ def _product_widths(
     """Return the output and input widths of an operation's products on a rank, in order."""
     return [
         weight.matrix(shape.tp, shape.ep, shape.etp)[:2]
-        for one, matmul, weights in spec.products(shape.hidden)
-        if one.name == operation and rows in (None, matmul.rows)
+        for op, matmul, weights in spec.products(shape.hidden)
+        if op.name == operation and rows in (None, matmul.rows)
         for weight in weights
     ]

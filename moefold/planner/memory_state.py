@@ -1,10 +1,11 @@
 """Bytes of weights, gradients, master weights and moments on each rank.
 
-They follow from the global names and shapes of parameters, which are those of the built model.
+They follow from the names and global shapes of parameters, which are those of the built model.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import gcd
 from operator import add
 from typing import Literal, NamedTuple
@@ -25,7 +26,8 @@ products."""
 BF16_BYTES = 2
 """Bytes per element of bfloat16 weights next to codes."""
 Part = int | Literal["norm", "head", "embedding"]
-"""Part of a model: a kind of block by its number in ``case.kinds``, or one of these by name."""
+"""Part of a model: a kind of block, by its index in :func:`moefold.planner.case.kinds`, or another
+module by name."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,8 @@ class StateBytes:
     def __add__(self, other: "StateBytes") -> "StateBytes":
         return StateBytes(*map(add, vars(self).values(), vars(other).values()))
 
-    def times(self, number: int) -> "StateBytes":
-        """Return the bytes of ``number`` equal parts."""
-        return StateBytes(*(value * number for value in vars(self).values()))
+    def __mul__(self, count: int) -> "StateBytes":
+        return StateBytes(*(value * count for value in vars(self).values()))
 
     @property
     def total(self) -> float:
@@ -62,10 +63,11 @@ class StateBytes:
     @property
     def on_device(self) -> dict[str, float]:
         """Bytes on the device by part."""
-        found = {
-            name: value for name, value in vars(self).items() if not name.startswith("offloaded_")
+        return {
+            name: size
+            for name, size in vars(self).items()
+            if not name.startswith("offloaded_") and (size or name not in ("pages", "graphs"))
         }
-        return {n: size for n, size in found.items() if size or n not in ("pages", "graphs")}
 
     @property
     def offloaded(self) -> float:
@@ -74,13 +76,14 @@ class StateBytes:
 
 
 class StateSharding(NamedTuple):
-    """Inputs that decide which part of a parameter and of its state a rank holds."""
+    """Inputs that decide which part of a parameter and of its state is on a rank."""
 
     tp_ep_etp: tuple[int, int, int]
-    """tp, ep and etp."""
+    """Sizes of these three axes."""
     dense_copies: int
-    """Ranks that hold the same part of parameters outside routed experts."""
+    """Ranks with the same part of a parameter outside routed experts."""
     expert_copies: int
+    """Ranks with the same part of a routed expert's parameter."""
     numbers: Numbers
     zero: int
     zero_ranks: int | None
@@ -92,7 +95,7 @@ class StateSharding(NamedTuple):
 
     @classmethod
     def of(cls, case: Case) -> "StateSharding":
-        """Return the split of a case."""
+        """Return the sharding of a case."""
         sizes, folding, keeping = case.sizes, case.folding, case.keeping
         return cls(
             (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp, case.numbers,
@@ -101,10 +104,10 @@ class StateSharding(NamedTuple):
         )  # fmt: skip
 
     def shards_and_replicas(self, expert: bool) -> tuple[int, int]:
-        """Return the number of ranks that shard a copy of a parameter, and the number of copies."""
-        ranks = self.expert_copies if expert else self.dense_copies
-        inner = gcd(self.zero_ranks or ranks, ranks) if self.zero else 1
-        return inner, ranks // inner
+        """Return over how many ranks ZeRO shards a parameter, and how often the shards exist."""
+        copies = self.expert_copies if expert else self.dense_copies
+        shards = gcd(self.zero_ranks or copies, copies) if self.zero else 1
+        return shards, copies // shards
 
     def local_state(self, weights: Iterable[Weight]) -> StateBytes:
         """Return the state of some parameters on one rank."""
@@ -112,42 +115,40 @@ class StateSharding(NamedTuple):
 
     def _weight_state(self, weight: Weight) -> StateBytes:
         numbers, local = self.numbers, weight.part(*self.tp_ep_etp)
-        ranks, _ = self.shards_and_replicas(weight.expert)
-        share = [local / (ranks if self.zero >= stage else 1) for stage in range(4)]
-        copied, passing = numbers.weight_bytes, self.stack == "moefold" and self.zero == 3
-        if passing and ranks > 1:
-            copied = 0  # gathered from masters for each pass
-        elif self.stack == "moefold" and not (weight.product and copied):
+        shards, _ = self.shards_and_replicas(weight.expert)
+        elements = [local / (shards if self.zero >= stage else 1) for stage in range(4)]
+        copy, master_bytes = numbers.weight_bytes, numbers.master_bytes
+        if self.stack == "moefold" and self.zero == 3 and shards > 1:
+            copy = 0  # gathered from masters for each pass
+        elif self.stack == "moefold" and not (weight.product and copy):
             # Read in the master's dtype: a gathered copy where masters are sharded.
-            copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
-        record, past = None, 0
+            copy = master_bytes if self.zero in (1, 2) and shards > 1 else 0
+        recipe, history = None, 0
         if isinstance(weight, CodedWeight):
-            record, past = weight.codes, history_bytes(weight)
+            recipe, history = weight.codes, history_bytes(weight)
         codes = self._code_bytes(weight, local)
         if weight.frozen:
-            narrow = weight.narrow and numbers.weight_bytes
-            wide = numbers.weight_bytes if narrow else numbers.master_bytes
-            return StateBytes(weights=share[3] * (wide + (codes if record else 0.0)) + past)
-        if record is not None:
+            stored = (weight.narrow and numbers.weight_bytes) or master_bytes
+            return StateBytes(weights=elements[3] * (stored + (codes if recipe else 0.0)) + history)
+        if recipe is not None:
             # Codes in two directions are recomputed in each pass from the gathered weights.
-            shared = 0 < self.zero < 3 and ranks > 1 and record.kind == "mxfp8"
-            copied, codes = (BF16_BYTES, 0.0) if shared else (0, codes)
+            gathered = 0 < self.zero < 3 and shards > 1 and recipe.kind == "mxfp8"
+            copy, codes = (BF16_BYTES, 0.0) if gathered else (0, codes)
         elif codes and not weight.product:
-            copied, codes = max(copied, BF16_BYTES), 0.0
-        if self.resident_weights and record is None:
+            copy, codes = max(copy, BF16_BYTES), 0.0
+        resident, offloaded = self.device_share, 1 - self.device_share
+        if self.resident_weights and recipe is None:
             read = numbers.weight_bytes if weight.product else 0
-            copied = copied * self.device_share + (read or numbers.master_bytes) * (
-                1 - self.device_share
-            )
+            copy = copy * resident + (read or master_bytes) * offloaded
         moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
         moments *= numbers.optimizer.moment_bytes(weight.shape, numbers.moment_bytes)
         return StateBytes(
-            weights=share[3] * (copied + codes) + past,
-            gradients=share[2] * numbers.gradient_bytes,
-            master=share[1] * numbers.master_bytes * self.device_share,
-            moments=share[1] * moments * self.device_share,
-            offloaded_master=share[1] * numbers.master_bytes * (1 - self.device_share),
-            offloaded_moments=share[1] * moments * (1 - self.device_share),
+            weights=elements[3] * (copy + codes) + history,
+            gradients=elements[2] * numbers.gradient_bytes,
+            master=elements[1] * master_bytes * resident,
+            moments=elements[1] * moments * resident,
+            offloaded_master=elements[1] * master_bytes * offloaded,
+            offloaded_moments=elements[1] * moments * offloaded,
         )
 
     def _code_bytes(self, weight: Weight, local: float) -> float:
@@ -160,7 +161,7 @@ class StateSharding(NamedTuple):
 
 
 def layers_and_norm(held: Held) -> Iterator[tuple[Part, int]]:
-    """Yield each part of a rank besides embedding and head, with its number."""
+    """Yield each part of a rank besides embedding and head, with how often it is there."""
     yield from held.layers
     yield "norm", int(held.loss)
 
@@ -170,8 +171,8 @@ def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
     """Return the parameters of a part."""
     if isinstance(part, int):
         block = kinds(decoder)[0][part]
-        found = tuple(block_weights(block, decoder.hidden, part))
-        return with_codes(found, block, f"layers.{part}.")
+        weights = tuple(block_weights(block, decoder.hidden, part))
+        return with_codes(weights, block, f"layers.{part}.")
     if part == "norm":
         return (last_norm(decoder),)
     return (head(decoder) if part == "head" else embedding(decoder),)
@@ -180,21 +181,20 @@ def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
 class StateEstimator:
     """State of the parts of a model, cached by part."""
 
-    def __init__(self, decoder: Decoder, split: StateSharding) -> None:
-        self.decoder, self.split = decoder, split
-        self._known: dict[Part, StateBytes] = {}
+    def __init__(self, decoder: Decoder, sharding: StateSharding) -> None:
+        self.decoder, self.sharding = decoder, sharding
+        self._by_part: dict[Part, StateBytes] = {}
 
     def part_state(self, part: Part) -> StateBytes:
         """Return the state of one part."""
-        if part not in self._known:
-            self._known[part] = self.split.local_state(part_weights(self.decoder, part))
-        return self._known[part]
+        if part not in self._by_part:
+            self._by_part[part] = self.sharding.local_state(part_weights(self.decoder, part))
+        return self._by_part[part]
 
     def layers_state(self, held: Held) -> StateBytes:
         """Return the state of a rank without embedding and head."""
-        return sum(
-            (self.part_state(part).times(n) for part, n in layers_and_norm(held) if n), StateBytes()
-        )
+        parts = (self.part_state(part) * count for part, count in layers_and_norm(held) if count)
+        return sum(parts, StateBytes())
 
     def rank_state(self, held: Held) -> StateBytes:
         """Return the state of a rank."""
@@ -205,11 +205,10 @@ class StateEstimator:
 
         That is two units, or all offloaded state if the optimizer updates all parameters together.
         """
-        if not self.split.numbers.optimizer.elementwise:
+        if not self.sharding.numbers.optimizer.elementwise:
             return self.rank_state(held).offloaded
-        parts: list[tuple[Part, int]] = [*layers_and_norm(held)]
-        units = [self.part_state(part).offloaded for part, n in parts for _ in range(min(n, 2))]
-        units += [self.part_state(part).offloaded for part in self._ends(held)]
+        inner = (part for part, count in layers_and_norm(held) for _ in range(min(count, 2)))
+        units = (self.part_state(part).offloaded for part in chain(inner, self._ends(held)))
         return sum(sorted(units)[-2:])
 
     def _ends(self, held: Held) -> Iterator[Part]:
@@ -221,4 +220,4 @@ class StateEstimator:
 
 
 state_estimator = memoize(1 << 12)(StateEstimator)
-"""Cached :class:`States`, common to all cases with an equal split."""
+"""Return the cached :class:`StateEstimator` of a model, common to all cases with equal sharding."""

@@ -1,6 +1,7 @@
-"""Actions of a rank's line in the table by what memory depends on; candidates for the peak."""
+"""Actions of a rank in the schedule's table as memory depends on them; candidates for the peak."""
 
 from collections.abc import Iterator
+from itertools import chain
 from operator import ge
 from typing import NamedTuple
 
@@ -38,13 +39,13 @@ class RunningAction(NamedTuple):
 
     def dominates(self, other: "RunningAction") -> bool:
         """Return whether another action that runs the same passes needs at most as much memory."""
-        mine, theirs = self.saved + self.deferred, other.saved + other.deferred
-        return self.with_gradients >= other.with_gradients and all(map(ge, mine, theirs))
+        counts, other_counts = self.saved + self.deferred, other.saved + other.deferred
+        return self.with_gradients >= other.with_gradients and all(map(ge, counts, other_counts))
 
 
 def running_actions(line: Line, chunks: int) -> Iterator[RunningAction]:
-    """Yield the actions of a rank's line."""
-    kept, waiting, begun = [0] * chunks, [0] * chunks, frozenset[int]()
+    """Yield the actions of a rank's line in the table, which has ``chunks`` chunks."""
+    saved, deferred, begun = [0] * chunks, [0] * chunks, frozenset[int]()
     for step in line:
         forward = backward = None
         kind = ""
@@ -53,30 +54,30 @@ def running_actions(line: Line, chunks: int) -> Iterator[RunningAction]:
                 forward = action.chunk
             else:
                 backward, kind = action.chunk, action.kind
-        made = RunningAction(forward, backward, kind, tuple(kept), tuple(waiting), begun)
-        yield made
+        running = RunningAction(forward, backward, kind, tuple(saved), tuple(deferred), begun)
+        yield running
         if forward is not None:
-            kept[forward] += 1
+            saved[forward] += 1
         if backward is not None:
-            kept[backward] -= made.frees_activations
-            waiting[backward] += (kind == "I") - (kind == "W")
-            begun |= {backward} if made.computes_weight_gradients else set()
+            saved[backward] -= running.frees_activations
+            deferred[backward] += (kind == "I") - (kind == "W")
+            begun |= {backward} if running.computes_weight_gradients else set()
 
 
 @memoize(1024)
 def peak_candidates(
     schedule: Schedule, p: int, v: int, m: int
 ) -> tuple[tuple[RunningAction, ...], ...]:
-    """Return for each rank the actions that no other covers, the likely peak first; one of them is
-    the peak.
+    """Return for each of p ranks, with v chunks each and m micro-batches, the actions that no other
+    dominates; one of them is the peak, the likely one first.
     """
     ranks = list[tuple[RunningAction, ...]]()
     for line in table_of(schedule, p, v, m).lines:
-        alike: dict[tuple[int | None, int | None, str], list[RunningAction]] = {}
-        for step in dict.fromkeys(running_actions(line, v)):
-            group = alike.setdefault(step[:3], [])
-            if not any(one.dominates(step) for one in group):
-                group[:] = [one for one in group if not step.dominates(one)] + [step]
-        found = (one for group in alike.values() for one in group)
-        ranks.append(tuple(sorted(found, key=lambda one: -sum(one.saved + one.deferred))))
+        by_passes: dict[tuple[int | None, int | None, str], list[RunningAction]] = {}
+        for action in dict.fromkeys(running_actions(line, v)):
+            group = by_passes.setdefault(action[:3], [])
+            if not any(other.dominates(action) for other in group):
+                group[:] = [other for other in group if not action.dominates(other)] + [action]
+        candidates = chain.from_iterable(by_passes.values())
+        ranks.append(tuple(sorted(candidates, key=lambda a: -sum(a.saved + a.deferred))))
     return tuple(ranks)

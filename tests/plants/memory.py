@@ -265,7 +265,7 @@ PLANTS = (
         "pages whose rows have left are planned until those are taken",
         "tests/gloo/test_moe_pages.py::test_b96_the_most_pages_are_those_planned",
         "planner/memory_pages.py",
-        "                    self._now -= pages\n",
+        "                    self._used -= left_pages\n",
         "",
     ),
     Plant(

@@ -161,8 +161,8 @@ PLANTS = (
         "of rows that come from another stage no copy is planned",
         "tests/cpu/test_planner_graphs.py::test_b97_what_graphs_hold_is_planned",
         "planner/memory_graphs.py",
-        "(len(found) + found[-1].writes_output) + len(found) + 1",
-        "(len(found) + found[-1].writes_output) + len(found)",
+        "(len(static) + static[-1].writes_output) + len(static) + 1",
+        "(len(static) + static[-1].writes_output) + len(static)",
     ),
     Plant(
         "b97",
