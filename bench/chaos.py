@@ -27,7 +27,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 import torch
 from fault_injection import LAYOUTS, Fault, Fire, Injector, measured, rate, same, trained
 
-from moefold.checkpoint.folder import candidates
+from moefold.checkpoint.folder import list_candidates
 
 RESULTS = Path(__file__).parent / "results" / "chaos.json"
 MARKS = {
@@ -88,7 +88,7 @@ def fight(folder: Path, args: argparse.Namespace, found: dict[str, Any], record:
     found["each"] = injector.made
     ours = trained(fire, args.ranks, injector=injector)
     found |= measured(ours, injector.made)
-    found |= {"injector": injector.error, "checkpoints_left": len(candidates(fire / "out"))}
+    found |= {"injector": injector.error, "checkpoints_left": len(list_candidates(fire / "out"))}
     found["kinds"] = {
         kind: sum(fault["kind"] == kind for fault in injector.made)
         for kind in sorted({fault["kind"] for fault in injector.made})

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moefold.checkpoint.folder import candidates
+from moefold.checkpoint.folder import list_candidates
 from moefold.comm.config import Survive
 from moefold.comm.elastic import launch_elastic
 from moefold.comm.environment import RankInfo
@@ -173,7 +173,7 @@ def slow(pid: int, seconds: float) -> None:
 
 def tear(folder: Path, draws: random.Random) -> Path | None:
     """Cut a file of the newest checkpoint short, or flip one of its bits; return it if any."""
-    whole = [found.path for found in candidates(folder) if not found.way]
+    whole = [found.path for found in list_candidates(folder) if not found.suffix]
     files = sorted(whole[0].glob("*.safetensors")) if whole else []
     if not files:
         return None

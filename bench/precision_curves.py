@@ -24,7 +24,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.folder import checkpoint_in
+from moefold.checkpoint.folder import resolve_checkpoint
 from moefold.config.load import load
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.run import Run
@@ -112,7 +112,7 @@ def take(job: Trainer, base: Path, state: Mapping[str, Tensor], step: int) -> No
     if not job.optimizer.low_precision:
         fork(job, base)
         return
-    restore(checkpoint_in(base), job.data, None)
+    restore(resolve_checkpoint(base), job.data, None)
     job.data.refresh_weights()
     for name, moments in job.optimizer.low_precision.items():
         for one, what in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Say = Callable[[str], None]
-"""Logs a line."""
+Warn = Callable[[str], None]
+"""Receives one warning."""
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-PASSING = FULL | {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT}
-"""Transient storage errors, after which a retry may succeed."""
+OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+TRANSIENT = OUT_OF_SPACE | {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT}
+"""Error codes of storage after which a retry may succeed."""
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
 class Disk:
-    """Operations of the file system; ``open`` and ``size`` refuse symbolic links."""
+    """Operations of the file system; ``open`` and ``size`` raise ``OSError`` for symbolic links."""
 
     def make_folder(self, path: Path) -> None:
         """Create a folder that does not exist yet."""
@@ -41,11 +41,11 @@ class Disk:
 
     def sync(self, fd: int) -> None:
         """Return once the file's content is on the medium."""
-        full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves the drive's cache
-        if full is None:
+        command = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves the drive's cache
+        if command is None:
             os.fsync(fd)
         else:
-            fcntl.fcntl(fd, full)
+            fcntl.fcntl(fd, command)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -74,17 +74,17 @@ class Disk:
         """Remove a folder and its contents."""
         shutil.rmtree(path)
 
-    def free(self, path: Path) -> int:
+    def free_bytes(self, path: Path) -> int:
         """Return the bytes available to ordinary users on the file system of ``path``."""
-        facts = os.statvfs(path)
-        return facts.f_bavail * facts.f_frsize
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
 
     def size(self, path: Path) -> int:
         """Return a regular file's bytes; ``OSError`` for a link, a pipe or a folder."""
-        facts = os.lstat(path)
-        if not stat.S_ISREG(facts.st_mode):
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return facts.st_size
+        return status.st_size
 
     def open(self, path: Path) -> int:
         """Open a regular file for reading and return its descriptor."""
@@ -97,13 +97,13 @@ class Disk:
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         """Fill ``into`` from ``offset``; return the bytes read, fewer only at the file's end."""
-        done = 0
-        while done < len(into):
-            count = os.preadv(fd, [into[done:]], offset + done)
+        num_read = 0
+        while num_read < len(into):
+            count = os.preadv(fd, [into[num_read:]], offset + num_read)
             if count == 0:
                 break
-            done += count
-        return done
+            num_read += count
+        return num_read
 
     def wait(self, seconds: float) -> None:
         """Wait before another attempt."""
@@ -113,23 +113,23 @@ class Disk:
 DISK = Disk()
 
 
-def retried(
-    op: Callable[[], Result], what: str, attempts: int, say: Say, disk: Disk = DISK
+def retry(
+    operation: Callable[[], Result], what: str, attempts: int, warn: Warn, disk: Disk = DISK
 ) -> Result:
-    """Return ``op()``, retried after a pause on transient storage errors."""
+    """Return ``operation()``, called again after a pause on transient storage errors."""
     for attempt in range(1, attempts):
         try:
-            return op()
+            return operation()
         except OSError as error:
-            if error.errno not in PASSING:
+            if error.errno not in TRANSIENT:
                 raise
             pause = 0.2 * 4**attempt
-            say(f"{what}: attempt {attempt} of {attempts}: {error}; retrying in {pause:.1f} s")
+            warn(f"{what}: attempt {attempt} of {attempts}: {error}; retrying in {pause:.1f} s")
             disk.wait(pause)
-    return op()
+    return operation()
 
 
-def read_whole(disk: Disk, path: Path, limit: int) -> bytes:
+def read_file(disk: Disk, path: Path, limit: int) -> bytes:
     """Return a regular file's content; ``ValueError`` if it has more than ``limit`` bytes."""
     size = disk.size(path)
     if size > limit:
@@ -143,7 +143,7 @@ def read_whole(disk: Disk, path: Path, limit: int) -> bytes:
     return bytes(buffer[:count])
 
 
-def write_whole(disk: Disk, path: Path, *parts: bytes | memoryview) -> None:
+def write_file(disk: Disk, path: Path, *parts: bytes | memoryview) -> None:
     """Create a file from concatenated ``parts``, and return once it is on the medium."""
     fd = disk.create(path)
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-SHOWN = 100
+MAX_LISTED = 100
 """Most entries of each list in an error's text; its attributes hold all."""
 
 
@@ -22,8 +22,8 @@ class DamagedError(CheckpointError):
         self.file = file
         self.what = what
         self.tensor = tensor
-        named = f", tensor {tensor!r}" if tensor is not None else ""
-        super().__init__(f"{path / file}{named}: {what}")
+        suffix = f", tensor {tensor!r}" if tensor is not None else ""
+        super().__init__(f"{path / file}{suffix}: {what}")
 
 
 class VersionError(CheckpointError):
@@ -31,9 +31,9 @@ class VersionError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint's tensors and the wanted ones differ; nothing has been loaded.
+    """The checkpoint's tensors and the requested ones differ; nothing has been loaded.
 
-    ``missing``: names wanted but not stored; ``unexpected``: stored but not wanted;
+    ``missing``: names requested but not stored; ``unexpected``: stored but not requested;
     ``mismatched``: names, with how shape or dtype differs.
     """
 
@@ -49,9 +49,9 @@ class MismatchError(CheckpointError):
         self.unexpected = tuple(unexpected)
         self.mismatched = dict(mismatched or {})
         lines = [f"{path} does not match this run; nothing was loaded"]
-        lines += _listed("missing from the checkpoint", self.missing)
-        lines += _listed("in the checkpoint but not in this run", self.unexpected)
-        lines += _listed("mismatched", [f"{n}: {how}" for n, how in self.mismatched.items()])
+        lines += _format_names("missing from the checkpoint", self.missing)
+        lines += _format_names("in the checkpoint but not in this run", self.unexpected)
+        lines += _format_names("mismatched", [f"{n}: {how}" for n, how in self.mismatched.items()])
         super().__init__("\n".join(lines))
 
 
@@ -74,10 +74,10 @@ class LockError(CheckpointError):
     """Another run holds the folder's lock, or has taken it over."""
 
 
-def _listed(title: str, names: Sequence[str]) -> list[str]:
+def _format_names(title: str, names: Sequence[str]) -> list[str]:
     """Return lines with a title, the number of names, and the names."""
     if not names:
         return []
-    rest = len(names) - SHOWN
-    more = [f"    … and {rest} more"] if rest > 0 else []
-    return [f"  {title} ({len(names)}):", *(f"    {n}" for n in names[:SHOWN]), *more]
+    omitted = len(names) - MAX_LISTED
+    tail = [f"    … and {omitted} more"] if omitted > 0 else []
+    return [f"  {title} ({len(names)}):", *(f"    {n}" for n in names[:MAX_LISTED]), *tail]

@@ -13,23 +13,23 @@ from pathlib import Path
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.config import CheckpointPolicy
-from moefold.checkpoint.disk import DISK, Disk, Say, write_whole
+from moefold.checkpoint.disk import DISK, Disk, Warn, write_file
 from moefold.checkpoint.errors import CheckpointError, DamagedError
 from moefold.checkpoint.manifest import Manifest
 
 POINTER = "latest"
 
 _NAME = re.compile(r"step-(\d{8,15})(?:\.(tmp|old|gone)-[0-9a-f]+)?")
-_POINTER_ON_ITS_WAY = re.compile(rf"{POINTER}\.tmp-[0-9a-f]+")
+_TEMPORARY_POINTER = re.compile(rf"{POINTER}\.tmp-[0-9a-f]+")
 _log = logging.getLogger("moefold.checkpoint")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder named like a checkpoint; ``way`` is its suffix (tmp, old or gone), or empty."""
+    """A folder named like a checkpoint; ``suffix`` is tmp, old or gone, or empty."""
 
     step: int
-    way: str
+    suffix: str
     path: Path
 
 
@@ -38,22 +38,22 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def on_its_way(path: Path, way: str) -> Path:
+def transition_path(path: Path, suffix: str) -> Path:
     """Return an unused name next to ``path`` for a checkpoint in transition: tmp, old or gone."""
     step = path.name.partition(".")[0]
-    return path.with_name(f"{step}.{way}-{uuid.uuid4().hex[:12]}")
+    return path.with_name(f"{step}.{suffix}-{uuid.uuid4().hex[:12]}")
 
 
-def candidates(folder: Path) -> list[Candidate]:
+def list_candidates(folder: Path) -> list[Candidate]:
     """Return folders named like checkpoints, newest first; of one step the finished one first."""
     if not folder.is_dir():
         return []
-    found = []
+    listed = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(Candidate(int(match[1]), match[2] or "", path))
-    return sorted(found, key=lambda c: (-c.step, c.way, c.path.name))
+            listed.append(Candidate(int(match[1]), match[2] or "", path))
+    return sorted(listed, key=lambda c: (-c.step, c.suffix, c.path.name))
 
 
 def check_complete(path: Path, disk: Disk = DISK) -> Manifest:
@@ -61,14 +61,14 @@ def check_complete(path: Path, disk: Disk = DISK) -> Manifest:
 
     Raises ``DamagedError`` with the file, its expected and its actual size.
     """
-    found = manifest.read(path, disk)
+    contents = manifest.read(path, disk)
     match = _NAME.fullmatch(path.name)
-    if match and int(match[1]) != found.step:
-        what = f"states step {found.step}, but the folder is named for another step"
+    if match and int(match[1]) != contents.step:
+        what = f"states step {contents.step}, but the folder is named for another step"
         raise DamagedError(path, manifest.FILE, what)
-    for shard in found.shards:
+    for shard in contents.shards:
         check_size(path, shard, disk)
-    return found
+    return contents
 
 
 def check_size(path: Path, shard: manifest.ShardFile, disk: Disk = DISK) -> None:
@@ -85,34 +85,32 @@ def check_size(path: Path, shard: manifest.ShardFile, disk: Disk = DISK) -> None
         raise DamagedError(path, shard.file, what)
 
 
-def newest(
-    folder: str | Path, *, before: int | None = None, say: Say = _log.warning, disk: Disk = DISK
+def find_newest(
+    folder: str | Path, *, before: int | None = None, warn: Warn = _log.warning, disk: Disk = DISK
 ) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, or None if none was ever finished.
 
-    ``before`` excludes that step and later ones. Damaged checkpoints are skipped and reported to
-    ``say``. Raises ``CheckpointError`` if there are checkpoints but none is complete, and
+    ``before`` excludes that step and later ones. Damaged checkpoints are skipped with a warning.
+    Raises ``CheckpointError`` if there are checkpoints but none is complete, and
     ``VersionError`` if the newest is of a version that cannot be read: an older one would silently
     lose its steps.
     """
     folder = Path(folder)
-    passed: list[str] = []
-    for candidate in candidates(folder):
-        if candidate.way in ("tmp", "gone") or (before is not None and candidate.step >= before):
+    skipped: list[str] = []
+    for candidate in list_candidates(folder):
+        if candidate.suffix in ("tmp", "gone") or (before is not None and candidate.step >= before):
             continue
         try:
             check_complete(candidate.path, disk)
         except DamagedError as error:
-            passed.append(str(error))
+            skipped.append(str(error))
             continue
-        for what in passed:
-            say(f"{what}. Falling back to {candidate.path.name}")
+        for defect in skipped:
+            warn(f"{defect}. Falling back to {candidate.path.name}")
         return candidate.path
-    if passed:
-        listed = "\n  ".join(passed)
-        raise CheckpointError(
-            f"{folder}: no checkpoint is usable; move them away to begin at step 0\n  {listed}"
-        )
+    if skipped:
+        what = f"{folder}: no checkpoint is usable; move them away to begin at step 0"
+        raise CheckpointError("\n  ".join((what, *skipped)))
     return None
 
 
@@ -121,13 +119,13 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / manifest.FILE).is_file()
 
 
-def checkpoint_in(source: Path) -> Path:
-    """Return ``source`` if it is a checkpoint, or the newest one in it.
+def resolve_checkpoint(source: Path) -> Path:
+    """Return ``source`` if it is a checkpoint, else the newest one in this folder.
 
     Raises:
         CheckpointError: if there is none.
     """
-    path = source if is_checkpoint(source) else newest(source)
+    path = source if is_checkpoint(source) else find_newest(source)
     if path is None and source.is_dir() and _NAME.fullmatch(source.name):
         manifest.read(source)  # raises with the defect
     if path is None:
@@ -138,11 +136,11 @@ def checkpoint_in(source: Path) -> Path:
     return path
 
 
-def demand_no_checkpoint(folder: Path) -> None:
-    """Check that a run's folder is not itself a checkpoint, into which the run would write.
+def require_not_checkpoint(folder: Path) -> None:
+    """Check that a run would not write into a checkpoint.
 
     Raises:
-        CheckpointError: if it is, with the folder that is probably meant.
+        CheckpointError: if ``folder`` is one, with the folder that is probably meant.
     """
     if is_checkpoint(folder):
         raise CheckpointError(
@@ -152,43 +150,45 @@ def demand_no_checkpoint(folder: Path) -> None:
         )
 
 
-def point(folder: Path, target: Path, disk: Disk = DISK) -> None:
-    """Write the name of ``target`` to the file ``latest``, for users; ``newest`` ignores it."""
-    fresh = folder / f"{POINTER}.tmp-{uuid.uuid4().hex[:12]}"
-    write_whole(disk, fresh, f"{target.name}\n".encode())
-    disk.rename(fresh, folder / POINTER)
+def write_pointer(folder: Path, target: Path, disk: Disk = DISK) -> None:
+    """Write the name of ``target`` to the file ``latest``, which only people read."""
+    temporary = folder / f"{POINTER}.tmp-{uuid.uuid4().hex[:12]}"
+    write_file(disk, temporary, f"{target.name}\n".encode())
+    disk.rename(temporary, folder / POINTER)
     disk.sync_folder(folder)
 
 
-def sweep(folder: Path, say: Say = _log.warning, disk: Disk = DISK) -> None:
-    """Remove leftovers of killed saves; only the folder's one writer may call this."""
-    for candidate in candidates(folder):
+def remove_leftovers(folder: Path, warn: Warn = _log.warning, disk: Disk = DISK) -> None:
+    """Remove leftovers of interrupted saves; only the holder of the folder's lock may call this."""
+    for candidate in list_candidates(folder):
         final = folder / step_name(candidate.step)
-        if candidate.way == "old" and not final.exists():
+        if candidate.suffix == "old" and not final.exists():
             # Interrupted between the two renames of a replacement: undo it; otherwise finish it.
             disk.rename(candidate.path, final)
-        elif candidate.way == "old":
+        elif candidate.suffix == "old":
             try:
                 check_complete(final, disk)
-                discard(candidate.path, say, disk)
+                remove_checkpoint(candidate.path, warn, disk)
             except CheckpointError as error:
-                say(f"{error}. Keeping {candidate.path.name}, which it replaced")
-        elif candidate.way:
-            try_remove(candidate.path, say, disk)
+                warn(f"{error}. Keeping {candidate.path.name}, which it replaced")
+        elif candidate.suffix:
+            try_remove(candidate.path, warn, disk)
     for path in folder.iterdir():
-        if _POINTER_ON_ITS_WAY.fullmatch(path.name):
+        if _TEMPORARY_POINTER.fullmatch(path.name):
             disk.remove_file(path)
 
 
-def retain(folder: Path, policy: CheckpointPolicy, just: Path, say: Say, disk: Disk = DISK) -> None:
-    """Remove checkpoints that the policy does not keep; ``just`` always stays.
+def apply_retention(
+    folder: Path, policy: CheckpointPolicy, published: Path, warn: Warn, disk: Disk = DISK
+) -> None:
+    """Remove checkpoints that the policy does not keep; ``published`` always stays.
 
     Damaged checkpoints are not counted, and stay for inspection until they are older than all
     recent ones.
     """
     complete, damaged = [], []
-    for candidate in candidates(folder):
-        if candidate.way:
+    for candidate in list_candidates(folder):
+        if candidate.suffix:
             continue
         try:
             check_complete(candidate.path, disk)
@@ -196,32 +196,32 @@ def retain(folder: Path, policy: CheckpointPolicy, just: Path, say: Say, disk: D
         except DamagedError:
             damaged.append(candidate)
         except CheckpointError as error:  # of another version: not removed
-            say(str(error))
-    recent = {c.path for c in complete[: policy.keep]} | {just}
-    oldest = min((c.step for c in complete if c.path in recent), default=0)
+            warn(str(error))
+    recent = {c.path for c in complete[: policy.keep]} | {published}
+    oldest_recent = min((c.step for c in complete if c.path in recent), default=0)
     for candidate in complete:
-        kept = policy.keep_every is not None and candidate.step % policy.keep_every == 0
-        if candidate.path not in recent and not kept:
-            discard(candidate.path, say, disk)
+        periodic = policy.keep_every is not None and candidate.step % policy.keep_every == 0
+        if candidate.path not in recent and not periodic:
+            remove_checkpoint(candidate.path, warn, disk)
     for candidate in damaged:
-        if candidate.step < oldest:
-            discard(candidate.path, say, disk)
+        if candidate.step < oldest_recent:
+            remove_checkpoint(candidate.path, warn, disk)
 
 
-def discard(path: Path, say: Say, disk: Disk = DISK) -> None:
+def remove_checkpoint(path: Path, warn: Warn, disk: Disk = DISK) -> None:
     """Remove a checkpoint: rename it atomically, then delete its files."""
-    going = on_its_way(path, "gone")
+    renamed = transition_path(path, "gone")
     try:
-        disk.rename(path, going)
+        disk.rename(path, renamed)
     except OSError as error:
-        say(f"{path} could not be removed: {error}")
+        warn(f"{path} could not be removed: {error}")
         return
-    try_remove(going, say, disk)
+    try_remove(renamed, warn, disk)
 
 
-def try_remove(path: Path, say: Say, disk: Disk = DISK) -> None:
-    """Remove a folder; on failure report it, and leave the rest to the next sweep."""
+def try_remove(path: Path, warn: Warn, disk: Disk = DISK) -> None:
+    """Remove a folder; warn on failure, and leave the rest to the next save."""
     try:
         disk.remove_folder(path)
     except OSError as error:
-        say(f"{path} could not be removed; the next save tries again: {error}")
+        warn(f"{path} could not be removed; the next save tries again: {error}")

@@ -21,16 +21,16 @@ from typing import Annotated, Self
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from pydantic import Field
 
-from moefold.checkpoint.disk import Say
+from moefold.checkpoint.disk import Warn
 from moefold.checkpoint.errors import LockError
 from moefold.config.base import Record
 from moefold.files import make_folder, remove_empty_folders
 
-FILE = "writer.lock"
-HOLDER = "writer.json"
+LOCK_FILE = "writer.lock"
+HOLDER_FILE = "writer.json"
 WAIT_S = 1.0
 """Seconds to wait for the lock: another process may be about to release it."""
-NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
+UNSUPPORTED_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
 """Errors of file systems without locks, or whose lock service is off."""
 _log = logging.getLogger("moefold.checkpoint")
 
@@ -54,23 +54,23 @@ class FolderLock:
     """The exclusive right to write checkpoints into a folder, held inside the context.
 
     ``owner`` names the run in other runs' error messages. Entering raises ``LockError`` if another
-    run holds the folder; a holder that ended without releasing the lock is reported to ``say``.
+    run holds the folder, and warns of a holder that ended without releasing the lock.
     """
 
-    def __init__(self, folder: str | Path, owner: str, *, say: Say = _log.warning) -> None:
+    def __init__(self, folder: str | Path, owner: str, *, warn: Warn = _log.warning) -> None:
         folder = Path(folder)
-        self.path = folder / FILE
-        self.me = Holder(
+        self.path = folder / LOCK_FILE
+        self.holder = Holder(
             run=owner,
             host=socket.gethostname(),
             pid=os.getpid(),
             since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
             token=uuid.uuid4().hex,
         )
-        self._holder = folder / HOLDER
-        self._say = say
+        self._holder_path = folder / HOLDER_FILE
+        self._warn = warn
         self._lock: BaseFileLock = FileLock(self.path, timeout=WAIT_S, thread_local=False)
-        self._new: list[Path] = []
+        self._created_folders: list[Path] = []
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -80,67 +80,68 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, creating the folder if necessary.
+        """Acquire the lock, creating the folder if necessary.
 
         Raises:
             LockError: if another run holds it, or the folder is not writable.
         """
-        assert not self._lock.is_locked, "a lock is taken once"
-        self._new = make_folder(self.path.parent)
+        assert not self._lock.is_locked, "a lock is acquired once"
+        self._created_folders = make_folder(self.path.parent)
         try:
-            if not _has_locks(self.path.parent):
+            if not _supports_locks(self.path.parent):
                 self._lock = SoftFileLock(self.path, timeout=WAIT_S, thread_local=False)
             self._lock.acquire()
-            left = _read(self._holder)
-            self._holder.write_text(self.me.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            previous = _read_holder(self._holder_path)
+            text = self.holder.model_dump_json(indent=1) + "\n"
+            self._holder_path.write_text(text, encoding="utf-8")
         except Timeout:
-            raise LockError(self._refusal()) from None
+            raise LockError(self._describe_refusal()) from None
         except OSError as error:
             self._lock.release()
-            remove_empty_folders(self._new)
+            remove_empty_folders(self._created_folders)
             raise LockError(f"{self.path}: the folder cannot be locked: {error}") from error
-        if left is not None:
-            self._say(f"{self.path}: {left} held this lock and no longer runs. Taking over")
+        if previous is not None:
+            self._warn(f"{self.path}: {previous} held this lock and no longer runs. Taking over")
 
     def release(self) -> None:
         """Release the lock, and remove the folder if it was created for the lock and is empty.
 
         Does nothing if it was already released, or in a fork of the holder.
         """
-        if not self._lock.is_locked or self.me.pid != os.getpid():
+        if not self._lock.is_locked or self.holder.pid != os.getpid():
             return
-        if _read(self._holder) == self.me:
+        if _read_holder(self._holder_path) == self.holder:
             with suppress(OSError):
-                self._holder.unlink()
+                self._holder_path.unlink()
                 self.path.unlink()  # while locked: a process waiting for this file finds it gone
         self._lock.release()
-        remove_empty_folders(self._new)
+        remove_empty_folders(self._created_folders)
 
     def check(self) -> None:
         """Raise ``LockError`` if the lock is no longer held: released, or its files removed."""
         for pause_s in (0.1, 0.1, 0.0):
-            found = _read(self._holder)
-            if self._lock.is_locked and found == self.me:
+            current = _read_holder(self._holder_path)
+            if self._lock.is_locked and current == self.holder:
                 return
             time.sleep(pause_s)  # an unreadable file may be a transient storage error
-        now = f"{found} holds it now" if found else f"{HOLDER} is gone or unreadable"
+        reason = f"{current} holds it now" if current else f"{HOLDER_FILE} is gone or unreadable"
         raise LockError(
-            f"{self.path}: {self.me.run!r} no longer holds this lock; {now}. "
+            f"{self.path}: {self.holder.run!r} no longer holds this lock; {reason}. "
             "Only the holder may write checkpoints to this folder"
         )
 
-    def _refusal(self) -> str:
-        """Return why the lock cannot be taken, and a remedy."""
+    def _describe_refusal(self) -> str:
+        """Return why the lock cannot be acquired, and a remedy."""
         if not self.path.exists():
             return f"{self.path}: the folder cannot be locked: no file can be created in it"
-        stop = "Stop that run, or use another folder for this one"
+        remedy = "Stop that run, or use another folder for this one"
         if isinstance(self._lock, SoftFileLock):
-            stop += f". This file system has no locks: if that run has ended, remove {self.path}"
-        who = _read(self._holder) or "another process"
-        return f"{self.path}: the folder is in use by {who}. {stop}"
+            remedy += f". This file system has no locks: if that run has ended, remove {self.path}"
+        holder = _read_holder(self._holder_path) or "another process"
+        return f"{self.path}: the folder is in use by {holder}. {remedy}"
 
 
-def _read(path: Path) -> Holder | None:
+def _read_holder(path: Path) -> Holder | None:
     """Return the holder in a file, or None if it is missing or unreadable."""
     try:
         return Holder.model_validate_json(path.read_bytes())
@@ -148,11 +149,11 @@ def _read(path: Path) -> Holder | None:
         return None
 
 
-def _has_locks(folder: Path) -> bool:
+def _supports_locks(folder: Path) -> bool:
     """Return whether the file system has locks, by locking a temporary file."""
     with TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return error.errno not in NO_LOCKS
+            return error.errno not in UNSUPPORTED_LOCKS
     return True

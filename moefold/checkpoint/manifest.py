@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 
 from moefold import __version__
-from moefold.checkpoint.disk import DISK, Disk, read_whole
+from moefold.checkpoint.disk import DISK, Disk, read_file
 from moefold.checkpoint.errors import CheckpointError, DamagedError, VersionError
 from moefold.config.base import Record
 
@@ -52,7 +52,7 @@ DType = Annotated[str, Field(pattern=f"^({'|'.join(ITEM_BYTES)})$")]
 USE_OLDER = "use another checkpoint, or restore the file from a copy"
 ZEROS = "0" * 64
 WRITER = f"moefold {__version__}"
-_SEALED = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})"')
+_DIGEST_FIELD = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})"')
 
 
 class ShardFile(Record):
@@ -132,10 +132,10 @@ class Manifest(Record):
         return sum(shard.size for shard in self.shards)
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+StartAndShape = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of a box's first element, and the box's shape."""
-Row = tuple[str, StoredSlice]
-"""A slice in a shard, with its tensor's name."""
+ShardSlices = list[tuple[str, StoredSlice]]
+"""Slices of one shard in file order, each with its tensor's name."""
 
 
 class HeaderEntry(NamedTuple):
@@ -155,13 +155,13 @@ class _Envelope(BaseModel):
     writer: Any = "an unknown program"
 
 
-def spans(manifest: Manifest) -> list[list[Row]]:
+def slices_by_shard(manifest: Manifest) -> list[ShardSlices]:
     """Return the slices of each shard in file order."""
-    found: list[list[Row]] = [[] for _ in manifest.shards]
+    by_shard: list[ShardSlices] = [[] for _ in manifest.shards]
     for name, stored in manifest.tensors.items():
         for part in stored.slices:
-            found[part.shard].append((name, part))
-    return [sorted(rows, key=lambda row: row[1].span) for rows in found]
+            by_shard[part.shard].append((name, part))
+    return [sorted(slices, key=lambda named: named[1].span) for slices in by_shard]
 
 
 def shard_header(entries: Mapping[str, HeaderEntry], **metadata: str) -> bytes:
@@ -181,13 +181,13 @@ def header_entries(
     """Return a shard's header entries for slices in file order.
 
     Each slice: (tensor's name, data type, tensor's shape, index of its first element, its shape).
-    An entry is named after the tensor, with the box appended unless the slice is whole.
+    An entry is named after the tensor, with the box appended unless it is the whole tensor.
     """
     entries, end = dict[str, HeaderEntry](), 0
-    for name, dtype, whole, at, shape in slices:
+    for name, dtype, full_shape, at, shape in slices:
         start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
         box = ",".join(f"{a}:{a + n}" for a, n in zip(at, shape, strict=True))
-        entry = name if shape == whole else f"{name}[{box}]"
+        entry = name if shape == full_shape else f"{name}[{box}]"
         entries[entry] = HeaderEntry(dtype, shape, start, end)
     return entries
 
@@ -197,18 +197,19 @@ def dump(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {**manifest.model_dump(mode="json"), "sha256": ZEROS}
     shards, tensors, meta = (fields.pop(key) for key in ("shards", "tensors", "meta"))
     lines = [f" {_json(key)}: {_json(value)}" for key, value in fields.items()]
-    lines += [' "shards": ' + _block("[", [_json(shard) for shard in shards], "]")]
+    lines += [' "shards": ' + _join_rows("[", [_json(shard) for shard in shards], "]")]
     rows = [f"{_json(name)}: {_json(stored)}" for name, stored in tensors.items()]
-    lines += [' "tensors": ' + _block("{", rows, "}")]
+    lines += [' "tensors": ' + _join_rows("{", rows, "}")]
     lines += [f' "meta": {_json(meta)}']
-    return sealed(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    return with_digest(("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
-def sealed(text: bytes) -> bytes:
-    """Return a manifest's text with its digest filled in."""
-    head = _SEALED.match(text)
-    assert head is not None, "the digest stands first"
-    return text[: head.start(1)] + _seal(text).encode() + text[head.end(1) :]
+def with_digest(text: bytes) -> bytes:
+    """Return a manifest's text with the SHA-256 that it has with zeros in the digest's place."""
+    field = _DIGEST_FIELD.match(text)
+    assert field is not None, "the digest is the first field"
+    before, after = text[: field.start(1)], text[field.end(1) :]
+    return before + sha256(before + ZEROS.encode() + after).hexdigest().encode() + after
 
 
 def parse(raw: bytes, folder: Path) -> Manifest:
@@ -217,21 +218,22 @@ def parse(raw: bytes, folder: Path) -> Manifest:
     Raises ``DamagedError`` if it was altered since it was written, and ``VersionError`` for another
     format or version, which the digest confirms to be intended.
     """
-    head = _SEALED.match(raw)
     try:
         envelope = _Envelope.model_validate_json(raw)
     except ValidationError:
         raise DamagedError(folder, FILE, "is not JSON; " + USE_OLDER) from None
     if envelope.format is None:
         raise DamagedError(folder, FILE, "has no field `format`; " + USE_OLDER)
-    ours, number = envelope.format == FORMAT, envelope.version
-    if (ours or head is not None) and (head is None or head[1].decode() != _seal(raw)):
+    is_own, version = envelope.format == FORMAT, envelope.version
+    has_digest = _DIGEST_FIELD.match(raw) is not None
+    if (is_own or has_digest) and not (has_digest and with_digest(raw) == raw):
         raise DamagedError(folder, FILE, "does not match its own SHA-256; " + USE_OLDER)
-    if not ours or type(number) is not int or number != VERSION:
-        found = f"{envelope.format} version {number}, written by {envelope.writer}"
-        what = f"is {found}; this is {WRITER}, which reads {FORMAT} version {VERSION}"
-        remedy = "Use the program that wrote it, or a newer moefold"
-        raise VersionError(f"{folder / FILE}: {what}. {remedy}")
+    if not is_own or type(version) is not int or version != VERSION:
+        raise VersionError(
+            f"{folder / FILE}: is {envelope.format} version {version}, written by "
+            f"{envelope.writer}; this is {WRITER}, which reads {FORMAT} version {VERSION}. "
+            "Use the program that wrote it, or a newer moefold"
+        )
     return validate(raw, folder)
 
 
@@ -241,8 +243,8 @@ def validate(raw: bytes, folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[:10]
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in first)
-        raise DamagedError(folder, FILE, f"does not match the schema: {wrong}") from None
+        listed = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in first)
+        raise DamagedError(folder, FILE, f"does not match the schema: {listed}") from None
     for tensor, what in contradictions(manifest):
         raise DamagedError(folder, FILE, what, tensor)
     return manifest
@@ -256,7 +258,7 @@ def read(folder: Path, disk: Disk = DISK) -> Manifest:
 def read_raw(folder: Path, disk: Disk = DISK) -> bytes:
     """Return the manifest file's content."""
     try:
-        return read_whole(disk, folder / FILE, MAX_BYTES)
+        return read_file(disk, folder / FILE, MAX_BYTES)
     except FileNotFoundError:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such checkpoint folder") from None
@@ -266,21 +268,14 @@ def read_raw(folder: Path, disk: Disk = DISK) -> bytes:
         raise DamagedError(folder, FILE, f"cannot be read: {error}") from error
 
 
-def _seal(text: bytes) -> str:
-    """Return the SHA-256 of a manifest's text with zeros in the digest's place."""
-    head = _SEALED.match(text)
-    assert head is not None, "the digest stands first"
-    return sha256(text[: head.start(1)] + ZEROS.encode() + text[head.end(1) :]).hexdigest()
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _block(opening: str, rows: list[str], closing: str) -> str:
+def _join_rows(opening: str, rows: list[str], closing: str) -> str:
     """Return a JSON list or object with one row per line."""
-    inner = ",\n".join(f"  {row}" for row in rows)
-    return f"{opening}\n{inner}\n {closing}" if rows else opening + closing
+    lines = ",\n".join(f"  {row}" for row in rows)
+    return f"{opening}\n{lines}\n {closing}" if rows else opening + closing
 
 
 def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
@@ -301,14 +296,14 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
                 yield name, f"has {len(part.sha256)} digests for {size} bytes"
         if not tiles(stored.shape, [(part.at, part.shape) for part in stored.slices]):
             yield name, f"has slices that do not tile its shape {list(stored.shape)}"
-    for shard, rows in zip(manifest.shards, spans(manifest), strict=True):
-        starts = [*(part.span[0] for _, part in rows), shard.size]
-        ends = [shard.header, *(part.span[1] for _, part in rows)]
+    for shard, slices in zip(manifest.shards, slices_by_shard(manifest), strict=True):
+        starts = [*(part.span[0] for _, part in slices), shard.size]
+        ends = [shard.header, *(part.span[1] for _, part in slices)]
         if starts != ends or not 8 <= shard.header <= MAX_HEADER_BYTES + 8:
             yield None, f"does not cover every byte of {shard.file} exactly once"
 
 
-def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+def tiles(shape: tuple[int, ...], boxes: Sequence[StartAndShape]) -> bool:
     """Return whether the boxes lie in ``shape``, are disjoint and cover it.
 
     Boxes are swept along the first dim, so that only those that share a row are compared: usual
@@ -318,13 +313,13 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
         ends = [a + n for a, n in zip(at, size, strict=False)]
         if not len(at) == len(size) == len(shape) or any(map(gt, ends, shape)):
             return False
-    full = [box for box in boxes if math.prod(box[1])]
-    if not boxes or sum(math.prod(box[1]) for box in full) != math.prod(shape):
+    non_empty = [box for box in boxes if math.prod(box[1])]
+    if not boxes or sum(math.prod(box[1]) for box in non_empty) != math.prod(shape):
         return False
     if not shape:
         return True
-    open_boxes: list[Box] = []
-    for at, size in sorted(full):
+    open_boxes: list[StartAndShape] = []
+    for at, size in sorted(non_empty):
         open_boxes = [other for other in open_boxes if other[0][0] + other[1][0] > at[0]]
         for other in open_boxes:
             sides = zip(at, size, *other, strict=True)

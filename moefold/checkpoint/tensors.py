@@ -28,7 +28,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16,
     "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 BLOCK_BYTES = 64 * 2**20
 """Most bytes of a tensor that are copied to the host, or made contiguous, at once."""
@@ -53,27 +53,27 @@ class TensorSlice(Generic[Values]):
 
     tensor: Values
     """The box's values."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    full_shape: tuple[int, ...]
+    """Shape of the full tensor."""
     at: tuple[int, ...]
     """Global index of the box's first element."""
 
     @classmethod
-    def whole(cls, tensor: Values) -> "TensorSlice[Values]":
-        """Return a whole tensor as a box."""
+    def of_full_tensor(cls, tensor: Values) -> "TensorSlice[Values]":
+        """Return a slice that is a full tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * len(tensor.shape))
 
     @property
-    def size(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of the box."""
         return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize
 
 
 def check_storable(name: str, tensor: Tensor | LazyTensor) -> None:
     """Raise ``CheckpointError`` if a tensor's values cannot be written."""
-    if tensor.dtype not in NAMES:
-        known = ", ".join(str(known).removeprefix("torch.") for known in NAMES)
-        raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; it must be one of {known}")
+    if tensor.dtype not in DTYPE_NAMES:
+        legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; it must be one of {legal}")
     if isinstance(tensor, LazyTensor):
         return
     if tensor.is_meta:
@@ -83,21 +83,21 @@ def check_storable(name: str, tensor: Tensor | LazyTensor) -> None:
         raise CheckpointError(f"tensor {name!r} is a {kind}; pass a whole, dense tensor")
 
 
-def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[memoryview]:
+def iter_blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[memoryview]:
     """Yield a tensor's bytes, row-major, in blocks of at most ``limit`` bytes.
 
     A contiguous tensor in host memory is not copied; any other is copied block by block, so that no
     second copy of the whole tensor ever exists.
     """
-    for block in _cut(tensor.detach(), limit):
+    for block in _split(tensor.detach(), limit):
         host = block.resolve_conj().resolve_neg().contiguous().cpu()
         if host.numel():
             yield host_bytes(host)
         del host  # before the next block is made, so that two never coexist
 
 
-def _cut(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """Yield parts of at most ``limit`` bytes, in row-major order of the whole."""
+def _split(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Yield parts of at most ``limit`` bytes, in the tensor's row-major order."""
     size = tensor.numel() * tensor.element_size()
     if size <= limit or tensor.numel() == 1:
         yield tensor
@@ -106,7 +106,7 @@ def _cut(tensor: Tensor, limit: int) -> Iterator[Tensor]:
     else:
         rows = max(1, limit // (size // len(tensor)))
         for part in tensor.split(rows):
-            yield from _cut(part[0] if len(part) == 1 else part, limit)
+            yield from _split(part[0] if len(part) == 1 else part, limit)
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
@@ -114,37 +114,37 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def empty(dtype: str, shape: tuple[int, ...]) -> Tensor:
+def allocate(dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return an uninitialised host tensor."""
     return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
 
 
 # ------------------------------------------------------------------------------- into shards
 
-Named = tuple[str, TensorSlice]
+NamedSlice = tuple[str, TensorSlice]
 
 
-def pack(slices: Iterable[Named], shard_bytes: int) -> list[list[Named]]:
+def pack(slices: Iterable[NamedSlice], shard_bytes: int) -> list[list[NamedSlice]]:
     """Group named slices, in order, into shards of at most ``shard_bytes`` of data.
 
     A larger slice has its own shard. In a shard, slices are sorted by descending element size, so
     that each is aligned to its elements.
     """
-    shards: list[list[Named]] = []
+    shards: list[list[NamedSlice]] = []
     filled = 0
     for name, part in slices:
-        if not shards or (filled and filled + part.size > shard_bytes):
+        if not shards or (filled and filled + part.num_bytes > shard_bytes):
             shards.append([])
             filled = 0
         shards[-1].append((name, part))
-        filled += part.size
+        filled += part.num_bytes
     return [sorted(shard, key=lambda named: -named[1].tensor.dtype.itemsize) for shard in shards]
 
 
 def write_shard(
     disk: Disk,
     path: Path,
-    slices: Sequence[Named],
+    slices: Sequence[NamedSlice],
     chunk_bytes: int,
     shard: int,
     **metadata: str,
@@ -154,51 +154,50 @@ def write_shard(
     Returns the records of the shard and its slices; ``shard`` is its index in the manifest.
     """
     entries = header_entries(
-        (name, NAMES[part.tensor.dtype], part.shape, part.at, tuple(part.tensor.shape))
+        (name, DTYPE_NAMES[part.tensor.dtype], part.full_shape, part.at, tuple(part.tensor.shape))
         for name, part in slices
     )
     assert len(entries) == len(slices), "entries have different names"
-    head = shard_header(entries, **metadata)
+    header = shard_header(entries, **metadata)
     written = []
     fd = disk.create(path)
     try:
-        disk.write(fd, memoryview(head))
+        disk.write(fd, memoryview(header))
         for (_, part), entry in zip(slices, entries.values(), strict=True):
             digests = tuple(_write_data(disk, fd, part, chunk_bytes))
-            span = (len(head) + entry.start, len(head) + entry.stop)
+            span = (len(header) + entry.start, len(header) + entry.stop)
             written.append(
                 StoredSlice(at=part.at, shape=entry.shape, shard=shard, span=span, sha256=digests)
             )
         disk.sync(fd)
     finally:
         disk.close(fd)
-    digest, size = sha256(head).hexdigest(), len(head) + sum(part.size for _, part in slices)
-    return ShardFile(file=path.name, size=size, header=len(head), header_sha256=digest), written
+    digest, size = sha256(header).hexdigest(), len(header)
+    size += sum(part.num_bytes for _, part in slices)
+    return ShardFile(file=path.name, size=size, header=len(header), header_sha256=digest), written
 
 
 def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> list[str]:
     """Write one slice and return the digest of each of its chunks."""
     digests: list[str] = []
-    running, filled, total = sha256(), 0, 0
+    chunk_digest, filled, total = sha256(), 0, 0
     tensor = part.tensor.read() if isinstance(part.tensor, LazyTensor) else part.tensor
-    told = part.tensor.dtype, tuple(part.tensor.shape)
-    assert (tensor.dtype, tuple(tensor.shape)) == told, (
-        f"{tensor.dtype} {tuple(tensor.shape)} was read, not {told}"
-    )
-    for block in blocks(tensor):
+    actual, declared = ((t.dtype, tuple(t.shape)) for t in (tensor, part.tensor))
+    assert actual == declared, f"{actual} was read, not {declared}"
+    for block in iter_blocks(tensor):
         disk.write(fd, block)
         total += len(block)
         start = 0
         while start < len(block):
             stop = min(start + chunk_bytes - filled, len(block))
-            running.update(block[start:stop])
+            chunk_digest.update(block[start:stop])
             filled += stop - start
             start = stop
             if filled == chunk_bytes:
-                digests.append(running.hexdigest())
-                running, filled = sha256(), 0
+                digests.append(chunk_digest.hexdigest())
+                chunk_digest, filled = sha256(), 0
         del block  # frees its memory before the next one is made
     if filled:
-        digests.append(running.hexdigest())
-    assert total == part.size, f"a slice gave {total} bytes of {part.size}"
+        digests.append(chunk_digest.hexdigest())
+    assert total == part.num_bytes, f"{total} bytes of a slice were written, not {part.num_bytes}"
     return digests

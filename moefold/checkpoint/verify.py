@@ -13,11 +13,11 @@ from moefold.checkpoint.folder import check_size
 from moefold.checkpoint.manifest import (
     HeaderEntry,
     Manifest,
-    Row,
     ShardFile,
+    ShardSlices,
     header_entries,
     shard_header,
-    spans,
+    slices_by_shard,
 )
 
 Progress = Callable[[int], None]
@@ -32,30 +32,35 @@ def verify(
     Reads each byte once, with one chunk in memory. Raises ``VersionError`` for a format that
     cannot be read, and ``CheckpointError`` if there is no checkpoint at all.
     """
-    path, raw, found, problems = Path(path), b"", None, list[DamagedError]()
+    path, raw, contents, defects = Path(path), b"", None, list[DamagedError]()
     try:
         raw = manifest.read_raw(path, disk)
-        found = manifest.parse(raw, path)
+        contents = manifest.parse(raw, path)
     except DamagedError as error:
-        problems.append(error)
+        defects.append(error)
         try:  # comparing shards with a damaged manifest shows which tensors' records are affected
-            found = manifest.validate(raw, path)
-        except DamagedError as further:
-            if further.what != error.what and raw:
-                problems.append(further)
-    if found is None:
-        return problems
-    listed = {shard.file for shard in found.shards} | {manifest.FILE}
+            contents = manifest.validate(raw, path)
+        except DamagedError as schema_error:
+            if schema_error.what != error.what and raw:
+                defects.append(schema_error)
+    if contents is None:
+        return defects
+    listed = {shard.file for shard in contents.shards} | {manifest.FILE}
     for name in sorted(p.name for p in path.iterdir()):
         if name not in listed:
-            problems.append(DamagedError(path, name, "is not part of the checkpoint"))
-    for shard, rows in zip(found.shards, spans(found), strict=True):
-        problems += _shard_problems(path, found, shard, rows, progress, disk)
-    return problems
+            defects.append(DamagedError(path, name, "is not part of the checkpoint"))
+    for shard, slices in zip(contents.shards, slices_by_shard(contents), strict=True):
+        defects += _shard_defects(path, contents, shard, slices, progress, disk)
+    return defects
 
 
-def _shard_problems(
-    path: Path, found: Manifest, shard: ShardFile, rows: list[Row], progress: Progress, disk: Disk
+def _shard_defects(
+    path: Path,
+    contents: Manifest,
+    shard: ShardFile,
+    slices: ShardSlices,
+    progress: Progress,
+    disk: Disk,
 ) -> Iterator[DamagedError]:
     """Yield the defects of one shard: in its header, or in chunks of its slices."""
     try:
@@ -63,24 +68,24 @@ def _shard_problems(
         fd = disk.open(path / shard.file)
     except (DamagedError, OSError) as error:
         what = error.what if isinstance(error, DamagedError) else f"cannot be read: {error}"
-        held = sorted({name for name, _ in rows}) or [None]
+        names = sorted({name for name, _ in slices}) or [None]
         progress(shard.size)
-        yield from (DamagedError(path, shard.file, what, name) for name in held)
+        yield from (DamagedError(path, shard.file, what, name) for name in names)
         return
     try:
         raw = bytearray(shard.header)
         disk.read(fd, memoryview(raw), 0)
-        for name, what in _header_problems(raw, found, shard, rows):
+        for name, what in _header_defects(raw, contents, shard, slices):
             yield DamagedError(path, shard.file, what, name)
         progress(shard.header)
-        for name, part in rows:
-            buffer = memoryview(bytearray(min(found.chunk_bytes, part.size)))
+        for name, part in slices:
+            buffer = memoryview(bytearray(min(contents.chunk_bytes, part.size)))
             for i, digest in enumerate(part.sha256):
-                at = part.span[0] + i * found.chunk_bytes
-                chunk = buffer[: min(part.span[1] - at, found.chunk_bytes)]
-                count = disk.read(fd, chunk, at)
+                start = part.span[0] + i * contents.chunk_bytes
+                chunk = buffer[: min(part.span[1] - start, contents.chunk_bytes)]
+                count = disk.read(fd, chunk, start)
                 if count < len(chunk) or sha256(chunk).hexdigest() != digest:
-                    what = f"bytes {at} to {at + len(chunk)} do not match their SHA-256"
+                    what = f"bytes {start} to {start + len(chunk)} do not match their SHA-256"
                     yield DamagedError(path, shard.file, what, name)
                 progress(len(chunk))
     except OSError as error:
@@ -89,30 +94,30 @@ def _shard_problems(
         disk.close(fd)
 
 
-def _header_problems(
-    raw: bytearray, found: Manifest, shard: ShardFile, rows: list[Row]
+def _header_defects(
+    raw: bytearray, contents: Manifest, shard: ShardFile, slices: ShardSlices
 ) -> Iterator[tuple[str | None, str]]:
     """Yield (tensor, defect) of a shard's header: altered bytes, or a contradiction."""
-    slices = ((name, found.tensors[name], part) for name, part in rows)
-    expected = header_entries((n, t.dtype, t.shape, s.at, s.shape) for n, t, s in slices)
+    named = ((name, contents.tensors[name], part) for name, part in slices)
+    expected = header_entries((n, t.dtype, t.shape, s.at, s.shape) for n, t, s in named)
     if sha256(raw).hexdigest() != shard.header_sha256:
         pairs = enumerate(zip(raw, shard_header(expected), strict=False))
-        differs = next((i for i, (one, other) in pairs if one != other), len(raw))
+        altered = next((i for i, (byte, right) in pairs if byte != right), len(raw))
         frame = len(shard_header({}).rstrip())
-        hit, end = None, frame - 1  # position of the first entry's comma
-        for (entry, held), (name, _) in zip(expected.items(), rows, strict=True):
-            start, end = end, end + len(shard_header({entry: held}).rstrip()) - frame
-            if start <= differs < end:
-                hit = name
-        yield hit, f"the header (bytes 0 to {shard.header}) does not match its SHA-256"
+        affected, end = None, frame - 1  # position of the first entry's comma
+        for (key, entry), (name, _) in zip(expected.items(), slices, strict=True):
+            start, end = end, end + len(shard_header({key: entry}).rstrip()) - frame
+            if start <= altered < end:
+                affected = name
+        yield affected, f"the header (bytes 0 to {shard.header}) does not match its SHA-256"
     elif bytes(raw) != shard_header(expected):
         differing: list[str | None] = [None]
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            told = {
+            actual = {
                 name: HeaderEntry(e["dtype"], tuple(e["shape"]), *e["data_offsets"])
                 for name, e in json.loads(bytes(raw[8:])).items()
                 if name != "__metadata__"
             }
-            names = sorted(told.keys() | expected.keys())
-            differing = [name for name in names if told.get(name) != expected.get(name)]
+            names = sorted(actual.keys() | expected.keys())
+            differing = [name for name in names if actual.get(name) != expected.get(name)]
         yield from ((n, "the header and the manifest contradict each other") for n in differing)

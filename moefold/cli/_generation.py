@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.folder import checkpoint_in
+from moefold.checkpoint.folder import resolve_checkpoint
 from moefold.cli._common import add_plugins
 from moefold.model.families.peft import is_hub_folder
 
@@ -37,7 +37,7 @@ def check_options(args: argparse.Namespace) -> Path:
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k {args.top_k}: must be at least 1")
     path = Path(args.checkpoint)
-    return path if is_hub_folder(path) else checkpoint_in(path)
+    return path if is_hub_folder(path) else resolve_checkpoint(path)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

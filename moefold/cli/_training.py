@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.checkpoint.errors import SaveError
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.cli._common import print_json, progress_bars
 from moefold.comm.config import Survive
 from moefold.comm.environment import RankInfo
@@ -82,7 +82,7 @@ def train_to_end(
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")
         return STOPPED_BY_POLICY
     except (OSError, SaveError):
-        if checkpoint := newest(job.folder):
+        if checkpoint := find_newest(job.folder):
             text = f"the newest checkpoint is {checkpoint}; {resume_hint}"
             console.print(Text(text, style="yellow"), soft_wrap=True)
         raise

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.folder import candidates, is_checkpoint, newest
+from moefold.checkpoint.folder import find_newest, is_checkpoint, list_candidates
 from moefold.checkpoint.manifest import Manifest
 from moefold.checkpoint.verify import verify
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
@@ -56,8 +56,10 @@ def find_checkpoint(path: Path) -> Path:
     if is_checkpoint(path):
         return path
     for folder in (path, path / "checkpoints"):
-        if candidates(folder):
-            found = newest(folder, say=lambda text: on_stderr().print(Text(text, style="yellow")))
+        if list_candidates(folder):
+            found = find_newest(
+                folder, warn=lambda text: on_stderr().print(Text(text, style="yellow"))
+            )
             if found is not None:
                 return found
     return path

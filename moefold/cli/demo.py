@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.cli._common import add_json, progress_bars
 from moefold.data.prepare import prepare
 from moefold.files import unused_folder
@@ -90,7 +90,7 @@ def limit_steps(run: Run, folder: Path, console: Console) -> tuple[Run, str | No
 
     A run that exists in ``folder`` keeps its number of steps.
     """
-    checkpoint, wanted = newest(folder), run.train.steps
+    checkpoint, wanted = find_newest(folder), run.train.steps
     if checkpoint is not None:
         meta = manifest.read(checkpoint).meta  # without a run for an imported model
         steps, text = meta["run"]["train"]["steps"] if "run" in meta else wanted, None

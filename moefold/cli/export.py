@@ -7,7 +7,7 @@ only the adapters, in PEFT's format, or with --merged the whole model with the a
 import argparse
 from pathlib import Path
 
-from moefold.checkpoint.folder import checkpoint_in
+from moefold.checkpoint.folder import resolve_checkpoint
 from moefold.cli._common import add_json, add_plugins, print_conversion
 
 
@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder; print what of the checkpoint it cannot represent."""
-    path = checkpoint_in(Path(args.checkpoint))  # fails before torch is loaded
+    path = resolve_checkpoint(Path(args.checkpoint))  # fails before torch is loaded
 
     from moefold.api import export
 

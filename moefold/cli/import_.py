@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.cli._common import add_json, add_plugins, on_stderr, print_conversion, progress_bars
 from moefold.config.plugins import import_plugins
 from moefold.data.tokenizer import Tokenizer, from_path
@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder's model as a checkpoint of step 0; print what was left out."""
-    if newest(args.folder) is not None:
+    if find_newest(args.folder) is not None:
         raise ValueError(f"{args.folder} already holds a checkpoint; name a new folder")
     import_plugins(args.uses)
     read_config(base_folder(args.source))  # fails before torch is loaded

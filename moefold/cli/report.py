@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.cli._common import add_json, print_json
 from moefold.files import write_text
 from moefold.training.report import page, summary
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.html) if args.html else folder / "report.html"
     write_text(path, page(history, folder.resolve().name, str(folder)))
     print(path)
-    checkpoint = newest(folder)
+    checkpoint = find_newest(folder)
     if checkpoint is not None and manifest.read(checkpoint).meta.get("adapters"):
         # Imported here: torch takes a second.
         from moefold.training.hooks.plots import draw_adapter_changes

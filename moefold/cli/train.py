@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moefold.checkpoint.folder import is_checkpoint, newest
+from moefold.checkpoint.folder import find_newest, is_checkpoint
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, print_json
 from moefold.comm.environment import RankInfo, rank_info_from_env
 from moefold.config.load import load
@@ -151,7 +151,7 @@ def load_requested_run(args: argparse.Namespace) -> Run:
     if is_checkpoint(folder):  # as the source of a fork
         folder = folder.parent
     if not (folder / RUN_FILE).is_file():
-        has_checkpoint = folder.is_dir() and newest(folder) is not None
+        has_checkpoint = folder.is_dir() and find_newest(folder) is not None
         what = "an imported model, not a run" if has_checkpoint else "no run to resume"
         flags = f"--folder {folder}" + " --fork NEW" * has_checkpoint
         raise ValueError(f"{folder} holds {what}; start one with moefold train RUN {flags}")

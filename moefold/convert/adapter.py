@@ -94,7 +94,9 @@ def write_adapter(
         for end, shape in ((LORA_A, (rank, site.inputs)), (LORA_B, (site.outputs, rank))):
             read = partial(_to_peft, tensors, site, end, WEIGHT_DTYPES[dtype])
             name = f"{prefix}.lora_{'A' if end == LORA_A else 'B'}.weight"
-            named.append((name, TensorSlice.whole(LazyTensor(WEIGHT_DTYPES[dtype], shape, read))))
+            named.append(
+                (name, TensorSlice.of_full_tensor(LazyTensor(WEIGHT_DTYPES[dtype], shape, read)))
+            )
     with staging_folder(folder) as staged:
         if tokenizer is not None:
             (staged / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")

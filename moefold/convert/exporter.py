@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.manifest import CHUNK_BYTES
-from moefold.checkpoint.tensors import LazyTensor, Named, TensorSlice, pack, write_shard
+from moefold.checkpoint.tensors import LazyTensor, NamedSlice, TensorSlice, pack, write_shard
 from moefold.convert.plan import Dtype, ExportTensor, contract, meta_state_dict
 from moefold.convert.source import INDEX, ConvertError
 from moefold.data.config import GENERATION_CONFIG
@@ -62,7 +62,7 @@ def export_folder(
     for entry in contract(decoder, dtype, layout, exact="selection_bias"):
         assert entry.name not in slices, entry.name
         lazy = LazyTensor(entry.dtype, entry.shape, partial(reader.read, entry))
-        slices[entry.name] = TensorSlice.whole(lazy)
+        slices[entry.name] = TensorSlice.of_full_tensor(lazy)
     files = pack(list(slices.items()), shard_bytes)
     with staging_folder(folder) as staged:
         config = family.to_hf(decoder) | {"torch_dtype": dtype}
@@ -99,7 +99,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
+def _write_weights(folder: Path, files: Sequence[Sequence[NamedSlice]]) -> None:
     """Write safetensors files under their usual names, with an index if there are several."""
     names = ["model.safetensors"]
     if len(files) > 1:
@@ -108,7 +108,7 @@ def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
         write_shard(DISK, folder / name, tensors, CHUNK_BYTES, 0)
     if len(files) > 1:
         weight_map = {name: n for n, file in zip(names, files, strict=True) for name, _ in file}
-        total = sum(part.size for file in files for _, part in file)
+        total = sum(part.num_bytes for file in files for _, part in file)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX, index)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, MismatchError
-from moefold.checkpoint.folder import checkpoint_in
+from moefold.checkpoint.folder import resolve_checkpoint
 from moefold.comm.agree import run_on_first
 from moefold.config.base import to_dict
 from moefold.data.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def fork(
             f"that run with --folder {job.folder} without --fork"
         )
     ranks = job.world.group("world")
-    path = Path(run_on_first(lambda: str(checkpoint_in(source)), ranks))
+    path = Path(run_on_first(lambda: str(resolve_checkpoint(source)), ranks))
     meta = manifest.read(path).meta
     stored, tokenizer = tokenizer_of(meta), "unknown"
     if stored is not None:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.config import NodeLocal
-from moefold.checkpoint.disk import DISK, write_whole
-from moefold.checkpoint.folder import candidates, step_name
+from moefold.checkpoint.disk import DISK, write_file
+from moefold.checkpoint.folder import list_candidates, step_name
 from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects, receive, send, shift
 from moefold.comm.world import World
@@ -158,7 +158,7 @@ class LocalCopies:
 
         name, self._session = run_on_first(new_session, self._world.on_host)
         self._run_folder = self._root / name
-        for candidate in candidates(self._run_folder):
+        for candidate in list_candidates(self._run_folder):
             if candidate.step > step:
                 shutil.rmtree(candidate.path, ignore_errors=True)
 
@@ -172,7 +172,7 @@ class LocalCopies:
 
         A write error is logged, and costs only this step's copies.
         """
-        for candidate in candidates(self._run_folder):
+        for candidate in list_candidates(self._run_folder):
             if candidate.step < complete:
                 shutil.rmtree(candidate.path, ignore_errors=True)
         folder = self._run_folder / step_name(step)
@@ -186,7 +186,7 @@ class LocalCopies:
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
                 part = path.with_suffix(path.suffix + ".part")
                 part.unlink(missing_ok=True)
-                write_whole(DISK, part, digest.hexdigest().encode() + b"\n" + head, data)
+                write_file(DISK, part, digest.hexdigest().encode() + b"\n" + head, data)
                 DISK.rename(part, path)
             self._written = step
         except OSError as error:
@@ -195,7 +195,7 @@ class LocalCopies:
     def _find_copies(self, root: Path, since: int) -> dict[RankCopy, list[Path]]:
         """Return the files of each part on this machine that fits the run and its layout."""
         files_by_copy: dict[RankCopy, list[Path]] = {}
-        folders = [step.path for step in candidates(root) if step.step >= since]
+        folders = [step.path for step in list_candidates(root) if step.step >= since]
         for path in chain.from_iterable(sorted(folder.glob("*.by-*")) for folder in folders):
             with suppress(OSError, ValueError, KeyError, TypeError):  # not such a file
                 with path.open("rb") as file:

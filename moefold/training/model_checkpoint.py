@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.folder import checkpoint_in
+from moefold.checkpoint.folder import resolve_checkpoint
 from moefold.checkpoint.load import Reader
 from moefold.checkpoint.tensors import DTYPES
 from moefold.config.base import to_dict
@@ -84,7 +84,7 @@ class StoredModel:
             CheckpointError: if there is no checkpoint, or it holds no model.
         """
         import_plugins(uses)
-        path = checkpoint_in(Path(source))
+        path = resolve_checkpoint(Path(source))
         with Reader(path) as reader:
             meta = reader.manifest.meta
             if "decoder" not in meta:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
 from moefold.kernels.quantise.config import Quantise
@@ -53,7 +53,7 @@ class PrecisionChoice:
         def read_or_measure() -> dict[str, Any]:
             if recovered:
                 return recovered
-            path = newest(folder)
+            path = find_newest(folder)
             meta = {} if path is None else manifest.read(path).meta
             stored = precision_of(meta)
             default: Precision = "bf16" if setting == "auto" else setting

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.errors import MismatchError
-from moefold.checkpoint.load import Reader, difference
+from moefold.checkpoint.load import Reader, describe_mismatch
 from moefold.checkpoint.tensors import DTYPES, TensorSlice
 from moefold.comm.collectives import sum_
 from moefold.layers.placement import slices
@@ -161,7 +161,7 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         for name, part in names.items():
             if name in stored:
                 dtype = DTYPES[stored[name].dtype] if name in frozen else part.tensor.dtype
-                if reason := difference(stored[name], part.shape, dtype):
+                if reason := describe_mismatch(stored[name], part.shape, dtype):
                     mismatched[name] = reason
         if missing or unexpected or mismatched:
             raise MismatchError(path, missing, unexpected, mismatched)

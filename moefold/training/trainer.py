@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, DamagedError
-from moefold.checkpoint.folder import demand_no_checkpoint, newest, step_name
+from moefold.checkpoint.folder import find_newest, require_not_checkpoint, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects
@@ -125,7 +125,7 @@ class Trainer:
         self.plugins = plugin_digests(run)
         configure_matmuls(run, self.device)
         self.lock = FolderLock(self.folder, run.name)
-        run_on_first(partial(demand_no_checkpoint, self.folder), world.on_host)
+        run_on_first(partial(require_not_checkpoint, self.folder), world.on_host)
         claim = partial(require_writable, self.folder) if scratch else self.lock.acquire
         run_on_first(claim, world.on_host)
         try:
@@ -218,8 +218,8 @@ class Trainer:
 
     def _newest_checkpoint(self, before: int | None = None) -> Path | None:
         """Return the newest complete checkpoint (before a step), as rank 0 sees it."""
-        find_newest = partial(newest, self.folder, before=before)
-        path = run_on_first(lambda: str(find_newest() or ""), self.world.on_host)
+        find = partial(find_newest, self.folder, before=before)
+        path = run_on_first(lambda: str(find() or ""), self.world.on_host)
         return Path(path) if path else None
 
     @property

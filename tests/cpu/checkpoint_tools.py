@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.disk import DISK, Disk, Say, write_whole
+from moefold.checkpoint.disk import DISK, Disk, Warn, write_file
 from moefold.checkpoint.load import Reader
 from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, TensorMeta
-from moefold.checkpoint.tensors import NAMES, TensorSlice, write_shard
+from moefold.checkpoint.tensors import DTYPE_NAMES, TensorSlice, write_shard
 
 
 @contextmanager
@@ -185,7 +185,7 @@ class Refusing(Calls):
         self.refuse("read")
         return super().read(fd, into, offset)
 
-    def free(self, path: Path) -> int:
+    def free_bytes(self, path: Path) -> int:
         """Claim plenty, as a quota does that the file system's figures do not show."""
         return 1 << 60
 
@@ -218,7 +218,7 @@ def write_sliced(
             slices[name].append(part)
     tensors = {
         name: TensorMeta(
-            dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), slices=tuple(slices[name])
+            dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), slices=tuple(slices[name])
         )
         for name, (tensor, _) in parts.items()
     }
@@ -230,7 +230,7 @@ def write_sliced(
         tensors=tensors,
         meta=meta,
     )
-    write_whole(Disk(), path / manifest.FILE, manifest.dump(record))
+    write_file(Disk(), path / manifest.FILE, manifest.dump(record))
     return path
 
 
@@ -238,11 +238,11 @@ def load(
     path: Path,
     names: Iterable[str] | None = None,
     *,
-    say: Say = pytest.fail,
+    warn: Warn = pytest.fail,
     disk: Disk = DISK,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors of a checkpoint, all without ``names``, and its meta."""
-    with Reader(path, say=say, disk=disk) as reader:
+    with Reader(path, warn=warn, disk=disk) as reader:
         wanted = reader.manifest.tensors if names is None else names
         return {name: reader.read(name) for name in wanted}, reader.manifest.meta
 

@@ -11,8 +11,8 @@ import torch
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, DamagedError, VersionError
-from moefold.checkpoint.folder import newest
-from moefold.checkpoint.manifest import spans
+from moefold.checkpoint.folder import find_newest
+from moefold.checkpoint.manifest import slices_by_shard
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
 from tests.cpu.checkpoint_tools import Calls, Refusing, load, same, state, write_sliced
@@ -39,7 +39,7 @@ def owners(path: Path, shard: int) -> list[str | None]:
     record = found.shards[shard]
     raw = (path / record.file).read_bytes()
     names: list[str | None] = [None] * record.size
-    rows = spans(found)[shard]
+    rows = slices_by_shard(found)[shard]
     for name, part in rows:
         names[slice(*part.span)] = [name] * part.size
     commas = [raw.index(f',"{name}'.encode()) for name, _ in rows]
@@ -167,7 +167,7 @@ def resealed(path: Path, old: str, new: str) -> None:
     file = path / manifest.FILE
     text = file.read_text()
     assert old in text
-    file.write_bytes(manifest.sealed(text.replace(old, new).encode()))
+    file.write_bytes(manifest.with_digest(text.replace(old, new).encode()))
 
 
 @pytest.mark.parametrize(
@@ -344,11 +344,11 @@ def test_storage_that_fails_for_a_moment_is_read_again(tmp_path: Path) -> None:
     path = save(tmp_path, 1, state(1), {})
     told: list[str] = []
     # the manifest's read comes first and is let through
-    tensors, _ = load(path, disk=Refusing({"read": (2, 116)}, after=1), say=told.append)
+    tensors, _ = load(path, disk=Refusing({"read": (2, 116)}, after=1), warn=told.append)
     assert same(tensors, state(1))
     assert len(told) == 2 and all(SHARD in text for text in told)
     with pytest.raises(DamagedError, match="cannot be read") as caught:
-        load(path, disk=Refusing({"read": (99, 5)}, after=1), say=told.append)
+        load(path, disk=Refusing({"read": (99, 5)}, after=1), warn=told.append)
     assert caught.value.file == SHARD and caught.value.tensor is not None
 
 
@@ -384,7 +384,7 @@ def test_random_damage_never_passes_and_never_crashes(tmp_path: Path) -> None:
 
 def newest_or_load(path: Path) -> None:
     """Do what a resuming run does; a shard's damaged header alone does not stop it."""
-    newest(path.parent, say=lambda text: None)
+    find_newest(path.parent, warn=lambda text: None)
     load(path)
     if verify(path):
         raise CheckpointError("the header only")

@@ -20,8 +20,8 @@ from moefold.checkpoint.errors import (
     SaveError,
     VersionError,
 )
-from moefold.checkpoint.folder import candidates, checkpoint_in, newest
-from moefold.checkpoint.lock import FILE as LOCK
+from moefold.checkpoint.folder import find_newest, list_candidates, resolve_checkpoint
+from moefold.checkpoint.lock import LOCK_FILE as LOCK
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 def steps(folder: Path) -> list[int]:
-    return sorted(c.step for c in candidates(folder))
+    return sorted(c.step for c in list_candidates(folder))
 
 
 def fill(folder: Path, *numbers: int, policy: CheckpointPolicy | None = None) -> list[Path]:
@@ -56,12 +56,12 @@ def break_shard(path: Path) -> None:
 
 
 def test_nothing_yet(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
-    assert newest(tmp_path / "nowhere") is None
+    assert find_newest(tmp_path) is None
+    assert find_newest(tmp_path / "nowhere") is None
     (tmp_path / "step-00000009.tmp-00ff").mkdir()
     (tmp_path / "step-9").mkdir()
     (tmp_path / "step-00000009").touch()
-    assert newest(tmp_path, say=pytest.fail) is None
+    assert find_newest(tmp_path, warn=pytest.fail) is None
 
 
 def test_order_is_the_steps_and_no_clocks(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_order_is_the_steps_and_no_clocks(tmp_path: Path) -> None:
         for file in [path, *path.iterdir()]:
             os.utime(file, (10**9 * age, 10**9 * (3 - age)))
     (tmp_path / "latest").write_text("step-00000020\n")
-    assert newest(tmp_path, say=pytest.fail) == paths[2]
-    assert newest(tmp_path, before=100_000_000) == paths[0]
-    assert newest(tmp_path, before=300) == paths[1]
-    assert newest(tmp_path, before=20) is None
+    assert find_newest(tmp_path, warn=pytest.fail) == paths[2]
+    assert find_newest(tmp_path, before=100_000_000) == paths[0]
+    assert find_newest(tmp_path, before=300) == paths[1]
+    assert find_newest(tmp_path, before=20) is None
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing", "manifest", "no manifest", "other step"])
@@ -92,7 +92,7 @@ def test_a_damaged_one_is_passed_over_and_told(tmp_path: Path, how: str) -> None
         shutil.rmtree(second)
         shutil.copytree(first, second)
     told: list[str] = []
-    assert newest(tmp_path, say=told.append) == first
+    assert find_newest(tmp_path, warn=told.append) == first
     assert len(told) == 1
     assert str(second) in told[0] and "Falling back to step-00000001" in told[0]
 
@@ -101,38 +101,38 @@ def test_the_pointer_counts_for_nothing(tmp_path: Path) -> None:
     """Killed between publishing and the pointer, or with the pointer at a folder that is gone."""
     first, second = fill(tmp_path, 1, 2)
     (tmp_path / "latest").write_text(f"{first.name}\n")
-    assert newest(tmp_path, say=pytest.fail) == second
+    assert find_newest(tmp_path, warn=pytest.fail) == second
     (tmp_path / "latest").write_text("../../etc\n")
-    assert newest(tmp_path, say=pytest.fail) == second
+    assert find_newest(tmp_path, warn=pytest.fail) == second
     (tmp_path / "latest").unlink()
-    assert newest(tmp_path, say=pytest.fail) == second
+    assert find_newest(tmp_path, warn=pytest.fail) == second
 
 
 def test_when_none_is_whole_the_run_does_not_silently_start_anew(tmp_path: Path) -> None:
     for path in fill(tmp_path, 1, 2):
         break_shard(path)
     with pytest.raises(CheckpointError, match="no checkpoint is usable") as caught:
-        newest(tmp_path)
+        find_newest(tmp_path)
     assert "step-00000001" in str(caught.value) and "step-00000002" in str(caught.value)
 
 
 def test_a_checkpoint_without_its_manifest_is_said_to_be_damaged(tmp_path: Path) -> None:
     """Who names ``step-…`` is not told to name ``step-…``."""
     (path,) = fill(tmp_path, 1)
-    assert checkpoint_in(path) == checkpoint_in(tmp_path) == path
+    assert resolve_checkpoint(path) == resolve_checkpoint(tmp_path) == path
     (path / manifest.FILE).unlink()
     with pytest.raises(DamagedError, match=r"manifest\.json: is missing"):
-        checkpoint_in(path)
+        resolve_checkpoint(path)
 
 
 def test_a_newer_version_stops_instead_of_falling_back(tmp_path: Path) -> None:
     _, second = fill(tmp_path, 1, 2)
     text = (second / manifest.FILE).read_text().replace('"version": 1', '"version": 2')
-    (second / manifest.FILE).write_bytes(manifest.sealed(text.encode()))
+    (second / manifest.FILE).write_bytes(manifest.with_digest(text.encode()))
     with pytest.raises(VersionError, match="moefold-checkpoint version 2") as caught:
-        newest(tmp_path)
+        find_newest(tmp_path)
     assert "reads moefold-checkpoint version 1" in str(caught.value)
-    save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), say=lambda text: None)
+    save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), warn=lambda text: None)
     assert steps(tmp_path) == [2, 3], "what cannot be read is not ours to remove"
 
 
@@ -173,11 +173,11 @@ def test_a_replacement_cut_short_is_undone_or_finished(tmp_path: Path) -> None:
     one, two = fill(tmp_path, 1, 2)
     aside = two.with_name(f"{two.name}.old-0123abcd")
     two.rename(aside)
-    assert newest(tmp_path, say=pytest.fail) == aside
+    assert find_newest(tmp_path, warn=pytest.fail) == aside
     fill(tmp_path, 3)
     assert steps(tmp_path) == [1, 2, 3] and two.exists() and not aside.exists()
     shutil.copytree(two, aside)
-    assert newest(tmp_path, before=3, say=pytest.fail) == two
+    assert find_newest(tmp_path, before=3, warn=pytest.fail) == two
     fill(tmp_path, 4)
     assert names(tmp_path) == ["latest", one.name, two.name, "step-00000003", "step-00000004"]
 
@@ -209,13 +209,13 @@ def test_storage_that_fails_once_is_tried_again(
     disk = Refusing({operation: (1, number)})
     if operation == "rename":  # it may have happened, so it is not simply done again
         with pytest.raises(SaveError, match="could not be published"):
-            save(tmp_path, 2, state(2), {}, disk=disk, say=told.append)
-        assert newest(tmp_path, say=pytest.fail) == tmp_path / "step-00000001"
+            save(tmp_path, 2, state(2), {}, disk=disk, warn=told.append)
+        assert find_newest(tmp_path, warn=pytest.fail) == tmp_path / "step-00000001"
     else:
-        path = save(tmp_path, 2, state(2), {}, disk=disk, say=told.append)
+        path = save(tmp_path, 2, state(2), {}, disk=disk, warn=told.append)
         assert same(load(path)[0], state(2)) and verify(path) == []
         assert len(told) == 1 and "attempt 1 of 3" in told[0] and os.strerror(number) in told[0]
-    assert not any(c.way for c in candidates(tmp_path))
+    assert not any(c.suffix for c in list_candidates(tmp_path))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -226,7 +226,7 @@ def test_storage_that_stays_full(tmp_path: Path, operation: str, after: int) -> 
     disk = Refusing({operation: (99, errno.ENOSPC)}, after)
     told: list[str] = []
     try:
-        save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), disk=disk, say=told.append)
+        save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), disk=disk, warn=told.append)
     except SaveError as error:
         assert error.path == tmp_path / "step-00000003" and str(error.path) in str(error)
         if operation not in ("rename", "sync_folder"):
@@ -237,8 +237,8 @@ def test_storage_that_stays_full(tmp_path: Path, operation: str, after: int) -> 
     else:
         # only what comes after the publication was refused, which is told
         assert after and operation in ("create", "make_folder", "sync", "rename", "sync_folder")
-    assert not any(c.way == "tmp" for c in candidates(tmp_path))
-    found = newest(tmp_path, say=pytest.fail)
+    assert not any(c.suffix == "tmp" for c in list_candidates(tmp_path))
+    found = find_newest(tmp_path, warn=pytest.fail)
     assert found is not None and verify(found) == []
     save(tmp_path, 4, state(4), {}, CheckpointPolicy(keep=1))
     assert names(tmp_path) == ["latest", "step-00000004"]
@@ -247,19 +247,19 @@ def test_storage_that_stays_full(tmp_path: Path, operation: str, after: int) -> 
 def test_errors_that_do_not_pass_are_not_tried_again(tmp_path: Path) -> None:
     disk = Refusing({"create": (9, errno.EROFS)})
     with pytest.raises(SaveError, match="Read-only file system"):
-        save(tmp_path, 1, state(1), {}, disk=disk, say=pytest.fail)
+        save(tmp_path, 1, state(1), {}, disk=disk, warn=pytest.fail)
     assert names(tmp_path) == []
 
 
 def test_no_write_starts_where_room_is_short(tmp_path: Path) -> None:
     class Small(Refusing):
-        def free(self, path: Path) -> int:
+        def free_bytes(self, path: Path) -> int:
             return 1000
 
     disk = Small({})
     told: list[str] = []
     with pytest.raises(SaveError) as caught:
-        save(tmp_path, 1, {"x": torch.zeros(1000)}, {}, disk=disk, say=told.append)
+        save(tmp_path, 1, {"x": torch.zeros(1000)}, {}, disk=disk, warn=told.append)
     assert caught.value.free == 1000 and caught.value.needed is not None
     assert 4000 < caught.value.needed < 12_000
     assert not {"create", "write"} & {operation for operation, _ in disk.calls}
@@ -278,8 +278,8 @@ def test_failed_tidying_does_not_fail_the_save(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
     told: list[str] = []
     disk = Refusing({"remove_folder": (9, errno.EBUSY)})
-    path = save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), disk=disk, say=told.append)
-    assert newest(tmp_path, say=pytest.fail) == path
+    path = save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), disk=disk, warn=told.append)
+    assert find_newest(tmp_path, warn=pytest.fail) == path
     assert len(told) == 2 and all("could not be removed" in text for text in told)
     fill(tmp_path, 4, policy=CheckpointPolicy(keep=1))
     assert names(tmp_path) == ["latest", "step-00000004"]
@@ -322,12 +322,12 @@ def fill_small(folder: Path) -> None:
                 {},
                 CheckpointPolicy(keep=1),
                 disk=disk,
-                say=str,
+                warn=str,
             )
         assert caught.value.needed is not None and caught.value.needed > 800_000
         assert str(folder) in str(caught.value)
         assert names(folder) == ["latest", first.name]
-        assert newest(folder, say=pytest.fail) == first and verify(first) == []
+        assert find_newest(folder, warn=pytest.fail) == first and verify(first) == []
     assert caught.value.free is not None and 0 < caught.value.free < 700_000
     save(folder, 2, {"x": torch.ones(100_000)}, {}, CheckpointPolicy(keep=1))
     assert names(folder) == ["latest", "step-00000002"]
@@ -361,7 +361,7 @@ def test_a_damaged_newest_is_replaced_when_its_step_comes_again(tmp_path: Path) 
     _, second = fill(tmp_path, 1, 2)
     break_shard(second)
     fill(tmp_path, 2)
-    assert newest(tmp_path, say=pytest.fail) == second
+    assert find_newest(tmp_path, warn=pytest.fail) == second
     assert same(load(second)[0], state(2))
 
 
@@ -369,7 +369,7 @@ def test_who_has_lost_the_folder_sweeps_nothing_away(tmp_path: Path) -> None:
     """What looks like left behind is being written by the run that has taken over."""
     with FolderLock(tmp_path, "run one") as first:
         (tmp_path / LOCK).unlink()
-        with FolderLock(tmp_path, "run two", say=lambda text: None):
+        with FolderLock(tmp_path, "run two", warn=lambda text: None):
             (tmp_path / "step-00000007.tmp-00ff").mkdir()
             with pytest.raises(LockError, match="'run one' no longer holds this lock"):
                 save(tmp_path, 1, state(1), {}, lock=first)

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.checkpoint import manifest
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import VersionError
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import DTYPES
 from moefold.checkpoint.verify import verify
@@ -60,7 +60,7 @@ def test_version_1_is_read(tmp_path: Path) -> None:
     tensors, _ = load(V1 / "step-00000008")
     assert same(tensors, {name: tensor for name, (tensor, _) in golden_slices().items()})
     assert verify(V1 / "step-00000007") == verify(V1 / "step-00000008") == []
-    assert newest(V1, say=pytest.fail) == V1 / "step-00000008"
+    assert find_newest(V1, warn=pytest.fail) == V1 / "step-00000008"
 
 
 def test_the_writer_writes_version_1(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_another_version_is_refused_with_both(
     shutil.copytree(V1 / "step-00000007", path)
     file = path / manifest.FILE
     text = file.read_text().replace(old, new).replace('"chunk_bytes"', '"piece_bytes"')
-    file.write_bytes(manifest.sealed(text.encode()))
-    for action in (load, verify, manifest.read, lambda path: newest(path.parent)):
+    file.write_bytes(manifest.with_digest(text.encode()))
+    for action in (load, verify, manifest.read, lambda path: find_newest(path.parent)):
         with pytest.raises(VersionError) as caught:
             action(path)
         assert f"is {found}, written by " in str(caught.value)

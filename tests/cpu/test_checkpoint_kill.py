@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moefold.checkpoint.config import CheckpointPolicy
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
 from tests.cpu.checkpoint_tools import Calls, Deadly, load, quick_folder, run_child, same, state
@@ -44,7 +44,7 @@ def check_folder(folder: Path, allowed: set[int], content: dict[int, list[int]])
 
     ``content`` maps a step to the states that it may hold.
     """
-    found = newest(folder, say=nothing)
+    found = find_newest(folder, warn=nothing)
     step = 0 if found is None else load(found)[1]["step"]
     assert step in allowed
     if found is not None:
@@ -57,8 +57,8 @@ def check_folder(folder: Path, allowed: set[int], content: dict[int, list[int]])
 def check_next_save(folder: Path, step: int) -> None:
     """Check that the next process takes the folder over, saves, and leaves nothing lying about."""
     told: list[str] = []
-    path = save(folder, step, big_state(step), {"step": step}, ONE, say=told.append)
-    assert newest(folder, say=pytest.fail) == path
+    path = save(folder, step, big_state(step), {"step": step}, ONE, warn=told.append)
+    assert find_newest(folder, warn=pytest.fail) == path
     assert sorted(p.name for p in folder.iterdir()) == ["latest", path.name]
     assert (folder / "latest").read_text() == f"{path.name}\n"
     assert all("Taking over" in text for text in told)
@@ -82,7 +82,7 @@ def test_killed_at_every_write_boundary(quick: Path, case: str, power_loss: bool
 
         def work(folder: Path = folder, at: int = at) -> None:
             disk = Deadly(at, power_loss)
-            save(folder, after, big_state(7), {"step": after}, ONE, disk=disk, say=nothing)
+            save(folder, after, big_state(7), {"step": after}, ONE, disk=disk, warn=nothing)
 
         status = run_child(work)
         allowed = content | {7: [*content[7], 7]}
@@ -136,7 +136,7 @@ import torch
 from pathlib import Path
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.lock import FolderLock
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from tests.cpu.checkpoint_tools import load
 from moefold.checkpoint.save import save
 
@@ -144,8 +144,8 @@ folder = Path(sys.argv[1])
 policy = CheckpointPolicy(keep=2, shard_bytes=300_000)
 
 def run():
-    with FolderLock(folder, "saver", say=lambda text: None) as lock:
-        found = newest(folder)
+    with FolderLock(folder, "saver", warn=lambda text: None) as lock:
+        found = find_newest(folder)
         step = load(found)[1]["step"] if found else 0
         while True:
             step += 1
@@ -178,7 +178,7 @@ def test_killed_at_random_moments(quick: Path) -> None:
             time.sleep(random.uniform(0.02, 0.25))
             os.kill(pid, signal.SIGKILL)
             assert parent.stdout.readline() == "ended\n"
-            found = newest(quick, say=pytest.fail)
+            found = find_newest(quick, warn=pytest.fail)
             if found is not None:
                 assert verify(found) == []
                 tensors, meta = load(found)

@@ -18,7 +18,7 @@ from moefold.checkpoint.errors import CheckpointError, MismatchError
 from moefold.checkpoint.load import Reader
 from moefold.checkpoint.manifest import ITEM_BYTES
 from moefold.checkpoint.save import save
-from moefold.checkpoint.tensors import DTYPES, blocks
+from moefold.checkpoint.tensors import DTYPES, iter_blocks
 from moefold.checkpoint.verify import verify
 from moefold.training.state import restore
 from tests.cpu.checkpoint_tools import (
@@ -85,7 +85,7 @@ def test_any_strides_come_back(tmp_path: Path) -> None:
 def test_blocks_of_any_size_make_up_the_tensor(limit: int, order: tuple[int, ...]) -> None:
     """Cutting is in row-major order and obeys the limit, one element at least."""
     tensor = torch.randn(3, 4, 5).permute(order)
-    found = list(blocks(tensor, limit))
+    found = list(iter_blocks(tensor, limit))
     assert b"".join(found) == bits(tensor)
     assert max(map(len, found)) <= max(limit, 4)
 

@@ -88,14 +88,14 @@ def test_a_box_of_columns_takes_little_memory_beside_itself(
     whole = {"w": (tensor, [(slice(None), slice(None))])}
     path = write_sliced(tmp_path / "step-00000001", 1, whole, {}, chunk_bytes=1024)
     taken: list[int] = []
-    empty = loading.empty
+    empty = loading.allocate
 
     def noted(dtype: str, shape: tuple[int, ...]) -> Tensor:
         made = empty(dtype, shape)
         taken.append(made.numel() * made.element_size())
         return made
 
-    monkeypatch.setattr(loading, "empty", noted)
+    monkeypatch.setattr(loading, "allocate", noted)
     monkeypatch.setattr(loading, "BLOCK_BYTES", 4096)
     target = torch.zeros(512, 8)
     with Reader(path) as reader:

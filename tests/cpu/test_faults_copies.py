@@ -132,7 +132,7 @@ def test_a_disk_that_stays_full_costs_no_older_copy_of_a_machine(
 ) -> None:
     """Nor does what a loss of power leaves of the copies' name keep the run from starting."""
     watch = {"checkpoint": {"every": None, "local": {"folder": str(tmp_path / "disk"), "every": 1}}}
-    write, full = local.write_whole, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write, full = local.write_file, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def refuse(disk: Disk, path: Path, *parts: Any) -> None:
         write(disk, path, parts[0])
@@ -140,7 +140,7 @@ def test_a_disk_that_stays_full_costs_no_older_copy_of_a_machine(
 
     with job_of(tmp_path, watch=watch) as job:
         for step in range(1, 6):
-            monkeypatch.setattr(local, "write_whole", refuse if step in (3, 4) else write)
+            monkeypatch.setattr(local, "write_file", refuse if step in (3, 4) else write)
             job.step()
             assert job.local is not None
             job.local.wait()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.layers.config import faster_precision, slowdown
 from moefold.training import precision as settling
 from moefold.training.banner import banner_rows
@@ -46,7 +46,7 @@ def trained(folder: Path, precision: str = "auto", steps: int = 2) -> dict[str, 
     """Train and return the newest checkpoint's meta."""
     with opened(folder, precision, steps) as job:
         job.train()
-    path = newest(folder / "run")
+    path = find_newest(folder / "run")
     assert path is not None
     return dict(manifest.read(path).meta)
 

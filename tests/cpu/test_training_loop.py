@@ -20,7 +20,7 @@ from rich.console import Console
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import SaveError
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.checkpoint.lock import LockError
 from moefold.config.base import to_dict
 from moefold.config.dump import identity, to_portable_dict
@@ -310,7 +310,7 @@ def test_a_save_behind_the_steps_that_failed_keeps_no_later_one_from_being_made(
             job.saver._thread.join()  # type: ignore[union-attr]
         with pytest.raises(SaveError, match="Read-only") if on_failure == "stop" else nullcontext():
             job.save()
-    assert refused.called and (newest(tmp_path / "out") is None) == (on_failure == "stop")
+    assert refused.called and (find_newest(tmp_path / "out") is None) == (on_failure == "stop")
 
 
 def test_a_hook_that_fails_at_the_end_costs_no_save_behind_the_steps(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_hook_that_fails_at_the_end_costs_no_save_behind_the_steps(tmp_path: P
     job.save()
     with pytest.raises(RuntimeError, match="failed"):
         job.close()
-    assert newest(tmp_path / "out") == tmp_path / "out" / "step-00000001"
+    assert find_newest(tmp_path / "out") == tmp_path / "out" / "step-00000001"
 
 
 def test_copies_of_steps_that_a_rewind_left_are_void(tmp_path: Path) -> None:

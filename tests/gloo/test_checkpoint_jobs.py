@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import SaveError
-from moefold.checkpoint.folder import newest, step_name
+from moefold.checkpoint.folder import find_newest, step_name
 from moefold.checkpoint.verify import verify
 from moefold.comm.group import Group
 from moefold.comm.world import World
@@ -232,11 +232,11 @@ def test_b26_checkpoints_behind_the_steps_hold_the_state_of_their_own_step(quick
         note_state(job, quick, "first")
         assert begun.wait(20)
         job.step()  # updates in place what the first one was copied from
-        assert newest(quick / "out") is None, "the first one is still being written"
+        assert find_newest(quick / "out") is None, "the first one is still being written"
         go.set()
         job.save()  # waits for the first one
         note_state(job, quick, "second")
-        found = newest(quick / "out")
+        found = find_newest(quick / "out")
         assert found is not None and found.name == step_name(1)
         job.step()
 
@@ -269,7 +269,7 @@ def test_a_failure_behind_the_steps_is_raised_on_all_ranks_at_the_next_step(quic
         quick, "out", "ep2", 2, _with_idle_steps(work), asynchronous=True, on_failure="stop"
     )
     assert statuses == [0, 0]
-    assert newest(quick / "out") is None
+    assert find_newest(quick / "out") is None
 
 
 def _with_idle_steps(work: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
@@ -311,7 +311,7 @@ def test_the_last_checkpoint_is_waited_for(quick: Path) -> None:
         job.train()
 
     assert in_ranks(quick, "out", "ep2", 2, work, asynchronous=True) == [0, 0]
-    found = newest(quick / "out")
+    found = find_newest(quick / "out")
     assert found is not None and found.name == step_name(STEPS) and verify(found) == []
 
 
@@ -334,5 +334,5 @@ def test_followers_go_on_where_the_policy_lets_a_failed_save_pass(quick: Path) -
         job.save()
 
     assert in_ranks(quick, "out", "ep2", 2, work) == [0, 0]
-    found = newest(quick / "out")
+    found = find_newest(quick / "out")
     assert found is not None and found.name == step_name(2)

@@ -13,7 +13,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import CheckpointError, DamagedError, SaveError
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import TensorSlice
@@ -57,15 +57,15 @@ def boxes(number: int, rank: int, world: int) -> dict[str, list[TensorSlice]]:
     return found
 
 
-def save_in_ranks(folder: Path, number: int, ranks: Group, disk: Disk, say=lambda text: None):
+def save_in_ranks(folder: Path, number: int, ranks: Group, disk: Disk, warn=lambda text: None):
     """Save a state from all ranks, the first one holding the lock."""
-    lock = FolderLock(folder, "the test", say=say)
+    lock = FolderLock(folder, "the test", warn=warn)
     if ranks.index == 0:
         folder.mkdir(exist_ok=True)
         lock.acquire()
     mine = boxes(number, ranks.index, ranks.size)
     meta = {"step": number}
-    return save(folder, number, mine, meta, ONE, lock=lock, ranks=ranks, say=say, disk=disk)
+    return save(folder, number, mine, meta, ONE, lock=lock, ranks=ranks, warn=warn, disk=disk)
 
 
 @pytest.mark.parametrize("dying", range(WORLD))
@@ -82,13 +82,13 @@ def test_killed_at_every_write_boundary_of_a_collective_save(quick: Path, dying:
             save_in_ranks(folder, 7, ranks, disk)
 
         statuses = fork_ranks(work, WORLD, quick)
-        found = newest(folder, say=lambda text: None)
+        found = find_newest(folder, warn=lambda text: None)
         assert found is not None and verify(found) == []
         tensors, meta = load(found)
         assert same(tensors, whole(meta["step"]))
         seen.append(meta["step"])
         told: list[str] = []
-        path = save(folder, 9, whole(9), {}, ONE, say=told.append)
+        path = save(folder, 9, whole(9), {}, ONE, warn=told.append)
         assert sorted(p.name for p in folder.iterdir()) == ["latest", path.name]
         assert all("Taking over" in text for text in told)
         if statuses[dying] == 0:
@@ -111,14 +111,14 @@ def test_one_rank_without_room_keeps_all_from_publishing(quick: Path) -> None:
             save_in_ranks(folder, 7, ranks, disk)
 
     assert fork_ranks(work, 3, quick) == [0, 0, 0]
-    assert newest(folder) == before
+    assert find_newest(folder) == before
     assert [p.name for p in folder.iterdir() if ".tmp-" in p.name] == []
 
     def again(ranks: Group) -> None:
         save_in_ranks(folder, 7, ranks, Refusing({"write": (0, errno.ENOSPC)}))
 
     assert fork_ranks(again, 3, quick) == [0, 0, 0]
-    found = newest(folder)
+    found = find_newest(folder)
     assert found is not None and same(load(found)[0], whole(7))
 
 
@@ -139,7 +139,7 @@ def test_b25_boxes_of_some_ranks_alone_are_never_published(quick: Path, wrong: s
             save(folder, 7, mine, {}, ONE, lock=lock, ranks=ranks)
 
     assert fork_ranks(work, WORLD, quick) == [0, 0]
-    assert newest(folder, say=pytest.fail) == before
+    assert find_newest(folder, warn=pytest.fail) == before
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [before.name]
 
 
@@ -157,12 +157,12 @@ def test_a_refusal_that_passes_is_tried_again(quick: Path) -> None:
         mine = boxes(3, ranks.index, ranks.size)
         save(
             folder, 3, mine, {}, policy,
-            lock=lock, ranks=ranks, say=told.append, disk=disk,
+            lock=lock, ranks=ranks, warn=told.append, disk=disk,
         )  # fmt: skip
         assert len(told) == (1 if ranks.index == 1 else 0)
 
     assert fork_ranks(work, 2, quick) == [0, 0]
-    found = newest(folder)
+    found = find_newest(folder)
     assert found is not None and verify(found) == []
     assert same(load(found)[0], whole(3))
 
@@ -171,11 +171,11 @@ def test_any_flipped_byte_is_found_and_the_tensor_named(quick: Path) -> None:
     """In the shards of three ranks, every byte; in headers and manifest, every few."""
     fork = fork_ranks(lambda ranks: _saved(quick / "run", ranks), 3, quick)
     assert fork == [0, 0, 0]
-    path = newest(quick / "run")
+    path = find_newest(quick / "run")
     assert path is not None
     found = manifest.read(path)
     assert {shard.rank for shard in found.shards} == {0, 1, 2}
-    for number, rows in enumerate(manifest.spans(found)):
+    for number, rows in enumerate(manifest.slices_by_shard(found)):
         file = path / found.shards[number].file
         raw = file.read_bytes()
         for name, part in rows:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moefold.api import train
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.cli.main import main
 from moefold.config.slot import build
 from moefold.run import load_run
@@ -109,7 +109,7 @@ def test_a_mixer_from_a_file_goes_on_in_another_layout(tmp_path: Path) -> None:
         words = ["train.steps=4", "watch.checkpoint.every=2", "watch.checkpoint.keep=9"]
         train(load_run(path, [*words, f"layout.sizes={sizes}"]), nproc=2, folder=out)
         found.append([line["lm_loss"] for line in History.read(out).lines])
-        last = newest(out)
+        last = find_newest(out)
         assert last is not None
         shutil.rmtree(last)  # as if killed before
     assert len(found[0]) == len(found[1]) == 4 and found[0][:2] == found[1][:2]

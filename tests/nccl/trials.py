@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.checkpoint.config import CheckpointPolicy
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import find_newest
 from moefold.checkpoint.lock import FolderLock
 from moefold.comm import world as comm_world
 from moefold.comm.agree import require_same, run_on_first
@@ -117,7 +117,7 @@ def save(rank: int, sizes: str, folder: str) -> None:
         saver.save(number, boxes(number, rank, world.size), {"step": number})
         saver.poll()
         saver.wait()
-        found = run_on_first(lambda: str(newest(where)), world.on_host)
+        found = run_on_first(lambda: str(find_newest(where)), world.on_host)
         assert found.endswith(f"{number}"), found
     run_on_first(lock.release, world.on_host)
 

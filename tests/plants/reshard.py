@@ -33,8 +33,8 @@ PLANTS = (
         "the rows of a slice are counted from the start of the tensor",
         LAYOUTS + "test_b25_every_expert_of_every_rank_is_in_its_place",
         "checkpoint/load.py",
-        "there = target[relative_slices(shared, box)]",
-        "there = target[relative_slices(shared, shared)]",
+        "destination = target[relative_slices(overlap, box)]",
+        "destination = target[relative_slices(overlap, overlap)]",
     ),
     Plant(
         "b26",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moefold.checkpoint.errors import LockError
-from moefold.checkpoint.lock import FILE, HOLDER, FolderLock
+from moefold.checkpoint.lock import HOLDER_FILE, LOCK_FILE, FolderLock
 
 HOLD = """
 import sys, time
@@ -44,10 +44,10 @@ def test_a_second_run_is_refused_and_told_whom_it_meets(tmp_path: Path) -> None:
         with pytest.raises(LockError, match="in use by 'run one'") as caught:
             FolderLock(folder, "run two").acquire()
         assert f"process {os.getpid()} on " in str(caught.value)
-        assert f"since {lock.me.since}" in str(caught.value)
+        assert f"since {lock.holder.since}" in str(caught.value)
         lock.check()
     assert not folder.exists()
-    with FolderLock(folder, "run two", say=pytest.fail):
+    with FolderLock(folder, "run two", warn=pytest.fail):
         pass
 
 
@@ -59,25 +59,25 @@ def test_a_killed_holder_is_replaced_at_once(tmp_path: Path) -> None:
     process.kill()
     told: list[str] = []
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie until waited for
-    with FolderLock(tmp_path, "me", say=told.append):
+    with FolderLock(tmp_path, "me", warn=told.append):
         assert len(told) == 1
         assert f"process {process.pid} on " in told[0] and "no longer runs. Taking over" in told[0]
     process.communicate()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", [FILE, HOLDER])
+@pytest.mark.parametrize("name", [LOCK_FILE, HOLDER_FILE])
 def test_a_holder_whose_files_are_removed_writes_no_more(tmp_path: Path, name: str) -> None:
     """Whoever removes them lets another run in, and the first one notices."""
     first = FolderLock(tmp_path, "run one")
     first.acquire()
     (tmp_path / name).unlink()
-    if name == HOLDER:
+    if name == HOLDER_FILE:
         with pytest.raises(LockError, match="is gone or unreadable"):
             first.check()
         first.release()
         return
-    with FolderLock(tmp_path, "run two", say=lambda text: None) as mine:
+    with FolderLock(tmp_path, "run two", warn=lambda text: None) as mine:
         with pytest.raises(LockError, match="'run one' no longer holds this lock; 'run two'"):
             first.check()
         first.release()  # gives back nothing that is another's
@@ -87,9 +87,9 @@ def test_a_holder_whose_files_are_removed_writes_no_more(tmp_path: Path, name: s
 @pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04garbage", b'{"run": "x"}', b"[" * 4000])
 def test_an_unreadable_record_is_replaced(tmp_path: Path, content: bytes) -> None:
     """Its writer was killed in the middle, or it is something else."""
-    (tmp_path / FILE).write_bytes(content)
-    (tmp_path / HOLDER).write_bytes(content)
-    with FolderLock(tmp_path, "me", say=pytest.fail) as lock:
+    (tmp_path / LOCK_FILE).write_bytes(content)
+    (tmp_path / HOLDER_FILE).write_bytes(content)
+    with FolderLock(tmp_path, "me", warn=pytest.fail) as lock:
         lock.check()
 
 
@@ -98,7 +98,7 @@ def test_a_lock_that_is_just_given_back_is_waited_for(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        with FolderLock(tmp_path, "me", say=pytest.fail) as lock:
+        with FolderLock(tmp_path, "me", warn=pytest.fail) as lock:
             lock.check()
 
 
@@ -156,7 +156,7 @@ from moefold.checkpoint.lock import FolderLock
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    with FolderLock(sys.argv[1], "racer", say=lambda text: None):
+    with FolderLock(sys.argv[1], "racer", warn=lambda text: None):
         print("won", flush=True)
         sys.stdin.readline()
 except LockError:
@@ -189,7 +189,7 @@ end = time.monotonic() + 1.5
 taken = 0
 while time.monotonic() < end:
     try:
-        with FolderLock(sys.argv[1], "churner", say=lambda text: None) as lock:
+        with FolderLock(sys.argv[1], "churner", warn=lambda text: None) as lock:
             inside = Path(sys.argv[1]) / "inside"
             inside.touch(exist_ok=False)  # fails where two are in
             lock.check()

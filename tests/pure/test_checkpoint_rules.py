@@ -13,22 +13,22 @@ from pydantic import ValidationError
 
 import moefold.checkpoint.config
 from moefold.checkpoint.config import CheckpointPolicy
-from moefold.checkpoint.manifest import Box, HeaderEntry, shard_header, tiles
+from moefold.checkpoint.manifest import HeaderEntry, StartAndShape, shard_header, tiles
 
 ROOM = Path(moefold.checkpoint.config.__file__).parent
 
 
-def cells(shape: tuple[int, ...], box: Box) -> list[tuple[int, ...]]:
+def cells(shape: tuple[int, ...], box: StartAndShape) -> list[tuple[int, ...]]:
     """Return the indices in a box, those outside of the shape too."""
     at, size = box
     return list(itertools.product(*(range(a, a + n) for a, n in zip(at, size, strict=True))))
 
 
 @st.composite
-def boxes_in(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+def boxes_in(draw: st.DrawFn) -> tuple[tuple[int, ...], list[StartAndShape]]:
     """Draw a shape and boxes: a random cut of it, now and then with one box changed."""
     shape = tuple(draw(st.lists(st.integers(0, 4), min_size=0, max_size=3)))
-    boxes: list[Box] = [((0,) * len(shape), shape)]
+    boxes: list[StartAndShape] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 4))):
         at, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         splits = [d for d, n in enumerate(size) if n > 1]
@@ -51,7 +51,9 @@ def boxes_in(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(boxes_in())
-def test_tiling_is_what_counting_every_cell_says(case: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_tiling_is_what_counting_every_cell_says(
+    case: tuple[tuple[int, ...], list[StartAndShape]],
+) -> None:
     shape, boxes = case
     counted = sorted(cell for box in boxes for cell in cells(shape, box))
     whole = cells(shape, ((0,) * len(shape), shape))
@@ -61,7 +63,7 @@ def test_tiling_is_what_counting_every_cell_says(case: tuple[tuple[int, ...], li
 
 def test_tiling_of_many_slices_is_quick() -> None:
     """A thousand experts in rows and columns take milliseconds, not a comparison of all pairs."""
-    rows: list[Box] = [((e, c * 8), (1, 8)) for e in range(4096) for c in range(4)]
+    rows: list[StartAndShape] = [((e, c * 8), (1, 8)) for e in range(4096) for c in range(4)]
     assert tiles((4096, 32), rows)
     assert not tiles((4096, 32), [*rows[:-1], rows[0]])
     assert not tiles((2,), [])

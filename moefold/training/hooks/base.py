@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from moefold.checkpoint.disk import FULL
+from moefold.checkpoint.disk import OUT_OF_SPACE
 
 Figures = dict[str, float | int]
 """Metrics of one step or evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
@@ -116,7 +116,7 @@ def call_hooks(hooks: Sequence[Hook], event: str, job: JobView, *args: Any) -> N
                 hook.write_failed = False
         except OSError as error:
             continues = recoverable and job.run.watch.checkpoint.on_failure == "continue"
-            if not continues or error.errno not in FULL:
+            if not continues or error.errno not in OUT_OF_SPACE:
                 raise
             if not hook.write_failed:
                 name = type(hook).__name__.removesuffix("Hook").lower()
