@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.planner.case import Case, Keeping, Recipe, Stack
-from moefold.planner.from_run import Choice, of_model
+from moefold.planner.case import Case, MemoryPolicy, Recipe, Stack
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import estimate_memory, memory_after_each
-from moefold.planner.published import model
+from moefold.planner.published import published_model
+from moefold.planner.task import LayoutChoice, task_from_model
 from moefold.run import Run, load_run
 from moefold.schedule.config import Interleaved
 from moefold.spec.layer import Module
@@ -65,13 +65,15 @@ WORLD = 2
 
 def case(stack: Stack, policy: Policy, recipe: Recipe = "bf16") -> Case:
     """Return the report's run in a software under a policy."""
-    task = of_model(model("DeepSeek-V3"), parse_cluster("gb200x256"), 8192, 4096, load=1.0)
+    task = task_from_model(
+        published_model("DeepSeek-V3"), parse_cluster("gb200x256"), 8192, 4096, load=1.0
+    )
     task = replace(task, software=replace(task.software, stack=stack))
     again, away = map(frozenset, policy)
     sizes, stages = Sizes(pp=4, vpp=4, ep=64), Stages.parse("Et*4|(tttt|)*14tmL")
-    keeping = Keeping(recompute=again, offload=away)
-    choice = Choice(sizes, Interleaved(), 1, "hybrid_ep", recipe, keeping, stages)
-    return choice.case(task)
+    keeping = MemoryPolicy(recompute=again, offload=away)
+    choice = LayoutChoice(sizes, Interleaved(), 1, "hybrid_ep", recipe, keeping, stages)
+    return choice.build_case(task)
 
 
 def activations(stack: Stack, policy: Policy) -> float:

@@ -6,9 +6,9 @@ python bench/plan_recipes.py
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moefold.planner.answer import GB, PlannedLayout
-from moefold.planner.from_run import of_run
 from moefold.planner.hardware import parse_cluster, with_memory
+from moefold.planner.plan import GB, PlannedLayout
+from moefold.planner.task import task_from_run
 from moefold.run import load_run
 
 FITTING = (
@@ -28,10 +28,10 @@ def lines() -> Iterator[str]:
         where = parse_cluster(devices)
         if memory is not None:
             where = replace(where, device=with_memory(where.device, int(memory * GB)))
-        task, choice = of_run(load_run(name), where)
-        layout = PlannedLayout(choice, choice.case(task))
-        again = " + ".join(sorted(choice.keeping.recompute)) or "nothing"
-        said = f"{layout.layout}, zero {choice.keeping.zero}, recompute {again}"
+        task, choice = task_from_run(load_run(name), where)
+        layout = PlannedLayout(choice, choice.build_case(task))
+        again = " + ".join(sorted(choice.memory_policy.recompute)) or "nothing"
+        said = f"{layout.layout}, zero {choice.memory_policy.zero}, recompute {again}"
         yield (
             f"| `{name}` | {where.devices:,} {where.device.name} of {where.device.size} | {said} "
             f"| {layout.memory_gb:.1f} GB | {layout.margin_gb:.1f} GB "

@@ -11,11 +11,11 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from moefold.planner.from_run import TrainingTask, of_model, of_run
 from moefold.planner.hardware import Cluster, cpu_device, parse_cluster, with_memory
-from moefold.planner.published import find, model
-from moefold.planner.search import Found, Search
-from moefold.planner.search_space import everything
+from moefold.planner.published import find_model, published_model
+from moefold.planner.search import FoundLayout, Search
+from moefold.planner.search_space import full_space
+from moefold.planner.task import TrainingTask, task_from_model, task_from_run
 from moefold.run import load_run
 
 FILE = Path(__file__).parents[1] / "tests" / "data" / "plan_searches.json"
@@ -52,14 +52,14 @@ class Searched:
         if self.memory_gb is not None:
             memory = round(self.memory_gb * 1e9)
             where = replace(where, device=with_memory(where.device, memory))
-        known = find(self.source)
+        known = find_model(self.source)
         if known is not None:
-            return of_model(model(known), where, self.batch)
-        return of_run(load_run(self.source), where, self.batch)[0]
+            return task_from_model(published_model(known), where, self.batch)
+        return task_from_run(load_run(self.source), where, self.batch)[0]
 
-    def found(self, one: Found) -> "Searched":
+    def found(self, one: FoundLayout) -> "Searched":
         """Return it with a layout that was found."""
-        choice, keeping = one.choice, one.choice.keeping
+        choice, keeping = one.choice, one.choice.memory_policy
         said = [
             choice.recipe, f"micro-batch {choice.micro_batch}", f"zero {keeping.zero}",
             choice.schedule.name, one.case.dispatch,
@@ -111,7 +111,7 @@ def search(task: Searched) -> tuple[Searched, float]:
     """Return the task with the fastest layout that a search finds, and its processor seconds."""
     start = time.process_time()
     asked = task.task
-    (found,) = Search(asked).best(everything(asked), 1)
+    (found,) = Search(asked).best(full_space(asked), 1)
     return task.found(found), time.process_time() - start
 
 

@@ -26,7 +26,7 @@ from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon, Optim
-from moefold.planner.case import Case, Keeping, Numbers, recomputed
+from moefold.planner.case import Case, MemoryPolicy, NumberFormats, recompute_modules
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank
 from moefold.schedule.config import OneFOneB
@@ -72,7 +72,7 @@ class Recipe:
         """This case as the planner takes it."""
         wide = self.precision == "fp32"
         kind: Any = self.quantise or ("fp32" if wide else "bf16")
-        numbers = Numbers(kind, self.optim, weight_bytes=0 if wide else 2)
+        numbers = NumberFormats(kind, self.optim, weight_bytes=0 if wide else 2)
         return Case(
             decoder=self.decoder,
             seq=self.seq,
@@ -84,8 +84,8 @@ class Recipe:
             schedule=OneFOneB(),
             dispatch="local",
             load=1.0,
-            numbers=numbers,
-            keeping=Keeping(recompute=recomputed(self.recompute)),
+            number_formats=numbers,
+            memory_policy=MemoryPolicy(recompute=recompute_modules(self.recompute)),
         )
 
 

@@ -30,9 +30,9 @@ def entry(row: Row) -> dict[str, Any]:
         "stages": case.stages.text,
         "schedule": type(case.schedule).model_fields["kind"].default,
         "dispatch": case.dispatch,
-        "recompute": sorted(case.keeping.recompute),
-        "zero": case.keeping.zero,
-        "recipe": case.numbers.recipe,
+        "recompute": sorted(case.memory_policy.recompute),
+        "zero": case.memory_policy.zero,
+        "recipe": case.number_formats.recipe,
         "multi_token": case.multi_token,
     }
     rate = row.raw.get("tflops_per_gpu")

@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "load_run": "moefold.run",
-    "plan": "moefold.planner.answer",
+    "plan": "moefold.planner.plan",
     "quantise": "moefold.kernels.quantise.blocks",
     "load_model": "moefold.api",
     "train": "moefold.api",

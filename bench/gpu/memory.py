@@ -22,9 +22,9 @@ from moefold.model.init import initial_values
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.planner.case import Case, Numbers, Software
-from moefold.planner.from_run import TrainingTask, choice_of
+from moefold.planner.case import Case, NumberFormats, Software
 from moefold.planner.memory import estimate_memory
+from moefold.planner.task import TrainingTask, layout_choice
 from moefold.training.memory import cluster_of
 from moefold.training.memory_bench import PARTS, planned_bytes
 from moefold.training.memory_probe import Bytes, MemoryProbe, state_bytes
@@ -88,9 +88,9 @@ def case_of(trial: Trial, data: ShardedState) -> Case:
     """Return a trial's step as the planner takes it, on the device that it runs on."""
     task = TrainingTask(
         trial.name, trial.decoder, trial.rows, trial.micro_batches, cluster_of(data.placed.world),
-        Numbers("bf16", OPTIMIZER), load=1.0, software=Software(loss_chunk=LOSS_CHUNK),
+        NumberFormats("bf16", OPTIMIZER), load=1.0, software=Software(loss_chunk=LOSS_CHUNK),
     )  # fmt: skip
-    return choice_of(trial.layout, 1, "bf16").case(task)
+    return layout_choice(trial.layout, 1, "bf16").build_case(task)
 
 
 def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.graphs import build_executor
-from moefold.planner.case import Case, Numbers
+from moefold.planner.case import Case, NumberFormats
 from moefold.planner.count import count
 from moefold.planner.hardware import Machine
 from moefold.planner.time import estimate_time
@@ -300,7 +300,7 @@ def case_of(trial: Trial, machine: Machine) -> Case:
         schedule=OneFOneB(),
         dispatch="local",
         load=1.0,
-        numbers=Numbers("bf16", OPTIMIZER),
+        number_formats=NumberFormats("bf16", OPTIMIZER),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from planning.defaults import Origin, narrowed, recipe
 
-from moefold.planner.case import Numbers
+from moefold.planner.case import NumberFormats
 
 NARROW = ("fp8_tensor", "mxfp8")
 """Recipes whose weights are gathered in codes, without a copy in bfloat16: ``fp8_param_gather`` in
@@ -25,14 +25,14 @@ WIDE_GRADIENTS = ("GPT-OSS-120B", "GPT-OSS-20B")
 SUPER = "Nemotron-3-Super-120B-A12B"
 
 
-def numbers(row: dict[str, Any], where: Origin) -> Numbers:
+def numbers(row: dict[str, Any], where: Origin) -> NumberFormats:
     """Return the formats of a row."""
-    made = Numbers(recipe=recipe(row), narrowed=narrowed(row, where))
+    made = NumberFormats(recipe=recipe(row), recipe_options=narrowed(row, where))
     kept = _kept(row, where, made)
     return replace(made, **kept)
 
 
-def _kept(row: dict[str, Any], where: Origin, made: Numbers) -> dict[str, float]:
+def _kept(row: dict[str, Any], where: Origin, made: NumberFormats) -> dict[str, float]:
     """Return bytes that are not the usual 2, 4, 4 and 4."""
     if where.stack == "automodel":
         # torch.optim.Adam over the parameters themselves, in bfloat16 as the model's own

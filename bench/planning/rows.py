@@ -23,9 +23,9 @@ from planning.numbers import numbers
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder, MultiToken
-from moefold.planner.case import Case, Keeping, Overlaps, Software
+from moefold.planner.case import Case, MemoryPolicy, Overlaps, Software
 from moefold.planner.hardware import parse_cluster
-from moefold.planner.published import Undescribed, model
+from moefold.planner.published import UndescribedModel, published_model
 from moefold.planner.time import model_flops
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import with_multi_token
@@ -125,7 +125,7 @@ def _row(raw: dict[str, Any]) -> Row:
         return Row(raw, None, None, None, f"incomplete: {', '.join(missing)}")
     try:
         case = case_of(full)
-    except Undescribed as error:
+    except UndescribedModel as error:
         return Row(raw, None, None, None, f"incomplete: {error}")
     except ValueError as error:
         return Row(raw, None, None, None, f"conflict: {str(error).splitlines()[0]}")
@@ -139,9 +139,9 @@ def decoder(name: str) -> Decoder:
     Raises:
         Undescribed: where another dimension is missing.
     """
-    found = model(name)
+    found = published_model(name)
     if found.assumed not in ("", REMEMBERED):
-        raise Undescribed(f"{name}: dimensions are not complete")
+        raise UndescribedModel(f"{name}: dimensions are not complete")
     return found.decoder
 
 
@@ -194,8 +194,8 @@ def case_of(row: dict[str, Any]) -> Case:
         schedule=schedule,
         dispatch="local" if row["ep"] == 1 else defaults.dispatcher(row, where),
         load=defaults.load(row),
-        numbers=numbers(row, where),
-        keeping=_keeping(row, where),
+        number_formats=numbers(row, where),
+        memory_policy=_keeping(row, where),
         software=Software(
             stack=where.stack,
             release=where.release,
@@ -212,12 +212,12 @@ def case_of(row: dict[str, Any]) -> Case:
     )
 
 
-def _keeping(row: dict[str, Any], where: defaults.Origin) -> Keeping:
+def _keeping(row: dict[str, Any], where: defaults.Origin) -> MemoryPolicy:
     """Return what is sharded, recomputed and moved to the host."""
     share = re.search(r"optimizer CPU offload fraction (\d+)", row.get("notes") or "")
     to_host = row.get("optimizer_offload", int(share[1]) / 100 if share else 0.0)
     modules = ["experts"] if "offload fused_group" in (row.get("overlap") or "") else []
-    return Keeping(
+    return MemoryPolicy(
         zero=defaults.sharded(row, where),
         recompute=defaults.recompute(row, where),
         offload=frozenset(row.get("offload", modules)),

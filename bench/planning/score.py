@@ -86,12 +86,12 @@ def twin(row: Row, known: Sequence[Row]) -> float | None:
 
 def constant(row: Row, known: Sequence[Row]) -> float | None:
     """Return the median rate of known rows of the same device and format."""
-    mine = row.case.cluster.device.name, row.case.numbers.recipe
+    mine = row.case.cluster.device.name, row.case.number_formats.recipe
     rates = [
         published(other)
         for other in known
         if other.id != row.id
-        and (other.case.cluster.device.name, other.case.numbers.recipe) == mine
+        and (other.case.cluster.device.name, other.case.number_formats.recipe) == mine
     ]
     everything = [published(other) for other in known if other.raw["gpu"] == row.raw["gpu"]]
     pool = rates or everything
@@ -105,11 +105,16 @@ def sweeps(rows: Sequence[Row]) -> dict[str, list[Row]]:
         raw = row.raw
         source = "-".join(raw["id"].split("-")[:2])
         key = f"{source} {raw['model']} {raw['num_gpus']} {raw['gpu']} {raw['seq_len']}"
-        groups.setdefault(f"{key} {row.case.numbers.recipe}", []).append(row)
+        groups.setdefault(f"{key} {row.case.number_formats.recipe}", []).append(row)
     found = {}
     for name, members in groups.items():
         layouts = {
-            (*shape(row.raw), row.case.dispatch, row.case.software.overlaps, row.case.keeping.zero)
+            (
+                *shape(row.raw),
+                row.case.dispatch,
+                row.case.software.overlaps,
+                row.case.memory_policy.zero,
+            )
             for row in members
         }
         if len(layouts) >= 3:

@@ -46,7 +46,7 @@ from moefold.mesh.grid import Grid
 from moefold.mesh.legality import folding_violations, size_violations
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.planner.count import count
-from moefold.planner.notes import notes
+from moefold.planner.notes import run_notes
 from moefold.run import IDENTITY, RECIPES, Run, load_run_with_origins
 from moefold.spec.decoder import needs
 from moefold.training import formatting
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
         answer = {"run": to_dict(run), "origins": origins, "derived": derived}
         graphs = {} if report is None else {"graphs": report}
-        print_json(answer | graphs | {"layout": layout.to_json(), "notes": list(notes(run))})
+        print_json(answer | graphs | {"layout": layout.to_json(), "notes": list(run_notes(run))})
     else:
         console, tree = Console(), Tree(Text(run.name, style="bold"))
         _add_values(tree, to_dict(run), (), loaded.origins, args.given)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(_table(["", ""], rows, most=len(rows)))
         if args.layout is not None or args.world is not None or layout.sizes != Sizes():
             layout.print(console)
-        for note in notes(run):
+        for note in run_notes(run):
             console.print(Text(note, style="yellow"), soft_wrap=True)
         _print_graph_report(console, report)
     return WRONG_INPUT if layout.violations else int(bool(report and report["reads"]))
@@ -138,7 +138,7 @@ def _load(args: argparse.Namespace) -> LoadedRecord[Run]:
 
 def _graph_report(run: Run, world: int) -> dict[str, Any]:
     """Return the operators that no graph can capture, and why graphs are illegal in the layout."""
-    from moefold.planner.answer import graph_bytes
+    from moefold.planner.plan import graph_bytes
     from moefold.proof.capture import find_capture_blockers
     from moefold.proof.verify import cases_of
 

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, plain_table, print_json
 from moefold.files import write_text
-from moefold.planner.answer import GB, Plan, PlannedLayout, demand_numbers
-from moefold.planner.answer import plan as planned
-from moefold.planner.from_run import LOAD
 from moefold.planner.goodput import DAY, Price
-from moefold.planner.page import facts, page
+from moefold.planner.page import plan_json, render_page
+from moefold.planner.plan import GB, Plan, PlannedLayout, require_positive
+from moefold.planner.plan import plan as planned
+from moefold.planner.task import DEFAULT_LOAD
 from moefold.training import formatting
 
 BAR_WIDTH = 24
@@ -41,8 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
     text = "tokens per sequence of a published model (default: 4096)"
     parser.add_argument("--seq", metavar="N", type=int, help=text)
-    text = f"rows of the fullest expert rank over the mean (default: {LOAD})"
-    parser.add_argument("--load", metavar="X", type=float, default=LOAD, help=text)
+    text = f"rows of the fullest expert rank over the mean (default: {DEFAULT_LOAD})"
+    parser.add_argument("--load", metavar="X", type=float, default=DEFAULT_LOAD, help=text)
     text = "memory of each device (default: its nominal memory)"
     parser.add_argument("--memory", metavar="GB", type=float, help=text)
     text = "price of a device-hour, to show the cost (default: none)"
@@ -57,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     numbers = ("batch", "seq", "load", "memory", "tokens")
-    demand_numbers(**{f"--{name}": getattr(args, name) for name in numbers})
+    require_positive(**{f"--{name}": getattr(args, name) for name in numbers})
     plan = planned(
         args.source,
         args.cluster,
@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     )
     tokens = args.tokens or plan.task.tokens or TRILLION
     if args.html:
-        write_text(Path(args.html), page(plan, tokens))
+        write_text(Path(args.html), render_page(plan, tokens))
     if args.json:
-        print_json(facts(plan, tokens))
+        print_json(plan_json(plan, tokens))
         return 0
     console = Console(highlight=False)
     for part in _plan_parts(plan, tokens):
@@ -91,7 +91,7 @@ def _plan_parts(plan: Plan, tokens: float) -> Iterator[Text | Table]:
         yield Text("\nfastest layouts that fit, 5 % of memory left free", style="bold")
         rows = list(_table_rows(plan))
         yield _layout_table(rows)
-        names = dict.fromkeys(policy for _, layout in rows for policy in layout.not_yet)
+        names = dict.fromkeys(policy for _, layout in rows for policy in layout.unsupported)
         if names:
             yield Text(f"* {UNSUPPORTED}: {', '.join(names)}", style="yellow")
         for layout in plan.published:
@@ -107,18 +107,18 @@ def _plan_parts(plan: Plan, tokens: float) -> Iterator[Text | Table]:
 
 def _run_file_part(plan: Plan) -> Iterator[Text]:
     """Yield the fastest layout that training supports, as a run file."""
-    best, today = plan.best, plan.today
-    if best and best.not_yet:
-        text = f"the fastest layout uses features {UNSUPPORTED}: {', '.join(best.not_yet)}"
+    best, today = plan.best, plan.trainable
+    if best and best.unsupported:
+        text = f"the fastest layout uses features {UNSUPPORTED}: {', '.join(best.unsupported)}"
         yield Text(f"\n{text}", style="yellow")
     if today is None:
-        yield Text(f"no run file: {plan.today_problem}", style="yellow")
+        yield Text(f"no run file: {plan.trainable_problem}", style="yellow")
         return
     yield Text.assemble(
         ("\nrun file", "bold"),
         "  of the fastest layout that training supports: "
         f"{_three_digits(today.step_time_s)} s per step, "
-        f"{today.memory_gb:,.1f} of {today.room_gb:.1f} GB",
+        f"{today.memory_gb:,.1f} of {today.device_memory_gb:.1f} GB",
     )
     yield Text(yaml.safe_dump(plan.run_file, sort_keys=False).rstrip())
 
@@ -135,7 +135,7 @@ def _given_layout_part(plan: Plan) -> Iterator[Text | Table]:
         yield Text.assemble(
             (f"\ngiven: {given.layout}", "bold"),
             ("  does not fit: ", "bold red"),
-            f"its fullest device needs {given.memory_gb:,.1f} of {given.room_gb:.1f} GB",
+            f"its fullest device needs {given.memory_gb:,.1f} of {given.device_memory_gb:.1f} GB",
         )
 
 
@@ -154,7 +154,7 @@ def _task_part(plan: Plan) -> Iterator[Text]:
         f"software {stack}, CUDA graphs {plan.graphs}",
     )
     yield Text("  " + " · ".join(inputs), style="dim")
-    for note in task.assumed:
+    for note in task.assumptions:
         yield Text(f"  {note}", style="yellow")
 
 
@@ -169,7 +169,7 @@ def _layout_detail(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
         f"  {_three_digits(layout.step_time_s)} s per step ±{layout.time.uncertainty:.0%}, "
         f"{_three_digits(layout.tflops_per_gpu)} TFLOP/s per device, "
         f"{formatting.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
-        f"{layout.room_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
+        f"{layout.device_memory_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
         (f"{verdict}, {margin}{caveat}", style),
         f"; bound by {layout.binds}",
     )
@@ -211,7 +211,7 @@ def _table_rows(plan: Plan) -> Iterator[tuple[str, PlannedLayout]]:
     groups: list[tuple[str, Iterable[PlannedLayout]]] = [
         ("", plan.layouts),
         ("same format", plan.same_format),
-        ("today", filter(None, [plan.today])),
+        ("today", filter(None, [plan.trainable])),
         ("given", filter(None, [plan.given])),
         ("published", plan.published),
     ]
@@ -227,7 +227,7 @@ def _layout_table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
     table = plain_table(*titles, right=titles[1:4])
     table.columns[0].no_wrap = table.columns[4].no_wrap = True
     for name, layout in rows:
-        marked = f"{name} *" if layout.not_yet else name
+        marked = f"{name} *" if layout.unsupported else name
         table.add_row(
             marked,
             _three_digits(layout.step_time_s),
@@ -243,18 +243,18 @@ def _long_run_part(plan: Plan, tokens: float) -> Iterator[Text]:
     """Yield time and cost of a long run in the fastest layout."""
     best = plan.best
     assert best is not None
-    expected = plan.expected
+    expected = plan.expected_goodput
     if not expected.ettr:
         yield Text("\nno progress: failures and restarts take all the time", "bold red")
         return
-    cost = plan.bill(best, tokens)
+    cost = plan.cost(best, tokens)
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else formatting.clock(cost.days * DAY)
     energy = "" if cost.energy_mwh is None else f", at most {cost.energy_mwh:,.0f} MWh"
     money = "" if cost.cost is None else f", cost {cost.cost:,.0f}"
     yield Text.assemble(
         f"\n{formatting.count(tokens)} tokens in the fastest layout: {days}, "
         f"{cost.device_hours:,.0f} device-hours{energy}{money}; "
-        f"save every {formatting.clock(min(expected.interval_s, 1e7))}, "
+        f"save every {formatting.clock(min(expected.save_interval_s, 1e7))}, "
         f"{expected.ettr:.1%} of the time is spent training "
         f"({plan.faults.per_device_day:.1e} failures per device and day, "
         f"{plan.faults.restart_s:.0f} s per restart, {plan.faults.stall_s:g} s per save)"
@@ -273,8 +273,8 @@ def _changes_part(plan: Plan) -> Iterator[Text | Table]:
     table = plain_table("", "time", "memory", " ", right=("time", "memory"))
     for change in plan.changes:
         table.add_row(
-            change.what,
-            f"{-change.faster:+.0%}",
+            change.description,
+            f"{-change.saved_share:+.0%}",
             f"{-change.saved_bytes / GB:+,.1f} GB",
             "fits" if change.fits else "still does not fit",
         )

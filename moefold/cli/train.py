@@ -108,11 +108,11 @@ def parse_run(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
         require_fit(run, args.nproc or 1)
         _require_writable_disk(run)
         if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
-            from moefold.planner.from_run import demand_limit
             from moefold.planner.hardware import parse_cluster
+            from moefold.planner.task import require_recompute_limit
 
             # Check that some recompute policy fits the limit.
-            demand_limit(run, parse_cluster(f"h100x{args.nproc or 1}"))
+            require_recompute_limit(run, parse_cluster(f"h100x{args.nproc or 1}"))
         return run, None
     if args.nproc is not None:
         raise ValueError(

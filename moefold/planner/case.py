@@ -49,7 +49,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumberFormats:
     """Number formats of products and of each parameter's weights, gradients and state."""
 
     recipe: Recipe = "bf16"
@@ -61,7 +61,7 @@ class Numbers:
     master_bytes: float = 4
     moment_bytes: float = 4
     """Bytes per parameter of each state tensor of the optimizer."""
-    narrowed: frozenset[Literal["attention", "head", "rows", "delayed"]] = frozenset()
+    recipe_options: frozenset[Literal["attention", "head", "rows", "delayed"]] = frozenset()
     """What a narrow recipe also computes in its format, where recipes usually use bfloat16;
     ``rows`` are those sent to experts, and gradients of their results. ``delayed``: scaling factors
     are known before the values that they scale."""
@@ -72,13 +72,13 @@ class Numbers:
         return self.optimizer.moment_bytes((1 << 10, 1 << 10), self.moment_bytes)
 
 
-def width_of(recipe: str) -> int:
+def bytes_per_activation(recipe: str) -> int:
     """Return the bytes per element of activations with a recipe's products."""
     return 4 if recipe == "fp32" else 2
 
 
 @dataclass(frozen=True)
-class Keeping:
+class MemoryPolicy:
     """What is sharded, recomputed or offloaded instead of being stored on the device."""
 
     zero: int = 1
@@ -150,7 +150,7 @@ class Software:
     """Rows of a chunk of logits in Moefold; other stacks hold the logits of all rows."""
 
 
-class Held(NamedTuple):
+class StageContents(NamedTuple):
     """Parts of the model in one pipeline chunk, or in all chunks of a rank."""
 
     layers: tuple[tuple[int, int], ...] = ()
@@ -162,12 +162,14 @@ class Held(NamedTuple):
     """Whether it contains the last norm, the head and the loss."""
 
     @property
-    def number(self) -> int:
+    def num_layers(self) -> int:
         """Number of layers of all kinds, without multi-token prediction layers."""
         return sum(count for _, count in self.layers) - self.multi_token
 
     @classmethod
-    def of(cls, places: Iterable[StagePart], order: tuple[int, ...], main: int) -> "Held":
+    def from_parts(
+        cls, places: Iterable[StagePart], order: tuple[int, ...], main: int
+    ) -> "StageContents":
         """Count places; ``order`` is the kind of each layer, the ``main`` layers first."""
         layers: Counter[int] = Counter()
         others: Counter[str] = Counter()
@@ -181,16 +183,16 @@ class Held(NamedTuple):
         return cls(tuple(sorted(layers.items())), others["multi_token"], *ends)
 
 
-class Contents(NamedTuple):
+class PipelineContents(NamedTuple):
     """Parts of the model on each pipeline rank: places by chunk, counts by chunk and by rank."""
 
-    places: tuple[tuple[tuple[StagePart, ...], ...], ...]
-    chunks: tuple[tuple[Held, ...], ...]
-    ranks: tuple[Held, ...]
+    parts: tuple[tuple[tuple[StagePart, ...], ...], ...]
+    chunks: tuple[tuple[StageContents, ...], ...]
+    ranks: tuple[StageContents, ...]
 
 
 @memoize(256)
-def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+def distinct_blocks(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     """Return the distinct blocks of a model, and for each layer the index of its block."""
     numbers: dict[Block, int] = {}
     order = tuple(numbers.setdefault(block, len(numbers)) for block in coded_blocks(decoder))
@@ -198,27 +200,33 @@ def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
 
 
 @memoize(256)
-def main_layers(decoder: Decoder) -> tuple[int, int]:
+def layer_counts(decoder: Decoder) -> tuple[int, int]:
     """Return the numbers of a model's layers and of its multi-token prediction layers."""
     return decoder.layers, len(decoder.multi_token)
 
 
 @memoize(4096)
-def contents(decoder: Decoder, stages: Stages, pp: int, way: StageMapping) -> Contents:
+def pipeline_contents(
+    decoder: Decoder, stages: Stages, pp: int, way: StageMapping
+) -> PipelineContents:
     """Return the parts of the model on each pipeline rank, by chunk and in total."""
-    places, given = stages.table(pp, way), (kinds(decoder)[1], main_layers(decoder)[0])
-    chunks = tuple(tuple(Held.of(chunk, *given) for chunk in rank) for rank in places)
-    return Contents(places, chunks, tuple(Held.of(chain(*rank), *given) for rank in places))
+    places, given = stages.table(pp, way), (distinct_blocks(decoder)[1], layer_counts(decoder)[0])
+    chunks = tuple(
+        tuple(StageContents.from_parts(chunk, *given) for chunk in rank) for rank in places
+    )
+    return PipelineContents(
+        places, chunks, tuple(StageContents.from_parts(chain(*rank), *given) for rank in places)
+    )
 
 
-EVENED = (inf, 1.42, 1.07, 1.04, 1.005)
+MAX_LOAD_WITH_CLONES = (inf, 1.42, 1.07, 1.04, 1.005)
 """Largest load with clones in recorded routings (64 experts, top 8, 8 and 16 ranks, up to 4.1
 without clones), by slots per rank: ``tests/cpu/test_moe_clones.py``."""
 
 
-def evened(load: float, slots: int) -> float:
+def load_with_clones(load: float, slots: int) -> float:
     """Return the load to plan with where each rank has ``slots`` slots for clones."""
-    return min(load, EVENED[min(slots, len(EVENED) - 1)])
+    return min(load, MAX_LOAD_WITH_CLONES[min(slots, len(MAX_LOAD_WITH_CLONES) - 1)])
 
 
 @dataclass(frozen=True)
@@ -240,8 +248,8 @@ class Case:
     dispatch: Dispatcher
     load: float
     """Rows of the most loaded expert rank over the mean, with clones; 1 is forced balance."""
-    numbers: Numbers = Numbers()
-    keeping: Keeping = Keeping()
+    number_formats: NumberFormats = NumberFormats()
+    memory_policy: MemoryPolicy = MemoryPolicy()
     software: Software = Software()
     context: Context = RING
     order: Order = ORDERS[0]
@@ -255,7 +263,7 @@ class Case:
         count = self.sizes.pp * self.sizes.vpp
         if len(self.stages.letters) != count:
             raise ValueError(f"{len(self.stages.letters)} stages, but pp * vpp is {count}")
-        layers, ahead = main_layers(self.decoder)
+        layers, ahead = layer_counts(self.decoder)
         if self.stages.layers != layers:
             raise ValueError(f"stages hold {self.stages.layers} layers, but the model has {layers}")
         if self.multi_token != ahead:
@@ -263,7 +271,7 @@ class Case:
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
             raise ValueError(f"batch {self.batch} must be a multiple of dp * micro_batch = {share}")
-        order = self.sizes.pp, self.sizes.vpp, self.micro_batches
+        order = self.sizes.pp, self.sizes.vpp, self.num_micro_batches
         if broken := list(self.schedule.violations(*order)):
             said = "schedule {} with pp{} vpp{}, {} micro-batches on each data rank"
             raise RunError(broken, source=said.format(self.schedule.name, *order))
@@ -285,12 +293,12 @@ class Case:
         return Folding(self.sizes, self.world, self.order)
 
     @property
-    def expert_domains(self) -> int:
+    def num_expert_domains(self) -> int:
         """Number of fast-link domains among which an expert-parallel group is divided evenly."""
         return even_domains(self.cluster, self.sizes.ep, self.sizes.etp)
 
     @property
-    def room(self) -> FixedShape | None:
+    def fixed_dispatch(self) -> FixedShape | None:
         """The dispatcher's record if its room is stated, else None."""
         record = DISPATCH.kinds[self.dispatch]
         if self.max_rows is None or not issubclass(record, FixedShape):
@@ -298,13 +306,13 @@ class Case:
         return record.model_validate({"max_rows": self.max_rows})
 
     @property
-    def graphs_of_parts(self) -> bool:
+    def has_partial_graphs(self) -> bool:
         """Whether Moefold runs parts of blocks as CUDA graphs."""
         software = self.software
         return software.stack == "moefold" and software.cuda_graphs in ("partial", "experts")
 
     @property
-    def micro_batches(self) -> int:
+    def num_micro_batches(self) -> int:
         """Micro-batches per step and data rank."""
         return self.batch // (self.folding.dp * self.micro_batch)
 
@@ -321,33 +329,33 @@ class Case:
     @cached_property
     def table(self) -> Table:
         """The schedule's table, as training executes it."""
-        return table_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
+        return schedule_table(self.schedule, self.sizes.pp, self.sizes.vpp, self.num_micro_batches)
 
     @property
-    def places(self) -> tuple[tuple[tuple[StagePart, ...], ...], ...]:
+    def stage_parts(self) -> tuple[tuple[tuple[StagePart, ...], ...], ...]:
         """Parts of the model in each chunk of each pipeline rank: ``[rank][chunk]``."""
-        return self._contents.places
+        return self._contents.parts
 
     @property
-    def chunks(self) -> tuple[tuple[Held, ...], ...]:
+    def chunk_contents(self) -> tuple[tuple[StageContents, ...], ...]:
         """Counts of the parts in each chunk of each pipeline rank: ``[rank][chunk]``."""
         return self._contents.chunks
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def rank_contents(self) -> tuple[StageContents, ...]:
         """Counts of the parts on each pipeline rank, over all its chunks."""
         return self._contents.ranks
 
     @cached_property
-    def _contents(self) -> Contents:
-        return contents(self.decoder, self.stages, self.sizes.pp, self.schedule.way)
+    def _contents(self) -> PipelineContents:
+        return pipeline_contents(self.decoder, self.stages, self.sizes.pp, self.schedule.way)
 
 
-table_of = memoize(512)(tabulate)
+schedule_table = memoize(512)(tabulate)
 """A schedule's table, cached."""
 
 
-def settled(schedule: Schedule, p: int, m: int) -> int:
+def equivalent_micro_batches(schedule: Schedule, p: int, m: int) -> int:
     """Return a smaller number of micro-batches whose table has the peak memory of that for m.
 
     After its warm-up a table is periodic, so that whole periods can be left out; the schedule can
@@ -360,7 +368,7 @@ def settled(schedule: Schedule, p: int, m: int) -> int:
     return full + (m - full) % period
 
 
-def recomputed(record: Record | None) -> Modules:
+def recompute_modules(record: Record | None) -> Modules:
     """Return the modules that a run file's recompute record recomputes.
 
     Raises:
@@ -377,8 +385,8 @@ def recomputed(record: Record | None) -> Modules:
     raise ValueError(f"layout.recompute: {type(record).__name__} cannot be planned")
 
 
-def offloaded(record: Offload | None) -> dict[str, Any]:
-    """Return the fields of :class:`Keeping` for a run file's offloaded activations."""
+def offload_fields(record: Offload | None) -> dict[str, Any]:
+    """Return the fields of :class:`MemoryPolicy` for a run file's offloaded activations."""
     if record is None:
         return {}
     found: dict[str, Any] = {"in_flight": record.in_flight}

@@ -30,7 +30,7 @@ class PartCounts:
 
     parameters: int = 0
     """All parameters."""
-    idle: int = 0
+    inactive: int = 0
     """Parameters that a token does not use: those of experts that are not chosen."""
     multiplied: int = 0
     """Used parameters in matrix products that count as FLOPs."""
@@ -68,7 +68,7 @@ class Counts:
     @property
     def active_parameters(self) -> int:
         """Parameters that a token uses, embedding and head included."""
-        return self.total.parameters - self.total.idle
+        return self.total.parameters - self.total.inactive
 
     def flops(self, lengths: Sequence[int], causal: bool = True) -> int:
         """Return forward and backward FLOPs of sequences that do not attend to each other.
@@ -109,7 +109,7 @@ def count(decoder: Decoder) -> Counts:
     cores = Counter[Attention | Scan]()
     blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
     for block, repeat in blocks:
-        found = _block(block, hidden)
+        found = _block_counts(block, hidden)
         if block.multi_token is not None:
             read = PartCounts(0, 0, matrix, matrix * fixed)
             found = {"multi_token": sum(found.values(), read)}
@@ -122,7 +122,7 @@ def count(decoder: Decoder) -> Counts:
     return Counts(parts, tuple(cores.items()))
 
 
-def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
+def _block_counts(block: Block, hidden: int) -> dict[str, PartCounts]:
     """Count a block by kind of part (``Weight.counted``)."""
     found, routing = dict[str, PartCounts](), described(block.ffn).routing
     names = [f"layers.0.{one}.weight" for one in ("embed_norm", "row_norm", "join", "norm")]

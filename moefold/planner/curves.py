@@ -89,7 +89,7 @@ class Rates:
     """Factor of the stack on the number of launches."""
 
 
-Own = tuple[tuple[str, float], ...]
+MeasuredRates = tuple[tuple[str, float], ...]
 """Constants by name."""
 
 
@@ -99,32 +99,32 @@ class Constants:
     def __init__(self, values: Mapping[str, float], spread: Mapping[str, float]) -> None:
         """Store values by name, and the relative spread of predictions made with them."""
         self.values, self.spread = dict(values), dict(spread)
-        self._made: dict[tuple[str, str, str, Own], Rates] = {}
+        self._cache: dict[tuple[str, str, str, MeasuredRates], Rates] = {}
 
-    def rates(self, device: str, stack: str, release: str, own: Own = ()) -> Rates:
+    def rates(self, device: str, stack: str, release: str, measured: MeasuredRates = ()) -> Rates:
         """Return the constants for a device and a stack's release.
 
         Args:
-            own: constants measured on the device itself, which take precedence.
+            measured: constants measured on the device itself, which take precedence.
         """
-        key = (device, stack, release, own)
-        if key not in self._made:
+        key = (device, stack, release, measured)
+        if key not in self._cache:
             family, host = (
                 FAMILIES.get(device, FALLBACK),
                 "grace" if device in GRACE_DEVICES else "x86",
             )
-            software = f"{stack} {self.nearest(stack, release)}".strip()
+            software = f"{stack} {self.nearest_release(stack, release)}".strip()
             scopes = (software, stack, device, family, host, "common", FALLBACK)
-            found = {field.name: self._first(field.name, scopes) for field in fields(Rates)}
-            if unknown := sorted(dict(own).keys() - found.keys()):
+            found = {field.name: self._lookup(field.name, scopes) for field in fields(Rates)}
+            if unknown := sorted(dict(measured).keys() - found.keys()):
                 raise ValueError(
                     f"unknown names of measured rates of {device}: {', '.join(unknown)}; run "
                     "`moefold bench` again"
                 )
-            self._made[key] = Rates(**found | dict(own))
-        return self._made[key]
+            self._cache[key] = Rates(**found | dict(measured))
+        return self._cache[key]
 
-    def nearest(self, stack: str, release: str) -> str:
+    def nearest_release(self, stack: str, release: str) -> str:
         """Return the measured release to use for a release: itself, else the last one before it.
 
         A release that is not a number matches only itself; empty if there is no match.
@@ -142,21 +142,23 @@ class Constants:
         before = [one for one in numbered if not release or one <= release]
         return before[-1] if before else numbered[0]
 
-    def _first(self, name: str, scopes: tuple[str, ...]) -> float:
+    def _lookup(self, name: str, scopes: tuple[str, ...]) -> float:
         for scope in scopes:
             value = self.values.get(f"{scope}.{name}")
             if value is not None:
                 return value
         raise KeyError(f"no constant {name} for any of {', '.join(scopes)}")
 
-    def uncertainty(self, device: str, stack: str, release: str, own: Own = ()) -> float:
+    def uncertainty(
+        self, device: str, stack: str, release: str, measured: MeasuredRates = ()
+    ) -> float:
         """Return the relative spread of predicted steps: wider where device or release was not
         measured, and widest where neither was.
         """
         software = f"{stack} {release}".strip()
-        known = bool(own) or f"{device}.measured" in self.values
-        measured = known + (f"{software}.device" in self.values)
-        return self.spread[("none", "one", "measured")[measured]]
+        known = bool(measured) or f"{device}.measured" in self.values
+        num_measured = known + (f"{software}.device" in self.values)
+        return self.spread[("none", "one", "measured")[num_measured]]
 
 
 @cache

@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moefold.planner.from_run import Choice, TrainingTask
+from moefold.planner.task import LayoutChoice, TrainingTask
 from moefold.planner.time import estimate_time
 
 DAY = 86400.0
-PER_DEVICE_DAY = 4.7e-4
+FAILURES_PER_DEVICE_DAY = 4.7e-4
 """Unexpected interruptions per device-day: 419 in 54 days on 16,384 H100 (Llama 3, arXiv
 2407.21783). 504 B200 had 3.6e-4 (Lablup), 1,024 A100 about 2e-3 (OPT-175B)."""
 RESTART_S = 600.0
@@ -26,7 +26,7 @@ RESTART_S = 600.0
 2402.15627) reports detection within 10 minutes; automatic restarts reach about one."""
 STALL_S = 5.0
 """Seconds for which a save stalls a run: a few with asynchronous saving."""
-MOST = 100_000
+MAX_DEVICES = 100_000
 """Largest number of devices on curves."""
 PUE = 1.25
 """Default power of the building over that of its machines."""
@@ -39,7 +39,7 @@ HOST_WATTS = 0.35
 class Faults:
     """Rate and cost of interruptions; inputs, not predictions."""
 
-    per_device_day: float = PER_DEVICE_DAY
+    per_device_day: float = FAILURES_PER_DEVICE_DAY
     restart_s: float = RESTART_S
     stall_s: float = STALL_S
 
@@ -49,7 +49,7 @@ class Faults:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} {value}: must be a finite number of at least 0")
 
-    def rate(self, devices: int) -> float:
+    def failures_per_second(self, devices: int) -> float:
         """Return failures per second of ``devices`` devices."""
         return self.per_device_day * devices / DAY
 
@@ -58,24 +58,24 @@ class Faults:
 class Goodput:
     """Expected goodput of a number of devices."""
 
-    interval_s: float
+    save_interval_s: float
     """Seconds between saves; infinite without failures."""
     ettr: float
     """Share of time that trains, from 0 to 1."""
-    between_failures_s: float
-    lost: dict[str, float]
+    mtbf_s: float
+    lost_shares: dict[str, float]
     """Shares of time lost to saving, to restarts and to repeated work; unclipped."""
 
 
-def best_interval(stall_s: float, rate: float) -> float:
+def optimal_save_interval(stall_s: float, rate: float) -> float:
     """Return the seconds between saves that lose least time; infinite without failures."""
     return math.sqrt(2 * stall_s / rate) if rate else math.inf
 
 
 def goodput(devices: int, faults: Faults = Faults()) -> Goodput:
     """Return the expected goodput of ``devices`` devices that all stop when one fails."""
-    rate = faults.rate(devices)
-    every = best_interval(faults.stall_s, rate)
+    rate = faults.failures_per_second(devices)
+    every = optimal_save_interval(faults.stall_s, rate)
     saving = faults.stall_s / every if every else 0.0
     again = rate * every / 2 if rate else 0.0
     lost = {"saving": saving, "restarts": rate * faults.restart_s, "again": again}
@@ -99,7 +99,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Bill:
+class RunCost:
     """Cost of training on a number of tokens."""
 
     tokens: float
@@ -113,7 +113,7 @@ class Bill:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """Speed and goodput of a layout on a number of devices."""
 
     devices: int
@@ -127,15 +127,15 @@ class Point:
     save_every_s: float
 
 
-def curve(
+def scaling_curve(
     task: TrainingTask,
-    choice: Choice,
+    choice: LayoutChoice,
     kind: Literal["strong", "weak"],
     faults: Faults = Faults(),
-) -> list[Point]:
-    """Return a layout's points on its smallest number of devices, doubled up to ``MOST``."""
-    points, devices = list[Point](), choice.sizes.smallest_world
-    while devices <= MOST:
+) -> list[ScalingPoint]:
+    """Return a layout's points on its smallest number of devices, doubled up to ``MAX_DEVICES``."""
+    points, devices = list[ScalingPoint](), choice.sizes.smallest_world
+    while devices <= MAX_DEVICES:
         share = devices // (choice.sizes.tp * choice.sizes.cp * choice.sizes.pp)
         grain = share * choice.micro_batch
         grown = max(1, round(task.batch * devices / task.cluster.devices / grain)) * grain
@@ -143,23 +143,25 @@ def curve(
         other = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
         # No point where a data rank has too few micro-batches for the layout or the schedule.
         with suppress(ValueError):
-            took, expected = estimate_time(choice.case(other)), goodput(devices, faults)
+            took, expected = estimate_time(choice.build_case(other)), goodput(devices, faults)
             speed = batch * task.seq / took.seconds
             points.append(
-                Point(
+                ScalingPoint(
                     devices, batch, took.seconds, took.tflops_per_gpu, speed,
-                    speed * expected.ettr, expected.ettr, expected.interval_s,
+                    speed * expected.ettr, expected.ettr, expected.save_interval_s,
                 )
             )  # fmt: skip
         devices *= 2
     return points
 
 
-def bill(task: TrainingTask, tokens_per_s: float, tokens: float, price: Price = Price()) -> Bill:
+def run_cost(
+    task: TrainingTask, tokens_per_s: float, tokens: float, price: Price = Price()
+) -> RunCost:
     """Return the cost of training on ``tokens`` tokens at a speed."""
     seconds = tokens / tokens_per_s
     hours = seconds / 3600 * task.cluster.devices
     watts = task.cluster.device.watts * (1 + HOST_WATTS) * price.pue
     energy = hours * watts / 1e6 if watts else None
     cost = None if price.per_device_hour is None else hours * price.per_device_hour
-    return Bill(tokens, seconds / DAY, hours, energy, cost)
+    return RunCost(tokens, seconds / DAY, hours, energy, cost)

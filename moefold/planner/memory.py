@@ -18,7 +18,13 @@ from typing import NamedTuple
 from moefold.layers.config import offloaded_layers
 from moefold.mesh.folding import ATTENTION, EXPERTS, GROUP_KINDS
 from moefold.mesh.grid import Grid
-from moefold.planner.case import Case, Held, kinds, main_layers, settled
+from moefold.planner.case import (
+    Case,
+    StageContents,
+    distinct_blocks,
+    equivalent_micro_batches,
+    layer_counts,
+)
 from moefold.planner.hardware import Device
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_chunk import ChunkBytes, ChunkEstimator, offloaded_tensors
@@ -154,7 +160,7 @@ def _rank_memory(case: Case, rank: int) -> StageMemory:
     ]
     actions.append(ActionMemory("step", 0.0, 0.0, stage.state_update, stage.state.gradients))
     fragmentation = software_overheads(case.cluster.device).fragmentation
-    tier = "disk" if case.keeping.state_on_disk else "host"
+    tier = "disk" if case.memory_policy.state_on_disk else "host"
     return StageMemory(rank, stage.state, software_bytes(case), fragmentation, tuple(actions), tier)
 
 
@@ -166,7 +172,7 @@ def rank_totals(case: Case, limit: float = inf) -> Iterator[float]:
     """
     estimator, software = _chunk_estimator(case), software_bytes(case)
     fragmentation = software_overheads(case.cluster.device).fragmentation
-    m = settled(case.schedule, case.sizes.pp, case.micro_batches)
+    m = equivalent_micro_batches(case.schedule, case.sizes.pp, case.num_micro_batches)
     candidates = peak_candidates(case.schedule, case.sizes.pp, case.sizes.vpp, m)
     for rank, actions in enumerate(candidates):
         stage = stage_bytes(case, rank, estimator)
@@ -201,8 +207,8 @@ def fullest_rank(case: Case) -> StageMemory:
 
 def with_fewest_micro_batches(case: Case) -> Case:
     """Return a case with fewer micro-batches and the same peak memory."""
-    m = settled(case.schedule, case.sizes.pp, case.micro_batches)
-    if m == case.micro_batches or case.software.cuda_graphs == "full":
+    m = equivalent_micro_batches(case.schedule, case.sizes.pp, case.num_micro_batches)
+    if m == case.num_micro_batches or case.software.cuda_graphs == "full":
         return case
     return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
@@ -313,50 +319,50 @@ def _chunk_estimator(case: Case) -> ChunkEstimator:
     sharding, rows, shape = StateSharding.of(case), software.loss_chunk, layer_shape(case)
     # A CPU holds logits and their logarithms in fp32; GPU kernels replace logits by their gradient.
     logit = 8 if overheads is CPU_OVERHEADS else shape.width
-    return _cached_estimator(case.decoder, shape, sharding, case.keeping, graphs, rows, logit)
+    return _cached_estimator(case.decoder, shape, sharding, case.memory_policy, graphs, rows, logit)
 
 
 def offload_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers by chunk, in order; empty if nothing is offloaded."""
-    keeping = case.keeping
+    keeping = case.memory_policy
     if not (keeping.offload or keeping.disk or keeping.spill):
-        return [()] * len(case.chunks[rank])
+        return [()] * len(case.chunk_contents[rank])
     return layer_order(case, rank)
 
 
 def layer_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers by chunk, without multi-token prediction layers."""
-    order = kinds(case.decoder)[1]
+    order = distinct_blocks(case.decoder)[1]
     return [
         tuple(order[part.index] for part in chunk if part.kind == "layer")
-        for chunk in case.places[rank]
+        for chunk in case.stage_parts[rank]
     ]
 
 
 def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
     """Return the numbers of pages of a rank on the device and on the host, by bytes per row."""
-    (blocks, order), (main, _) = kinds(case.decoder), main_layers(case.decoder)
+    (blocks, order), (main, _) = distinct_blocks(case.decoder), layer_counts(case.decoder)
     chunks: list[ChunkBlocks] = []
-    for parts in case.places[rank]:
+    for parts in case.stage_parts[rank]:
         layers = [blocks[order[part.index]] for part in parts if part.kind == "layer"]
         ahead = [blocks[order[main + part.index]] for part in parts if part.kind == "multi_token"]
         chunks.append(ChunkBlocks(layers, ahead, any(part.kind == "loss" for part in parts)))
-    return count_pages(chunks, layer_shape(case), case.keeping, case.table.lines[rank])
+    return count_pages(chunks, layer_shape(case), case.memory_policy, case.table.lines[rank])
 
 
 def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) -> StageBytes:
     """Return the bytes of a pipeline rank; ``estimator`` is the case's, if known already."""
-    estimator, held = estimator or _chunk_estimator(case), case.held[rank]
+    estimator, held = estimator or _chunk_estimator(case), case.rank_contents[rank]
     orders = offload_order(case, rank)
-    chunks = list(map(estimator.chunk_bytes, case.chunks[rank], orders))
+    chunks = list(map(estimator.chunk_bytes, case.chunk_contents[rank], orders))
     state = estimator.states.rank_state(held)
-    if case.keeping.page:
-        device, host = page_bytes(*rank_pages(case, rank), case.keeping.page)
+    if case.memory_policy.page:
+        device, host = page_bytes(*rank_pages(case, rank), case.memory_policy.page)
         state = replace(state, pages=device, offloaded_pages=host)
     state, chunks, passes = add_graph_memory(case, rank, state, chunks)
     head_gradients = state.gradients - sum(chunk.first_gradients for chunk in chunks)
     saved, deferred = [chunk.saved for chunk in chunks], [chunk.deferred for chunk in chunks]
-    on_device = case.keeping.state_step == "device"
+    on_device = case.memory_policy.state_step == "device"
     state_update = estimator.states.update_peak(held) if on_device else 0.0
     return StageBytes(state, chunks, saved, deferred, head_gradients, state_update, passes)
 
@@ -366,16 +372,18 @@ def add_graph_memory(
 ) -> tuple[StateBytes, list[ChunkBytes], tuple[int, ...]]:
     """Return state with the memory of CUDA graphs, chunks without the part of that memory that they
     count as activations, and the number of passes of each chunk with their own graphs."""
-    shape, ahead = layer_shape(case), main_layers(case.decoder)[1]
-    captured, blocks = case.software.cuda_graphs, kinds(case.decoder)[0]
+    shape, ahead = layer_shape(case), layer_counts(case.decoder)[1]
+    captured, blocks = case.software.cuda_graphs, distinct_blocks(case.decoder)[0]
     if not case.graphs_of_parts:
         full = captured == "full" and case.software.stack == "moefold"
-        rows = case.micro_batches * micro_batch_bytes(shape, ahead) if full else 0.0
+        rows = case.num_micro_batches * micro_batch_bytes(shape, ahead) if full else 0.0
         return replace(state, graphs=rows), chunks, ()
     actions = list(running_actions(case.table.lines[rank], len(chunks)))
     passes, fixed = tuple(max_in_flight(actions, len(chunks))), captured == "experts"
     static = [
-        chunk_static_bytes([blocks[kind] for kind in order], shape, case.keeping, fixed, ahead)
+        chunk_static_bytes(
+            [blocks[kind] for kind in order], shape, case.memory_policy, fixed, ahead
+        )
         for order in layer_order(case, rank)
     ]
     defers = any(action.kind == "W" for action in actions)
@@ -388,7 +396,9 @@ def add_graph_memory(
     sharding = StateSharding.of(case)
     shards = sum(
         count * bucket.bytes / sharding.shards_and_replicas(bucket.group == "edp")[0]
-        for part, _, count in collective_counter(case.decoder, sharding).part_uses(case.held[rank])
+        for part, _, count in collective_counter(case.decoder, sharding).part_uses(
+            case.rank_contents[rank]
+        )
         for bucket in part.buckets
         if bucket.op == "reduce_scatter"
     )
@@ -424,7 +434,7 @@ class MemoryAfter(NamedTuple):
 def memory_after_each(case: Case, rank: int) -> Iterator[MemoryAfter]:
     """Yield the memory after each action of a rank's line in the table."""
     stage, orders = stage_bytes(case, rank), offload_order(case, rank)
-    contents = zip(case.chunks[rank], orders, stage.saved, strict=True)
+    contents = zip(case.chunk_contents[rank], orders, stage.saved, strict=True)
     chunks = [_activations_by_name(case, *content) for content in contents]
     actions = list(running_actions(case.table.lines[rank], case.sizes.vpp))
     # Memory after an action is that before the next one; after the last, activations are zero.
@@ -444,13 +454,13 @@ def memory_after_each(case: Case, rank: int) -> Iterator[MemoryAfter]:
 
 
 def _activations_by_name(
-    case: Case, held: Held, order: tuple[int, ...], total: float
+    case: Case, held: StageContents, order: tuple[int, ...], total: float
 ) -> Counter[str]:
     """Return a chunk's activations of a micro-batch by name; ``total`` is their sum.
 
     ``order`` is the kinds of layers in order if anything is offloaded.
     """
-    sizes, (blocks, _), keeping = Counter[str](), kinds(case.decoder), case.keeping
+    sizes, (blocks, _), keeping = Counter[str](), distinct_blocks(case.decoder), case.memory_policy
     for kind, count in held.layers:
         for tensor in saved_tensors_of(case, blocks[kind]):
             if tensor.stays(keeping.recompute):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from moefold.layers.config import offloaded_layers
 from moefold.model.config import Block, Decoder
-from moefold.planner.case import Held, Keeping, kinds
+from moefold.planner.case import MemoryPolicy, StageContents, distinct_blocks
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_pages import unpaged
 from moefold.planner.memory_saved import (
@@ -46,7 +46,9 @@ class ChunkBytes(NamedTuple):
     """Unsharded gradients of all its units, where data ranks reduce them after each pass."""
 
 
-def offloaded_tensors(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], list[Saved]]:
+def offloaded_tensors(
+    parts: Iterable[Saved], keeping: MemoryPolicy
+) -> tuple[list[Saved], list[Saved]]:
     """Return the saved tensors of an offloaded block that go to the host and to disk."""
     movable = [part for part in parts if part.stays(keeping.recompute) and part.saved]
     host = [part for part in movable if part.module in keeping.offload]
@@ -61,26 +63,26 @@ class ChunkEstimator:
         decoder: Decoder,
         shape: Shape,
         sharding: StateSharding,
-        keeping: Keeping,
+        keeping: MemoryPolicy,
         graphs: float,
         rows: int,
         logit: int,
     ) -> None:
         """Store the inputs; a chunk of logits has ``rows`` rows and ``logit`` bytes per element."""
         self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
-        self.blocks, _ = kinds(decoder)
+        self.blocks, _ = distinct_blocks(decoder)
         self.loss_rows, self.logit = min(rows, shape.piece), logit
         self.stack, self.recipe = sharding.stack, sharding.numbers.recipe
         self.sharding, self.states = sharding, state_estimator(decoder, sharding)
-        self._by_content: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
+        self._by_content: dict[tuple[StageContents, tuple[int, ...]], ChunkBytes] = {}
 
-    def chunk_bytes(self, held: Held, order: tuple[int, ...] = ()) -> ChunkBytes:
+    def chunk_bytes(self, held: StageContents, order: tuple[int, ...] = ()) -> ChunkBytes:
         """Return the bytes of a chunk; ``order`` lists its kinds of layers if any are offloaded."""
         if (held, order) not in self._by_content:
             self._by_content[held, order] = self._compute(held, order)
         return self._by_content[held, order]
 
-    def _compute(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
+    def _compute(self, held: StageContents, order: tuple[int, ...]) -> ChunkBytes:
         shape, columns = self.shape, self.decoder.vocab / self.shape.tp
         # Other stacks save all logits between forward and backward, and a second time in fp32.
         all_logits = shape.piece * columns * (shape.width + 4)
@@ -124,7 +126,7 @@ class ChunkEstimator:
         )  # fmt: skip
 
     def _offload_bytes(
-        self, held: Held, order: tuple[int, ...]
+        self, held: StageContents, order: tuple[int, ...]
     ) -> tuple[tuple[float, float], float, float]:
         """Return bytes offloaded to host and disk, bytes fetched ahead, and bytes in transfer.
 
@@ -165,7 +167,7 @@ class ChunkEstimator:
             if tensor.stays(keeping.recompute)
         )
 
-    def _first_gradients(self, held: Held) -> float:
+    def _first_gradients(self, held: StageContents) -> float:
         """Return the bytes of gradients that a chunk's first backward allocates.
 
         Moefold frees gradients when a step begins; other stacks keep their buffers.
@@ -178,7 +180,7 @@ class ChunkEstimator:
 
 
 def unsharded_units(
-    decoder: Decoder, sharding: StateSharding, held: Held
+    decoder: Decoder, sharding: StateSharding, held: StageContents
 ) -> tuple[list[float], list[float]]:
     """Return the unsharded bytes of each unit during a pass: weights under ZeRO 3, and gradients
     from ZeRO 2 on; both are empty for other stacks.
@@ -205,7 +207,7 @@ def two_largest(sizes: list[float]) -> float:
 
 @memoize(1 << 12)
 def _block_bytes(
-    block: Block, shape: Shape, stack: str, recipe: str, keeping: Keeping
+    block: Block, shape: Shape, stack: str, recipe: str, keeping: MemoryPolicy
 ) -> tuple[float, float, float, float]:
     """Return a block's saved activations, the temporaries of its forward and its backward
     (activation and output, gradients in a feed-forward, recomputed tensors), and the operands of

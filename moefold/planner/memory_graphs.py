@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moefold.model.config import Block
-from moefold.planner.case import Keeping
+from moefold.planner.case import MemoryPolicy
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_saved import saved_tensors
 from moefold.planner.memory_steps import RunningAction
@@ -37,7 +37,7 @@ class StaticBytes(NamedTuple):
 
 
 @memoize(1 << 10)
-def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> StaticBytes:
+def static_bytes(block: Block, shape: Shape, keeping: MemoryPolicy, fixed: bool) -> StaticBytes:
     """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
     spec, forwards = described(block.ffn), 1 + ("block" in keeping.recompute)
     balance = getattr(spec, "balance", ())
@@ -69,7 +69,7 @@ def static_bytes(block: Block, shape: Shape, keeping: Keeping, fixed: bool) -> S
 
 
 def chunk_static_bytes(
-    blocks: Sequence[Block], shape: Shape, keeping: Keeping, fixed: bool, ahead: int
+    blocks: Sequence[Block], shape: Shape, keeping: MemoryPolicy, fixed: bool, ahead: int
 ) -> tuple[float, float]:
     """Return bytes of a chunk's static tensors for one pass, and the part saved for backward.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moefold.layers.config import offloaded_layers
 from moefold.model.config import Block
-from moefold.planner.case import Keeping
+from moefold.planner.case import MemoryPolicy
 from moefold.schedule.table import Action, Line, Step, actions_of
 from moefold.spec.layer import INDEX, Saved, Shape, described
 
@@ -29,7 +29,7 @@ class ChunkBlocks(NamedTuple):
     """Whether it ends in the loss."""
 
 
-def unpaged(part: Saved, keeping: Keeping, offloaded: bool = False) -> Saved:
+def unpaged(part: Saved, keeping: MemoryPolicy, offloaded: bool = False) -> Saved:
     """Return a saved tensor without the bytes of its pages; the indices of its pages remain.
 
     ``offloaded``: its pages are offloaded to the host, where they have indices too.
@@ -40,7 +40,7 @@ def unpaged(part: Saved, keeping: Keeping, offloaded: bool = False) -> Saved:
 
 
 def count_pages(
-    chunks: Sequence[ChunkBlocks], shape: Shape, keeping: Keeping, line: Line
+    chunks: Sequence[ChunkBlocks], shape: Shape, keeping: MemoryPolicy, line: Line
 ) -> tuple[Pages, Pages]:
     """Return the numbers of pages on the device and on the host.
 
@@ -70,7 +70,7 @@ class _PageSimulation:
     Use of pages by :class:`moefold.layers.stash.PagedStash` follows from that order alone.
     """
 
-    def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, keeping: Keeping) -> None:
+    def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, keeping: MemoryPolicy) -> None:
         self._in_flight = keeping.in_flight
         self._pages, self._num_offloaded = list[dict[int, Pages]](), list[int]()
         """Pages by layer that has any, and the number of offloaded layers, of each chunk."""
@@ -152,7 +152,7 @@ def page_bytes(device: Pages, host: Pages, page: int) -> tuple[int, int]:
     return stored[0] + rings, stored[1]
 
 
-def _block_pages(block: Block, shape: Shape, keeping: Keeping) -> Pages:
+def _block_pages(block: Block, shape: Shape, keeping: MemoryPolicy) -> Pages:
     """Return the pages of one block's rows, by bytes per row."""
     spec, pages = described(block.ffn), Pages()
     if spec.routing is None:

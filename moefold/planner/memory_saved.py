@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moefold.model.config import Block
-from moefold.planner.case import Case, width_of
+from moefold.planner.case import Case, bytes_per_activation
 from moefold.planner.memoize import memoize
 from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, products
 from moefold.spec.decoder import halves, norms_of
@@ -54,15 +54,15 @@ class Widths(NamedTuple):
 
 def layer_shape(case: Case) -> Shape:
     """Return the shape of a case's layers."""
-    sizes, width = case.sizes, width_of(case.numbers.recipe)
+    sizes, width = case.sizes, bytes_per_activation(case.number_formats.recipe)
     # NCCL EP allocates room for all rows of all ranks.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
-    room = case.room
+    room = case.fixed_dispatch
     return Shape(
         case.decoder.hidden, case.rows, sizes.tp, sizes.etp, load, width, sizes.cp, case.context,
         sizes.ep, None if room is None else room.buffer_rows(sizes),
         0 if room is None else room.saved_indices(sizes),
-        case.schedule.paired or case.graphs_of_parts, case.clones,
+        case.schedule.paired or case.has_partial_graphs, case.clones,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def saved_tensors(
 
 def saved_tensors_of(case: Case, block: Block) -> tuple[Saved, ...]:
     """Return what one block of a case saves for one micro-batch if nothing is recomputed."""
-    return saved_tensors(block, layer_shape(case), case.software.stack, case.numbers.recipe)
+    return saved_tensors(block, layer_shape(case), case.software.stack, case.number_formats.recipe)
 
 
 def saved_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:

@@ -11,7 +11,7 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from moefold.model.config import Decoder
-from moefold.planner.case import Case, Held, Numbers, kinds
+from moefold.planner.case import Case, NumberFormats, StageContents, distinct_blocks
 from moefold.planner.memoize import memoize
 from moefold.spec.codes import CodedWeight, history_bytes, weight_bytes, with_codes
 from moefold.spec.decoder import block_weights, embedding, head, last_norm
@@ -84,7 +84,7 @@ class StateSharding(NamedTuple):
     """Ranks with the same part of a parameter outside routed experts."""
     expert_copies: int
     """Ranks with the same part of a routed expert's parameter."""
-    numbers: Numbers
+    numbers: NumberFormats
     zero: int
     zero_ranks: int | None
     device_share: float
@@ -96,11 +96,11 @@ class StateSharding(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> "StateSharding":
         """Return the sharding of a case."""
-        sizes, folding, keeping = case.sizes, case.folding, case.keeping
+        sizes, folding, keeping = case.sizes, case.folding, case.memory_policy
         return cls(
-            (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp, case.numbers,
-            keeping.zero, keeping.zero_ranks, 1 - keeping.optimizer_offload, case.software.stack,
-            keeping.state_step is not None,
+            (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp,
+            case.number_formats, keeping.zero, keeping.zero_ranks, 1 - keeping.optimizer_offload,
+            case.software.stack, keeping.state_step is not None,
         )  # fmt: skip
 
     def shards_and_replicas(self, expert: bool) -> tuple[int, int]:
@@ -160,7 +160,7 @@ class StateSharding(NamedTuple):
         return weight_bytes(weight.codes, *weight.matrix(*self.tp_ep_etp)) / local
 
 
-def layers_and_norm(held: Held) -> Iterator[tuple[Part, int]]:
+def layers_and_norm(held: StageContents) -> Iterator[tuple[Part, int]]:
     """Yield each part of a rank besides embedding and head, with how often it is there."""
     yield from held.layers
     yield "norm", int(held.loss)
@@ -170,7 +170,7 @@ def layers_and_norm(held: Held) -> Iterator[tuple[Part, int]]:
 def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
     """Return the parameters of a part."""
     if isinstance(part, int):
-        block = kinds(decoder)[0][part]
+        block = distinct_blocks(decoder)[0][part]
         weights = tuple(block_weights(block, decoder.hidden, part))
         return with_codes(weights, block, f"layers.{part}.")
     if part == "norm":
@@ -191,16 +191,16 @@ class StateEstimator:
             self._by_part[part] = self.sharding.local_state(part_weights(self.decoder, part))
         return self._by_part[part]
 
-    def layers_state(self, held: Held) -> StateBytes:
+    def layers_state(self, held: StageContents) -> StateBytes:
         """Return the state of a rank without embedding and head."""
         parts = (self.part_state(part) * count for part, count in layers_and_norm(held) if count)
         return sum(parts, StateBytes())
 
-    def rank_state(self, held: Held) -> StateBytes:
+    def rank_state(self, held: StageContents) -> StateBytes:
         """Return the state of a rank."""
         return sum((self.part_state(part) for part in self._ends(held)), self.layers_state(held))
 
-    def update_peak(self, held: Held) -> float:
+    def update_peak(self, held: StageContents) -> float:
         """Return the peak of offloaded state on the device during its update.
 
         That is two units, or all offloaded state if the optimizer updates all parameters together.
@@ -211,7 +211,7 @@ class StateEstimator:
         units = (self.part_state(part).offloaded for part in chain(inner, self._ends(held)))
         return sum(sorted(units)[-2:])
 
-    def _ends(self, held: Held) -> Iterator[Part]:
+    def _ends(self, held: StageContents) -> Iterator[Part]:
         tied = self.decoder.tied
         if held.embedding or held.multi_token or (held.loss and tied):
             yield "embedding"

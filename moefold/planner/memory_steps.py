@@ -5,7 +5,7 @@ from itertools import chain
 from operator import ge
 from typing import NamedTuple
 
-from moefold.planner.case import table_of
+from moefold.planner.case import schedule_table
 from moefold.planner.memoize import memoize
 from moefold.schedule.config import Schedule
 from moefold.schedule.table import Line, actions_of
@@ -72,7 +72,7 @@ def peak_candidates(
     dominates; one of them is the peak, the likely one first.
     """
     ranks = list[tuple[RunningAction, ...]]()
-    for line in table_of(schedule, p, v, m).lines:
+    for line in schedule_table(schedule, p, v, m).lines:
         by_passes: dict[tuple[int | None, int | None, str], list[RunningAction]] = {}
         for action in dict.fromkeys(running_actions(line, v)):
             group = by_passes.setdefault(action[:3], [])

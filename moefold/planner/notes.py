@@ -7,18 +7,18 @@ from moefold.finetune import DEFAULT_DATA
 from moefold.layers.config import Selective
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
-from moefold.planner.case import kinds
+from moefold.planner.case import distinct_blocks
 from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.run import Run
 from moefold.spec.layer import Modules, Shape
 
 
-def notes(run: Run) -> tuple[str, ...]:
+def run_notes(run: Run) -> tuple[str, ...]:
     """Return notes on settings without effect, too long sequences, and defaults chosen for the run.
 
     Each is a line that begins with the path of its setting.
     """
-    found = notes_on_step(run)
+    found = step_notes(run)
     if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**DEFAULT_DATA),):
         said = (
             "data.train: no data is given, so the source code of Python's standard library is "
@@ -28,10 +28,10 @@ def notes(run: Run) -> tuple[str, ...]:
     return found
 
 
-def notes_on_step(run: Run) -> tuple[str, ...]:
+def step_notes(run: Run) -> tuple[str, ...]:
     """Return the notes that do not depend on the training data."""
     decoder, seq = run.decoder(), run.data.seq
-    found = list(_idle_recompute(run, decoder))
+    found = list(_useless_recompute_notes(run, decoder))
     ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
     scaled = [one for rope in ropes if rope is not None for one in (rope.yarn, rope.bands) if one]
     known = [round(one.factor * one.original_length) for one in scaled]
@@ -44,7 +44,7 @@ def notes_on_step(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
+def _useless_recompute_notes(run: Run, decoder: Decoder) -> Iterator[str]:
     """Yield a note for each module whose recompute saves no activation memory."""
     record, sizes = run.layout.recompute, run.layout.split
     if not isinstance(record, Selective):
@@ -52,7 +52,7 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
     # For a micro-batch of one row on each tensor rank.
     shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp, ep=sizes.ep)
     try:
-        here = [saved_tensors(block, shape) for block in kinds(decoder)[0]]
+        here = [saved_tensors(block, shape) for block in distinct_blocks(decoder)[0]]
     except ValueError:  # a layer of a plugin without a description of what it saves
         return
     every: Modules = frozenset(record.modules)

@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.mesh.grid import Grid
-from moefold.planner.answer import GB, Plan, PlannedLayout
-from moefold.planner.case import evened
-from moefold.planner.goodput import curve
+from moefold.planner.case import load_with_clones
+from moefold.planner.goodput import scaling_curve
 from moefold.planner.memory import estimate_memory, rank_totals, with_fewest_micro_batches
+from moefold.planner.plan import GB, Plan, PlannedLayout
 from moefold.planner.time import estimate_time
 from moefold.schedule.simulate import Costs, Span, simulate
 from moefold.schedule.table import Pair, actions_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-LOADS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
+SHOWN_LOADS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 """Rows of the fullest expert rank over the mean for which sensitivity is shown."""
-MOST_CELLS = 24
+MAX_CELLS = 24
 """Most ranks along one side of a drawn grid; the rest is left out."""
-MOST_SPANS = 2600
+MAX_SPANS = 2600
 """Most actions of a drawn timeline; of longer steps the beginning is shown."""
-MOST_MOMENTS = 500
+MAX_MOMENTS = 500
 SCALINGS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 EXCHANGES = ("tp", "cp", "dispatch", "offload")
 
 
-def facts(plan: Plan, tokens: float) -> dict[str, Any]:
+def plan_json(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return a plan as JSON data. Times are in seconds, memory in GB."""
     task, best = plan.task, plan.best
     cluster, device, software = task.cluster, task.cluster.device, task.software
-    expected = plan.expected
+    expected = plan.expected_goodput
     return {
         "run": task.name,
         "cluster": {
@@ -52,32 +52,37 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
             "host_speed": software.host_speed,
             "multi_token": task.multi_token,
         },
-        "assumed": list(task.assumed),
-        "given": _layout(plan.given) if plan.given else None,
+        "assumed": list(task.assumptions),
+        "given": _layout_json(plan.given) if plan.given else None,
         "given_problem": plan.given_problem,
-        "best": _layout(best) if best else None,
-        "layouts": [_layout(one) for one in plan.layouts],
-        "today": _layout(plan.today) if plan.today else None,
-        "today_problem": plan.today_problem,
-        "same_format": [_layout(one) for one in plan.same_format],
-        "published": [_layout(one) for one in plan.published],
+        "best": _layout_json(best) if best else None,
+        "layouts": [_layout_json(one) for one in plan.layouts],
+        "today": _layout_json(plan.trainable) if plan.trainable else None,
+        "today_problem": plan.trainable_problem,
+        "same_format": [_layout_json(one) for one in plan.same_format],
+        "published": [_layout_json(one) for one in plan.published],
         "changes": [
-            {"what": c.what, "faster": c.faster, "saved_gb": c.saved_bytes / GB, "fits": c.fits}
-            for c in plan.changes
+            {
+                "what": change.description,
+                "faster": change.saved_share,
+                "saved_gb": change.saved_bytes / GB,
+                "fits": change.fits,
+            }
+            for change in plan.changes
         ],
         "run_file": plan.run_file,
         "goodput": {
             "ettr": expected.ettr,
-            "save_every_s": finite(expected.interval_s),
-            "hours_between_failures": finite(expected.between_failures_s / 3600),
-            "lost": expected.lost,
+            "save_every_s": finite_or_none(expected.save_interval_s),
+            "hours_between_failures": finite_or_none(expected.mtbf_s / 3600),
+            "lost": expected.lost_shares,
             **vars(plan.faults),
         },
-        "whole_run": vars(plan.bill(best, tokens)) if best and expected.ettr else None,
+        "whole_run": vars(plan.cost(best, tokens)) if best and expected.ettr else None,
     }  # fmt: skip
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return a number for JSON: None instead of infinity."""
     return value if value < float("inf") else None
 
@@ -89,13 +94,13 @@ FIGURES = (
 """Properties of a layout that JSON has under the names of :class:`PlannedLayout`."""
 
 
-def _layout(one: PlannedLayout) -> dict[str, Any]:
-    case, choice, keeping, took = one.case, one.choice, one.choice.keeping, one.time
+def _layout_json(one: PlannedLayout) -> dict[str, Any]:
+    case, choice, keeping, took = one.case, one.choice, one.choice.memory_policy, one.time
     return {
         **{name: getattr(one, name) for name in FIGURES},
         "sizes": {**dict(choice.sizes), "dp": case.folding.dp, "edp": case.folding.edp},
         "micro_batch": choice.micro_batch,
-        "micro_batches": case.micro_batches,
+        "micro_batches": case.num_micro_batches,
         "schedule": choice.schedule.name,
         "stages": case.stages.text,
         "precision": choice.recipe,
@@ -111,7 +116,7 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
         "optimizer_offload": keeping.optimizer_offload,
         "state_step": keeping.state_step,
         "uncertainty": took.uncertainty,
-        "not_yet": list(one.not_yet),
+        "not_yet": list(one.unsupported),
         "fullest_rank": one.memory.rank,
         "memory_parts_gb": {name: value / GB for name, value in one.memory.parts.items()},
         "elsewhere_gb": {name: value / GB for name, value in one.memory.offloaded_state.items()},
@@ -123,14 +128,14 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- for the page
 
 
-def page(plan: Plan, tokens: float) -> str:
+def render_page(plan: Plan, tokens: float) -> str:
     """Return the HTML page.
 
     Args:
         plan: the plan.
         tokens: tokens of the whole run, for days, cost and energy.
     """
-    data = drawn(plan, tokens)
+    data = page_data(plan, tokens)
     # Data inside a script element must not contain the end of that element or begin a comment.
     packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     task, device = plan.task, plan.task.cluster.device.name
@@ -139,29 +144,33 @@ def page(plan: Plan, tokens: float) -> str:
     return text.replace("__DATA__", packed)
 
 
-def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
+def page_data(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return the facts and the data of the page's drawings of the given and the best layout."""
     best, scaling = plan.best, None
     close = {"given": plan.given, "fastest": best}
-    if plan.today and plan.today.choice not in [one.choice for one in close.values() if one]:
-        close["fastest today"] = plan.today
+    if plan.trainable and plan.trainable.choice not in [
+        one.choice for one in close.values() if one
+    ]:
+        close["fastest today"] = plan.trainable
     if best is not None:
-        curves = {kind: curve(plan.task, best.choice, kind, plan.faults) for kind in SCALINGS}
+        curves = {
+            kind: scaling_curve(plan.task, best.choice, kind, plan.faults) for kind in SCALINGS
+        }
         scaling = {
-            kind: [vars(p) | {"save_every_s": finite(p.save_every_s)} for p in points]
+            kind: [vars(p) | {"save_every_s": finite_or_none(p.save_every_s)} for p in points]
             for kind, points in curves.items()
         }
-    return facts(plan, tokens) | {
-        "close": {name: _close(one) for name, one in close.items() if one},
+    return plan_json(plan, tokens) | {
+        "close": {name: _layout_details(one) for name, one in close.items() if one},
         "scaling": scaling,
     }
 
 
-def _close(one: PlannedLayout) -> dict[str, Any]:
+def _layout_details(one: PlannedLayout) -> dict[str, Any]:
     case = one.case
     folding, imbalance = case.folding, []
-    for load in LOADS:
-        other = replace(case, load=evened(load, case.clones))
+    for load in SHOWN_LOADS:
+        other = replace(case, load=load_with_clones(load, case.clones))
         needed = max(rank_totals(other))
         imbalance.append(
             {
@@ -172,8 +181,8 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
             }
         )
     return {
-        **_layout(one),
-        "capacity_gb": one.room_gb,
+        **_layout_json(one),
+        "capacity_gb": one.device_memory_gb,
         "walls": {
             wall: took / one.step_time_s for wall, took in one.time.seconds_by_bottleneck.items()
         },
@@ -181,12 +190,12 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
             "attention": _grid(folding.attention, ("tp", "cp", "dp", "pp")),
             "experts": _grid(folding.experts, ("etp", "ep", "edp", "pp")),
         },
-        "held": [[_letters(chunk) for chunk in rank] for rank in case.places],
+        "held": [[_chunk_label(chunk) for chunk in rank] for rank in case.stage_parts],
         "memory_ranks": [
             {name: value / GB for name, value in rank.parts.items()}
             for rank in estimate_memory(with_fewest_micro_batches(case))
         ],
-        "memory_line": _line(one),
+        "memory_line": _memory_line(one),
         "timeline": _timeline(one),
         "imbalance": imbalance,
     }
@@ -195,11 +204,11 @@ def _close(one: PlannedLayout) -> dict[str, Any]:
 def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
     """Return a grid as drawn: the last axis downwards, the others to the right."""
     sizes = [grid.sizes[axis] for axis in axes]
-    kept, room = [], MOST_CELLS
+    kept, room = [], MAX_CELLS
     for size in sizes[:3]:
         kept.append(min(size, room))
         room = max(1, room // kept[-1])
-    kept.append(min(sizes[3], MOST_CELLS))
+    kept.append(min(sizes[3], MAX_CELLS))
     columns = [tuple(reversed(at)) for at in product(*map(range, reversed(kept[:3])))]
     ranks = [
         [grid.rank(dict(zip(axes, (*at, row), strict=True))) for at in columns]
@@ -208,7 +217,7 @@ def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
     return {"axes": list(axes), "sizes": sizes, "kept": kept, "ranks": ranks}
 
 
-def _letters(chunk: Any) -> str:
+def _chunk_label(chunk: Any) -> str:
     kinds = [place.kind for place in chunk]
     layers = [place.index for place in chunk if place.kind == "layer"]
     said = ["embedding"] if "embedding" in kinds else []
@@ -218,10 +227,10 @@ def _letters(chunk: Any) -> str:
     return ", ".join([*said, *(["head, loss"] if "loss" in kinds else [])]) or "nothing"
 
 
-def _line(one: PlannedLayout) -> list[list[Any]]:
+def _memory_line(one: PlannedLayout) -> list[list[Any]]:
     """Return the fullest rank's memory during the step: label and GB of each part, per action."""
     moments = one.memory.actions
-    step = max(1, -(-len(moments) // MOST_MOMENTS))
+    step = max(1, -(-len(moments) // MAX_MOMENTS))
     kept = [max(moments[i : i + step], key=lambda m: m.total) for i in range(0, len(moments), step)]
     return [
         [
@@ -235,25 +244,25 @@ def _line(one: PlannedLayout) -> list[list[Any]]:
 def _timeline(one: PlannedLayout) -> dict[str, Any]:
     """Return the timeline of all pipeline ranks, for a step with few micro-batches."""
     case, vpp = one.case, one.case.sizes.vpp
-    short = min(case.micro_batches, max(3 * case.sizes.pp, 4))
+    short = min(case.num_micro_batches, max(3 * case.sizes.pp, 4))
     if any(case.schedule.violations(case.sizes.pp, vpp, short)):
-        short = case.micro_batches
+        short = case.num_micro_batches
     table = replace(case, batch=case.folding.dp * case.micro_batch * short).table
     slow = max(sum(span) for span in one.time.ranks)
-    sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGES) / case.micro_batches
+    sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGES) / case.num_micro_batches
     homes = (one.time.ranks[table.home(stage)] for stage in range(table.stages))
     costs = [Costs(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in homes]
     made = simulate(table, costs)
-    most = MOST_SPANS // max(1, len(made.spans))
+    most = MAX_SPANS // max(1, len(made.spans))
     # Activations and gradients that are sent to another rank.
     actions = ((rank, action) for rank in range(table.ranks) for action in table.actions(rank))
     results = ((rank, table.gives(rank, action)) for rank, action in actions)
     readers = ((rank, table.reader(result)) for rank, result in results if result)
     transfers = sum(reader is not None and reader != rank for rank, reader in readers)
     return {
-        "spans": [[_span(one) for one in line[:most]] for line in made.spans],
+        "spans": [[_timeline_entry(one) for one in line[:most]] for line in made.spans],
         "micro_batches": short,
-        "of": case.micro_batches,
+        "of": case.num_micro_batches,
         "length": made.makespan,
         "exchange_share": min(0.9, sent / slow) if slow else 0.0,
         "idle": 1 - sum(made.busy) / (made.makespan * len(made.busy)),
@@ -261,7 +270,7 @@ def _timeline(one: PlannedLayout) -> dict[str, Any]:
     }
 
 
-def _span(span: Span) -> list[Any]:
+def _timeline_entry(span: Span) -> list[Any]:
     """Return an action of the timeline: its text, kind (P for a pair), chunk, start and end."""
     step = span.step
     kind = "P" if isinstance(step, Pair) else step.kind

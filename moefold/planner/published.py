@@ -16,12 +16,12 @@ from moefold.layers.kinds.gqa import Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, to_stacks
 from moefold.moe.config import Groups, Moe, Router, Shared
-from moefold.planner.foreign import BiasedMoe, Mamba2, Nothing, PlainMoe, block
+from moefold.planner.untrained import AbsentLayer, BiasedMoe, Mamba2, UngatedMoe, make_block
 
-WINDOW = 128
+WINDOW_TOKENS = 128
 
 
-class Undescribed(ValueError):
+class UndescribedModel(ValueError):
     """Error: a model is unknown, or some of its dimensions are."""
 
 
@@ -31,14 +31,14 @@ class PublishedModel:
 
     name: str
     decoder: Decoder
-    multi_token: int
+    num_multi_token: int
     """Number of multi-token prediction layers in training."""
     assumed: str = ""
     """Which dimensions are assumed; empty if sources state all."""
 
 
 @cache
-def entries() -> dict[str, dict[str, Any]]:
+def published_entries() -> dict[str, dict[str, Any]]:
     """Return every model's dimensions by name; ``assumed`` describes those that are assumed."""
     folder = files("moefold.planner")
     found = json.loads(folder.joinpath("published_models.json").read_text("utf-8"))
@@ -51,28 +51,30 @@ def entries() -> dict[str, dict[str, Any]]:
     return found
 
 
-def find(name: str) -> str | None:
+def find_model(name: str) -> str | None:
     """Return the full name of a model, ignoring case and punctuation, or None."""
-    wanted = _plain(name)
-    return next((known for known in entries() if _plain(known) == wanted), None)
+    wanted = _normalise_name(name)
+    return next((known for known in published_entries() if _normalise_name(known) == wanted), None)
 
 
-def _plain(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 @cache
-def model(name: str) -> PublishedModel:
+def published_model(name: str) -> PublishedModel:
     """Return a published model by its full name.
 
     Raises:
         Undescribed: there is no such model, or a dimension is missing.
     """
-    entry = entries().get(name)
+    entry = published_entries().get(name)
     if entry is None:
-        raise Undescribed(f"{name} is not a published model; known are {', '.join(entries())}")
+        raise UndescribedModel(
+            f"{name} is not a published model; known are {', '.join(published_entries())}"
+        )
     try:
-        blocks = _hybrid(entry) if "hybrid_pattern" in entry else _blocks(name, entry)
+        blocks = _hybrid_blocks(entry) if "hybrid_pattern" in entry else _blocks(name, entry)
         decoder = Decoder(
             vocab=entry["vocab"],
             hidden=entry["hidden"],
@@ -80,7 +82,7 @@ def model(name: str) -> PublishedModel:
             tied=bool(entry.get("tied_embeddings")),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Undescribed(f"{name}: dimensions are incomplete ({error})") from None
+        raise UndescribedModel(f"{name}: dimensions are incomplete ({error})") from None
     return PublishedModel(name, decoder, entry.get("mtp_layers") or 0, entry.get("assumed", ""))
 
 
@@ -88,17 +90,17 @@ def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:
     """Return the blocks of a transformer, dense ones first or alternating."""
     mixture = _moe(entry, biased=name.startswith("GPT-OSS"))
     dense = entry.get("dense_layers", 0)
-    kinds = [block(attention, mixture) for attention in _attentions(name, entry)]
+    kinds = [make_block(attention, mixture) for attention in _attention_pattern(name, entry)]
     found = [kinds[i % len(kinds)] for i in range(dense + entry["moe_layers"])]
     if dense:
-        plain = block(kinds[0].attention, Dense(width=entry["dense_ffn"]))
+        plain = make_block(kinds[0].attention, Dense(width=entry["dense_ffn"]))
         step = 2 if dense == entry["moe_layers"] else 1
         for i in range(0, dense * step, step):
             found[i] = plain
     return found
 
 
-def _attentions(name: str, entry: dict[str, Any]) -> list[Record]:
+def _attention_pattern(name: str, entry: dict[str, Any]) -> list[Record]:
     """Return the attention of each layer of the repeating pattern."""
     kind = entry["attention"]
     if kind.startswith("MLA"):
@@ -121,7 +123,7 @@ def _attentions(name: str, entry: dict[str, Any]) -> list[Record]:
     if not kind.startswith("GQA"):
         raise ValueError(kind)
     # Sinks are left out: their cost is not visible in published figures.
-    windowed = Windowed(**sizes, window=WINDOW, sinks=False)
+    windowed = Windowed(**sizes, window=WINDOW_TOKENS, sinks=False)
     return [windowed, full] if "sliding window" in kind else [full]
 
 
@@ -138,18 +140,18 @@ def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
     if entry.get("gated_mlp", True):
         kind = BiasedMoe if biased else Moe
         return kind(width=entry["moe_ffn"], router=router, shared=shared)
-    return PlainMoe(
+    return UngatedMoe(
         width=entry["moe_ffn"], router=router, shared=shared, latent=entry.get("moe_latent")
     )
 
 
-def _hybrid(entry: dict[str, Any]) -> list[Block]:
+def _hybrid_blocks(entry: dict[str, Any]) -> list[Block]:
     """Return the blocks of a letter pattern: M state space, * attention, E experts."""
     attention = Gqa(**{key: entry[key] for key in ("heads", "kv_heads", "head_dim")})
     mixers = {"M": Mamba2(**entry["mamba"]), "*": attention}
-    letters, mixture, nothing = entry["hybrid_pattern"], _moe(entry), Nothing()
+    letters, mixture, nothing = entry["hybrid_pattern"], _moe(entry), AbsentLayer()
     return [
-        block(mixers[letter], mixture if after == "E" else nothing)
+        make_block(mixers[letter], mixture if after == "E" else nothing)
         for letter, after in zip(letters, letters[1:] + "-", strict=True)
         if letter != "E"
     ]

@@ -7,7 +7,7 @@ from math import inf
 from typing import Literal, get_args
 
 from moefold.layers.config import OffloadKind, RecomputeKind
-from moefold.planner.case import Case, Keeping, kinds
+from moefold.planner.case import Case, MemoryPolicy, distinct_blocks
 from moefold.planner.hardware import Cluster, device_by_name
 from moefold.planner.memory import peak_within
 from moefold.planner.memory_saved import saved_tensors_of
@@ -19,12 +19,12 @@ FALLBACK_DEVICE = "H100"
 MEMORY_RESERVE = 0.05
 """Share of memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
 OffloadTarget = Literal["offload", "disk"] | None
-"""Offload target, by the name of its field of :class:`Keeping`."""
+"""Offload target, by the name of its field of :class:`MemoryPolicy`."""
 
 
 def choose_recompute(
     case: Case, limit: float | None = None, place: OffloadTarget = None
-) -> Keeping:
+) -> MemoryPolicy:
     """Return the fastest choice of recompute and offload with at most ``limit`` bytes per device;
     None is the device's memory less the reserve.
 
@@ -32,7 +32,7 @@ def choose_recompute(
         ValueError: none fits; the message states the least that is needed.
     """
     limit = resolve_memory_limit(case, limit, place)
-    best: tuple[float, Keeping] | None = None
+    best: tuple[float, MemoryPolicy] | None = None
     seconds = {again: _seconds(_with_policy(case, again)) for again in _recompute_sets(case)}
     for again in sorted(seconds, key=lambda one: (seconds[one], len(one))):
         # Offloading only adds time.
@@ -41,12 +41,12 @@ def choose_recompute(
         away = [
             _with_policy(case, again, place, kinds) for kinds in _offload_sets(case, again, place)
         ]
-        took = {one.keeping: _seconds(one) if place else seconds[again] for one in away}
-        for one in sorted(away, key=lambda one: took[one.keeping]):
-            if best is not None and took[one.keeping] >= best[0]:
+        took = {one.memory_policy: _seconds(one) if place else seconds[again] for one in away}
+        for one in sorted(away, key=lambda one: took[one.memory_policy]):
+            if best is not None and took[one.memory_policy] >= best[0]:
                 break
             if peak_within(one, limit) is not None:
-                best = took[one.keeping], one.keeping
+                best = took[one.memory_policy], one.memory_policy
     assert best is not None
     return best[1]
 
@@ -89,7 +89,9 @@ def resolve_memory_limit(
 
 def _recompute_sets(case: Case) -> Iterator[Modules]:
     """Yield every set of modules whose recompute saves memory, and whole blocks."""
-    rows = [part for block in kinds(case.decoder)[0] for part in saved_tensors_of(case, block)]
+    rows = [
+        part for block in distinct_blocks(case.decoder)[0] for part in saved_tensors_of(case, block)
+    ]
     dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
     yield from _subsets([kind for kind in get_args(RecomputeKind) if kind in dropped])
     yield frozenset(("block",))
@@ -97,7 +99,9 @@ def _recompute_sets(case: Case) -> Iterator[Modules]:
 
 def _offload_sets(case: Case, again: Modules, place: OffloadTarget) -> Iterator[Modules]:
     """Yield every set of modules with saved activations that could be offloaded."""
-    rows = [part for block in kinds(case.decoder)[0] for part in saved_tensors_of(case, block)]
+    rows = [
+        part for block in distinct_blocks(case.decoder)[0] for part in saved_tensors_of(case, block)
+    ]
     stay = {part.module for part in rows if part.stays(again)} - (again & {"norms"})
     yield from _subsets([kind for kind in get_args(OffloadKind) if place and kind in stay])
 
@@ -112,7 +116,7 @@ def _with_policy(
     case: Case, again: Modules, place: OffloadTarget = None, away: Modules = NOTHING
 ) -> Case:
     given = {place: away} if place else {}
-    return replace(case, keeping=replace(case.keeping, recompute=again, **given))
+    return replace(case, memory_policy=replace(case.memory_policy, recompute=again, **given))
 
 
 def _seconds(case: Case) -> float:

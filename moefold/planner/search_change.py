@@ -7,50 +7,50 @@ from typing import Literal
 from moefold.mesh.config import AXES, Sizes
 from moefold.mesh.legality import size_rules
 from moefold.parallel.config import Layout
-from moefold.planner.from_run import Choice, TrainingTask
 from moefold.planner.memory import rank_totals
 from moefold.planner.memory_saved import INPUT_CODE_BYTES
 from moefold.planner.recompute import MEMORY_RESERVE
-from moefold.planner.search_space import SCHEDULES, everything
+from moefold.planner.search_space import SCHEDULES, full_space
+from moefold.planner.task import LayoutChoice, TrainingTask
 from moefold.planner.time import estimate_time
 from moefold.spec.decoder import ModelNeeds, needs
 
 GRAPHS: tuple[Literal["none", "partial", "step"], ...] = ("none", "partial", "step")
-MOST = 5
+MAX_CHANGES = 5
 """Most changes that are returned."""
 
 
 @dataclass(frozen=True)
-class Change:
+class LayoutChange:
     """One change of a layout with its effect."""
 
-    what: str
-    choice: Choice
-    faster: float
+    description: str
+    choice: LayoutChoice
+    saved_share: float
     """Seconds saved over seconds of the step; negative if it is slower."""
     saved_bytes: float
     """Bytes saved on the fullest device; negative if it needs more."""
     fits: bool
 
 
-def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
+def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutChange, ...]:
     """Return the most useful single changes.
 
     If the layout fits, these are changes that fit and are faster, the fastest first; otherwise
     changes that make it fit, the fastest first, or else those that save most memory.
     """
-    case = choice.case(task)
+    case = choice.build_case(task)
     seconds, bytes_ = estimate_time(case).seconds, max(rank_totals(case))
     room = task.cluster.device.memory_bytes
     if bytes_ <= room * (1 - MEMORY_RESERVE):
         room *= 1 - MEMORY_RESERVE
-    found: list[Change] = []
+    found: list[LayoutChange] = []
     timed = []
-    for what, other in _neighbours(task, choice):
+    for what, other in _single_changes(task, choice):
         try:
-            tried = other.case(task)
+            tried = other.build_case(task)
             sizes = other.sizes
-            if any(other.schedule.violations(sizes.pp, sizes.vpp, tried.micro_batches)):
+            if any(other.schedule.violations(sizes.pp, sizes.vpp, tried.num_micro_batches)):
                 continue
             timed.append((estimate_time(tried).seconds, what, other, tried))
         except ValueError:
@@ -58,22 +58,22 @@ def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
     timed.sort(key=lambda item: item[0])
     enough = bytes_ <= room
     for took, what, other, tried in timed:
-        if enough and (took >= seconds or len(found) == MOST):
+        if enough and (took >= seconds or len(found) == MAX_CHANGES):
             break
         needed = max(rank_totals(tried))
         if enough and needed > room:
             continue
-        found.append(Change(what, other, 1 - took / seconds, bytes_ - needed, needed <= room))
+        found.append(LayoutChange(what, other, 1 - took / seconds, bytes_ - needed, needed <= room))
     if not enough:
         found = [one for one in found if one.saved_bytes > 0]
         fitting = [one for one in found if one.fits]
         found = fitting or sorted(found, key=lambda one: -one.saved_bytes)
-    return tuple(found[:MOST])
+    return tuple(found[:MAX_CHANGES])
 
 
-def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choice]]:
+def _single_changes(task: TrainingTask, choice: LayoutChoice) -> Iterator[tuple[str, LayoutChoice]]:
     """Yield all changes of one policy, or of one size by a factor of two, with descriptions."""
-    space, keeping = everything(task), choice.keeping
+    space, keeping = full_space(task), choice.memory_policy
     model = needs(task.decoder, task.seq)
     bare = replace(choice, stages=None)
     for axis in AXES:
@@ -92,7 +92,7 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
             yield f"dispatch {dispatch}", replace(choice, dispatch=dispatch)
     for graphs in GRAPHS if task.software.stack == "moefold" else ():
         other = replace(choice, graphs=graphs)
-        if graphs != choice.graphs and _can_be_graphs(other, model):
+        if graphs != choice.graphs and _graphs_allowed(other, model):
             yield f"graphs {graphs}", other
     for size in (choice.micro_batch * 2, choice.micro_batch // 2):
         if size:
@@ -101,7 +101,7 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
         if again != keeping.recompute:
             said = " + ".join(sorted(again)) or "nothing"
             other = replace(keeping, recompute=again)
-            yield f"recompute {said}", replace(choice, keeping=other)
+            yield f"recompute {said}", replace(choice, memory_policy=other)
     for recipe in space.recipes:
         if recipe != choice.recipe:
             yield f"precision {recipe}", replace(choice, recipe=recipe)
@@ -109,15 +109,15 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
     for zero in (1, 2, 3) if priced else (1, 2):
         if zero != keeping.zero:
             other = replace(keeping, zero=zero)
-            yield f"zero {keeping.zero} → {zero}", replace(choice, keeping=other)
+            yield f"zero {keeping.zero} → {zero}", replace(choice, memory_policy=other)
     if task.cluster.device.host_bandwidth and not keeping.optimizer_offload:
         other = replace(keeping, optimizer_offload=1.0)
-        yield "optimizer states on the host", replace(choice, keeping=other)
+        yield "optimizer states on the host", replace(choice, memory_policy=other)
 
 
-def _can_be_graphs(choice: Choice, model: ModelNeeds) -> bool:
+def _graphs_allowed(choice: LayoutChoice, model: ModelNeeds) -> bool:
     """Return whether a run file with a layout's graphs is legal."""
-    keeping = choice.keeping
+    keeping = choice.memory_policy
     if choice.graphs == "none":
         return True
     if (

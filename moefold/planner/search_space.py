@@ -9,8 +9,8 @@ from itertools import chain, combinations, product
 from moefold.mesh.legality import divisors
 from moefold.mesh.pipeline import LAYERS, Stages
 from moefold.planner.case import Dispatcher, Recipe
-from moefold.planner.from_run import OTHERS, TrainingTask
 from moefold.planner.hardware import Device
+from moefold.planner.task import THIRD_PARTY_DISPATCHERS, TrainingTask
 from moefold.schedule.config import (
     DualPipeV,
     Interleaved,
@@ -27,32 +27,32 @@ SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
 )  # fmt: skip
 """All schedules but GPipe, which takes as long as 1F1B and needs more memory."""
-SENDING: tuple[Dispatcher, ...] = (
+DISPATCHERS: tuple[Dispatcher, ...] = (
     "alltoall", "alltoall_once", "two_level", "allgather", "deep_ep", "hybrid_ep"
 )  # fmt: skip
 """Dispatchers without stated room; ``nccl_ep`` is left out, as it is planned with the time of
 ``hybrid_ep``."""
-MOST_ROWS = 32768
+MAX_MICRO_BATCH_TOKENS = 32768
 """Most tokens of a micro-batch that is tried."""
-VIRTUAL = 16
+MAX_VIRTUAL_STAGES = 16
 """Most virtual stages per rank that are tried."""
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Values that a search tries for each policy; it tries all legal foldings."""
 
     recipes: tuple[Recipe, ...]
     schedules: tuple[Schedule, ...] = SCHEDULES
-    dispatchers: tuple[Dispatcher, ...] = SENDING
+    dispatchers: tuple[Dispatcher, ...] = DISPATCHERS
     recomputes: tuple[Modules, ...] = (NOTHING,)
     offloads: tuple[Modules, ...] = (NOTHING,)
     optimizer_offloads: tuple[float, ...] = (0.0,)
     micro_batches: tuple[int, ...] = (1,)
-    apart: bool = True
+    separate_multi_token: bool = True
     """Whether multi-token layers may be on another stage than the loss."""
 
-    def shares(self, pp: int) -> Iterator[tuple[int, float]]:
+    def zero_and_host_shares(self, pp: int) -> Iterator[tuple[int, float]]:
         """Yield ZeRO stages with shares of optimizer state on the host.
 
         Stages 2 and 3 only without a pipeline: with one the longest searches take more than twice
@@ -62,19 +62,19 @@ class Space:
         return product((1, 2, 3) if pp == 1 else (1,), self.optimizer_offloads)
 
     @cached_property
-    def kept(self) -> tuple[tuple[Modules, Modules], ...]:
+    def recompute_offload_pairs(self) -> tuple[tuple[Modules, Modules], ...]:
         """Pairs of recompute and offload in which no module is both."""
         pairs = product(self.recomputes, self.offloads)
         return tuple((a, o) for a, o in pairs if not (a & o or (o and "block" in a)))
 
 
-def everything(task: TrainingTask) -> Space:
+def full_space(task: TrainingTask) -> SearchSpace:
     """Return the space of all that can be planned for a task on its device."""
     space = replace(
-        today(task),
-        recipes=formats(task.cluster.device, task.numbers.recipe),
-        dispatchers=SENDING,
-        apart=True,
+        trainable_space(task),
+        recipes=candidate_recipes(task.cluster.device, task.number_formats.recipe),
+        dispatchers=DISPATCHERS,
+        separate_multi_token=True,
     )
     if not task.cluster.device.host_bandwidth:
         return space
@@ -82,19 +82,19 @@ def everything(task: TrainingTask) -> Space:
     return replace(space, offloads=(NOTHING, experts), optimizer_offloads=(0.0, 1.0))
 
 
-def today(task: TrainingTask) -> Space:
+def trainable_space(task: TrainingTask) -> SearchSpace:
     """Return the space that training executes without other packages, in the run's own format."""
-    most = max(1, MOST_ROWS // task.seq)
-    return Space(
-        recipes=(task.numbers.recipe,),
-        dispatchers=tuple(name for name in SENDING if name not in OTHERS),
+    most = max(1, MAX_MICRO_BATCH_TOKENS // task.seq)
+    return SearchSpace(
+        recipes=(task.number_formats.recipe,),
+        dispatchers=tuple(name for name in DISPATCHERS if name not in THIRD_PARTY_DISPATCHERS),
         recomputes=tuple(_recomputes(task)),
         micro_batches=tuple(size for size in divisors(task.batch) if size <= most),
-        apart=False,
+        separate_multi_token=False,
     )
 
 
-def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
+def candidate_recipes(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
     """Return ``asked``, and bf16 and narrower recipes that a device has units for."""
     known, found = dict(device.peaks), list[Recipe]((asked,))
     if "bf16" in known:
@@ -140,7 +140,7 @@ class Foldings:
     pp: tuple[int, ...]
 
     @classmethod
-    def of(cls, task: TrainingTask) -> "Foldings":
+    def for_task(cls, task: TrainingTask) -> "Foldings":
         """Return the legal sizes for a task by the requirements in ``spec.decoder``."""
         model, world = needs(task.decoder, task.seq), task.cluster.devices
         sizes = dict[str, tuple[int, ...]]()
@@ -152,22 +152,22 @@ class Foldings:
         return cls(world, model.layers, **sizes, pp=pp)
 
     @property
-    def attention(self) -> tuple[tuple[int, int], ...]:
+    def attention_grids(self) -> tuple[tuple[int, int], ...]:
         """All legal (tp, cp)."""
         return tuple((t, c) for t in self.tp for c in self.cp if self.world % (t * c) == 0)
 
-    def experts(self, tp: int, cp: int) -> list[tuple[int, int]]:
+    def expert_grids(self, tp: int, cp: int) -> list[tuple[int, int]]:
         """Return every (ep, etp) that is legal with a (tp, cp)."""
         pairs = product(self.ep, self.etp)
         return [(e, t) for e, t in pairs if self.world % math.lcm(tp * cp, e * t) == 0]
 
-    def pipelines(self, tp: int, cp: int, ep: int, etp: int) -> list[int]:
+    def pipeline_sizes(self, tp: int, cp: int, ep: int, etp: int) -> list[int]:
         """Return every pp that is legal with the other axes."""
         least = math.lcm(tp * cp, ep * etp)
         return [pp for pp in self.pp if self.world % (least * pp) == 0]
 
 
-def apart(stages: Stages) -> Stages | None:
+def with_separate_multi_token(stages: Stages) -> Stages | None:
     """Return stages with multi-token layers moved off the loss's stage, None if impossible."""
     last = stages.letters[-1]
     if "m" not in last or len(stages.letters) < 2 or any(x in last for x in LAYERS):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moefold.config.base import Record
 from moefold.model.config import Decoder
 from moefold.optim.config import Muon
-from moefold.planner.case import Case, Held, kinds, table_of
+from moefold.planner.case import Case, StageContents, distinct_blocks, schedule_table
 from moefold.planner.count import count
 from moefold.planner.curves import Constants, Product, Rates, product_seconds
 from moefold.planner.memoize import memoize
@@ -128,11 +128,13 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     Raises:
         ValueError: a layer has no description.
     """
-    software, numbers = case.software, case.numbers
-    setting = build_setting(case.cluster, software, numbers.recipe, numbers.narrowed, constants)
-    rates, m = setting.rates, case.micro_batches
+    software, numbers = case.software, case.number_formats
+    setting = build_setting(
+        case.cluster, software, numbers.recipe, numbers.recipe_options, constants
+    )
+    rates, m = setting.rates, case.num_micro_batches
     made = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
-    ranks = [made.layers_time(held) for held in case.held]
+    ranks = [made.layers_time(held) for held in case.rank_contents]
     spans = [made.micro_batch_time(rank, software.overlaps.ep) for rank in ranks]
     slow = max(range(len(ranks)), key=lambda rank: spans[rank].seconds)
     span = spans[slow]
@@ -142,8 +144,10 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
         # Exchanges of the first pass have no compute to overlap with.
         parts["dispatch"] += span.hidden / case.sizes.vpp
     parts["bubble"] = inner - m * span.seconds
-    parts["dp"], covered = data_parallel_seconds(case, ranks[slow], case.held[slow], span, rates)
-    parts["optimizer"] = _optimizer_seconds(case, case.held[slow], rates)
+    parts["dp"], covered = data_parallel_seconds(
+        case, ranks[slow], case.rank_contents[slow], span, rates
+    )
+    parts["optimizer"] = _optimizer_seconds(case, case.rank_contents[slow], rates)
     parts["optimizer"] += orthogonal_seconds(case, slow, rates)
     parts["step"] = rates.step_s
     return StepTime(
@@ -175,12 +179,12 @@ class PassTime:
         self, decoder: Decoder, share: RankShare, setting: KernelSetting, policy: LayerPolicy
     ) -> None:
         """Store the model, a rank's part of a micro-batch, and the setting."""
-        self.decoder, self.blocks = decoder, kinds(decoder)[0]
+        self.decoder, self.blocks = decoder, distinct_blocks(decoder)[0]
         self.fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
         self.how, self.rates = (share, setting, policy), setting.rates
-        self._known: dict[Held, WorkTime] = {}
+        self._known: dict[StageContents, WorkTime] = {}
 
-    def layers_time(self, held: Held) -> WorkTime:
+    def layers_time(self, held: StageContents) -> WorkTime:
         """Return the time of a rank's layers; a cached object that must not be modified."""
         if held not in self._known:
             made = WorkTime()
@@ -230,13 +234,13 @@ class PassTime:
 
 
 def data_parallel_seconds(
-    case: Case, rank: WorkTime, held: Held, span: MicroBatchTime, rates: Rates
+    case: Case, rank: WorkTime, held: StageContents, span: MicroBatchTime, rates: Rates
 ) -> tuple[float, float]:
     """Return exposed and hidden seconds of data-parallel communication per step.
 
     For stacks other than Moefold the exchanged bytes are those of weights in products.
     """
-    cluster, m, overlaps = case.cluster, case.micro_batches, case.software.overlaps
+    cluster, m, overlaps = case.cluster, case.num_micro_batches, case.software.overlaps
     if case.software.stack == "moefold":
         work = collective_seconds(case, held, rates)
         return exposed_seconds(case, work, held, (span.forward, span.backward), rates)
@@ -250,13 +254,13 @@ def data_parallel_seconds(
             rank.experts * each, expert, cluster, rates
         )
 
-    gather, times = ring(2.0), (1, m if case.keeping.zero == 2 else 1)
+    gather, times = ring(2.0), (1, m if case.memory_policy.zero == 2 else 1)
     backward = (
-        ring(case.numbers.gradient_bytes),
+        ring(case.number_formats.gradient_bytes),
         ONCE_HIDDEN_SHARE * overlaps.gradients * span.backward,
     )
     forward = gather, ONCE_HIDDEN_SHARE * overlaps.parameters * span.forward
-    if case.keeping.zero == 3 and sizes.pp == 1:
+    if case.memory_policy.zero == 3 and sizes.pp == 1:
         # Weights are gathered and gradients reduced in every micro-batch.
         times, free = (m, m), rates.hidden_shards * overlaps.parameters
         backward, forward = (2 * gather, free * span.backward), (gather, free * span.forward)
@@ -264,9 +268,9 @@ def data_parallel_seconds(
     return times[0] * forward[0] + times[1] * backward[0] - hidden, hidden
 
 
-def _optimizer_seconds(case: Case, held: Held, rates: Rates) -> float:
+def _optimizer_seconds(case: Case, held: StageContents, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update on device, host and disk."""
-    numbers, keeping, device = case.numbers, case.keeping, case.cluster.device
+    numbers, keeping, device = case.number_formats, case.memory_policy, case.cluster.device
     local, own = collective_counter(case.decoder, StateSharding.of(case)).trained_elements(held)
     each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
     summed = own if keeping.zero > 1 else local
@@ -326,7 +330,7 @@ def _startup_idle(schedule: Schedule, p: int, v: int, m: int) -> float:
 def _simulated_idle(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return the simulated idle time of a table with at most ``4 * p`` micro-batches."""
     short = min(m, 4 * p)
-    table = table_of(schedule, p, v, short)
+    table = schedule_table(schedule, p, v, short)
     return simulate(table, Costs(*(FORWARD_SHARE / v,) * 3)).makespan - short
 
 
@@ -353,11 +357,11 @@ def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
 
     Data ranks divide the matrices; each tensor rank computes a matrix that tp cuts as a whole.
     """
-    rule = case.numbers.optimizer
+    rule = case.number_formats.optimizer
     if not isinstance(rule, Muon):
         return 0.0
     peak, total = case.cluster.device.peak("bf16"), 0.0
-    for part, times in layers_and_norm(case.held[stage]):
+    for part, times in layers_and_norm(case.rank_contents[stage]):
         for weight in part_weights(case.decoder, part) if times else ():
             if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):
                 continue

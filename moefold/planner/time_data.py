@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 from moefold.mesh.config import ORDERS
 from moefold.mesh.partition import aligned
 from moefold.model.config import Decoder
-from moefold.planner.case import Case, Held, settled
+from moefold.planner.case import Case, StageContents, equivalent_micro_batches
 from moefold.planner.curves import Rates
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_state import (
@@ -71,9 +71,9 @@ class CollectiveCounter:
     def __init__(self, decoder: Decoder, split: StateSharding) -> None:
         self.decoder, self.split = decoder, split
         self._parts: dict[Part, PartCollectives] = {}
-        self._known: dict[Held, Counter[Collective]] = {}
+        self._known: dict[StageContents, Counter[Collective]] = {}
 
-    def collectives(self, held: Held) -> Counter[Collective]:
+    def collectives(self, held: StageContents) -> Counter[Collective]:
         """Return the collectives of a rank and their numbers, per micro-batch for those that run in
         each. Those of groups of one rank send nothing. A cached object: do not modify.
         """
@@ -92,12 +92,12 @@ class CollectiveCounter:
         self._known[held] = found
         return found
 
-    def trained_elements(self, held: Held) -> tuple[float, float]:
+    def trained_elements(self, held: StageContents) -> tuple[float, float]:
         """Return the trained elements in a rank's passes, and those that the rank updates."""
         parts = [(once, part) for part, _, once in self.part_uses(held)]
         return sum(n * one.trained for n, one in parts), sum(n * one.updated for n, one in parts)
 
-    def part_uses(self, held: Held) -> Iterator[tuple["PartCollectives", int, int]]:
+    def part_uses(self, held: StageContents) -> Iterator[tuple["PartCollectives", int, int]]:
         """Yield parts, the number of uses of each in a micro-batch, and the number of such parts.
 
         A tied table is also the head, and each multi-token layer looks up rows of it.
@@ -193,7 +193,7 @@ def collective_reach(case: Case, one: Collective) -> GroupReach:
     if one.group == "tp":
         return strided_reach(cluster, sizes.tp, 1)
     if one.group == "stages":  # stages that hold the embedding table
-        tied, stages = case.decoder.tied, enumerate(case.held)
+        tied, stages = case.decoder.tied, enumerate(case.rank_contents)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
         return listed_reach(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
     inner, outer = StateSharding.of(case).shards_and_replicas(one.group == "edp")
@@ -206,7 +206,7 @@ def collective_reach(case: Case, one: Collective) -> GroupReach:
     )
 
 
-def collective_seconds(case: Case, held: Held, rates: Rates) -> DataSeconds:
+def collective_seconds(case: Case, held: StageContents, rates: Rates) -> DataSeconds:
     """Return the seconds of a rank's collectives over copies."""
     found: dict[str, float] = dict.fromkeys(DataSeconds._fields, 0.0)
     for one, number in (
@@ -221,7 +221,7 @@ def collective_seconds(case: Case, held: Held, rates: Rates) -> DataSeconds:
 
 
 def exposed_seconds(
-    case: Case, work: DataSeconds, held: Held, passes: tuple[float, float], rates: Rates
+    case: Case, work: DataSeconds, held: StageContents, passes: tuple[float, float], rates: Rates
 ) -> tuple[float, float]:
     """Return exposed and hidden seconds of a step's collectives over copies.
 
@@ -234,15 +234,17 @@ def exposed_seconds(
         held: layers of the rank.
         passes: seconds of a micro-batch's forward and backward on the rank.
     """
-    zero, v = case.keeping.zero, case.sizes.vpp
-    gathers, sums = _runs_per_step(zero, case.micro_batches)
+    zero, v = case.memory_policy.zero, case.sizes.vpp
+    gathers, sums = _runs_per_step(zero, case.num_micro_batches)
     once, each = ONCE_HIDDEN_SHARE, rates.hidden_shards
-    layers = held.number + held.multi_token
+    layers = held.num_layers + held.multi_token
     ahead = 1 - min(1.0, v / max(layers, 1)) if zero == 3 else 1.0
     if case.software.cuda_graphs == "full":
         ahead = 0.0  # a step in one graph begins when all weights are gathered
     schedule, pp = case.schedule, case.sizes.pp
-    lines = peak_candidates(schedule, pp, v, settled(schedule, pp, case.micro_batches))
+    lines = peak_candidates(
+        schedule, pp, v, equivalent_micro_batches(schedule, pp, case.num_micro_batches)
+    )
     waits = schedule.paired or any(step.kind == "W" for line in lines for step in line)
     going = 1.0 if not waits else 1 - 1 / v if sums == 1 else 0.0
     free = (each if zero == 3 else once) * passes[0], (each if zero > 1 else once) * passes[1]

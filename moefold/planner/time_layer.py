@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from moefold.config.base import Record
 from moefold.layers.config import Context
 from moefold.model.config import Block
-from moefold.planner.case import Software, width_of
+from moefold.planner.case import Software, bytes_per_activation
 from moefold.planner.curves import (
     Constants,
     Rates,
@@ -104,7 +104,7 @@ class KernelSetting:
     @property
     def width(self) -> int:
         """Bytes per element of activations."""
-        return width_of(self.recipe)
+        return bytes_per_activation(self.recipe)
 
 
 _setting = memoize(1024)(KernelSetting)

@@ -152,10 +152,10 @@ class LayerPolicy(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
         """Return the policy of a case."""
-        kept = case.keeping
+        kept = case.memory_policy
         host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
         pages = kept.page > 0 and "block" not in kept.recompute
-        hops = case.room.rows_per_hop(case.sizes.ep) if case.room else ()
+        hops = case.fixed_dispatch.rows_per_hop(case.sizes.ep) if case.fixed_dispatch else ()
         more = case.context, case.clones, pages, kept.spill * pages, hops
         return cls(case.dispatch, kept.recompute, *host, *disk, *more)
 

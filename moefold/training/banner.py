@@ -22,7 +22,7 @@ from moefold.layers.precision import recipe_of
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
-from moefold.planner.answer import graph_bytes
+from moefold.planner.plan import graph_bytes
 from moefold.planner.time import orthogonal_flops
 from moefold.spec.decoder import model_weights
 from moefold.spec.layer import words_of

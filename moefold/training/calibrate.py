@@ -28,9 +28,9 @@ from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.data.sharding import ShardedState
-from moefold.planner.case import Case, Numbers
-from moefold.planner.from_run import of_run
+from moefold.planner.case import Case, NumberFormats
 from moefold.planner.hardware import Machine
+from moefold.planner.task import task_from_run
 from moefold.planner.time import estimate_time, orthogonal_seconds
 from moefold.planner.time_layer import build_setting
 from moefold.run import Run
@@ -88,7 +88,9 @@ class SmallModel:
             schedule=OneFOneB(),
             dispatch="local",
             load=1.0,
-            numbers=Numbers(precision, self.optim, weight_bytes=0 if precision == "fp32" else 2),
+            number_formats=NumberFormats(
+                precision, self.optim, weight_bytes=0 if precision == "fp32" else 2
+            ),
         )
 
 
@@ -121,7 +123,7 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
     try:
         unfitted = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
         cases = {source: _case(run, unfitted) for source, run in runs.items()}
-        formats = sorted({case.numbers.recipe for case in cases.values()})
+        formats = sorted({case.number_formats.recipe for case in cases.values()})
         small_cases = {
             f"{recipe} {number}": small_model.case(recipe, unfitted)
             for recipe in formats
@@ -143,8 +145,8 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
 
 
 def _case(run: Run, machine: Machine) -> Case:
-    task, choice = of_run(run, machine.cluster, load=1.0)
-    return choice.case(task)
+    task, choice = task_from_run(run, machine.cluster, load=1.0)
+    return choice.build_case(task)
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -243,17 +245,17 @@ def fit_length(shares: Sequence[tuple[int, float]], dim: int) -> tuple[float, fl
 
 def build_step(case: Case) -> Callable[[], None]:
     """Return a function that runs one optimizer step of a case on one rank."""
-    precision = "fp32" if case.numbers.recipe == "fp32" else "bf16"
+    precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
     model = DecoderModel(case.decoder, precision)
     initialise(model, case.decoder, seed=1)
     draw = torch.Generator().manual_seed(0)
     shape = (case.micro_batch, case.seq)
     batches = [
         from_ids(torch.randint(case.decoder.vocab, shape, generator=draw))
-        for _ in range(case.micro_batches)
+        for _ in range(case.num_micro_batches)
     ]
     data = ShardedState(single_rank_parts(model))
-    optimizer = build(case.numbers.optimizer, dict(model.named_parameters()))
+    optimizer = build(case.number_formats.optimizer, dict(model.named_parameters()))
 
     def step() -> None:
         gradients(data, batches, LOSS_CHUNK)
@@ -284,8 +286,8 @@ def time_calls(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
 
 def planned_seconds(case: Case) -> list[float]:
     """Return a step's planned seconds by part, in the order of ``PARTS``."""
-    software, numbers, parts = case.software, case.numbers, estimate_time(case).parts
-    setting = build_setting(case.cluster, software, numbers.recipe, numbers.narrowed)
+    software, numbers, parts = case.software, case.number_formats, estimate_time(case).parts
+    setting = build_setting(case.cluster, software, numbers.recipe, numbers.recipe_options)
     compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
     update = orthogonal_seconds(case, 0, setting.rates)
     return [
@@ -299,8 +301,8 @@ def fit_machine(machine: Machine, cases: Sequence[Case], measured: Sequence[floa
     ``measured`` has the seconds of the steps that ``cases`` describe, in one or both formats.
     """
     rates, tables = dict(machine.rates), dict(machine.tables)
-    for precision in {case.numbers.recipe for case in cases}:
-        indices = [i for i, case in enumerate(cases) if case.numbers.recipe == precision]
+    for precision in {case.number_formats.recipe for case in cases}:
+        indices = [i for i, case in enumerate(cases) if case.number_formats.recipe == precision]
         factors = _fit_factors(
             torch.tensor([planned_seconds(cases[i]) for i in indices], dtype=torch.float64),
             torch.tensor([measured[i] for i in indices], dtype=torch.float64),

@@ -9,10 +9,10 @@ import torch
 from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
 from moefold.layers.config import Auto
-from moefold.planner.from_run import keeping_within, of_run, settled
 from moefold.planner.hardware import Cluster, cpu_device, device_by_name, find_device, with_memory
 from moefold.planner.memory import estimate_memory
 from moefold.planner.recompute import FALLBACK_DEVICE
+from moefold.planner.task import resolve_memory_policy, task_from_run, with_memory_policy
 from moefold.run import Run
 from moefold.training.machine import HOST_BYTES
 
@@ -27,8 +27,8 @@ def resolve_recompute(run: Run, world: World) -> Run:
     """
     if not isinstance(run.layout.recompute, Auto):
         return run
-    keeping = run_on_first(lambda: keeping_within(run, cluster_of(world)), world.on_host)
-    return settled(run, keeping)
+    keeping = run_on_first(lambda: resolve_memory_policy(run, cluster_of(world)), world.on_host)
+    return with_memory_policy(run, keeping)
 
 
 def cluster_of(world: World) -> Cluster:
@@ -76,8 +76,8 @@ def explaining_oom(run: Run, world: World) -> Iterator[None]:
             reserved = stats["reserved_bytes.all.current"] / GIB
             allocated_text = f"{current:.2f} GiB, peak {peak:.2f}; PyTorch reserved {reserved:.2f}"
         try:
-            task, choice = of_run(run, cluster_of(world))
-            by_stage = estimate_memory(choice.case(task))
+            task, choice = task_from_run(run, cluster_of(world))
+            by_stage = estimate_memory(choice.build_case(task))
             planned = next(stage for stage in by_stage if stage.rank == world.attention.pp)
             parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in planned.parts.items())
             planned_text = f"peak {planned.total / GIB:.2f} GiB: {parts}"

@@ -20,9 +20,9 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case
-from moefold.planner.from_run import of_run, settled
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank, memory_after_each, stage_bytes
+from moefold.planner.task import task_from_run, with_memory_policy
 from moefold.run import Run, require_fit
 from moefold.training.machine import HOST_BYTES
 from moefold.training.memory_probe import measure_step, state_bytes
@@ -55,9 +55,9 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
     """
     require_fit(run, world)
     cluster = Cluster(cpu_device(1e11, 1e10, HOST_BYTES), world, 1, 1)
-    task, choice = of_run(run, cluster, load=1.0)
-    run = settled(run, choice.keeping)
-    case, available = choice.case(task), cluster.device.memory_bytes
+    task, choice = task_from_run(run, cluster, load=1.0)
+    run = with_memory_policy(run, choice.memory_policy)
+    case, available = choice.build_case(task), cluster.device.memory_bytes
     needed = fullest_rank(case).peak_allocated * world
     if needed > available:
         raise ValueError(
@@ -67,7 +67,7 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
     planned = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
     planned_parts = [[parts for parts, _ in line] for line in planned]
-    args = run, precision, case.micro_batches, planned_parts
+    args = run, precision, case.num_micro_batches, planned_parts
     by_rank = launch(measure_rank, world, *args) if world > 1 else measure_rank(None, *args)
     compared: list[ActionBytes] = []
     for rank, measured in enumerate(by_rank):
@@ -83,8 +83,10 @@ def planned_bytes(
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
     state, planned = stage_bytes(case, pp).state, []
-    message_bytes = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
-    num_messages = held_messages(plan_rank(layout, pp, case.micro_batches))  # type: ignore[arg-type]
+    message_bytes = (
+        case.rows * case.decoder.hidden * (4 if case.number_formats.recipe == "fp32" else 2)
+    )
+    num_messages = held_messages(plan_rank(layout, pp, case.num_micro_batches))  # type: ignore[arg-type]
     for after, messages in zip(memory_after_each(case, pp), num_messages, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
         values = (*values, after.operands, messages * message_bytes, *after.offloaded)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moefold.planner.goodput import best_interval
+from moefold.planner.goodput import optimal_save_interval
 from moefold.training.formatting import clock, count
 from moefold.training.run_folder import CROSS_ENTROPY, Curve, History, evenly_spaced, held_out_sets
 
@@ -94,7 +94,7 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     }
     stalls = [event["stall_s"] for event in history.events if event.get("event") == "saved"]
     if stalls and len(starts) > 1 and wall_s > 0:
-        out["save_every_s"] = best_interval(median(stalls), (len(starts) - 1) / wall_s)
+        out["save_every_s"] = optimal_save_interval(median(stalls), (len(starts) - 1) / wall_s)
     return out
 
 

@@ -35,7 +35,7 @@ from moefold.parallel.apply import build_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import incremental_logits
 from moefold.planner.count import count
-from moefold.planner.notes import notes
+from moefold.planner.notes import run_notes
 from moefold.run import Run, require_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, on_all_ranks, stop_on_signals
 from moefold.training.evaluate import evaluate_sets
@@ -154,7 +154,7 @@ class Trainer:
                 state_id = signature(self.data, self.optimizer)
                 record = run.watch.checkpoint.local
                 self.local = record and LocalCopies(record, self.folder, run_id, state_id, world)
-                lines = notes(run)
+                lines = run_notes(run)
                 if not (restored := self._restore_copies()):
                     lines = (*lines, *fill_initial_values(run, self.decoder, self.data, is_fork))
                 for line in lines if self.rank_zero.is_leader and not self.recovered else ():

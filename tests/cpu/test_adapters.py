@@ -20,9 +20,9 @@ from moefold.model.init import draw_normal
 from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
-from moefold.planner.from_run import of_run
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import fullest_rank
+from moefold.planner.task import task_from_run
 from moefold.run import Run, load_run
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
 from moefold.spec.tuning import adapt, trainable
@@ -273,8 +273,8 @@ def test_a_lora_run_of_qwen3_30b_fits_one_device_of_80_gb() -> None:
             "layout.recompute={kind: full}",
         ],
     )
-    task, choice = of_run(run, parse_cluster("h100x1"))
-    memory = fullest_rank(choice.case(task))
+    task, choice = task_from_run(run, parse_cluster("h100x1"))
+    memory = fullest_rank(choice.build_case(task))
     weights = list(model_weights(run.decoder()))
     trained = sum(w.elements for w in weights if not w.frozen)
     fixed = sum(w.elements * (2 if w.narrow else 4) for w in weights if w.frozen)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moefold.cli.main import main
-from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
+from moefold.planner.task import task_from_run
 from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.training import calibrate, memory_bench
@@ -58,8 +58,8 @@ def test_a_small_step_runs() -> None:
 
 def step_of(file: Path) -> float:
     """Return the seconds of a step of ``tiny`` on a machine file's cluster."""
-    task, choice = of_run(load_run("tiny"), Machine.read(file).cluster, load=1.0)
-    return estimate_time(choice.case(task)).seconds
+    task, choice = task_from_run(load_run("tiny"), Machine.read(file).cluster, load=1.0)
+    return estimate_time(choice.build_case(task)).seconds
 
 
 def test_the_command_writes_a_machine_and_shows_the_step(

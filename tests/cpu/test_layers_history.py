@@ -15,10 +15,10 @@ from moefold.optim.config import AdamW
 from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.planner.case import Numbers
-from moefold.planner.from_run import TrainingTask, choice_of
+from moefold.planner.case import NumberFormats
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import estimate_memory
+from moefold.planner.task import TrainingTask, layout_choice
 from moefold.training import step
 from moefold.training.memory_probe import state_bytes
 from tests.cpu.runs import job_of
@@ -97,8 +97,10 @@ def test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> 
     data = ShardedState(single_rank_parts(model, Layout(zero=zero)))
     step.gradients(data, [padded_rows((20,), 0)], 16)
     cluster = Cluster(cpu_device(1e11, 1e10, 2**34), 1, 1, 1)
-    task = TrainingTask("delayed", narrow, 20, 1, cluster, Numbers("fp8_tensor", AdamW(lr=1e-3), 0))
-    (found,) = estimate_memory(choice_of(Layout(zero=zero), 1, "fp8_tensor").case(task))
+    task = TrainingTask(
+        "delayed", narrow, 20, 1, cluster, NumberFormats("fp8_tensor", AdamW(lr=1e-3), 0)
+    )
+    (found,) = estimate_memory(layout_choice(Layout(zero=zero), 1, "fp8_tensor").build_case(task))
     assert state_bytes(data)["weights"] == found.state.weights
 
 

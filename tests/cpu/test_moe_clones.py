@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.moe.clones import ClonePlan, place_clones, plan_clones, quotas, send_counts
 from moefold.moe.dispatch.config import Clones, Spread
-from moefold.planner.case import EVENED
+from moefold.planner.case import MAX_LOAD_WITH_CLONES
 from tests.pure.test_moe_dispatch_config import dealt
 
 RECORDED = json.loads(Path(__file__).parents[1].joinpath("data/recorded_counts.json").read_text())
@@ -113,13 +113,17 @@ def test_recorded_routings_are_even_after(kind: str, ranks: int) -> None:
     counts = torch.tensor(RECORDED[kind])
     before = (counts.view(len(counts), ranks, -1).sum(2).amax(1) * ranks / counts.sum(1)).max()
     assert float(before) > 2
-    for slots, bound in ((1, EVENED[1]), (2, EVENED[2]), (4, EVENED[4])):
+    for slots, bound in (
+        (1, MAX_LOAD_WITH_CLONES[1]),
+        (2, MAX_LOAD_WITH_CLONES[2]),
+        (4, MAX_LOAD_WITH_CLONES[4]),
+    ):
         left = [
             int(quotas(one, ranks, Clones(slots=slots)).sum(0).max()) * ranks / int(one.sum())
             for one in counts
         ]
         assert max(left) <= bound, (slots, max(left))
-    assert EVENED[2] <= 1.08 and EVENED[4] <= 1.005
+    assert MAX_LOAD_WITH_CLONES[2] <= 1.08 and MAX_LOAD_WITH_CLONES[4] <= 1.005
 
 
 def test_zipf_over_many_ranks_is_even_after() -> None:

@@ -17,9 +17,9 @@ from moefold.parallel.pipeline import recording
 from moefold.parallel.pipeline.graphs import build_executor
 from moefold.parallel.pipeline.recording import Graph
 from moefold.planner.case import Case
-from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import stage_bytes
+from moefold.planner.task import TrainingTask, layout_choice
 from moefold.proof import capture
 from moefold.proof.case import ProofCase, Subject, micro_batch_count
 from moefold.proof.rank_run import micro_batches
@@ -107,10 +107,10 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
 
 def planned(case: ProofCase, subject: Subject) -> Case:
     """Return the planner's case of the same step."""
-    choice = choice_of(case.layout, 1, "bf16")
+    choice = layout_choice(case.layout, 1, "bf16")
     where, dp = parse_cluster(f"h100x{case.world}"), case.folding.dp
     task = TrainingTask("", subject.decoder, subject.rows, subject.micro_batches // dp * dp, where)
-    return choice.case(task)
+    return choice.build_case(task)
 
 
 def check(model: str, ranks: int, given: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from moefold.layers.offload import ActivationOffload
 from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
-from moefold.planner.case import Keeping, recomputed
+from moefold.planner.case import MemoryPolicy, recompute_modules
 from moefold.planner.memory_chunk import offloaded_tensors
 from moefold.planner.memory_saved import deferred_operands, saved_bytes, saved_tensors
 from moefold.spec.codes import coded_blocks
@@ -186,7 +186,7 @@ def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> N
         assert found == bytes_planned(block, policy, "bf16", record), (record, policy)
     (coded,) = coded_blocks(decoder_of(block, record))
     for policy in policies[-1:]:
-        parts = deferred_operands(coded, shape, recomputed(policy))
+        parts = deferred_operands(coded, shape, recompute_modules(policy))
         waiting = sum(part.bytes for part in parts if part.name != "input")
         assert bytes_held(block, policy, "bf16", record) == waiting, (record, policy)
 
@@ -234,7 +234,7 @@ def test_b55_codes_leave_for_the_host_as_planned() -> None:
         out = layer(x_TD, flow)
     (coded,) = coded_blocks(decoder_of(block, record))
     parts = saved_tensors(coded, Shape(HIDDEN, SEQUENCES * LENGTH))
-    gone = offloaded_tensors(parts, Keeping(offload=frozenset(modules)))[0]
+    gone = offloaded_tensors(parts, MemoryPolicy(offload=frozenset(modules)))[0]
     assert any(part.name.endswith(".codes") for part in gone)
     assert places.stores["host"].stats.held == sum(part.bytes for part in gone)
     del out

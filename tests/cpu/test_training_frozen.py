@@ -13,7 +13,7 @@ from moefold.optim.config import AdamW
 from moefold.parallel.apply import build_parts, single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.planner.case import Numbers
+from moefold.planner.case import NumberFormats
 from moefold.planner.count import count
 from moefold.planner.memory_state import StateSharding
 from moefold.spec.decoder import model_weights
@@ -51,7 +51,7 @@ def test_b60_bytes_of_frozen_weights_are_those_of_the_compute_format() -> None:
     state = {name.split(".", 1)[1].rpartition(".")[0] for name in optimizer.state()}
     for weight in model_weights(record):
         parameter = data.params[weight.name]
-        planned = StateSharding(ONE, 1, 1, Numbers(), 1, None, 1.0, "moefold").local_state(
+        planned = StateSharding(ONE, 1, 1, NumberFormats(), 1, None, 1.0, "moefold").local_state(
             (weight,)
         )
         if weight.frozen:

@@ -26,9 +26,16 @@ from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, InFlight
-from moefold.planner.case import Case, Keeping, Numbers, Recipe, Software, recomputed
-from moefold.planner.from_run import choice_of
+from moefold.planner.case import (
+    Case,
+    MemoryPolicy,
+    NumberFormats,
+    Recipe,
+    Software,
+    recompute_modules,
+)
 from moefold.planner.hardware import Cluster, cpu_device
+from moefold.planner.task import layout_choice
 from moefold.schedule.config import Interleaved, OneFOneB
 from moefold.schedule.table import Action
 from moefold.training import step
@@ -103,7 +110,7 @@ class Sending:
             node = where.dispatch.node * sizes.etp
         folding = Folding(sizes, self.ranks)
         schedule: Any = where.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
-        chosen = choice_of(where, SEQUENCES, self.precision)
+        chosen = layout_choice(where, SEQUENCES, self.precision)
         wide = self.precision == "fp32"
         return Case(
             decoder=record,
@@ -116,8 +123,12 @@ class Sending:
             schedule=schedule,
             dispatch=chosen.dispatch,
             load=1.0,
-            numbers=Numbers(self.precision, self.optimizer, weight_bytes=0 if wide else 2),
-            keeping=Keeping(where.zero, where.zero_ranks, recomputed(where.recompute)),
+            number_formats=NumberFormats(
+                self.precision, self.optimizer, weight_bytes=0 if wide else 2
+            ),
+            memory_policy=MemoryPolicy(
+                where.zero, where.zero_ranks, recompute_modules(where.recompute)
+            ),
             software=Software(loss_chunk=LOSS_CHUNK),
             context=chosen.context,
             max_rows=chosen.max_rows,

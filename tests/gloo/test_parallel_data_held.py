@@ -10,11 +10,11 @@ import torch
 
 from moefold.mesh.partition import ALIGN
 from moefold.parallel.data.bucket import Bucket
-from moefold.planner.case import Held, Numbers, Recipe, kinds
-from moefold.planner.from_run import TrainingTask, choice_of
+from moefold.planner.case import NumberFormats, Recipe, StageContents, distinct_blocks
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory_chunk import two_largest, unsharded_units
 from moefold.planner.memory_state import StateSharding
+from moefold.planner.task import TrainingTask, layout_choice
 from moefold.spec.decoder import model_weights
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
@@ -124,12 +124,12 @@ def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
     """To the byte, but for the padding of runs."""
     case = Case(zero=zero)
     record, device = DECODERS[case.model], cpu_device(1e11, 1e10, 2**34)
-    numbers = Numbers(precision, OPTIMIZERS[case.optim])
+    numbers = NumberFormats(precision, OPTIMIZERS[case.optim])
     task = TrainingTask(
         "held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers
     )
-    choice = choice_of(case.layout, 1, precision)
-    planned = StateSharding.of(choice.case(task)).local_state(model_weights(record))
+    choice = layout_choice(case.layout, 1, precision)
+    planned = StateSharding.of(choice.build_case(task)).local_state(model_weights(record))
     for rank in (seen[precision, zero] for seen in seen()):
         runs = [(length * RANKS, width) for _, length, width, _ in rank["buckets"]]
         padding = 4 * (sum(length for length, _ in runs) - rank["whole"])
@@ -146,10 +146,10 @@ def test_what_passes_have_whole_is_what_the_planner_says(zero: int) -> None:
     """Of two units at once: no less than there is, and no more than a norm or a table beyond it."""
     case, record = Case(zero=zero), DECODERS[Case().model]
     where = Cluster(cpu_device(1e11, 1e10, 2**34), RANKS, RANKS, RANKS)
-    numbers = Numbers("fp32", OPTIMIZERS[case.optim], weight_bytes=0)
+    numbers = NumberFormats("fp32", OPTIMIZERS[case.optim], weight_bytes=0)
     task = TrainingTask("held", record, 24, 4 * RANKS, where, numbers)
-    split = StateSharding.of(choice_of(case.layout, 1, "fp32").case(task))
-    held = Held(tuple((kind, 1) for kind in kinds(record)[1]), 0, True, True)
+    split = StateSharding.of(layout_choice(case.layout, 1, "fp32").build_case(task))
+    held = StageContents(tuple((kind, 1) for kind in distinct_blocks(record)[1]), 0, True, True)
     weights, gradients = map(two_largest, unsharded_units(record, split, held))
     for rank in seen():
         looked = rank["fp32", zero]

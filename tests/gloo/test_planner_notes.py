@@ -18,7 +18,7 @@ from moefold.model.init import initial_values
 from moefold.parallel.apply import build_flow, build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.planner.case import recomputed
+from moefold.planner.case import recompute_modules
 from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.spec.layer import Shape
 from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, StorageRecorder
@@ -68,7 +68,7 @@ def look(ranks: Group) -> None:
             ALL,
         ):
             policy = Selective(modules=kinds)
-            planned = whole - saved_bytes(parts) + saved_bytes(parts, recomputed(policy))
+            planned = whole - saved_bytes(parts) + saved_bytes(parts, recompute_modules(policy))
             assert alive(block, policy, world, planned) == planned, (name, kinds)
     world.close()
 

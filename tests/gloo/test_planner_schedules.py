@@ -22,7 +22,13 @@ from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
-from moefold.planner.case import Case, Keeping, Numbers, offloaded, recomputed
+from moefold.planner.case import (
+    Case,
+    MemoryPolicy,
+    NumberFormats,
+    offload_fields,
+    recompute_modules,
+)
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.spec.decoder import with_multi_token
@@ -230,9 +236,11 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
         max_rows=rows,
         clones=slots,
         load=1.0,
-        numbers=Numbers(asked.codes or "fp32", AdamW(lr=1e-3), weight_bytes=0),
-        keeping=Keeping(
-            zero=asked.zero, recompute=recomputed(layout.recompute), **offloaded(layout.offload)
+        number_formats=NumberFormats(asked.codes or "fp32", AdamW(lr=1e-3), weight_bytes=0),
+        memory_policy=MemoryPolicy(
+            zero=asked.zero,
+            recompute=recompute_modules(layout.recompute),
+            **offload_fields(layout.offload),
         ),
     )
     row = case.rows * HIDDEN * (2 if asked.codes else 4)

@@ -11,10 +11,10 @@ import torch
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.optim.muon import MuonOptimizer
 from moefold.parallel.config import StatePlacement
-from moefold.planner.case import Numbers, Recipe
-from moefold.planner.from_run import TrainingTask, choice_of
+from moefold.planner.case import NumberFormats, Recipe
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import StageMemory, estimate_memory
+from moefold.planner.task import TrainingTask, layout_choice
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import quick_folder
 from tests.gloo.harness import run_ranks
@@ -89,11 +89,11 @@ def seen() -> list[list[dict[str, int]]]:
 def planned(case: Case, precision: Recipe, place: StatePlacement) -> StageMemory:
     """Return what the planner says of a case."""
     record, device = DECODERS[case.model], cpu_device(1e11, 1e10, 2**34)
-    numbers = Numbers(precision, OPTIMIZERS[case.optim])
+    numbers = NumberFormats(precision, OPTIMIZERS[case.optim])
     cluster = Cluster(device, RANKS, RANKS, RANKS)
     task = TrainingTask("state", record, 24, 4 * RANKS, cluster, numbers)
     layout = case.layout.model_copy(update={"state": place})
-    (found,) = estimate_memory(choice_of(layout, 1, precision).case(task))
+    (found,) = estimate_memory(layout_choice(layout, 1, precision).build_case(task))
     return found
 
 

@@ -614,8 +614,8 @@ PLANTS = (
         "all recipes of few bits are starred",
         "tests/pure/test_planner_answer.py::"
         "test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks",
-        "planner/answer.py",
-        "is not None and self.rows is None:",
+        "planner/plan.py",
+        "is not None and self.quantised_rows is None:",
         "is not None:",
     ),
     Plant(

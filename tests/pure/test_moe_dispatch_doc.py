@@ -9,10 +9,10 @@ import pytest
 from moefold.layers.config import OffloadToPages
 from moefold.mesh.config import Sizes
 from moefold.moe.dispatch.config import Padded, Spread
-from moefold.planner.case import Keeping, evened
+from moefold.planner.case import MemoryPolicy, load_with_clones
 from moefold.planner.memory_pages import ChunkBlocks, count_pages, page_bytes, unpaged
 from moefold.planner.memory_saved import saved_bytes, saved_tensors
-from moefold.planner.published import model
+from moefold.planner.published import published_model
 from moefold.schedule.table import Action
 from moefold.spec.layer import Shape as LayerShape
 
@@ -134,18 +134,20 @@ def room(way: str, copies: int, load: float, ep: int) -> int:
         case "spread":
             return Spread(max_rows=ceil(copies * load)).buffer_rows(Sizes(ep=ep))
         case _:
-            return room("spread", copies, evened(load, SLOTS), ep)
+            return room("spread", copies, load_with_clones(load, SLOTS), ep)
 
 
 def kept_of(name: str, way: str, load: float | None) -> float:
     """Return the bytes that a layer with experts keeps of one micro-batch."""
-    decoder, ep = model(name).decoder, MODELS[name]
+    decoder, ep = published_model(name).decoder, MODELS[name]
     block = decoder.blocks[-1]
     copies = TOKENS * block.ffn.router.top_k  # type: ignore[attr-defined]
     slots = SLOTS if way == "clones" else 0
     rows = room(way, copies, ep if load is None else load, ep)
     shape = LayerShape(decoder.hidden, TOKENS, ep=ep, room=rows, clones=slots)
-    keeping = Keeping(page=64, page_load=OffloadToPages().load) if way == "pages" else Keeping()
+    keeping = (
+        MemoryPolicy(page=64, page_load=OffloadToPages().load) if way == "pages" else MemoryPolicy()
+    )
     line = (Action("F", 0, 0), Action("B", 0, 0))
     stored, _ = page_bytes(*count_pages([ChunkBlocks([block])], shape, keeping, line), keeping.page)
     return stored + saved_bytes(unpaged(part, keeping) for part in saved_tensors(block, shape))

@@ -13,12 +13,19 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_violations
 from moefold.moe.dispatch.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
-from moefold.planner.answer import Plan, PlannedLayout, fragment, plan
 from moefold.planner.case import Case
-from moefold.planner.from_run import NCCL_EP, REFERENCE, TEACHER, UNMEASURED, choice_of, of_run
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import fullest_rank
 from moefold.planner.network import ring_seconds, strided_reach
+from moefold.planner.plan import Plan, PlannedLayout, plan, run_file_fragment
+from moefold.planner.task import (
+    NCCL_EP_NOTE,
+    REFERENCE_NOTE,
+    TEACHER_NOTE,
+    UNMEASURED_NOTE,
+    layout_choice,
+    task_from_run,
+)
 from moefold.planner.time import estimate_time
 from moefold.planner.time_layer import build_setting
 from moefold.run import Run, load_run, require_fit
@@ -47,8 +54,8 @@ def as_printed(found: Plan) -> PlannedLayout:
 
     It is refused where training would refuse it.
     """
-    assert found.today is not None
-    said = yaml.safe_load(yaml.safe_dump(fragment(found.today)))
+    assert found.trainable is not None
+    said = yaml.safe_load(yaml.safe_dump(run_file_fragment(found.trainable)))
     task, train = found.task, said["train"]
     layout = check(RunLayout, said["layout"]).record
     assert layout is not None and train["batch"] == task.batch
@@ -56,8 +63,8 @@ def as_printed(found: Plan) -> PlannedLayout:
     assert not size_violations(layout.split, model, world, layout.order, layout.stages)
     assert not [*layout.violations(model), *layout.world_violations(world)]
     assert not list(layout.step_violations(task.batch // train["micro_batch"]))
-    choice = choice_of(layout, train["micro_batch"], train["precision"])
-    return PlannedLayout(choice, choice.case(task))
+    choice = layout_choice(layout, train["micro_batch"], train["precision"])
+    return PlannedLayout(choice, choice.build_case(task))
 
 
 def same(one: PlannedLayout, other: PlannedLayout) -> None:
@@ -71,21 +78,21 @@ def test_what_is_printed_is_what_was_planned(
     name: str, where: str, batch: int, memory_gb: float | None
 ) -> None:
     found = planned(name, where, batch, memory_gb)
-    assert found.today is not None and not found.today.not_yet
-    same(as_printed(found), found.today)
+    assert found.trainable is not None and not found.trainable.unsupported
+    same(as_printed(found), found.trainable)
 
 
 @pytest.mark.parametrize(("name", "where"), [("olmoe_1b_7b", "h100x4"), ("tiny", "a100x4")])
 def test_the_run_file_is_planned_alike(name: str, where: str, tmp_path) -> None:
     """Through the whole reading of a run file, on as many ranks as the plan has devices."""
     found = plan(name, where, batch=64, top=1)
-    assert found.today is not None
+    assert found.trainable is not None
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"base": name, **fragment(found.today)}))
+    path.write_text(yaml.safe_dump({"base": name, **run_file_fragment(found.trainable)}))
     run = load_run(path)
     require_fit(run, found.task.cluster.devices)
-    task, choice = of_run(run, found.task.cluster)
-    same(PlannedLayout(choice, choice.case(task)), found.today)
+    task, choice = task_from_run(run, found.task.cluster)
+    same(PlannedLayout(choice, choice.build_case(task)), found.trainable)
 
 
 def test_a_run_file_takes_back_what_its_base_has(tmp_path) -> None:
@@ -98,13 +105,13 @@ def test_a_run_file_takes_back_what_its_base_has(tmp_path) -> None:
     shape = {"model": {"shape": {"layers": 4}}, "train": {"batch": 12}}
     base.write_text(yaml.safe_dump({"base": "tiny", **shape, "layout": own}))
     found = plan(base, "h100x2", top=1)
-    assert found.today is not None and found.run_file is not None
+    assert found.trainable is not None and found.run_file is not None
     path.write_text(yaml.safe_dump({"base": str(base), **found.run_file}))
     run = load_run(path)
     require_fit(run, 2)
     assert run.layout.recompute is None and run.layout.experts == "loop"
-    task, choice = of_run(run, found.task.cluster)
-    same(PlannedLayout(choice, choice.case(task)), found.today)
+    task, choice = task_from_run(run, found.task.cluster)
+    same(PlannedLayout(choice, choice.build_case(task)), found.trainable)
 
 
 def groups_of_moments(*overrides: str) -> Run:
@@ -121,8 +128,8 @@ def groups_of_moments(*overrides: str) -> Run:
 def test_what_a_run_s_own_rules_refuse_is_not_for_today() -> None:
     run = groups_of_moments()
     found = plan(run, "h100x8", top=1)
-    assert found.today is not None and not list(run.rules()) and not found.today_problem
-    said = fragment(found.today)
+    assert found.trainable is not None and not list(run.rules()) and not found.trainable_problem
+    said = run_file_fragment(found.trainable)
     layout = RunLayout.model_validate(said["layout"])
     update = {"layout": layout, "train": run.train.model_copy(update=said["train"])}
     assert not list(run.model_copy(update=update).rules())
@@ -131,9 +138,9 @@ def test_what_a_run_s_own_rules_refuse_is_not_for_today() -> None:
 def test_rules_that_refuse_every_layout_are_said() -> None:
     """One odd sequence for four ranks: tp cuts its groups of moments."""
     found = plan(groups_of_moments("data.seq=1023"), "h100x4", batch=1, top=1)
-    assert found.today is None and found.best is not None
+    assert found.trainable is None and found.best is not None
     said = "rules refuse every layout that fits; the fastest, tp2 pp2 ep2, breaks layout.sizes: tp"
-    assert said in found.today_problem, found.today_problem
+    assert said in found.trainable_problem, found.trainable_problem
 
 
 def test_a_given_layout_that_its_schedule_cannot_run_is_said() -> None:
@@ -141,14 +148,14 @@ def test_a_given_layout_that_its_schedule_cannot_run_is_said() -> None:
     own = ["model.shape.layers=4", "layout.sizes=pp2 vpp2", "train.micro_batch=2"]
     found = plan(load_run("tiny", own), "h100x2", batch=6, top=1)
     assert found.given is None and "groups of 2" in found.given_problem
-    assert found.today is not None
+    assert found.trainable is not None
 
 
 def test_what_training_cannot_execute_is_never_printed() -> None:
     found = planned("Qwen3-30B-A3B", "gb200x8", 128)
-    assert found.best is not None and found.best.not_yet
+    assert found.best is not None and found.best.unsupported
     with pytest.raises(ValueError, match="training does not support"):
-        fragment(found.best)
+        run_file_fragment(found.best)
 
 
 @pytest.mark.parametrize(
@@ -161,26 +168,26 @@ def test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks
     wide = ("model.shape={hidden: 256, layers: 2, heads: 4, kv_heads: 2, head_dim: 128, experts: 8,"
             " top_k: 2, expert_width: 256}", "data.seq=512", "train.batch=32")  # fmt: skip
     run = load_run("tiny", [*wide, "layout.sizes=tp2 ep2"])
-    task, choice = of_run(run, parse_cluster("h100x4"))
+    task, choice = task_from_run(run, parse_cluster("h100x4"))
     choice = replace(choice, recipe="fp8_block", sizes=Sizes.parse(sizes))
-    layout = PlannedLayout(choice, choice.case(task))
-    assert layout.not_yet == (() if rows else ("precision fp8_block",))
+    layout = PlannedLayout(choice, choice.build_case(task))
+    assert layout.unsupported == (() if rows else ("precision fp8_block",))
     if rows:
-        said = fragment(layout)["train"]
+        said = run_file_fragment(layout)["train"]
         assert said["precision"] == "bf16"
         given = yaml.safe_dump(said["quantise"], default_flow_style=True).strip()
         again = load_run("tiny", [*wide, f"layout.sizes={sizes}", f"train.quantise={given}"])
         record = again.train.quantise
         assert (record.kind, record.rows) == ("fp8_block", rows)  # type: ignore[union-attr]
-        planned = of_run(again, parse_cluster("h100x4"))[1]
+        planned = task_from_run(again, parse_cluster("h100x4"))[1]
         assert planned.recipe == choice.recipe
 
 
 def test_layers_of_other_stacks_have_no_run_file() -> None:
     found = plan("GPT-OSS-20B", "h100x8", batch=64, top=1)
-    assert found.today is None and found.best is not None
-    assert "experts with biases" in found.best.not_yet
-    assert "does not support the model's experts with biases" in found.today_problem
+    assert found.trainable is None and found.best is not None
+    assert "experts with biases" in found.best.unsupported
+    assert "does not support the model's experts with biases" in found.trainable_problem
 
 
 # ----------------------------------------------------------------------------- of a run file
@@ -189,8 +196,8 @@ def test_layers_of_other_stacks_have_no_run_file() -> None:
 def case(*overrides: str, devices: int = 4) -> Case:
     """Return the step of a recipe with changes."""
     run = load_run("olmoe_1b_7b", ["train.batch=32", *overrides])
-    task, choice = of_run(run, parse_cluster(f"h100x{devices}"))
-    return choice.case(task)
+    task, choice = task_from_run(run, parse_cluster(f"h100x{devices}"))
+    return choice.build_case(task)
 
 
 FIELDS = {
@@ -222,7 +229,7 @@ def test_room_for_all_rows_is_planned() -> None:
     )
     assert nccl.peak_action.activations > 2 * hybrid.peak_action.activations
     run = load_run("olmoe_1b_7b", ['layout.dispatch={"kind": "nccl_ep", "max_rows": 9000}'])
-    assert NCCL_EP in of_run(run, parse_cluster("h100x4"))[0].assumed
+    assert NCCL_EP_NOTE in task_from_run(run, parse_cluster("h100x4"))[0].assumptions
 
 
 def test_each_kind_of_context_parallelism_has_its_price() -> None:
@@ -237,7 +244,7 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
     attention = ring.decoder.blocks[0].attention
     keys = ring.micro_batch * ring.seq / 4 * 2 * attention.kv_heads * attention.head_dim * 2
     once = ring_seconds(4 * keys, strided_reach(ring.cluster, 4, 1), ring.cluster, setting.rates)
-    assert shown[1] == pytest.approx(2 * once * len(ring.decoder.blocks) * ring.micro_batches)
+    assert shown[1] == pytest.approx(2 * once * len(ring.decoder.blocks) * ring.num_micro_batches)
     # Gathered keys of four ranks stay; exchanged heads stay beside the rows they come from.
     kept = [fullest_rank(one).total for one in (ring, gathered, heads, mixed)]
     assert kept[1] > kept[2] == pytest.approx(kept[3]) and kept[2] > kept[0]
@@ -266,13 +273,13 @@ def test_losses_that_run_another_model_say_that_it_is_not_counted() -> None:
     def said(loss: Record) -> tuple[str, ...]:
         train = run.train.model_copy(update={"loss": loss})
         changed = run.model_copy(update={"train": train})
-        return of_run(changed, parse_cluster("h100x4"))[0].assumed
+        return task_from_run(changed, parse_cluster("h100x4"))[0].assumptions
 
-    assert REFERENCE in said(Dpo()) and TEACHER in said(Distill(teacher="folder"))
+    assert REFERENCE_NOTE in said(Dpo()) and TEACHER_NOTE in said(Distill(teacher="folder"))
     for one in (run.train.loss, Dpo(reference="stored"), Distill(teacher="folder", stored="said")):
-        assert not {REFERENCE, TEACHER} & set(said(one))
+        assert not {REFERENCE_NOTE, TEACHER_NOTE} & set(said(one))
 
 
 def test_a_plan_says_that_no_gpu_has_measured_it() -> None:
-    task, _ = of_run(load_run("tiny"), parse_cluster("h100x4"))
-    assert UNMEASURED in task.assumed and UNMEASURED not in task.notes
+    task, _ = task_from_run(load_run("tiny"), parse_cluster("h100x4"))
+    assert UNMEASURED_NOTE in task.assumptions and UNMEASURED_NOTE not in task.notes

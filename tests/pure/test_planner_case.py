@@ -10,7 +10,7 @@ from moefold.layers.config import Full, Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import MultiToken
-from moefold.planner.case import Case, Keeping, recomputed
+from moefold.planner.case import Case, MemoryPolicy, recompute_modules
 from moefold.planner.hardware import parse_cluster
 from moefold.run import load_run
 from moefold.schedule.config import (
@@ -44,10 +44,10 @@ def case(**changes: Any) -> Case:
 def test_what_follows_from_a_published_layout() -> None:
     one = case()
     assert (one.world, one.folding.dp, one.folding.edp) == (256, 64, 1)
-    assert (one.micro_batches, one.rows, one.multi_token) == (128, 4096, 1)
+    assert (one.num_micro_batches, one.rows, one.multi_token) == (128, 4096, 1)
     assert peak_in_flight(one.table) == (19, 17, 15, 13)
-    assert [len(stage) for stage in one.places[0]] == [5, 4, 4, 4]
-    assert [place.kind for place in one.places[3][3]] == ["layer", "multi_token", "loss"]
+    assert [len(stage) for stage in one.stage_parts[0]] == [5, 4, 4, 4]
+    assert [place.kind for place in one.stage_parts[3][3]] == ["layer", "multi_token", "loss"]
     assert one.table is case().table, "a schedule's table is made once"
 
 
@@ -83,19 +83,19 @@ def test_what_no_run_could_have_is_refused(changes: dict[str, Any], words: str) 
 )
 def test_what_is_kept_is_checked(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Keeping(**changes)
+        MemoryPolicy(**changes)
 
 
 def test_recompute_records_of_a_run_file_have_their_modules() -> None:
-    assert recomputed(None) == frozenset()
-    assert recomputed(Full()) == {"block"}
-    assert recomputed(Selective(modules=("norms", "mla_up"))) == {"norms", "mla_up"}
+    assert recompute_modules(None) == frozenset()
+    assert recompute_modules(Full()) == {"block"}
+    assert recompute_modules(Selective(modules=("norms", "mla_up"))) == {"norms", "mla_up"}
     with pytest.raises(ValueError, match="OneFOneB cannot be planned"):
-        recomputed(OneFOneB())
+        recompute_modules(OneFOneB())
 
 
 def test_the_planner_imports_no_torch() -> None:
-    names = "case hardware count memory memory_kept memory_state time"
+    names = "case hardware count memory memory_saved memory_state time"
     lines = [f"import moefold.planner.{name}" for name in names.split()]
     lines.append("import sys; assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=60)

@@ -11,11 +11,11 @@ from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon
-from moefold.planner.case import Case, Numbers
+from moefold.planner.case import Case, NumberFormats
 from moefold.planner.curves import constants
-from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine, default_machine_file, parse_cluster
 from moefold.planner.memory import GPU_OVERHEADS, software_overheads
+from moefold.planner.task import task_from_run
 from moefold.planner.time import estimate_time, orthogonal_seconds
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
@@ -44,7 +44,7 @@ def case(machine: Machine = MACHINE, **numbers: object) -> Case:
     decoder = Decoder(vocab=1024, hidden=128, stacks=(Stack(repeat=2, blocks=(block,)),))
     return Case(
         decoder, 256, 4, 4, machine.cluster, Sizes(), Stages.balanced(1, 1, 2), OneFOneB(),
-        "local", 1.0, Numbers(**numbers),  # type: ignore[arg-type]
+        "local", 1.0, NumberFormats(**numbers),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -156,6 +156,6 @@ def test_orthogonal_updates_take_their_products_by_hand() -> None:
 def test_auto_is_planned_as_what_the_machine_is_faster_in(bf16: float) -> None:
     """Plant: plan ``auto`` as bf16 whatever ``moefold bench`` measured."""
     run = load_run("demo")
-    _, choice = of_run(run, replace(MACHINE, bf16=bf16).cluster)
+    _, choice = task_from_run(run, replace(MACHINE, bf16=bf16).cluster)
     assert choice.recipe == ("bf16" if bf16 > MACHINE.fp32 else "fp32")
-    assert of_run(run, parse_cluster("a100x1"))[1].recipe == "bf16"
+    assert task_from_run(run, parse_cluster("a100x1"))[1].recipe == "bf16"

@@ -15,8 +15,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
-from moefold.planner.case import Case, Keeping, Numbers, Software
-from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
+from moefold.planner.case import Case, MemoryPolicy, NumberFormats, Software
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import (
     StageMemory,
@@ -29,6 +28,7 @@ from moefold.planner.memory import (
 from moefold.planner.memory_saved import saved_tensors_of
 from moefold.planner.memory_state import StateBytes, StateSharding, state_estimator
 from moefold.planner.search_space import SCHEDULES
+from moefold.planner.untrained import AbsentLayer, Mamba2, UngatedMoe, make_block
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import embedding, model_weights, with_multi_token
 from moefold.spec.layer import Weight
@@ -52,7 +52,7 @@ def state(case: Case, weights: list[Weight]) -> StateBytes:
 def stage_states(case: Case) -> list[StateBytes]:
     """Return the state of a rank of each pipeline rank, from the first to the last."""
     states = state_estimator(case.decoder, StateSharding.of(case))
-    return [states.rank_state(held) for held in case.held]
+    return [states.rank_state(held) for held in case.rank_contents]
 
 
 def layout(entry: dict[str, Any]) -> Case:
@@ -70,7 +70,7 @@ def layout(entry: dict[str, Any]) -> Case:
         Interleaved() if vpp > 1 else OneFOneB(),
         "alltoall",
         1.0,
-        keeping=Keeping(zero=int(entry["dist_opt"])),
+        memory_policy=MemoryPolicy(zero=int(entry["dist_opt"])),
         software=MEGATRON,
     )
 
@@ -144,7 +144,7 @@ def deepseek(recompute: frozenset[Any] = frozenset()) -> Case:
     sizes = Sizes(pp=4, vpp=4, ep=64)
     return Case(
         model, 4096, 8192, 1, parse_cluster("gb200x256"), sizes, stages, Interleaved(), "alltoall",
-        1.0, keeping=Keeping(recompute=recompute), software=MEGATRON,
+        1.0, memory_policy=MemoryPolicy(recompute=recompute), software=MEGATRON,
     )  # fmt: skip
 
 
@@ -181,10 +181,10 @@ def moonlight() -> Decoder:
 def nano() -> Decoder:
     pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
     router = Router(experts=128, top_k=6)
-    mixture = PlainMoe(width=1856, router=router, shared=Shared(width=3712))
+    mixture = UngatedMoe(width=1856, router=router, shared=Shared(width=3712))
     mixers = {"M": Mamba2(heads=64, head_dim=64), "*": Gqa(heads=32, kv_heads=2, head_dim=128)}
     blocks = tuple(
-        block(mixers[letter], mixture if after == "E" else Nothing())
+        make_block(mixers[letter], mixture if after == "E" else AbsentLayer())
         for letter, after in pairwise(pattern + " ")
         if letter != "E"
     )
@@ -212,8 +212,8 @@ def published(row: dict[str, Any]) -> Case:
     batch = row["world"] // row["tp"] * (4 if row.get("merged") else 1)
     return Case(
         model, row["seq"], batch, 1, parse_cluster(f"h100x{row['world']}"), sizes, stages, schedule,
-        "hybrid_ep", 1.0, Numbers(gradient_bytes=2, moment_bytes=narrow),
-        Keeping(recompute=frozenset(row["recompute"])),
+        "hybrid_ep", 1.0, NumberFormats(gradient_bytes=2, moment_bytes=narrow),
+        MemoryPolicy(recompute=frozenset(row["recompute"])),
         replace(MEGATRON, cuda_graphs=row.get("graphs", "none")),
     )  # fmt: skip
 
@@ -287,8 +287,8 @@ def test_totals_are_those_of_every_moment_of_the_whole_step(schedule, pp: int, v
     for m, zero in ((2 * pp, 1), (8 * pp, 2), (8 * pp + 1, 1), (11 * pp, 0)):
         if any(schedule.violations(pp, vpp, m)):
             continue
-        keeping = Keeping(zero=zero, recompute=frozenset(("norms",)))
-        case = small(pp, schedule, m, sizes=Sizes(pp=pp, vpp=vpp, ep=2), keeping=keeping)
+        keeping = MemoryPolicy(zero=zero, recompute=frozenset(("norms",)))
+        case = small(pp, schedule, m, sizes=Sizes(pp=pp, vpp=vpp, ep=2), memory_policy=keeping)
         whole = [one.total for one in estimate_memory(case)]
         assert list(rank_totals(case)) == pytest.approx(whole)
         assert fullest_rank(case).total == pytest.approx(max(whole))
@@ -303,8 +303,10 @@ def parts(case: Case) -> StageMemory:
 def test_each_stage_of_sharding_takes_its_part() -> None:
     """What is shared lies once on all copies: eight of dense parts, four of each expert's."""
     for zero in range(4):
-        case = small(keeping=Keeping(zero=zero), software=MEGATRON)
-        weights = [w for chunk in case.places[1] for p in chunk for w in place_weights(case, p)]
+        case = small(memory_policy=MemoryPolicy(zero=zero), software=MEGATRON)
+        weights = [
+            w for chunk in case.stage_parts[1] for p in chunk for w in place_weights(case, p)
+        ]
         copies = [case.folding.edp if w.expert else case.folding.dp for w in weights]
         locals_ = [elements_here(case, w) for w in weights]
         shared = sum(local / n for local, n in zip(locals_, copies, strict=True))
@@ -317,11 +319,11 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
 
 def test_passes_have_two_units_whole_that_are_shared_out() -> None:
     """Weights in the compute dtype under ZeRO 3, gradients in fp32 from ZeRO 2 on."""
-    cases = [small(keeping=Keeping(zero=zero), software=Software()) for zero in range(4)]
+    cases = [small(memory_policy=MemoryPolicy(zero=zero), software=Software()) for zero in range(4)]
     plain, one, two, three = (
         max(m.temporaries for m in parts(case).actions[:-1]) for case in cases
     )
-    weights = place_weights(cases[0], cases[0].places[0][0][1])
+    weights = place_weights(cases[0], cases[0].stage_parts[0][0][1])
     layer = sum(elements_here(cases[0], weight) for weight in weights)
     assert plain == one
     assert two - one == pytest.approx(2 * 4 * layer, rel=0.02)
@@ -333,16 +335,16 @@ def test_passes_have_two_units_whole_that_are_shared_out() -> None:
 def test_offload_and_recompute_take_away_what_they_name() -> None:
     base = parts(small()).peak_action.activations
     experts = frozenset(("experts",))
-    away = Keeping(offload=experts, in_flight=0)
-    gone = parts(small(keeping=away)).peak_action.activations
-    two = parts(small(keeping=replace(away, offload_share=2 / 3))).peak_action.activations
+    away = MemoryPolicy(offload=experts, in_flight=0)
+    gone = parts(small(memory_policy=away)).peak_action.activations
+    two = parts(small(memory_policy=replace(away, offload_share=2 / 3))).peak_action.activations
     assert gone < two < base
     assert base - two == pytest.approx((base - gone) * 2 / 3), "two of the rank's three layers"
     block_only = parts(
-        small(keeping=Keeping(recompute=frozenset(("block",))))
+        small(memory_policy=MemoryPolicy(recompute=frozenset(("block",))))
     ).peak_action.activations
     assert block_only < gone
-    moved = parts(small(keeping=Keeping(optimizer_offload=1.0))).state
+    moved = parts(small(memory_policy=MemoryPolicy(optimizer_offload=1.0))).state
     assert (moved.master, moved.moments) == (0, 0)
 
 

@@ -10,7 +10,7 @@ from moefold.config.errors import RunError
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
-from moefold.planner.notes import notes
+from moefold.planner.notes import run_notes
 from moefold.run import load_run, recipes
 
 KINDS = ("norms", "attention", "mla_up", "ffn", "shared", "experts", "permute", "gather")
@@ -39,7 +39,9 @@ def said(model: str, modules: tuple[str, ...], sizes: str = "") -> list[str]:
     recompute = {"kind": "selective", "modules": list(modules)}
     changes = {"model": MODELS[model], "layout": {"sizes": sizes, "recompute": recompute}}
     return list(
-        notes(load_run("tiny", [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
+        run_notes(
+            load_run("tiny", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+        )
     )
 
 
@@ -94,11 +96,11 @@ def test_sequences_above_what_a_model_knows_are_said(
     if stretched is not None:
         model["rope"] = {"yarn": {"factor": 4.0, "original_length": stretched // 4}}
     for seq, warned in ((longest, False), (longest + 2, True)):
-        lines = notes(load_run("tiny", [f"model={json.dumps(model)}", f"data.seq={seq}"]))
+        lines = run_notes(load_run("tiny", [f"model={json.dumps(model)}", f"data.seq={seq}"]))
         assert [line.startswith("data.seq: ") for line in lines] == [True] * warned
         assert all(str(longest) in line for line in lines)
 
 
 @pytest.mark.parametrize("name", recipes())
 def test_of_a_recipe_nothing_is_said(name: str) -> None:
-    assert not notes(load_run(name))
+    assert not run_notes(load_run(name))

@@ -8,15 +8,15 @@ import pytest
 
 from moefold.kernels.quantise.config import Fp8Block
 from moefold.model.config import MultiToken
-from moefold.planner.answer import PlannedLayout, _published, plan
-from moefold.planner.case import Keeping
-from moefold.planner.from_run import Published, TrainingTask, of_model, published_layouts
+from moefold.planner.case import MemoryPolicy
 from moefold.planner.hardware import catalogue, parse_cluster
 from moefold.planner.memory import peak_within
-from moefold.planner.page import facts
-from moefold.planner.published import entries, model
+from moefold.planner.page import plan_json
+from moefold.planner.plan import PlannedLayout, _published_layouts, plan
+from moefold.planner.published import published_entries, published_model
 from moefold.planner.search import MEMORY_RESERVE, Search
-from moefold.planner.search_space import Space, everything, formats
+from moefold.planner.search_space import SearchSpace, candidate_recipes, full_space
+from moefold.planner.task import PublishedLayout, TrainingTask, published_layouts, task_from_model
 from moefold.planner.time import estimate_time
 from moefold.schedule.config import OneFOneB
 from moefold.spec.decoder import with_multi_token
@@ -26,25 +26,28 @@ BLOCKS = frozenset(("block",))
 MATRIX = pytest.mark.matrix
 
 
-EACH = [pytest.param(name, marks=MATRIX if turn % 3 else []) for turn, name in enumerate(entries())]
+EACH = [
+    pytest.param(name, marks=MATRIX if turn % 3 else [])
+    for turn, name in enumerate(published_entries())
+]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
     """By a search among few policies, on one of the devices, in turns."""
     devices = list(catalogue())
-    device = devices[[*entries()].index(name) % len(devices)]
-    task = of_model(model(name), parse_cluster(f"{device.lower()}x512"), 4096)
-    recipe = formats(task.cluster.device, "bf16")[0]
-    space = Space((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
+    device = devices[[*published_entries()].index(name) % len(devices)]
+    task = task_from_model(published_model(name), parse_cluster(f"{device.lower()}x512"), 4096)
+    recipe = candidate_recipes(task.cluster.device, "bf16")[0]
+    space = SearchSpace((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
     found = Search(task).best(replace(space, optimizer_offloads=(0.0, 1.0)), 1)
     assert found, device
-    assert found[0].seconds > 0 and found[0].bytes < task.cluster.device.memory_bytes
+    assert found[0].seconds > 0 and found[0].peak_bytes < task.cluster.device.memory_bytes
 
 
 def whole(share: int) -> list[tuple[str, str]]:
     """Return one pair of ``share``, by a hash of their names."""
-    pairs = [(name, device) for name in entries() for device in catalogue()]
+    pairs = [(name, device) for name in published_entries() for device in catalogue()]
     return [pair for pair in pairs if zlib.crc32(" on ".join(pair).encode()) % share == 0]
 
 
@@ -55,7 +58,7 @@ SAMPLE = [pytest.param(*pair, marks=[] if pair in whole(400) else MATRIX) for pa
 def test_a_model_and_a_cluster_and_a_batch_are_enough(name: str, device: str) -> None:
     found = plan(name, f"{device.lower()}x64", batch=256)
     assert found.best is not None and found.best.fits
-    said = json.dumps(facts(found, 1e12), allow_nan=False)
+    said = json.dumps(plan_json(found, 1e12), allow_nan=False)
     assert json.loads(said)["best"]["step_time_s"] == pytest.approx(found.best.step_time_s)
 
 
@@ -63,11 +66,11 @@ def test_the_sample_is_neither_empty_nor_all() -> None:
     assert 1 <= len(whole(400)) < len(whole(100)) <= 6
 
 
-def fitting(task: TrainingTask, row: Published) -> list[float]:
+def fitting(task: TrainingTask, row: PublishedLayout) -> list[float]:
     """Return the times of a published layout, with all that could make it fit, where it does."""
     room, found = task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE), []
-    for keeping in keepings(everything(task), row.choice.sizes.pp):
-        case = replace(row.choice, keeping=keeping).case(task)
+    for keeping in keepings(full_space(task), row.choice.sizes.pp):
+        case = replace(row.choice, memory_policy=keeping).build_case(task)
         if peak_within(case, room) is not None:
             found.append(estimate_time(case).seconds)
     return found
@@ -90,17 +93,19 @@ def test_the_best_is_as_fast_as_the_published_layout(
     rows = published_layouts(name)
     one = next(found for found in rows if row in ("", found.id))
     where = where or f"{one.device.lower()}x{one.devices}"
-    task = of_model(model(name), parse_cluster(where), batch or one.batch, one.seq)
+    task = task_from_model(published_model(name), parse_cluster(where), batch or one.batch, one.seq)
     task = replace(task, decoder=with_multi_token(task.decoder, [MultiToken()] * extra))
-    (best,) = Search(task).best(replace(everything(task), recipes=(one.choice.recipe,)), 1)
+    (best,) = Search(task).best(replace(full_space(task), recipes=(one.choice.recipe,)), 1)
     times = fitting(task, one)
-    assert times or peak_within(one.choice.case(task), task.cluster.device.memory_bytes) is None
+    assert (
+        times or peak_within(one.choice.build_case(task), task.cluster.device.memory_bytes) is None
+    )
     assert all(best.seconds <= seconds * (1 + 1e-9) for seconds in times)
 
 
 def test_published_layouts_are_shown() -> None:
-    task = of_model(model("DeepSeek-V3"), parse_cluster("h800x2048"), 15360)
-    shown = [one for one in _published(task) if "arXiv 2505.09343" in one.source]
+    task = task_from_model(published_model("DeepSeek-V3"), parse_cluster("h800x2048"), 15360)
+    shown = [one for one in _published_layouts(task) if "arXiv 2505.09343" in one.source]
     assert shown and shown[0].layout == "pp16 vpp2 ep64" and shown[0].published_tflops == 385
 
 
@@ -110,22 +115,22 @@ def test_b56_deepseek_v3_fits_as_published_with_its_activations_in_codes() -> No
 
     Plant: products of weights that wait hold rows in 16 bits.
     """
-    task = of_model(model("DeepSeek-V3"), parse_cluster("h800x2048"), 15360)
+    task = task_from_model(published_model("DeepSeek-V3"), parse_cluster("h800x2048"), 15360)
     task = replace(task, decoder=with_multi_token(task.decoder, ()))
     (one,) = (row for row in published_layouts("DeepSeek-V3") if row.id == "dsv3-prod-isca")
     assert one.choice.sizes.text == "pp16 vpp2 ep64" and one.choice.recipe == "fp8_block"
     made = "norms", "mla_up", "attention", "experts", "shared", "ffn"
-    narrow = replace(one.choice, keeping=Keeping(recompute=frozenset(made)))
+    narrow = replace(one.choice, memory_policy=MemoryPolicy(recompute=frozenset(made)))
     room = task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
-    assert PlannedLayout(narrow, narrow.case(task)).not_yet == ()
-    assert peak_within(narrow.case(task), room) is not None
-    assert peak_within(replace(narrow, recipe="bf16").case(task), 1.2 * room) is None
-    fewer = replace(one.choice, keeping=Keeping(recompute=frozenset(made[:3])))
+    assert PlannedLayout(narrow, narrow.build_case(task)).unsupported == ()
+    assert peak_within(narrow.build_case(task), room) is not None
+    assert peak_within(replace(narrow, recipe="bf16").build_case(task), 1.2 * room) is None
+    fewer = replace(one.choice, memory_policy=MemoryPolicy(recompute=frozenset(made[:3])))
     coded = (
         task.decoder.model_copy(update={"quantise": Fp8Block(hidden=hidden)})
         for hidden in ("wide", "codes")
     )
-    peaks = [peak_within(fewer.case(replace(task, decoder=made)), room) for made in coded]
+    peaks = [peak_within(fewer.build_case(replace(task, decoder=made)), room) for made in coded]
     assert peaks[0] is None and peaks[1] is not None
 
 

@@ -11,12 +11,18 @@ import pytest
 from moefold.config.errors import RunError
 from moefold.layers.config import Auto, Full, OffloadKind, RecomputeKind, Selective
 from moefold.mesh.config import Sizes
-from moefold.planner.case import Case, Keeping
-from moefold.planner.from_run import Choice, choice_of, of_model, of_run, settled
+from moefold.planner.case import Case, MemoryPolicy
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import estimate_memory, fullest_rank
-from moefold.planner.published import model
+from moefold.planner.published import published_model
 from moefold.planner.recompute import _recompute_sets, choose_recompute, resolve_memory_limit
+from moefold.planner.task import (
+    LayoutChoice,
+    layout_choice,
+    task_from_model,
+    task_from_run,
+    with_memory_policy,
+)
 from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, ZeroBubbleH1
@@ -41,8 +47,10 @@ SHAPES = {
 def case_of(name: str) -> Case:
     """Return a shape's step of several micro-batches, with nothing made again."""
     where, sizes, schedule = SHAPES[name]
-    task = of_model(model(name.split(",")[0]), parse_cluster(where), 512, 4096, load=1.2)
-    return Choice(sizes, schedule, 1, "alltoall", "bf16").case(task)
+    task = task_from_model(
+        published_model(name.split(",")[0]), parse_cluster(where), 512, 4096, load=1.2
+    )
+    return LayoutChoice(sizes, schedule, 1, "alltoall", "bf16").build_case(task)
 
 
 def subsets(kinds: Collection[Module]) -> Iterator[frozenset[Module]]:
@@ -73,7 +81,7 @@ def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
     all_kinds = (*get_args(RecomputeKind), "block")
     found = {}
     for again in subsets(all_kinds):
-        tried = replace(case, keeping=replace(case.keeping, recompute=frozenset(again)))
+        tried = replace(case, memory_policy=replace(case.memory_policy, recompute=frozenset(again)))
         found[frozenset(again)] = fullest_rank(tried).total, estimate_time(tried).seconds
     least, most = (min(found.values())[0], found[frozenset()][0])
     chosen = set()
@@ -92,14 +100,14 @@ def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
 @pytest.mark.parametrize(("name", "place"), LEAVING)
 def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "disk"]) -> None:
     """Against all pairs of what is made again and what leaves, norms in one of them alone."""
-    case, found = case_of(name), dict[Keeping, tuple[float, float]]()
+    case, found = case_of(name), dict[MemoryPolicy, tuple[float, float]]()
     for again, away in product(_recompute_sets(case), subsets(get_args(OffloadKind))):
         if "norms" in again & away or ("block" in again and away - {"block"}):
             continue
         given = {"recompute": again, place: away}
-        tried = replace(case, keeping=replace(case.keeping, **given))
-        found[tried.keeping] = fullest_rank(tried).total, estimate_time(tried).seconds
-    most = found[case.keeping][0]
+        tried = replace(case, memory_policy=replace(case.memory_policy, **given))
+        found[tried.memory_policy] = fullest_rank(tried).total, estimate_time(tried).seconds
+    most = found[case.memory_policy][0]
     least = min(found.values())[0]
     chosen = set()
     for share in (0.0, 0.3, 0.85, 1.0):
@@ -118,23 +126,23 @@ def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "di
 def test_a_run_without_a_limit_is_not_told_to_raise_it() -> None:
     """A memory limit that is stated is named."""
     with pytest.raises(ValueError, match=r"auto with 80\.\d GB \(.*5 %\): .* GB; use a smaller"):
-        of_run(load_run("qwen3_30b_a3b", ["layout.recompute=auto"]), parse_cluster("h100x1"))
+        task_from_run(load_run("qwen3_30b_a3b", ["layout.recompute=auto"]), parse_cluster("h100x1"))
     limited = "layout.recompute={kind: auto, limit: 9 GB}"
     with pytest.raises(ValueError, match=r"limit 9 GB: .* GB; raise the limit, or use a smaller"):
-        of_run(load_run("qwen3_30b_a3b", [limited]), parse_cluster("h100x1"))
+        task_from_run(load_run("qwen3_30b_a3b", [limited]), parse_cluster("h100x1"))
 
 
 def test_a_run_is_settled_by_its_plan() -> None:
     """Its layout names the kinds; a run that names them itself stays as it is."""
     given = ["layout.recompute={kind: auto, limit: 60 GB}", "layout.zero=3"]
     run = load_run("qwen3_30b_a3b", [*given, "layout.sizes=ep8", "train.micro_batch=2"])
-    task, choice = of_run(run, parse_cluster("h100x16"))
-    record = settled(run, choice.keeping).layout.recompute
+    task, choice = task_from_run(run, parse_cluster("h100x16"))
+    record = with_memory_policy(run, choice.memory_policy).layout.recompute
     assert isinstance(record, Selective | Full)
-    assert max(one.total for one in estimate_memory(choice.case(task))) <= 60e9
+    assert max(one.total for one in estimate_memory(choice.build_case(task))) <= 60e9
     assert isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes == 60e9
-    keeping = replace(choice.keeping, recompute=frozenset(("norms",)))
-    assert settled(load_run("tiny"), keeping).layout.recompute is None
+    keeping = replace(choice.memory_policy, recompute=frozenset(("norms",)))
+    assert with_memory_policy(load_run("tiny"), keeping).layout.recompute is None
 
 
 def test_what_leaves_is_settled_too(tmp_path: Path) -> None:
@@ -143,11 +151,11 @@ def test_what_leaves_is_settled_too(tmp_path: Path) -> None:
     for place, limit in (("host: true", 75), (f"disk: {tmp_path}", 41)):
         auto = f"layout.recompute={{kind: auto, limit: {limit} GB, {place}}}"
         run = load_run("qwen3_30b_a3b", [auto, *sizes])
-        task, choice = of_run(run, parse_cluster("h100x16"))
-        layout = settled(run, choice.keeping).layout
+        task, choice = task_from_run(run, parse_cluster("h100x16"))
+        layout = with_memory_policy(run, choice.memory_policy).layout
         assert layout.offload is not None and not isinstance(layout.recompute, Auto)
-        case = choice_of(layout, 2, "bf16").case(task)
-        assert case.keeping == choice.keeping
+        case = layout_choice(layout, 2, "bf16").build_case(task)
+        assert case.memory_policy == choice.memory_policy
         assert max(one.total for one in estimate_memory(case)) <= limit * 1e9
 
 

@@ -17,15 +17,27 @@ from moefold.mesh.legality import size_violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.parallel.config import Layout
-from moefold.planner.answer import PlannedLayout, fragment
-from moefold.planner.case import Keeping, Recipe
-from moefold.planner.from_run import Choice, TrainingTask, of_model, of_run, published_layouts
+from moefold.planner.case import MemoryPolicy, Recipe
 from moefold.planner.hardware import device_by_name, parse_cluster, with_memory
 from moefold.planner.memory import fullest_rank, num_communicators, rank_totals
-from moefold.planner.published import entries, model
-from moefold.planner.search import MEMORY_RESERVE, Depth, Grids, Search
-from moefold.planner.search_change import _neighbours, changes
-from moefold.planner.search_space import Foldings, Space, everything, formats, today
+from moefold.planner.plan import PlannedLayout, run_file_fragment
+from moefold.planner.published import published_entries, published_model
+from moefold.planner.search import MEMORY_RESERVE, Grids, PipelineDepth, Search
+from moefold.planner.search_change import _single_changes, suggest_changes
+from moefold.planner.search_space import (
+    Foldings,
+    SearchSpace,
+    candidate_recipes,
+    full_space,
+    trainable_space,
+)
+from moefold.planner.task import (
+    LayoutChoice,
+    TrainingTask,
+    published_layouts,
+    task_from_model,
+    task_from_run,
+)
 from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
@@ -39,7 +51,7 @@ BLOCK = Block(
 )
 SMALL = Decoder(vocab=4096, hidden=512, stacks=(Stack(repeat=4, blocks=(BLOCK,)),))
 EXPERTS = frozenset(("experts", "ffn", "shared"))
-SPACE = Space(
+SPACE = SearchSpace(
     recipes=("bf16",),
     schedules=(OneFOneB(), Interleaved(), Merged()),
     dispatchers=("alltoall", "deep_ep"),
@@ -54,18 +66,18 @@ def small(memory_gb: float = 80.0) -> TrainingTask:
     return TrainingTask("small", SMALL, 2048, 16, where, load=1.0)
 
 
-def every(task: TrainingTask, space: Space) -> Iterator[Choice]:
+def every(task: TrainingTask, space: SearchSpace) -> Iterator[LayoutChoice]:
     """Yield every layout of a space with balanced stages."""
-    foldings = Foldings.of(task)
-    for tp, cp in foldings.attention:
-        for ep, etp in foldings.experts(tp, cp):
-            for pp in foldings.pipelines(tp, cp, ep, etp):
+    foldings = Foldings.for_task(task)
+    for tp, cp in foldings.attention_grids:
+        for ep, etp in foldings.expert_grids(tp, cp):
+            for pp in foldings.pipeline_sizes(tp, cp, ep, etp):
                 for vpp in range(1, 1 + (1 if pp == 1 else foldings.layers // pp)):
                     sizes = Sizes(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
                     yield from laid(task, space, sizes)
 
 
-def laid(task: TrainingTask, space: Space, sizes: Sizes) -> Iterator[Choice]:
+def laid(task: TrainingTask, space: SearchSpace, sizes: Sizes) -> Iterator[LayoutChoice]:
     dp = task.cluster.devices // (sizes.tp * sizes.cp * sizes.pp)
     for size in space.micro_batches:
         if task.batch % (dp * size):
@@ -78,14 +90,14 @@ def laid(task: TrainingTask, space: Space, sizes: Sizes) -> Iterator[Choice]:
                 continue
             for dispatch in space.dispatchers if sizes.ep * sizes.etp > 1 else ("local",):
                 for keeping in keepings(space, sizes.pp):
-                    yield Choice(sizes, schedule, size, dispatch, "bf16", keeping)
+                    yield LayoutChoice(sizes, schedule, size, dispatch, "bf16", keeping)
 
 
-def keepings(space: Space, pp: int) -> Iterator[Keeping]:
+def keepings(space: SearchSpace, pp: int) -> Iterator[MemoryPolicy]:
     """Yield everything that can be kept."""
-    for zero, share in space.shares(pp):
-        for again, away in space.kept:
-            yield Keeping(zero, recompute=again, offload=away, optimizer_offload=share)
+    for zero, share in space.zero_and_host_shares(pp):
+        for again, away in space.recompute_offload_pairs:
+            yield MemoryPolicy(zero, recompute=again, offload=away, optimizer_offload=share)
 
 
 def room(task: TrainingTask) -> float:
@@ -93,11 +105,11 @@ def room(task: TrainingTask) -> float:
 
 
 @cache
-def priced(memory_gb: float) -> tuple[tuple[float, float, Choice], ...]:
+def priced(memory_gb: float) -> tuple[tuple[float, float, LayoutChoice], ...]:
     """Return time, bytes and layout of everything small, by time."""
     task, found = small(memory_gb), []
     for choice in every(task, SPACE):
-        case = choice.case(task)
+        case = choice.build_case(task)
         found.append((estimate_time(case).seconds, max(rank_totals(case)), choice))
     return tuple(sorted(found, key=lambda item: item[0]))
 
@@ -125,21 +137,21 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said() -> None:
     """Where memory binds; without that what is found is compared with all layouts above."""
     task = small(1.4)
     asked = needs(task.decoder, task.seq)
-    found = Search(task).best(everything(task), 4)
-    assert len({one.choice.folding for one in found}) == len(found) > 1
+    found = Search(task).best(full_space(task), 4)
+    assert len({one.choice.folding_sizes for one in found}) == len(found) > 1
     for one in found:
-        case = one.choice.case(task)
+        case = one.choice.build_case(task)
         assert not size_violations(case.sizes, asked, case.world, stages=case.stages.text)
         assert estimate_time(case).seconds == pytest.approx(one.seconds)
-        assert fullest_rank(case).total == pytest.approx(one.bytes)
-        assert one.bytes <= room(task)
+        assert fullest_rank(case).total == pytest.approx(one.peak_bytes)
+        assert one.peak_bytes <= room(task)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
 
 
 def test_today_is_what_training_executes() -> None:
     task = small()
-    found = Search(task).best(today(task), 3)
-    assert found and all(not one.choice.not_yet for one in found)
+    found = Search(task).best(trainable_space(task), 3)
+    assert found and all(not one.choice.unsupported for one in found)
 
 
 def test_bounds_are_never_above() -> None:
@@ -147,13 +159,13 @@ def test_bounds_are_never_above() -> None:
     search = Search(small())
     grids = {one: bound for bound, _, one in search.grids(SPACE)}
     for seconds, needed, choice in random.Random(5).sample(priced(80.0), 120):
-        sizes, keeping = choice.sizes, choice.keeping
+        sizes, keeping = choice.sizes, choice.memory_policy
         one = Grids("bf16", choice.micro_batch, sizes.tp, sizes.cp, sizes.ep, sizes.etp)
         kept = keeping.recompute, keeping.offload
-        m = search.micro_batches(one, sizes.pp)
+        m = search.num_micro_batches(one, sizes.pp)
         assert m and grids[one] <= seconds * (1 + 1e-9)
-        depth = Depth(one, sizes.pp, m, keeping.zero, 0.0, (kept,))
-        assert search.least(SPACE, depth) <= seconds * (1 + 1e-9)
+        depth = PipelineDepth(one, sizes.pp, m, keeping.zero, 0.0, (kept,))
+        assert search.lower_bound(SPACE, depth) <= seconds * (1 + 1e-9)
         for bound, _, tried in search.schedules(SPACE, depth, needed):
             if tried == choice:
                 assert bound <= seconds * (1 + 1e-9)
@@ -190,11 +202,13 @@ def test_groups_of_a_rank_are_counted_without_making_them() -> None:
 
 
 def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
-    task = of_model(model("DeepSeek-V3"), parse_cluster("h100x1024"), 8192, load=1.0)
+    task = task_from_model(
+        published_model("DeepSeek-V3"), parse_cluster("h100x1024"), 8192, load=1.0
+    )
     rows = published_layouts("DeepSeek-V3")
     (row,) = (row for row in rows if (row.device, row.devices) == ("H100", 1024))
-    published = estimate_time(row.choice.case(task)).seconds
-    space = replace(everything(task), recipes=(row.choice.recipe,))
+    published = estimate_time(row.choice.build_case(task)).seconds
+    space = replace(full_space(task), recipes=(row.choice.recipe,))
     start = time.process_time()
     (found,) = Search(task).best(space, 1)
     spent = time.process_time() - start
@@ -206,8 +220,8 @@ def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
 
 
 def test_every_published_model_is_described() -> None:
-    for name in entries():
-        found, entry = model(name), entries()[name]
+    for name in published_entries():
+        found, entry = published_model(name), published_entries()[name]
         total = sum(weight.elements for weight in model_weights(found.decoder)) / 1e9
         if entry.get("total_params_b"):
             assert total == pytest.approx(entry["total_params_b"], rel=0.06), name
@@ -215,33 +229,35 @@ def test_every_published_model_is_described() -> None:
 
 def test_a_run_is_a_task() -> None:
     run = load_run("olmoe_1b_7b")
-    task, given = of_run(run, parse_cluster("h100x8"), batch=512)
-    case = given.case(task)
+    task, given = task_from_run(run, parse_cluster("h100x8"), batch=512)
+    case = given.build_case(task)
     assert (case.batch, case.seq, case.micro_batch) == (512, run.data.seq, run.train.micro_batch)
     assert case.decoder == run.decoder() and case.software.stack == "moefold"
-    assert case.keeping.recompute == frozenset() and case.keeping.zero == run.layout.zero
+    assert (
+        case.memory_policy.recompute == frozenset() and case.memory_policy.zero == run.layout.zero
+    )
 
 
 @pytest.mark.parametrize("asked", ["fp8_block", "bf16", "fp32", "nvfp4"])
 def test_the_format_that_a_run_asks_for_is_searched(asked: Recipe) -> None:
     """On devices whose own narrow formats are others too."""
     for name in ("a100", "h100", "b200"):
-        found = formats(device_by_name(name), asked)
+        found = candidate_recipes(device_by_name(name), asked)
         assert asked in found and "bf16" in found and len({*found}) == len(found)
 
 
 def test_changes_help() -> None:
     task = small()
-    given = Choice(Sizes(tp=4), keeping=Keeping(recompute=frozenset(("block",))))
-    found = changes(task, given)
-    seconds = estimate_time(given.case(task)).seconds
-    assert found and all(one.fits and one.faster > 0 for one in found)
+    given = LayoutChoice(Sizes(tp=4), memory_policy=MemoryPolicy(recompute=frozenset(("block",))))
+    found = suggest_changes(task, given)
+    seconds = estimate_time(given.build_case(task)).seconds
+    assert found and all(one.fits and one.saved_share > 0 for one in found)
     for one in found:
-        took = estimate_time(one.choice.case(task)).seconds
-        assert one.faster == pytest.approx(1 - took / seconds)
+        took = estimate_time(one.choice.build_case(task)).seconds
+        assert one.saved_share == pytest.approx(1 - took / seconds)
     tight = small(1.2)
-    assert fullest_rank(Choice().case(tight)).total > tight.cluster.device.memory_bytes
-    assert all(one.saved_bytes > 0 for one in changes(tight, Choice()))
+    assert fullest_rank(LayoutChoice().build_case(tight)).total > tight.cluster.device.memory_bytes
+    assert all(one.saved_bytes > 0 for one in suggest_changes(tight, LayoutChoice()))
 
 
 def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
@@ -254,17 +270,20 @@ def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
         (Sizes(tp=2), "local", None, {"partial", "step"}),
     )
     for sizes, dispatch, room, legal in tried:
-        given = Choice(sizes, dispatch=dispatch, max_rows=room)  # type: ignore[arg-type]
-        others = {o.graphs: o for _, o in _neighbours(task, given) if o.graphs != "none"}
+        given = LayoutChoice(sizes, dispatch=dispatch, max_rows=room)  # type: ignore[arg-type]
+        others = {o.graphs: o for _, o in _single_changes(task, given) if o.graphs != "none"}
         assert others.keys() == legal
         for one in others.values():
-            said = fragment(PlannedLayout(one, one.case(task)))["layout"]
+            said = run_file_fragment(PlannedLayout(one, one.build_case(task)))["layout"]
             assert said["graphs"] == one.graphs
             assert not list(Layout.model_validate(said).violations(model))
-            faster = estimate_time(given.case(task)).seconds - estimate_time(one.case(task)).seconds
+            faster = (
+                estimate_time(given.build_case(task)).seconds
+                - estimate_time(one.build_case(task)).seconds
+            )
             assert faster > 0
-    away = Choice(Sizes(tp=2), keeping=Keeping(optimizer_offload=1.0))
-    assert not [one for _, one in _neighbours(task, away) if one.graphs != "none"]
+    away = LayoutChoice(Sizes(tp=2), memory_policy=MemoryPolicy(optimizer_offload=1.0))
+    assert not [one for _, one in _single_changes(task, away) if one.graphs != "none"]
 
 
 FITTING = (
@@ -280,8 +299,8 @@ def test_recipes_fit_as_the_page_says(name: str, devices: str, memory_gb: float 
     where = parse_cluster(devices)
     if memory_gb is not None:
         where = replace(where, device=with_memory(where.device, int(memory_gb * GB)))
-    task, choice = of_run(load_run(name), where)
-    free = where.device.memory_bytes - max(rank_totals(choice.case(task)))
+    task, choice = task_from_run(load_run(name), where)
+    free = where.device.memory_bytes - max(rank_totals(choice.build_case(task)))
     assert free > 0.04 * where.device.memory_bytes
     (row,) = (line for line in PAGE.read_text("utf-8").splitlines() if f"`{name}`" in line)
     assert f"| {free / GB:.1f} GB |" in row, "run bench/plan_recipes.py"

@@ -19,7 +19,15 @@ from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon
-from moefold.planner.case import Case, Held, Keeping, Numbers, Overlaps, Software, table_of
+from moefold.planner.case import (
+    Case,
+    MemoryPolicy,
+    NumberFormats,
+    Overlaps,
+    Software,
+    StageContents,
+    schedule_table,
+)
 from moefold.planner.curves import Product, attention_seconds, constants, product_seconds
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.network import (
@@ -141,7 +149,7 @@ def test_equal_stages_take_as_long_as_in_tables(schedule):
         if any(schedule.violations(p, v, m)):
             continue
         each = Costs(1 / 3 / v, 1 / 3 / v, 1 / 3 / v)
-        exact = simulate(table_of(schedule, p, v, m), each).makespan
+        exact = simulate(schedule_table(schedule, p, v, m), each).makespan
         assert pipeline_seconds(schedule, m, v, [1.0] * p) == pytest.approx(exact), (p, v, m)
         tried += 1
     assert tried > 10
@@ -155,7 +163,7 @@ def test_uneven_pipelines_take_nearly_as_long_as_their_tables(schedule):
     for p, v, m in ((2, 1, 8), (4, 1, 16), (4, 1, 64)):
         uneven = [chance.uniform(0.9, 1.1) for _ in range(p * v)]
         costs = [Costs(one / 3, one / 3, one / 3) for one in uneven]
-        exact = simulate(table_of(schedule, p, v, m), costs).makespan
+        exact = simulate(schedule_table(schedule, p, v, m), costs).makespan
         assert pipeline_seconds(schedule, m, v, uneven) == pytest.approx(exact, rel=0.05), (p, v, m)
 
 
@@ -244,7 +252,7 @@ def test_exchanges_carry_the_bytes_that_traffic_counts(dispatcher):
     sent = seconds * one.cluster.device.link_bandwidth
     counted = [call for call in expert(one, 0) if call.group == "ep"]
     # Dispatch and combine, forward and backward; counts and probabilities are a few bytes a row.
-    passes = 4 * 48 * one.micro_batches
+    passes = 4 * 48 * one.num_micro_batches
     assert sum(call.total for call in counted) / passes == pytest.approx(sent, rel=0.03)
 
 
@@ -270,10 +278,10 @@ def test_stated_room_is_sent_filled_or_not(dispatcher):
 @pytest.mark.parametrize("decoder", [QWEN3_30B, DEEPSEEK], ids=["gqa", "mla"])
 def test_tensor_ranks_carry_the_bytes_that_traffic_counts(decoder, again):
     """Of latents as wide as they are, and of shared experts; no more than is sent."""
-    keeping = Keeping(recompute=frozenset(again))
+    keeping = MemoryPolicy(recompute=frozenset(again))
     stages, sizes = Stages.balanced(1, 1, decoder.layers), Sizes(tp=4)
     one = case(
-        decoder=decoder, sizes=sizes, stages=stages, keeping=keeping, dispatch="local",
+        decoder=decoder, sizes=sizes, stages=stages, memory_policy=keeping, dispatch="local",
         seq=32768, software=Software(),
     )  # fmt: skip
     calls = [call for call in tensor(one, 0) if call.part in ("attention", "ffn", "shared")]
@@ -294,7 +302,7 @@ def test_rows_of_an_fp32_run_have_four_bytes_per_element(part):
     narrow = case(
         sizes=sizes, seq=2**18, dispatch="alltoall", context=Gathered(), software=Software()
     )
-    wide = replace(narrow, numbers=Numbers("fp32", weight_bytes=0))
+    wide = replace(narrow, number_formats=NumberFormats("fp32", weight_bytes=0))
     took, sent = list[float](), list[float]()
     for one in (narrow, wide):
         calls = [call for call in traffic(one, 0) if call.group == axis and call.part in rows]
@@ -308,9 +316,11 @@ def test_an_fp32_run_offloads_four_bytes_per_element():
     where = parse_cluster("h100x16")
     slow = replace(where, device=replace(where.device, host_bandwidth=1e6))
     narrow = case(
-        cluster=slow, keeping=Keeping(offload=frozenset({"experts"})), software=Software()
+        cluster=slow,
+        memory_policy=MemoryPolicy(offload=frozenset({"experts"})),
+        software=Software(),
     )
-    wide = replace(narrow, numbers=Numbers("fp32", weight_bytes=0))
+    wide = replace(narrow, number_formats=NumberFormats("fp32", weight_bytes=0))
     took, twice = (estimate_time(one).parts["offload"] for one in (narrow, wide))
     assert twice == pytest.approx(2 * took, rel=0.01)
 
@@ -330,7 +340,7 @@ def test_copies_of_weights_take_the_bytes_that_traffic_counts(zero, pp, again):
         sizes=Sizes(pp=pp, ep=2),
         stages=Stages.balanced(pp, 1, 48),
         batch=64,
-        keeping=Keeping(zero=zero, recompute=frozenset(again)),
+        memory_policy=MemoryPolicy(zero=zero, recompute=frozenset(again)),
         software=Software(),
     )
     took, device = estimate_time(one), one.cluster.device
@@ -343,10 +353,10 @@ def test_copies_of_weights_take_the_bytes_that_traffic_counts(zero, pp, again):
 
 def ours(zero: int, pp: int = 2, **changes: object) -> Case:
     """Return a case of Moefold on 16 H100 with a stage of ZeRO."""
-    given = changes.pop("keeping", Keeping(zero=zero))
+    given = changes.pop("memory_policy", MemoryPolicy(zero=zero))
     stages = Stages.balanced(pp, 1, 48)
     sizes = Sizes(pp=pp, ep=2)
-    return case(sizes=sizes, stages=stages, keeping=given, software=Software(), **changes)
+    return case(sizes=sizes, stages=stages, memory_policy=given, software=Software(), **changes)
 
 
 def test_what_copies_exchange_hides_where_passes_run_beside_it():
@@ -366,15 +376,19 @@ def test_losses_on_further_tokens_read_one_head():
     one = case()
     setting = build_setting(one.cluster, one.software, "bf16", frozenset())
     made = PassTime(QWEN3_30B, RankShare.of(one), setting, LayerPolicy.of(one))
-    alone, further = (made.layers_time(Held((), more, False, True)).weights for more in (0, 1))
+    alone, further = (
+        made.layers_time(StageContents((), more, False, True)).weights for more in (0, 1)
+    )
     assert further - alone == 2 * QWEN3_30B.hidden**2  # what joins its two inputs
 
 
 def test_state_that_fewer_ranks_share_takes_longer():
     for rule in (AdamW(lr=1e-3), Muon(lr=1e-3)):
-        numbers = Numbers(optimizer=rule)
+        numbers = NumberFormats(optimizer=rule)
         all_, two = (
-            estimate_time(ours(1, keeping=Keeping(zero_ranks=ranks), numbers=numbers))
+            estimate_time(
+                ours(1, memory_policy=MemoryPolicy(zero_ranks=ranks), number_formats=numbers)
+            )
             for ranks in (None, 2)
         )
         # Of 8 copies of dense weights, and of 4 of experts, two share one.
@@ -383,7 +397,9 @@ def test_state_that_fewer_ranks_share_takes_longer():
 
 
 def test_other_stacks_too_sum_after_each_pass_where_gradients_are_shared_out():
-    once, each = (estimate_time(case(keeping=Keeping(zero=zero))).parts["dp"] for zero in (1, 2))
+    once, each = (
+        estimate_time(case(memory_policy=MemoryPolicy(zero=zero))).parts["dp"] for zero in (1, 2)
+    )
     assert each > 4 * once
 
 
@@ -399,12 +415,12 @@ def test_each_policy_moves_the_step_the_way_it_should():
     base = estimate_time(case()).seconds
     slower = {
         "load": case(load=1.5),
-        "recompute": case(keeping=Keeping(recompute=frozenset(("block",)))),
+        "recompute": case(memory_policy=MemoryPolicy(recompute=frozenset(("block",)))),
         "no graphs": case(software=Software("megatron", "26.04", "none")),
-        "optimizer on the host": case(keeping=Keeping(optimizer_offload=1.0)),
+        "optimizer on the host": case(memory_policy=MemoryPolicy(optimizer_offload=1.0)),
         "all-to-all": case(dispatch="alltoall"),
-        "pages": case(keeping=Keeping(page=64, page_load=1.1)),
-        "pages on the host": case(keeping=Keeping(page=64, page_load=1.1, spill=1.0)),
+        "pages": case(memory_policy=MemoryPolicy(page=64, page_load=1.1)),
+        "pages on the host": case(memory_policy=MemoryPolicy(page=64, page_load=1.1, spill=1.0)),
     }
     for name, other in slower.items():
         assert estimate_time(other).seconds > base, name
@@ -432,7 +448,7 @@ def test_narrow_formats_quantise_and_save_time_on_wide_models():
         sizes=Sizes(pp=8, ep=32),
         batch=2048,
     )
-    narrow = replace(wide, numbers=Numbers(recipe="mxfp8"))
+    narrow = replace(wide, number_formats=NumberFormats(recipe="mxfp8"))
     assert estimate_time(narrow).parts["quantise"] > 0 == estimate_time(wide).parts["quantise"]
     assert estimate_time(narrow).seconds < estimate_time(wide).seconds
 
@@ -446,9 +462,9 @@ def test_what_was_not_measured_is_less_certain():
 
 def test_a_release_that_was_not_measured_is_planned_as_the_one_before():
     given = constants()
-    assert given.nearest("megatron", "26.05") == "26.04"
-    assert given.nearest("megatron", "27.01") == given.nearest("megatron", "")
-    assert given.nearest("megatron", "unheard") == ""
+    assert given.nearest_release("megatron", "26.05") == "26.04"
+    assert given.nearest_release("megatron", "27.01") == given.nearest_release("megatron", "")
+    assert given.nearest_release("megatron", "unheard") == ""
 
 
 def test_every_constant_has_a_source_and_none_belongs_to_a_model():

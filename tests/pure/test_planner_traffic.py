@@ -12,7 +12,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router
-from moefold.planner.case import Case, Keeping
+from moefold.planner.case import Case, MemoryPolicy
 from moefold.planner.hardware import parse_cluster
 from moefold.schedule.config import Interleaved, OneFOneB
 from tests.traffic.calls import BACKWARD, FORWARD
@@ -86,7 +86,7 @@ def test_stages_send_what_neighbours_take() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_sums_and_gathers_of_copies_by_hand(zero: int) -> None:
-    one = case("ep4", world=8, keeping=Keeping(zero=zero))
+    one = case("ep4", world=8, memory_policy=MemoryPolicy(zero=zero))
     experts = LAYERS * 3 * 16 * 64 * HIDDEN / 4  # of each layer a multiple of the alignment
     reduced = {0: 2, 1: 1, 2: MICRO, 3: MICRO}[zero] * experts * 4 / 2
     gathered = {0: 0, 1: 1, 2: 1, 3: 2 * MICRO}[zero] * experts * 2 / 2
@@ -95,7 +95,7 @@ def test_sums_and_gathers_of_copies_by_hand(zero: int) -> None:
 
 def test_recompute_repeats_forward_exchanges_alone() -> None:
     plain = case("tp2 ep4", world=8)
-    again = replace(plain, keeping=Keeping(recompute=frozenset(("block",))))
+    again = replace(plain, memory_policy=MemoryPolicy(recompute=frozenset(("block",))))
     for group in ("tp", "ep"):
         parts = {"tp": "attention", "ep": "dispatch"}
         want = {"group": group, "part": parts[group]}

@@ -23,7 +23,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
-from moefold.planner import foreign
+from moefold.planner import untrained
 from moefold.planner.count import count
 from moefold.planner.memory_saved import saved_tensors
 from moefold.planner.time_work import RankShare, half_work
@@ -34,14 +34,14 @@ from moefold.spec.layer import LayerSpec, Operation, Saved, Shape, Units, Weight
 from tests.house.tree import Module, modules
 
 ROOT = Path(__file__).parents[2]
-PLANNED = [v for v in vars(foreign).values() if isinstance(v, type) and issubclass(v, LayerSpec)]
+PLANNED = [v for v in vars(untrained).values() if isinstance(v, type) and issubclass(v, LayerSpec)]
 REGISTERED = (*ATTENTION.kinds.values(), *FFN.kinds.values())
 KINDS = {kind for kind in (*REGISTERED, *PLANNED) if kind.__module__.startswith("moefold.")}
 KINDS -= {LayerSpec}
 MAKES_DECODERS = {
     "moefold/model/families/": "turn a few sizes into a description",
     "moefold/planner/published.py": "describes published models",
-    "moefold/planner/foreign.py": "kinds that are planned build on kinds that are trained",
+    "moefold/planner/untrained.py": "kinds that are planned build on kinds that are trained",
     "moefold/training/calibrate.py": "describes what is timed",
     "moefold/proof/": "the small models of the matrix",
 }
@@ -136,7 +136,7 @@ def test_the_width_of_an_activation_follows_from_products_whatever_their_operati
             assert kind(width=128, latent=latent).activation_width(shape) == 64
     shared = Moe(width=32, router=Router(experts=4, top_k=2), shared=Shared(width=8, gate=True))
     assert shared.activation_width(replace(shape, etp=2)) == 16
-    assert foreign.Nothing().activation_width(shape) == 0
+    assert untrained.AbsentLayer().activation_width(shape) == 0
 
 
 def test_a_subclass_is_described_as_what_it_inherits_from() -> None:

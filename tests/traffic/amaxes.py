@@ -82,7 +82,7 @@ def _of_rows(
         read = tuple(name for name in part.operand if name in narrow)
         if read and part.name != "offsets":  # no rows: it says where those of an expert end
             assigned.append(read)
-    for micro in range(case.micro_batches):
+    for micro in range(case.num_micro_batches):
         chosen = step.choices.get((number, micro), {})
         count = {True: _expert_runs(case, rank, block, chosen), False: 1}
         for names in assigned:

@@ -100,7 +100,7 @@ def stage_of(case: Case, rank: int) -> int:
 
 def layers_of(case: Case, rank: int) -> Iterator[tuple[int, Block]]:
     """Yield the number and the block of each layer that a rank runs."""
-    for chunk in case.places[stage_of(case, rank)]:
+    for chunk in case.stage_parts[stage_of(case, rank)]:
         for place in chunk:
             if place.kind in ("layer", "multi_token"):
                 number = place.index + case.decoder.layers * (place.kind == "multi_token")
@@ -112,13 +112,13 @@ def blocks_of(case: Case, rank: int) -> Iterator[tuple[Block, int]]:
     found: dict[int, tuple[Block, int]] = {}
     for _, block in layers_of(case, rank):
         known = found.get(id(block), (block, 0))[1]
-        found[id(block)] = block, known + case.micro_batches
+        found[id(block)] = block, known + case.num_micro_batches
     yield from found.values()
 
 
 def runs(case: Case, *modules: str) -> int:
     """Return how often forward of a module runs for one micro-batch: again where recomputed."""
-    return 2 if case.keeping.recompute & {"block", *modules} else 1
+    return 2 if case.memory_policy.recompute & {"block", *modules} else 1
 
 
 def paired(case: Case) -> bool:
@@ -130,7 +130,7 @@ def paired(case: Case) -> bool:
 
 def has(case: Case, rank: int, kind: str) -> bool:
     """Return whether a rank has a place of a kind, such as ``loss``."""
-    places = case.places[stage_of(case, rank)]
+    places = case.stage_parts[stage_of(case, rank)]
     return any(place.kind == kind for chunk in places for place in chunk)
 
 

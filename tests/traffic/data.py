@@ -82,7 +82,7 @@ def data(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
             continue
         count = sum(round(elements_here(case, w)) for w in weights if copies_of(w) == kind)
         if outer > 1 and count:
-            size = count * case.numbers.gradient_bytes
+            size = count * case.number_formats.gradient_bytes
             yield Call(kind, "all_reduce", sums(size, outer), 1, BACKWARD, "gradients")
     for bucket in buckets:
         yield from _shared(case, rank, bucket)
@@ -90,7 +90,7 @@ def data(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 def held(case: Case, rank: int) -> list[Weight]:
     """Return the parameters that a rank has a piece of, in the order of the model."""
-    places = case.places[stage_of(case, rank)]
+    places = case.stage_parts[stage_of(case, rank)]
     layers = [p for chunk in places for p in chunk if p.kind not in ("embedding", "loss")]
     found = [w for place in layers for w in place_weights(case, place)]
     ends = has(case, rank, "loss")
@@ -107,7 +107,7 @@ def levels(case: Case, kind: str) -> tuple[int, int]:
     """Return how many ranks share one copy of a parameter, and how many copies there are."""
     folding = case.folding
     ranks = folding.edp if kind == "edp" else folding.dp * case.sizes.cp
-    inner = gcd(case.keeping.zero_ranks or ranks, ranks) if case.keeping.zero else 1
+    inner = gcd(case.memory_policy.zero_ranks or ranks, ranks) if case.memory_policy.zero else 1
     return inner, ranks // inner
 
 
@@ -118,7 +118,7 @@ def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
     for weight in weights:
         if levels(case, copies_of(weight))[0] > 1:
             wide = len(weight.shape) < 2 or weight.name.endswith(WIDE)
-            wide = wide or case.numbers.recipe == "fp32"
+            wide = wide or case.number_formats.recipe == "fp32"
             key = _unit(weight.name), copies_of(weight), wide, weight.name in narrow
             alike.setdefault(key, []).append(weight)
     found = []
@@ -136,7 +136,7 @@ def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
 
 def _shared(case: Case, rank: int, bucket: Bucket) -> Iterator[Call]:
     """Yield the gathers and sums of one row of elements."""
-    numbers, zero, m = case.numbers, case.keeping.zero, case.micro_batches
+    numbers, zero, m = case.number_formats, case.memory_policy.zero, case.num_micro_batches
     outer = levels(case, bucket.kind)[1]
     group = inside(bucket.kind, bucket.ranks, bucket.ranks * outer)
     width = numbers.master_bytes if bucket.wide else numbers.weight_bytes or numbers.master_bytes
@@ -196,7 +196,7 @@ def _whole(case: Case, rank: int, weights: list[Weight], buckets: list[Bucket]) 
         run = bucket.run(group.index(rank) % bucket.ranks)
         own |= {name: end - first for name, (first, end) in run.items()}
     here = {w.name: own.get(w.name, round(elements_here(case, w))) for w in weights}
-    bytes_each = case.numbers.gradient_bytes
+    bytes_each = case.number_formats.gradient_bytes
     tp = case.sizes.tp
     if tp > 1:
         count = sum(here[w.name] for w in weights if not w.cuts)
@@ -214,7 +214,7 @@ def embedding_stages(case: Case) -> tuple[int, ...]:
     wanted = {"embedding", "loss"} if case.decoder.tied else {"embedding"}
     return tuple(
         stage
-        for stage, chunks in enumerate(case.places)
+        for stage, chunks in enumerate(case.stage_parts)
         if any(place.kind in wanted for chunk in chunks for place in chunk)
     )
 

@@ -55,9 +55,11 @@ def expert(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         if not isinstance(record, Moe):
             continue
         if step.choices is None:
-            yield from _layer(case, record, step, _mean(case, record), case.micro_batches, again)
+            yield from _layer(
+                case, record, step, _mean(case, record), case.num_micro_batches, again
+            )
             continue
-        for micro in range(case.micro_batches):
+        for micro in range(case.num_micro_batches):
             routed = _Routed(case, record, rank, step.choices[number, micro])
             yield from _layer(case, record, step, routed.flow(), 1, again)
 
@@ -231,7 +233,7 @@ def _coded(case: Case, hidden: int) -> int | None:
 def _told(case: Case, record: Moe) -> int:
     """Return how many counts a rank tells the others before rows are sent."""
     ranks = case.sizes.ep
-    nodes, seats = case.expert_domains, record.router.experts + ranks * case.clones
+    nodes, seats = case.num_expert_domains, record.router.experts + ranks * case.clones
     return {
         "alltoall": seats,
         "padded": seats,
@@ -254,7 +256,7 @@ def _mean(case: Case, record: Moe) -> _Flow:
         sent = taken * (ranks - 1) / ranks
         hops = (Hop("ep", sent, sent),) if ranks > 1 else ()
     elif case.dispatch in ONCE:
-        nodes = case.expert_domains
+        nodes = case.num_expert_domains
         each = ranks // nodes
         across = shape.rows * spread(record, nodes) * (nodes - 1) / nodes
         taken = shape.rows * spread(record, ranks)
@@ -323,7 +325,7 @@ class _Routed:
 
     def _two_levels(self) -> tuple[tuple[Hop, ...], list[int]]:
         """A row goes to the rank of its place on the other node, and from there to its ranks."""
-        i, nodes = self._etp, self._case.expert_domains
+        i, nodes = self._etp, self._case.num_expert_domains
         inner = self._case.sizes.ep // nodes
         here, place = divmod(self._ep, inner)
 

@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
 def optimizer(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what a rank exchanges so that each matrix is whole on one of those that share it."""
     weights = held(case, rank)
-    wanted = [w for w in weights if case.numbers.optimizer.needs_whole(w.name, w.shape)]
+    wanted = [w for w in weights if case.number_formats.optimizer.needs_whole(w.name, w.shape)]
     parts = _parts(case, weights)
     alike: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
     names: dict[tuple[int, ...], str] = {}
@@ -87,7 +87,7 @@ def _exchange(
     case: Case, group: str, place: int, ranks: int, matrices: Sequence[Matrix]
 ) -> Iterator[Call]:
     """Yield the exchange there, the gathers of slices, and the exchange back."""
-    width = case.numbers.master_bytes
+    width = case.number_formats.master_bytes
     owners = assign_owners([matrix.size for matrix in matrices], ranks)
     mine = [m for m, owner in zip(matrices, owners, strict=True) if owner == place]
     if ranks > 1:

@@ -17,8 +17,8 @@ from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Z
 from moefold.planner.case import Case
-from moefold.planner.foreign import Nothing
 from moefold.planner.memory_saved import layer_shape
+from moefold.planner.untrained import AbsentLayer
 from moefold.spec.layer import INDEX, STATISTIC, Shape
 from tests.schedule_checker import Transfer, with_transfers
 from tests.traffic.amaxes import amaxes
@@ -65,7 +65,7 @@ def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     row = shape.rows * shape.hidden * shape.width
     for block, count in blocks_of(case, rank):
         yield from _attention_rows(case, block, shape, count)
-        if isinstance(block.ffn, Nothing):
+        if isinstance(block.ffn, AbsentLayer):
             continue
         shared = block.ffn.shared if isinstance(block.ffn, Moe) else None
         if isinstance(block.ffn, Moe) and shared is None:
@@ -75,18 +75,18 @@ def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         yield from both("tp", row, tp, count, runs(case, part, "gather"), part)
         # A second run ends with the last thing that backward reads: the sum of shares is beyond
         # that where nothing reads it, as a gate does, and no more of the block follows.
-        follows = shared is not None and (shared.gate or "block" in case.keeping.recompute)
+        follows = shared is not None and (shared.gate or "block" in case.memory_policy.recompute)
         yield from scattered("tp", row, tp, count, again if follows else 1, part)
     if has(case, rank, "embedding"):
         size = shape.rows * shape.hidden * MASTER
-        yield from scattered("tp", size, tp, case.micro_batches, 1, "embedding")
+        yield from scattered("tp", size, tp, case.num_micro_batches, 1, "embedding")
     if has(case, rank, "loss"):
         yield from _loss(case)
 
 
 def _loss(case: Case) -> Iterator[Call]:
     """Yield what the loss over a shared vocabulary exchanges: rows, and statistics of chunks."""
-    tp, shape, m = case.sizes.tp, layer_shape(case), case.micro_batches
+    tp, shape, m = case.sizes.tp, layer_shape(case), case.num_micro_batches
     row = shape.rows * shape.hidden * shape.width
     yield Call("tp", "all_gather", gathers(row, tp), m, part="loss")
     yield Call("tp", "reduce_scatter", gathers(row, tp), m, part="loss")
@@ -100,7 +100,7 @@ def _loss(case: Case) -> Iterator[Call]:
 
 def _attention_rows(case: Case, block: Block, shape: Shape, count: int) -> Iterator[Call]:
     record, tp, again = block.attention, shape.tp, runs(case)
-    if isinstance(record, Nothing):
+    if isinstance(record, AbsentLayer):
         return
     width = shape.hidden
     if isinstance(record, Mla):
@@ -202,7 +202,7 @@ def router(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         record = block.ffn
         if not isinstance(record, Moe):
             continue
-        m, k, experts = case.micro_batches, record.router.top_k, record.router.experts
+        m, k, experts = case.num_micro_batches, record.router.top_k, record.router.experts
         if record.capacity is not None and ranks > 1:
             competing = [rows * k * INDEX, rows * INDEX]
             if record.capacity.drop == "probs":

@@ -25,7 +25,7 @@ from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan_rank
 from moefold.parallel.pipeline.partial import GraphedPass, PartGraphs
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
-from moefold.planner.case import Keeping, offloaded, recomputed
+from moefold.planner.case import MemoryPolicy, offload_fields, recompute_modules
 from moefold.planner.memory_pages import ChunkBlocks, count_pages
 from moefold.schedule.table import Action, ActionResult, Line, Step, actions_of
 from moefold.spec.layer import Shape
@@ -231,7 +231,9 @@ def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
     shape = Shape(
         decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
     )
-    keeping = Keeping(recompute=recomputed(layout.recompute), **offloaded(layout.offload))
+    keeping = MemoryPolicy(
+        recompute=recompute_modules(layout.recompute), **offload_fields(layout.offload)
+    )
 
     def blocks(numbers: tuple[str, ...]) -> list[Block]:
         return [decoder.blocks[int(number)] for number in numbers]

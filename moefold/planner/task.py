@@ -1,7 +1,7 @@
 """Inputs of a plan: the task of a run or of a published model on a cluster, and a layout for it.
 
-task, given = of_run(load_run("run.yaml"), cluster("h100x256"))
-case = given.case(task)
+task, given = task_from_run(load_run("run.yaml"), cluster("h100x256"))
+case = given.build_case(task)
 """
 
 import json
@@ -31,20 +31,20 @@ from moefold.planner.case import (
     Case,
     Dispatcher,
     Graphs,
-    Keeping,
-    Numbers,
+    MemoryPolicy,
+    NumberFormats,
     Overlaps,
     Recipe,
     Software,
-    evened,
-    kinds,
-    main_layers,
-    offloaded,
-    recomputed,
+    distinct_blocks,
+    layer_counts,
+    load_with_clones,
+    offload_fields,
+    recompute_modules,
 )
 from moefold.planner.hardware import Cluster
 from moefold.planner.memoize import memoize
-from moefold.planner.notes import notes_on_step
+from moefold.planner.notes import step_notes
 from moefold.planner.published import PublishedModel
 from moefold.planner.recompute import OffloadTarget, choose_recompute, resolve_memory_limit
 from moefold.run import Run
@@ -54,19 +54,21 @@ from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import RING, LayerSpec
 from moefold.training.losses.config import Distill, Dpo
 
-LOAD = 1.2
+DEFAULT_LOAD = 1.2
 """Default of the rows of the fullest expert rank over the mean: between forced balance, 1, and
 routers early in training, near 1.6 by published pairs of runs."""
-SEQ = 4096
-OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, ThirdParty))
+DEFAULT_SEQ = 4096
+THIRD_PARTY_DISPATCHERS = frozenset(
+    n for n, record in DISPATCH.kinds.items() if issubclass(record, ThirdParty)
+)
 """Dispatchers that need another package and have never been run with it."""
-UNMEASURED = (
+UNMEASURED_NOTE = (
     "the time model is not fitted to moefold on a GPU: times and their ± use rates measured with "
     "other software, and a traced step has more kernels than the plan counts (docs/plan.md)"
 )
-TEACHER = "train.loss: the teacher's time and memory are not counted"
-REFERENCE = "train.loss: the reference's forward pass in each step is not counted"
-NCCL_EP = "NCCL EP has no published rates: its exchanges are planned at HybridEP's"
+TEACHER_NOTE = "train.loss: the teacher's time and memory are not counted"
+REFERENCE_NOTE = "train.loss: the reference's forward pass in each step is not counted"
+NCCL_EP_NOTE = "NCCL EP has no published rates: its exchanges are planned at HybridEP's"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class TrainingTask:
     seq: int
     batch: int
     cluster: Cluster
-    numbers: Numbers = field(default_factory=Numbers)
-    load: float = LOAD
+    number_formats: NumberFormats = field(default_factory=NumberFormats)
+    load: float = DEFAULT_LOAD
     software: Software = field(default_factory=Software)
     notes: tuple[str, ...] = ()
     """Assumptions, and settings of the run without effect."""
@@ -89,23 +91,23 @@ class TrainingTask:
     @property
     def multi_token(self) -> int:
         """Number of multi-token prediction layers."""
-        return main_layers(self.decoder)[1]
+        return layer_counts(self.decoder)[1]
 
     @property
-    def foreign(self) -> tuple[str, ...]:
+    def untrained_kinds(self) -> tuple[str, ...]:
         """Names of the model's kinds of layers that only other stacks execute."""
-        return foreign(self.decoder)
+        return untrained_kinds(self.decoder)
 
     @property
-    def assumed(self) -> tuple[str, ...]:
+    def assumptions(self) -> tuple[str, ...]:
         """Assumptions behind the figures, and what was not measured."""
         device = self.cluster.device
         unmeasured = self.software.stack == "moefold" and not device.cpu
-        return (*self.notes, UNMEASURED) if unmeasured else self.notes
+        return (*self.notes, UNMEASURED_NOTE) if unmeasured else self.notes
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """One layout of a task."""
 
     sizes: Sizes = field(default_factory=Sizes)
@@ -113,7 +115,7 @@ class Choice:
     micro_batch: int = 1
     dispatch: Dispatcher = "alltoall"
     recipe: Recipe = "bf16"
-    keeping: Keeping = field(default_factory=Keeping)
+    memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     stages: Stages | None = None
     """None is balanced stages."""
     context: Context = RING
@@ -126,12 +128,12 @@ class Choice:
     """CUDA graphs, as in a run file."""
 
     @property
-    def folding(self) -> tuple[int, ...]:
+    def folding_sizes(self) -> tuple[int, ...]:
         """Sizes without virtual stages; lists contain one layout per folding."""
         sizes = self.sizes
         return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
 
-    def case(self, task: TrainingTask) -> Case:
+    def build_case(self, task: TrainingTask) -> Case:
         """Return the step of a task in this layout.
 
         Raises:
@@ -139,15 +141,17 @@ class Choice:
         """
         wide = self.recipe == "fp32"
         numbers = replace(
-            task.numbers, recipe=self.recipe, weight_bytes=0 if wide else task.numbers.weight_bytes
+            task.number_formats,
+            recipe=self.recipe,
+            weight_bytes=0 if wide else task.number_formats.weight_bytes,
         )
         overlaps, stages = replace(task.software.overlaps, ep=self.schedule.paired), self.stages
         ours = task.software.stack == "moefold"
         if stages is None:
-            layers, way = main_layers(task.decoder), self.schedule.way
-            stages = balanced(self.sizes.pp, self.sizes.vpp, *layers, way)
+            layers, way = layer_counts(task.decoder), self.schedule.way
+            stages = balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, way)
         return Case(
-            decoder=in_format(task.decoder, self.recipe) if ours else task.decoder,
+            decoder=quantised_decoder(task.decoder, self.recipe) if ours else task.decoder,
             seq=task.seq,
             batch=task.batch,
             micro_batch=self.micro_batch,
@@ -156,9 +160,9 @@ class Choice:
             stages=stages,
             schedule=self.schedule,
             dispatch="local" if self.sizes.ep * self.sizes.etp == 1 else self.dispatch,
-            load=evened(task.load, self.clones),
-            numbers=numbers,
-            keeping=self.keeping,
+            load=load_with_clones(task.load, self.clones),
+            number_formats=numbers,
+            memory_policy=self.memory_policy,
             software=replace(task.software, overlaps=overlaps, cuda_graphs=self._cuda_graphs(task)),
             context=self.context,
             order=self.order,
@@ -175,47 +179,49 @@ class Choice:
         return "full" if self.graphs == "step" else "experts" if known else "partial"
 
     @property
-    def not_yet(self) -> tuple[str, ...]:
+    def unsupported(self) -> tuple[str, ...]:
         """Policies of this layout that training cannot execute yet, or only with other packages."""
         found = []
-        if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in OTHERS:
+        if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in THIRD_PARTY_DISPATCHERS:
             found.append(f"dispatch {self.dispatch}")
         known = {*get_args(RecomputeKind), "block"}
-        found += [f"recompute {name}" for name in sorted(self.keeping.recompute - known)]
-        away = self.keeping.offload | self.keeping.disk
+        found += [f"recompute {name}" for name in sorted(self.memory_policy.recompute - known)]
+        away = self.memory_policy.offload | self.memory_policy.disk
         found += [f"offload {name}" for name in sorted(away - {*get_args(OffloadKind)})]
-        if self.keeping.optimizer_offload and self.keeping.state_step is None:
+        if self.memory_policy.optimizer_offload and self.memory_policy.state_step is None:
             found.append("optimizer on the host")
         return tuple(found)
 
 
-def foreign(decoder: Decoder) -> tuple[str, ...]:
+def untrained_kinds(decoder: Decoder) -> tuple[str, ...]:
     """Return the names of a model's kinds of layers that only other stacks execute."""
-    records = (r for block in kinds(decoder)[0] for r in (block.attention, block.ffn))
+    records = (r for block in distinct_blocks(decoder)[0] for r in (block.attention, block.ffn))
     named = (record.untrained for record in records if isinstance(record, LayerSpec))
     return tuple(dict.fromkeys(name for name in named if name))
 
 
-in_format = memoize(256)(coded)
-balanced = lru_cache(maxsize=4096)(Stages.balanced)
+quantised_decoder = memoize(256)(coded)
+balanced_stages = lru_cache(maxsize=4096)(Stages.balanced)
 
 
-def of_run(
-    run: Run, cluster: Cluster, batch: int | None = None, load: float = LOAD
-) -> tuple[TrainingTask, Choice]:
+def task_from_run(
+    run: Run, cluster: Cluster, batch: int | None = None, load: float = DEFAULT_LOAD
+) -> tuple[TrainingTask, LayoutChoice]:
     """Return a run's task on a cluster, and the run's own layout with ``auto`` recompute decided.
 
     Raises:
         ValueError: the planner does not know a record of the run, or nothing fits its memory limit.
     """
-    task, choice = _stated(run, cluster, batch, load)
-    asked = _open(run, task, choice)
-    return task, choice if asked is None else replace(choice, keeping=choose_recompute(*asked))
+    task, choice = _task_and_choice(run, cluster, batch, load)
+    asked = _auto_recompute_inputs(run, task, choice)
+    return task, choice if asked is None else replace(
+        choice, memory_policy=choose_recompute(*asked)
+    )
 
 
-def _stated(
-    run: Run, cluster: Cluster, batch: int | None = None, load: float = LOAD
-) -> tuple[TrainingTask, Choice]:
+def _task_and_choice(
+    run: Run, cluster: Cluster, batch: int | None = None, load: float = DEFAULT_LOAD
+) -> tuple[TrainingTask, LayoutChoice]:
     """Return a run's task and layout, leaving ``auto`` recompute undecided."""
     asked = run.train.precision
     if asked == "fp64":
@@ -228,64 +234,64 @@ def _stated(
         narrowed |= {"rows"} if narrow.wire == "codes" else set()
         narrowed |= {"delayed"} if narrow.scaling == "delayed" else set()
     size = batch or run.train.batch
-    notes = (NCCL_EP,) if _known(run.layout.dispatch) == "nccl_ep" else ()
+    notes = (NCCL_EP_NOTE,) if _dispatcher(run.layout.dispatch) == "nccl_ep" else ()
     loss = run.train.loss
     if isinstance(loss, Distill) and loss.stored is None:
-        notes = (*notes, TEACHER)
+        notes = (*notes, TEACHER_NOTE)
     if isinstance(loss, Dpo) and loss.reference != "stored":
-        notes = (*notes, REFERENCE)
+        notes = (*notes, REFERENCE_NOTE)
     task = TrainingTask(
         name=run.name,
         decoder=run.decoder(),
         seq=run.data.seq,
         batch=size,
         cluster=cluster,
-        numbers=Numbers(precision, run.optim, narrowed=frozenset(narrowed)),
+        number_formats=NumberFormats(precision, run.optim, recipe_options=frozenset(narrowed)),
         load=load,
         software=Software(loss_chunk=run.train.loss_chunk),
-        notes=(*notes, *notes_on_step(run)),
+        notes=(*notes, *step_notes(run)),
         tokens=float(run.train.steps) * run.train.batch * run.data.seq,
     )
-    return task, choice_of(run.layout, run.train.micro_batch, precision)
+    return task, layout_choice(run.layout, run.train.micro_batch, precision)
 
 
-def _open(
-    run: Run, task: TrainingTask, choice: Choice
+def _auto_recompute_inputs(
+    run: Run, task: TrainingTask, choice: LayoutChoice
 ) -> tuple[Case, float | None, OffloadTarget] | None:
     """Return the inputs of ``auto`` recompute: case without recompute, limit, and offload place."""
     record = run.layout.recompute
     if not isinstance(record, Auto):
         return None
-    bare = replace(choice, keeping=replace(choice.keeping, recompute=frozenset()))
+    bare = replace(choice, memory_policy=replace(choice.memory_policy, recompute=frozenset()))
     place: OffloadTarget = "offload" if record.host else "disk" if record.disk else None
-    return bare.case(task), record.bytes, place
+    return bare.build_case(task), record.bytes, place
 
 
-def keeping_within(run: Run, cluster: Cluster) -> Keeping:
+def resolve_memory_policy(run: Run, cluster: Cluster) -> MemoryPolicy:
     """Return what a run shards, recomputes and offloads, with ``auto`` recompute decided.
 
     Raises:
         ValueError: nothing fits the memory limit; the message states the least that is needed.
     """
-    return of_run(run, cluster, load=_load(run))[1].keeping
+    return task_from_run(run, cluster, load=_planned_load(run))[1].memory_policy
 
 
-def demand_limit(run: Run, cluster: Cluster) -> None:
+def require_recompute_limit(run: Run, cluster: Cluster) -> None:
     """Check that some choice of ``auto`` recompute fits its memory limit.
 
     Raises:
         ValueError: none fits; the message states the least that is needed.
     """
-    asked = _open(run, *_stated(run, cluster, load=_load(run)))
+    asked = _auto_recompute_inputs(run, *_task_and_choice(run, cluster, load=_planned_load(run)))
     if asked is not None:
         resolve_memory_limit(*asked)
 
 
-def _load(run: Run) -> float:
-    return LOAD if run.layout.split.ep > 1 else 1.0
+def _planned_load(run: Run) -> float:
+    return DEFAULT_LOAD if run.layout.split.ep > 1 else 1.0
 
 
-def settled(run: Run, keeping: Keeping) -> Run:
+def with_memory_policy(run: Run, keeping: MemoryPolicy) -> Run:
     """Return a run in which a plan's recompute and offload records replace ``auto``."""
     auto, again, layout = run.layout.recompute, keeping.recompute, run.layout
     if not isinstance(auto, Auto):
@@ -304,7 +310,7 @@ def settled(run: Run, keeping: Keeping) -> Run:
     return run.model_copy(update={"layout": layout.model_copy(update=update)})
 
 
-def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
+def layout_choice(layout: Layout, micro_batch: int, precision: Recipe) -> LayoutChoice:
     """Convert a run file's layout to the planner's form.
 
     Raises:
@@ -314,20 +320,20 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
     context = layout.context
     if not isinstance(context, Context):
         raise ValueError(f"layout.context: {type(context).__name__} cannot be planned")
-    return Choice(
+    return LayoutChoice(
         sizes=sizes,
         schedule=layout.resolved_schedule,
         micro_batch=micro_batch,
-        dispatch=_known(layout.dispatch),
+        dispatch=_dispatcher(layout.dispatch),
         recipe=precision,
-        keeping=Keeping(
+        memory_policy=MemoryPolicy(
             zero=layout.zero,
             zero_ranks=layout.zero_ranks,
-            recompute=recomputed(layout.recompute),
+            recompute=recompute_modules(layout.recompute),
             optimizer_offload=layout.state.share if layout.state.is_offloaded else 0.0,
             state_step=layout.state.step if layout.state.is_offloaded else None,
             state_on_disk=layout.state.at == "disk",
-            **offloaded(layout.offload),
+            **offload_fields(layout.offload),
         ),
         stages=None if layout.stages is None else Stages.parse(layout.stages),
         context=context,
@@ -338,7 +344,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
     )
 
 
-def _known(dispatch: Record) -> Dispatcher:
+def _dispatcher(dispatch: Record) -> Dispatcher:
     kind = type(dispatch).model_fields["kind"].default
     if kind not in get_args(Dispatcher):
         raise ValueError(
@@ -348,17 +354,21 @@ def _known(dispatch: Record) -> Dispatcher:
     return kind
 
 
-def of_model(
-    model: PublishedModel, cluster: Cluster, batch: int, seq: int = SEQ, load: float = LOAD
+def task_from_model(
+    model: PublishedModel,
+    cluster: Cluster,
+    batch: int,
+    seq: int = DEFAULT_SEQ,
+    load: float = DEFAULT_LOAD,
 ) -> TrainingTask:
     """Return the pre-training task of a published model; with foreign layers it is Megatron's."""
     notes = (f"assumed: {model.assumed}",) if model.assumed else ()
-    further = (MultiToken(),) * model.multi_token
+    further = (MultiToken(),) * model.num_multi_token
     task = TrainingTask(
         model.name, with_multi_token(model.decoder, further), seq, batch, cluster,
         load=load, notes=notes,
     )  # fmt: skip
-    if not task.foreign:
+    if not task.untrained_kinds:
         return task
     said = "moefold does not train all layers of this model yet: planned as in Megatron-Core"
     overlaps = Overlaps(gradients=True, parameters=True)
@@ -366,12 +376,12 @@ def of_model(
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedLayout:
     """A published layout with its measured throughput."""
 
     id: str
     source: str
-    choice: Choice
+    choice: LayoutChoice
     device: str
     devices: int
     batch: int
@@ -379,24 +389,24 @@ class Published:
     tflops_per_gpu: float | None
 
 
-def published_layouts(name: str) -> tuple[Published, ...]:
+def published_layouts(name: str) -> tuple[PublishedLayout, ...]:
     """Return the published layouts of a model by its full name."""
     text = files("moefold.planner").joinpath("published_layouts.json").read_text("utf-8")
-    found = list[Published]()
+    found = list[PublishedLayout]()
     for row in json.loads(text):
         if row["model"] != name:
             continue
-        choice = Choice(
+        choice = LayoutChoice(
             sizes=Sizes.parse(row["sizes"]),
             schedule=cast("Schedule", SCHEDULE.kinds[row["schedule"]]()),
             micro_batch=row["micro_batch"],
             dispatch=row["dispatch"],
             recipe=row["recipe"],
-            keeping=Keeping(zero=row["zero"], recompute=frozenset(row["recompute"])),
+            memory_policy=MemoryPolicy(zero=row["zero"], recompute=frozenset(row["recompute"])),
             stages=Stages.parse(row["stages"]),
         )
         found.append(
-            Published(
+            PublishedLayout(
                 row["id"], row["source"], choice, row["device"], row["devices"], row["batch"],
                 row["seq"], row.get("tflops_per_gpu"),
             )

@@ -17,32 +17,32 @@ from moefold.config.errors import RunError, Violation, dotted
 from moefold.moe.dispatch.config import DISPATCH, FixedShape
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
-from moefold.planner.from_run import (
-    LOAD,
-    SEQ,
-    Choice,
-    Published,
-    TrainingTask,
-    foreign,
-    of_model,
-    of_run,
-    published_layouts,
-)
-from moefold.planner.goodput import Bill, Faults, Goodput, Price, bill, goodput
+from moefold.planner.goodput import Faults, Goodput, Price, RunCost, goodput, run_cost
 from moefold.planner.hardware import Cluster, with_memory
 from moefold.planner.hardware import parse_cluster as cluster_of
 from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
-from moefold.planner.published import entries, find, model
+from moefold.planner.published import find_model, published_entries, published_model
 from moefold.planner.search import Search
-from moefold.planner.search_change import Change, changes
-from moefold.planner.search_space import Space, everything, today
+from moefold.planner.search_change import LayoutChange, suggest_changes
+from moefold.planner.search_space import SearchSpace, full_space, trainable_space
+from moefold.planner.task import (
+    DEFAULT_LOAD,
+    DEFAULT_SEQ,
+    LayoutChoice,
+    PublishedLayout,
+    TrainingTask,
+    published_layouts,
+    task_from_model,
+    task_from_run,
+    untrained_kinds,
+)
 from moefold.planner.time import StepTime, estimate_time
 from moefold.run import Run, load_run, recipes
 from moefold.spec.decoder import needs, with_multi_token
 from moefold.spec.quantised import rows_within
 
 GB = 1e9
-APART = "multi-token layers on another stage than the loss"
+SEPARATE_MULTI_TOKEN = "multi-token layers on another stage than the loss"
 MEMORY_ERROR = 0.1
 """Largest relative error of planned memory in measured runs; see docs/plan.md."""
 
@@ -51,7 +51,7 @@ MEMORY_ERROR = 0.1
 class PlannedLayout:
     """One layout with its planned memory, step time and throughput."""
 
-    choice: Choice
+    choice: LayoutChoice
     case: Case = field(repr=False)
     source: str = ""
     """Origin: the run, the search, or a publication."""
@@ -76,7 +76,7 @@ class PlannedLayout:
     @property
     def policies(self) -> str:
         """What the layout does besides its sizes, in words."""
-        choice, keeping, sizes = self.choice, self.choice.keeping, self.choice.sizes
+        choice, keeping, sizes = self.choice, self.choice.memory_policy, self.choice.sizes
         tier = "disk" if keeping.state_on_disk else "host"
         again, away, disk = (
             "+".join(sorted(modules))
@@ -86,7 +86,7 @@ class PlannedLayout:
             f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {keeping.zero}": True,
             choice.schedule.name: sizes.pp > 1 or choice.schedule.paired,
             choice.dispatch: sizes.ep * sizes.etp > 1,
-            f"max_rows {choice.max_rows}": self.case.room,
+            f"max_rows {choice.max_rows}": self.case.fixed_dispatch,
             f"clones {choice.clones}": choice.clones,
             f"graphs {choice.graphs}": choice.graphs != "none",
             f"recompute {again}": again,
@@ -118,14 +118,14 @@ class PlannedLayout:
         return self.memory.total / GB
 
     @property
-    def room_gb(self) -> float:
+    def device_memory_gb(self) -> float:
         """Memory that a device can allocate, in GB of 10^9 bytes."""
         return self.case.cluster.device.memory_bytes / GB
 
     @property
     def margin_gb(self) -> float:
         """Free memory of the fullest device in GB; negative where the layout does not fit."""
-        return self.room_gb - self.memory_gb
+        return self.device_memory_gb - self.memory_gb
 
     @property
     def fits(self) -> bool:
@@ -143,16 +143,16 @@ class PlannedLayout:
         return self.time.bottleneck if self.fits else "memory"
 
     @property
-    def not_yet(self) -> tuple[str, ...]:
+    def unsupported(self) -> tuple[str, ...]:
         """Features of the layout that training cannot execute yet, or only with another package."""
         last = self.case.stages.letters[-1].count("m")
-        more = [] if self.case.multi_token == last else [APART]
-        if self.case.decoder.quantise is not None and self.rows is None:
+        more = [] if self.case.multi_token == last else [SEPARATE_MULTI_TOKEN]
+        if self.case.decoder.quantise is not None and self.quantised_rows is None:
             more.append(f"precision {self.choice.recipe}")
-        return (*self.choice.not_yet, *foreign(self.case.decoder), *more)
+        return (*self.choice.unsupported, *untrained_kinds(self.case.decoder), *more)
 
     @property
-    def rows(self) -> str | None:
+    def quantised_rows(self) -> str | None:
         """Which rows share blocks of codes; None where training cannot run the recipe here."""
         return rows_within(self.case.decoder, self.choice.sizes, self.case.seq)
 
@@ -168,9 +168,9 @@ class Plan:
     """Why ``given`` is None; otherwise empty."""
     layouts: tuple[PlannedLayout, ...]
     """The fastest layouts that fit, one per folding; empty where nothing fits."""
-    today: PlannedLayout | None
+    trainable: PlannedLayout | None
     """The fastest layout that training executes today and that the run's own rules allow."""
-    today_problem: str
+    trainable_problem: str
     """Why ``today`` is None; otherwise empty."""
     same_format: tuple[PlannedLayout, ...]
     """The fastest layout in the run's own number format, where ``layouts`` have another one."""
@@ -194,24 +194,30 @@ class Plan:
     @property
     def run_file(self) -> dict[str, Any] | None:
         """Run file data for the layout ``today``, to merge over the run's own file if any."""
-        if self.today is None:
+        if self.trainable is None:
             return None
-        return fragment(self.today) if self.run is None else _over(self.run, self.today)
+        return (
+            run_file_fragment(self.trainable)
+            if self.run is None
+            else _run_overrides(self.run, self.trainable)
+        )
 
     @property
-    def expected(self) -> Goodput:
+    def expected_goodput(self) -> Goodput:
         """Expected failures and goodput of the cluster."""
         return goodput(self.task.cluster.devices, self.faults)
 
-    def bill(self, layout: PlannedLayout, tokens: float) -> Bill:
+    def cost(self, layout: PlannedLayout, tokens: float) -> RunCost:
         """Return the cost of training on ``tokens`` tokens in a layout, failures included."""
-        return bill(self.task, layout.tokens_per_s * self.expected.ettr, tokens, self.price)
+        return run_cost(
+            self.task, layout.tokens_per_s * self.expected_goodput.ettr, tokens, self.price
+        )
 
     @cached_property
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[LayoutChange, ...]:
         """Suggested changes to the given layout (else to the best), the most useful first."""
         shown = self.given or self.best
-        return changes(self.task, shown.choice) if shown else ()
+        return suggest_changes(self.task, shown.choice) if shown else ()
 
 
 def plan(
@@ -220,7 +226,7 @@ def plan(
     *,
     batch: int | None = None,
     seq: int | None = None,
-    load: float = LOAD,
+    load: float = DEFAULT_LOAD,
     memory_gb: float | None = None,
     faults: Faults | None = None,
     price: Price | None = None,
@@ -245,34 +251,36 @@ def plan(
         ValueError: the run, model or device does not exist, a published model has no batch, or a
             number is not legal.
     """
-    demand_numbers(batch=batch, seq=seq, load=load, memory_gb=memory_gb, top=top)
+    require_positive(batch=batch, seq=seq, load=load, memory_gb=memory_gb, top=top)
     where = cluster_of(cluster) if isinstance(cluster, str) else cluster
     if memory_gb is not None:
         where = replace(where, device=with_memory(where.device, round(memory_gb * GB)))
-    task, choice, made = _task(run, where, batch, seq, load, overrides)
-    given, given_problem = _given(task, choice, made)
-    search, space = Search(task), everything(task)
-    best = _found(search, space, top)
-    own = task.numbers.recipe
+    task, choice, made = _resolve_task(run, where, batch, seq, load, overrides)
+    given, given_problem = _given_layout(task, choice, made)
+    search, space = Search(task), full_space(task)
+    best = _search_layouts(search, space, top)
+    own = task.number_formats.recipe
     formats = [] if {one.choice.recipe for one in best} == {own} else [own]
-    same = [one for form in formats for one in _found(search, replace(space, recipes=(form,)))]
-    found, today_problem = _today(search, made)
+    same = [
+        one for form in formats for one in _search_layouts(search, replace(space, recipes=(form,)))
+    ]
+    found, today_problem = _trainable_layout(search, made)
     return Plan(
         task=task,
         given=given,
         given_problem=given_problem,
         layouts=best,
-        today=found,
-        today_problem=today_problem,
+        trainable=found,
+        trainable_problem=today_problem,
         same_format=tuple(same),
-        published=tuple(_published(task)),
+        published=tuple(_published_layouts(task)),
         faults=faults or Faults(),
         price=price or Price(),
         run=made,
     )
 
 
-def demand_numbers(**given: float | None) -> None:
+def require_positive(**given: float | None) -> None:
     """Check that all numbers other than None are finite and positive.
 
     Raises:
@@ -283,14 +291,14 @@ def demand_numbers(**given: float | None) -> None:
             raise ValueError(f"{name} {value:g}: must be a finite number above 0")
 
 
-def _task(
+def _resolve_task(
     run: Run | str | Path,
     cluster: Cluster,
     batch: int | None,
     seq: int | None,
     load: float,
     overrides: Sequence[str],
-) -> tuple[TrainingTask, Choice | None, Run | None]:
+) -> tuple[TrainingTask, LayoutChoice | None, Run | None]:
     """Return task, own layout and run of a run, or the task of a published model and None, None."""
     if isinstance(run, Run) and overrides:
         raise ValueError(f"override {overrides[0]} needs a run file or a recipe, not a loaded run")
@@ -298,10 +306,10 @@ def _task(
         if seq is not None:
             raise ValueError(f"seq {seq} is for published models; in a run override data.seq={seq}")
         made = run if isinstance(run, Run) else load_run(run, overrides)
-        return *of_run(made, cluster, batch, load), made
-    known = find(str(run))
+        return *task_from_run(made, cluster, batch, load), made
+    known = find_model(str(run))
     if known is None:
-        near = get_close_matches(str(run), [*entries(), *recipes()], 3, 0.4)
+        near = get_close_matches(str(run), [*published_entries(), *recipes()], 3, 0.4)
         raise ValueError(
             f"{run} is not a run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
             "published model" + (f"; similar names: {', '.join(near)}" if near else "")
@@ -310,16 +318,20 @@ def _task(
         raise ValueError(f"{known} is a published model: it takes no override {overrides[0]}")
     if batch is None:
         raise ValueError(f"{known} is a published model: it needs --batch (sequences per step)")
-    return of_model(model(known), cluster, batch, seq or SEQ, load), None, None
+    return (
+        task_from_model(published_model(known), cluster, batch, seq or DEFAULT_SEQ, load),
+        None,
+        None,
+    )
 
 
-def _given(
-    task: TrainingTask, choice: Choice | None, run: Run | None
+def _given_layout(
+    task: TrainingTask, choice: LayoutChoice | None, run: Run | None
 ) -> tuple[PlannedLayout | None, str]:
     if choice is None or run is None:
         return None, "a published model has no layout of its own"
     try:
-        case = choice.case(task)
+        case = choice.build_case(task)
         if broken := list(run.layout.world_violations(task.cluster.devices)):
             raise RunError(broken, source="layout")
         return PlannedLayout(choice, case, "run"), ""
@@ -327,40 +339,40 @@ def _given(
         return None, str(error)
 
 
-def _today(search: Search, run: Run | None) -> tuple[PlannedLayout | None, str]:
+def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | None, str]:
     """Return the fastest layout that training executes and that the run's rules allow, or None and
     why there is none.
     """
     task, refused = search.task, ""
-    if task.foreign:
-        return None, f"training does not support the model's {', '.join(task.foreign)}"
-    for one in search.fitting(today(task)):
+    if task.untrained_kinds:
+        return None, f"training does not support the model's {', '.join(task.untrained_kinds)}"
+    for one in search.iter_fitting(trainable_space(task)):
         layout = PlannedLayout(one.choice, one.case, "search")
-        if layout.not_yet:
+        if layout.unsupported:
             continue
-        broken = None if run is None else next(_violations(run, layout), None)
+        broken = None if run is None else next(_run_violations(run, layout), None)
         if broken is None:
             return layout, ""
         refused = refused or f"{layout.layout}, breaks {dotted(broken.path)}: {broken.rule}"
     if refused:
         return None, f"the run's own rules refuse every layout that fits; the fastest, {refused}"
-    return None, f"no layout that training supports fits in {task.numbers.recipe}"
+    return None, f"no layout that training supports fits in {task.number_formats.recipe}"
 
 
-def _violations(run: Run, layout: PlannedLayout) -> Iterator[Violation]:
+def _run_violations(run: Run, layout: PlannedLayout) -> Iterator[Violation]:
     """Yield the rules of a run that it breaks in a layout."""
-    said = _over(run, layout)
+    said = _run_overrides(run, layout)
     update: dict[str, Any] = {name: said["train"][name] for name in ("batch", "micro_batch")}
     if run.train.quantise is not None:
-        update["quantise"] = run.train.quantise.model_copy(update={"rows": layout.rows})
+        update["quantise"] = run.train.quantise.model_copy(update={"rows": layout.quantised_rows})
     placed = Layout.model_validate(to_dict(run.layout) | said["layout"])
     update = {"layout": placed, "train": run.train.model_copy(update=update)}
     return run.model_copy(update=update).rules()
 
 
-def _over(run: Run, layout: PlannedLayout) -> dict[str, Any]:
+def _run_overrides(run: Run, layout: PlannedLayout) -> dict[str, Any]:
     """Return a layout's fragment for merging over a run: what only the run sets is reset."""
-    said, own, usual = fragment(layout), to_dict(run.layout), to_dict(Layout())
+    said, own, usual = run_file_fragment(layout), to_dict(run.layout), to_dict(Layout())
     for name, value in own.items():
         mine = said["layout"].get(name)
         if mine is None and name != "experts" and value != usual[name]:
@@ -371,17 +383,17 @@ def _over(run: Run, layout: PlannedLayout) -> dict[str, Any]:
     return said
 
 
-def _found(search: Search, space: Space, top: int = 1) -> tuple[PlannedLayout, ...]:
+def _search_layouts(search: Search, space: SearchSpace, top: int = 1) -> tuple[PlannedLayout, ...]:
     return tuple(PlannedLayout(one.choice, one.case, "search") for one in search.best(space, top))
 
 
-def _published(task: TrainingTask) -> list[PlannedLayout]:
+def _published_layouts(task: TrainingTask) -> list[PlannedLayout]:
     """Return published layouts of the model that are legal on the cluster, its device's first."""
-    name = find(task.name)
+    name = find_model(task.name)
     rows = [row for row in published_layouts(name) if row.seq == task.seq] if name else []
     here = task.cluster.device.name
 
-    def far(row: Published) -> tuple[bool, float]:
+    def far(row: PublishedLayout) -> tuple[bool, float]:
         ratio = row.devices / task.cluster.devices
         return row.device != here, max(ratio, 1 / ratio)
 
@@ -392,7 +404,7 @@ def _published(task: TrainingTask) -> list[PlannedLayout]:
             bare = tuple(stage.replace("m", "") for stage in choice.stages.letters)
             choice = replace(choice, stages=replace(choice.stages, letters=bare))
         try:
-            case = choice.case(task if choice.stages and "m" in choice.stages.text else alone)
+            case = choice.build_case(task if choice.stages and "m" in choice.stages.text else alone)
         except ValueError:
             continue
         told = f"{row.source} ({row.device} x {row.devices})"
@@ -406,20 +418,20 @@ def graph_bytes(run: Run, world: int) -> list[float]:
     Raises:
         ValueError: the planner does not know a record of the run.
     """
-    task, choice = of_run(run, cluster_of(f"h100x{world}"))
-    case = choice.case(task)
+    task, choice = task_from_run(run, cluster_of(f"h100x{world}"))
+    case = choice.build_case(task)
     return [stage_bytes(case, rank).state.graphs for rank in range(case.sizes.pp)]
 
 
-def fragment(layout: PlannedLayout) -> dict[str, Any]:
+def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
     """Return run file data for a layout: ``layout`` and some fields of ``train``.
 
     Raises:
         ValueError: training cannot execute the layout, so that no run file can state it.
     """
-    if layout.not_yet:
-        raise ValueError(f"training does not support {', '.join(layout.not_yet)}")
-    choice, keeping = layout.choice, layout.choice.keeping
+    if layout.unsupported:
+        raise ValueError(f"training does not support {', '.join(layout.unsupported)}")
+    choice, keeping = layout.choice, layout.choice.memory_policy
     said: dict[str, Any] = {"sizes": choice.sizes.text}
     if choice.stages is not None:
         said["stages"] = choice.stages.text
@@ -427,7 +439,7 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         said["schedule"] = {"kind": choice.schedule.name}
     said["zero"] = keeping.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
-        each = choice.sizes.ep // layout.case.expert_domains
+        each = choice.sizes.ep // layout.case.num_expert_domains
         node = {"node": each} if choice.dispatch == "two_level" else {}
         fixed = issubclass(DISPATCH.kinds[choice.dispatch], FixedShape)
         room = {"max_rows": choice.max_rows} if fixed else {}
@@ -458,5 +470,5 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
     record = layout.case.decoder.quantise
     train["precision"] = choice.recipe if record is None else "bf16"
     if record is not None:
-        train["quantise"] = to_dict(record) | {"rows": layout.rows}
+        train["quantise"] = to_dict(record) | {"rows": layout.quantised_rows}
     return {"train": train, "layout": said}

@@ -86,7 +86,7 @@ class Mamba2(LayerSpec):
         yield Saved("scanned", round(2 * rows * out * width))
 
 
-class Nothing(LayerSpec):
+class AbsentLayer(LayerSpec):
     """No layer in this half of a block."""
 
     absent = True
@@ -105,7 +105,7 @@ class Nothing(LayerSpec):
         yield from ()
 
 
-class PlainMoe(Moe):
+class UngatedMoe(Moe):
     """Experts with two matrices and no gate."""
 
     untrained = "experts without a gate"
@@ -126,6 +126,6 @@ class BiasedMoe(Moe):
         )
 
 
-def block(attention: Record, ffn: Record) -> Block:
+def make_block(attention: Record, ffn: Record) -> Block:
     """Return a block of any two kinds of layers, including those of this file."""
     return Block.model_construct(attention=attention, ffn=ffn)
