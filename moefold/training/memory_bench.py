@@ -19,7 +19,7 @@ from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
-from moefold.planner.case import Case
+from moefold.planner.case import Case, bytes_per_activation
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank, memory_after_each, stage_bytes
 from moefold.planner.task import task_from_run, with_memory_policy
@@ -83,9 +83,8 @@ def planned_bytes(
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
     state, planned = stage_bytes(case, pp).state, []
-    message_bytes = (
-        case.rows * case.decoder.hidden * (4 if case.number_formats.recipe == "fp32" else 2)
-    )
+    width = bytes_per_activation(case.number_formats.recipe)
+    message_bytes = case.rows * case.decoder.hidden * width
     num_messages = held_messages(plan_rank(layout, pp, case.num_micro_batches))  # type: ignore[arg-type]
     for after, messages in zip(memory_after_each(case, pp), num_messages, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
