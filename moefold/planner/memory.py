@@ -374,7 +374,7 @@ def add_graph_memory(
     count as activations, and the number of passes of each chunk with their own graphs."""
     shape, ahead = layer_shape(case), layer_counts(case.decoder)[1]
     captured, blocks = case.software.cuda_graphs, distinct_blocks(case.decoder)[0]
-    if not case.graphs_of_parts:
+    if not case.has_partial_graphs:
         full = captured == "full" and case.software.stack == "moefold"
         rows = case.num_micro_batches * micro_batch_bytes(shape, ahead) if full else 0.0
         return replace(state, graphs=rows), chunks, ()
