@@ -40,12 +40,18 @@ class NarrowWatch(TorchDispatchMode):
         self.operations: set[str] = set()
         """Operations, each with the package's line that ran it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; the guard against it would double each operation's cost."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
         """Run an operation and check the tensors that it creates."""
         out = func(*args, **(kwargs or {}))
-        # Fast path: most operations return one tensor.
+        if type(out) is Tensor and out.dtype is torch.float64:  # most operations
+            return out
         leaves = (out,) if isinstance(out, Tensor) else tree_leaves(out)
         if narrow := [leaf for leaf in leaves if _is_narrow(leaf)]:
             # The caller comes first: finding it is faster than walking the inputs.
