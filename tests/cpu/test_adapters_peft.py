@@ -180,6 +180,8 @@ def edited(folder: Path, **changes: Any) -> None:
         ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\]"),
         ({"r": 5}, r"lora_A.weight and B have shapes \(\(3, 8\), \(16, 3\)\), expected"),
         ({"r": None}, "r None and"),
+        ({"r": True}, "r True and"),
+        ({"lora_alpha": -4}, "lora_alpha -4 must be positive"),
         ({"rank_pattern": {"(": 3}}, "not a valid regular expression"),
         ({"base_model_name_or_path": "org/base"}, "'org/base', which is not a local Hugging Face"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),

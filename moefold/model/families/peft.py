@@ -8,6 +8,7 @@ interpret ``[E, out, in]`` as ``[E, in, out]``, so A and B belong to the transpo
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -335,7 +336,8 @@ def _rank_and_alpha(config: Mapping[str, Any], target: str) -> tuple[int, float]
         rank, alpha = value("r", "rank_pattern"), value("lora_alpha", "alpha_pattern")
     except re.error as error:
         raise ValueError(f"{CONFIG}: {error.pattern!r} is not a valid regular expression") from None
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    numbers = type(rank) is int and type(alpha) in (int, float)
+    if not numbers or rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"{CONFIG}: r {rank!r} and lora_alpha {alpha!r} must be positive numbers")
     return rank, alpha
 
