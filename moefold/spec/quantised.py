@@ -207,7 +207,7 @@ def _draw_violations(
     arrive in one round.
     """
     if layout.graphs != "none":
-        rule = f"replays a recorded step, but {what} computes rows' places or draws on the host"
+        rule = f"replays a recorded step, but {what} has row positions or draws from the host"
         yield Violation(("graphs",), layout.graphs, rule, "none")
     again = isinstance(layout.dispatch, FixedShape) and layout.dispatch.on_overflow == "again"
     if again and together and layout.split.ep * layout.split.etp > 1:

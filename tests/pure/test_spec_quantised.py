@@ -133,13 +133,13 @@ def test_ways_out_of_the_rules_about_rows() -> None:
 def test_dispatchers_of_other_packages_are_refused_where_experts_need_row_numbers(
     asked: str, moves: bool
 ) -> None:
-    """Graphs are refused for whatever draws."""
+    """Graphs are refused for whatever draws or finds row positions on the host."""
     layout = ["layout.sizes=ep2", "layout.dispatch=deep_ep", "layout.graphs=partial"]
     with pytest.raises(RunError) as caught:
         run_of(asked, *layout)
     rules = [violation.rule for violation in caught.value.violations]
     assert any("exact row numbers" in rule for rule in rules) is moves, rules
-    assert any("recorded random numbers" in rule for rule in rules)
+    assert any("replays a recorded step" in rule for rule in rules)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
