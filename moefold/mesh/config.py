@@ -55,6 +55,11 @@ class Sizes(Record):
         return self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp)
 
     @property
+    def row_multiple(self) -> int:
+        """The multiple of rows that context ranks (two pieces each) and tensor ranks can split."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
     def text(self) -> str:
         """The text form for run files, without axes of size 1."""
         return " ".join(f"{axis}{size}" for axis, size in self if size > 1)

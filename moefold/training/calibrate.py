@@ -248,12 +248,9 @@ def build_step(case: Case) -> Callable[[], None]:
     precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
     model = DecoderModel(case.decoder, precision)
     initialise(model, case.decoder, seed=1)
-    draw = torch.Generator().manual_seed(0)
-    shape = (case.micro_batch, case.seq)
-    batches = [
-        from_ids(torch.randint(case.decoder.vocab, shape, generator=draw))
-        for _ in range(case.num_micro_batches)
-    ]
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randint, case.decoder.vocab, (case.micro_batch, case.seq))
+    batches = [from_ids(draw(generator=generator)) for _ in range(case.num_micro_batches)]
     data = ShardedState(single_rank_parts(model))
     optimizer = build(case.number_formats.optimizer, dict(model.named_parameters()))
 

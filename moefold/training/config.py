@@ -130,9 +130,7 @@ class Train(Record):
     def rules(self) -> Iterator[Violation]:
         """``micro_batch`` divides ``batch``."""
         if self.batch % self.micro_batch:
-            nearest = max(
-                d for d in range(1, min(self.micro_batch, self.batch) + 1) if self.batch % d == 0
-            )
-            yield Violation(
-                ("micro_batch",), self.micro_batch, f"must divide batch ({self.batch})", nearest
-            )
+            sizes = range(min(self.micro_batch, self.batch), 0, -1)
+            nearest = next(size for size in sizes if self.batch % size == 0)
+            rule = f"must divide batch ({self.batch})"
+            yield Violation(("micro_batch",), self.micro_batch, rule, nearest)

@@ -83,7 +83,7 @@ class RankZeroRunner:
         try:
             if was_leading:
                 broadcast_from_first(
-                    {"call": method.__name__, "args": args, "how": kwargs}, self._ranks
+                    {"call": method.__name__, "args": args, "kwargs": kwargs}, self._ranks
                 )
             return method(self._job, *args, **kwargs)
         finally:
@@ -103,7 +103,7 @@ class RankZeroRunner:
             if "answer" in message:
                 return message["answer"]
             with suppress(SaveError):  # It is raised on rank 0 too, which decides.
-                getattr(self._job, message["call"])(*message["args"], **message["how"])
+                getattr(self._job, message["call"])(*message["args"], **message["kwargs"])
         was_leading, self._leading = self._leading, True
         try:
             function()

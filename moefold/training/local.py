@@ -212,11 +212,8 @@ class LocalCopies:
     ) -> Tensor:
         """Send the parts that other ranks lack; return this rank's part."""
         ranks = self._world.on_host
-        sends = [
-            send(part, ranks.ranks[rank], ranks)
-            for rank, part in parts.items()
-            if rank != ranks.index
-        ]
+        others = [rank for rank in parts if rank != ranks.index]
+        sends = [send(parts[rank], ranks.ranks[rank], ranks) for rank in others]
         holder = sources[ranks.index][1]
         if holder == ranks.index:
             own = parts[ranks.index]

@@ -98,13 +98,8 @@ class StoredModel:
                         f"{flags} (in Python: uses=[...])"
                     )
                 raise RunError(verdict.violations, meta["decoder"], str(path))
-            yield cls(
-                path,
-                meta,
-                verdict.record,
-                tokenizer_of(meta),
-                ModelTensors(reader, meta.get("adapters", {})),
-            )
+            tensors = ModelTensors(reader, meta.get("adapters", {}))
+            yield cls(path, meta, verdict.record, tokenizer_of(meta), tensors)
 
     def write_adapter(self, folder: Path, dtype: Dtype = "float32") -> list[str]:
         """Write the adapters only, by :func:`moefold.convert.adapter.write_adapter`; return notes.

@@ -53,7 +53,7 @@ def check_same_run(
 ) -> None:
     """Check that ``run`` computes what the run of a checkpoint with this ``meta`` computed.
 
-    ``parts`` has the digests of the run's plug-in files, ``data`` is that of its data.
+    ``plugins`` has the digests of the run's plug-in files by name.
 
     Raises:
         ValueError: if it does not; lists every difference.
@@ -131,11 +131,10 @@ def differences(
     def compare(path: FieldPath, stored: Any, present: Any) -> None:
         if path in FREE_IN_IDENTITY or stored == present:
             return
-        both = (stored, present)
-        if all(isinstance(one, list) for one in both) and len(stored) == len(present):
-            for number, (one, other) in enumerate(zip(stored, present, strict=True)):
-                compare((*path, number), one, other)
-        elif all(isinstance(one, Mapping) for one in both):
+        if isinstance(stored, list) and isinstance(present, list) and len(stored) == len(present):
+            for number, entries in enumerate(zip(stored, present, strict=True)):
+                compare((*path, number), *entries)
+        elif isinstance(stored, Mapping) and isinstance(present, Mapping):
             for key in dict.fromkeys([*stored, *present]):
                 compare((*path, key), stored.get(key), present.get(key))
         else:

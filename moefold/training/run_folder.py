@@ -166,15 +166,12 @@ class History:
             with suppress(ValueError, RecursionError):
                 if isinstance(event := json.loads(text), dict):
                     events.append(event)
-        return cls(
-            [
-                {key: value for key, value in line.items() if _is_figure(key, value)}
-                for line in read_lines(folder / METRICS_FILE)
-            ],
-            _read_loads(folder / LOAD_FILE),
-            read_baselines(folder / BASELINES_FILE),
-            events,
-        )
+        lines = [
+            {key: value for key, value in line.items() if _is_figure(key, value)}
+            for line in read_lines(folder / METRICS_FILE)
+        ]
+        loads, baselines = _read_loads(folder / LOAD_FILE), read_baselines(folder / BASELINES_FILE)
+        return cls(lines, loads, baselines, events)
 
     def curve(self, key: str) -> Curve:
         """Return one metric over the steps; values that were not finite are NaN."""
@@ -203,11 +200,10 @@ class History:
             return None
         keys = [(key, f"val/{name}/loss") for name, key in held_out_sets(self.keys())]
         for line in reversed(self.lines):
-            found = [
-                line[bits] / line[nats] for bits, nats in keys if line.get(bits) and line.get(nats)
-            ]
-            if found:
-                return sum(found) / len(found)
+            pairs = [(line.get(bits), line.get(nats)) for bits, nats in keys]
+            factors = [bits / nats for bits, nats in pairs if bits and nats]
+            if factors:
+                return sum(factors) / len(factors)
         return None
 
     def load(self) -> tuple[np.ndarray, list[str], np.ndarray] | None:

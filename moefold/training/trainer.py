@@ -130,8 +130,8 @@ class Trainer:
         run_on_first(claim, world.on_host)
         try:
             with explaining_oom(run, world):
-                self.precision = PrecisionChoice.choose(run, self.folder, world, memory)
-                self.run = run = resolve_recompute(self.precision.apply_to(run), world)
+                self.precision = choice = PrecisionChoice.choose(run, self.folder, world, memory)
+                self.run = run = resolve_recompute(choice.apply_to(run), world)
                 cache = cache or self.folder.parent / ".prepared"
                 prepared = lru_cache(partial(prepare, run.data, cache, on_progress, scratch))
                 run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
@@ -139,16 +139,14 @@ class Trainer:
                 self.loader = _loader(run, prepared(), world)
                 check_ranks_agree(run, self.plugins, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
-                dtype = self.precision.precision
-                placed = build_parts(self.decoder, dtype, run.layout, world, "meta")
+                placed = build_parts(self.decoder, choice.precision, run.layout, world, "meta")
                 with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
                     self.data = ShardedState(placed, has_values=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
                 self.placed, self.model = self.data.placed, self.data.placed.model
                 self.executor = step_executor(self.data, run.train.routing)
                 self.counts = count(self.decoder)
-                rate = self.precision.machine
-                self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)
+                self.utilisation = Utilisation(choice.machine, self.model.recipe.dtype, world)
                 self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
                 run_id = run_digest(run, self.plugins, self.loader.fingerprint(), world.size)
                 state_id = signature(self.data, self.optimizer)
@@ -172,9 +170,9 @@ class Trainer:
         """Resume from memory or local disk copies if complete and newest; return whether it did."""
         progress = self.memory and self.memory.restore(self._state_tensors(), self.world)
         if progress is None and self.local is not None:
-            newest = self._newest_checkpoint()
-            newest_step = 0 if newest is None else manifest.read(newest).step
-            if restored := self.local.restore(self._state_tensors(), newest_step):
+            checkpoint = self._newest_checkpoint()
+            since = 0 if checkpoint is None else manifest.read(checkpoint).step
+            if restored := self.local.restore(self._state_tensors(), since):
                 progress, self.resumed_from = restored
         if progress is None:
             return False
@@ -203,16 +201,16 @@ class Trainer:
                 self.progress = restore(path, self.data, self.optimizer)
             except DamagedError as error:
                 damage = error
-            damages = gather_objects(damage and str(damage), self.world.on_host)
-            reports = [text for text in damages if text]
-            if not reports:
+            by_rank = gather_objects(damage and str(damage), self.world.on_host)
+            report = next(filter(None, by_rank), None)
+            if report is None:
                 self.data.refresh_weights()
                 self._saved = stored.step
                 return path
             older = self._newest_checkpoint(before=stored.step)
             if older is None:
-                raise damage or CheckpointError(reports[0])
-            _log.warning("%s. Falling back to %s", reports[0], older.name)
+                raise damage or CheckpointError(report)
+            _log.warning("%s. Falling back to %s", report, older.name)
             path = older
         return None
 
@@ -287,8 +285,8 @@ class Trainer:
         micros = self.loader.load_step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:
-            stop, how = self._stop_request is not None, {"objective": self.objective}
-            return gradients(self.data, micros, run.train.loss_chunk, stop, self.executor, **how)
+            stop, loss = self._stop_request is not None, self.objective
+            return gradients(self.data, micros, run.train.loss_chunk, stop, self.executor, loss)
 
         figures = forward_backward()
         if figures.stop and self._stop_request is None:
@@ -327,7 +325,7 @@ class Trainer:
             **self.utilisation.figures(per_second * flops),
             "step_time_s": seconds,
         }
-        metrics |= {n: it for n in ("needed_rows", "needed_load") if (it := getattr(figures, n))}
+        metrics |= {k: v for k in ("needed_rows", "needed_load") if (v := getattr(figures, k))}
         metrics |= figures.extra_figures
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
@@ -363,20 +361,20 @@ class Trainer:
         if not self._running:
             return
         self._running = False
-        failed: list[Exception] = []
+        errors: list[Exception] = []
 
         def stop_all() -> None:
             for hook in self.hooks:
                 try:
                     hook.on_stop(self, error)
                 except Exception as caught:
-                    failed.append(caught)
+                    errors.append(caught)
 
         if error is None or isinstance(error, Interrupted):
             self.rank_zero.lead(stop_all, lambda: None)
         elif self.rank_zero.is_leader:
             stop_all()  # Without waiting: other ranks may have failed or exited.
-        for caught in failed:
+        for caught in errors:
             if error is None:
                 raise caught
             _log.warning("a hook failed at the end of the run: %s", caught)
@@ -392,8 +390,8 @@ class Trainer:
         if tokens is None and record is not None:
             is_finished = self.progress.step >= self.run.train.steps
             tokens = None if is_finished and record.at_end == "all" else record.tokens
-        how = self.run.train.loss_chunk, self.objective
-        metrics = evaluate_sets(self.placed, self.loader, tokens, *how)
+        loss_chunk, loss = self.run.train.loss_chunk, self.objective
+        metrics = evaluate_sets(self.placed, self.loader, tokens, loss_chunk, loss)
         self._call_hooks("on_evaluate", metrics)
         return metrics
 
@@ -439,9 +437,9 @@ class Trainer:
         return gather_objects(busy, self.world.on_host)
 
     @on_all_ranks
-    def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         """Return the token ids generated after each prompt; options of ``model.generate``."""
-        return generate(incremental_logits(self.placed), prompts, **how)
+        return generate(incremental_logits(self.placed), prompts, **options)
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to save and end after the current step, from any rank."""
@@ -449,14 +447,14 @@ class Trainer:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run, failed if there is an ``error``: call the hooks, release the folder."""
-        with ExitStack() as ends:
+        with ExitStack() as stack:
             self._closed = True
-            ends.callback(self.lock.release)
+            stack.callback(self.lock.release)
             if self.local is not None:
-                ends.callback(self.local.wait)
-            ends.callback(self.saver.abandon)
+                stack.callback(self.local.wait)
+            stack.callback(self.saver.abandon)
             if error is None:
-                ends.callback(self.saver.wait)
+                stack.callback(self.saver.wait)
             self._stop_hooks(error)
 
     def __enter__(self) -> "Trainer":
@@ -467,9 +465,7 @@ class Trainer:
 
 
 def _loader(run: Run, prepared: PreparedData, world: World) -> Loader:
-    """Return the run's loader; it pads rows to a multiple that context and tensor ranks split."""
-    train, sizes = run.train, world.folding.sizes
-    pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
-    dp_rank, dp_size = world.attention.dp, world.folding.dp
-    sizes = run.data.seq, train.batch, train.micro_batch
-    return Loader(prepared, *sizes, run.seed, pad_to=pad_to, rank=dp_rank, ranks=dp_size)
+    """Return the loader of this data rank's micro-batches."""
+    sizes = run.data.seq, run.train.batch, run.train.micro_batch
+    pad_to, rank, ranks = world.folding.sizes.row_multiple, world.attention.dp, world.folding.dp
+    return Loader(prepared, *sizes, run.seed, pad_to=pad_to, rank=rank, ranks=ranks)

@@ -46,7 +46,7 @@ PLANTS = (
         "copies on local disks are taken before newer checkpoints",
         ON_DISKS + "test_b26_a_checkpoint_that_is_newer_is_taken",
         "training/trainer.py",
-        "0 if newest is None else manifest.read(newest).step",
+        "0 if checkpoint is None else manifest.read(checkpoint).step",
         "0",
     ),
 )

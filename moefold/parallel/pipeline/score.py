@@ -45,7 +45,7 @@ def next_logits(
     model, world = placed.model, placed.world
     sizes = world.folding.sizes
     cache = cache if sizes.cp == 1 else None
-    pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
+    pad_to = sizes.row_multiple
     whole = pack(texts, pad_to) if cache is None else cache.next_rows(texts, pad_to)
     rows, piece = local_rows(whole, world)
     flow = Flow(

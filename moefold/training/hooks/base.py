@@ -51,7 +51,7 @@ class JobView(Protocol):
         ...
 
     def weights(self, pattern: str) -> dict[str, Any]:
-        """Return the parameters whose global names match a pattern, whole and on the host.
+        """Return the parameters whose global names match a pattern, unsharded and on the host.
 
         Parameters of ``model`` are this rank's parts, or handles without values if sharded.
         """
@@ -65,7 +65,7 @@ class JobView(Protocol):
         """Evaluate on the held-out sets, and pass the result to every hook's ``on_evaluate``."""
         ...
 
-    def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         """Return the token ids generated after each prompt; options of ``model.generate``."""
         ...
 

@@ -49,10 +49,8 @@ def draw_plots(folder: Path, title: str) -> list[Path]:
     """Write every plot for which the folder's files have data; return the paths."""
     history = History.read(folder)
     drawn = []
-    for name, figure in (
-        ("loss", loss_figure(history, title)),
-        ("expert_load", load_figure(history, title)),
-    ):
+    figures = {"loss": loss_figure(history, title), "expert_load": load_figure(history, title)}
+    for name, figure in figures.items():
         if figure is not None:
             path = folder / f"{name}.png"
             part = folder / f".{name}.part.png"

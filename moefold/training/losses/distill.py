@@ -42,7 +42,7 @@ from moefold.training.losses.base import Objective, segment_digests
 from moefold.training.losses.config import Distill
 from moefold.training.model_checkpoint import fill_from_folder
 
-INDEX_FILE = "index.json"
+INDEX_FILE, ROWS_FILE = "index.json", "{}.rows"
 
 
 def build_distillation(record: Distill) -> "Distillation":
@@ -85,16 +85,10 @@ class Distillation(Objective):
         self.teacher = ShardedState(parts).placed
         return self
 
-    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        """Return the teacher's output on the last stage; None elsewhere, and for held-out data."""
-        return self.teacher_output(placed, batch, flow, chunk) if flow.training else None
-
     @torch.no_grad()
-    def teacher_output(
-        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
-    ) -> Tensor | None:
-        """Return the teacher's last normed rows [T, D]."""
-        return forward(self.teacher, self.teacher_flow(batch))
+    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        """Return the teacher's last normed rows [T, D], on the last stage and for training only."""
+        return forward(self.teacher, self.teacher_flow(batch)) if flow.training else None
 
     def teacher_flow(self, batch: MicroBatch) -> Flow:
         """Return the teacher's forward pass for a micro-batch."""
@@ -154,13 +148,13 @@ class TopKDistillation(Distillation):
         how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
         return divergence_and_gradients(x_TD, head, flow, compare=compare_top(flow.known), **how)
 
-    def teacher_output(
-        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
-    ) -> Tensor | None:
-        """Return the teacher's top probabilities [P, W]."""
+    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        """Return the top probabilities [P, W], on the last stage and for training only."""
+        if not flow.training:
+            return None
         if self._folder is None:
             return self._top_probabilities(self.teacher_flow(batch), chunk)
-        if not any(one.has_head for one in placed.chunks):
+        if not any(part.has_head for part in placed.chunks):
             return None
         probs_TW = torch.from_numpy(self._read_stored(batch)).to(placed.world.device)
         return probs_TW[flow.whole.rows.full_row_T]
@@ -176,8 +170,8 @@ class TopKDistillation(Distillation):
         coords, count = job.world.attention, 0
         with ExitStack() as stack:
             file = None
-            if any(one.has_head for one in job.placed.chunks) and coords.tp == coords.cp == 0:
-                file = stack.enter_context(_rows_path(folder, coords.dp).open("wb"))
+            if any(part.has_head for part in job.placed.chunks) and coords.tp == coords.cp == 0:
+                file = stack.enter_context((folder / ROWS_FILE.format(coords.dp)).open("wb"))
             for batch in job.loader.all_batches(held_out=False):
                 flow = self.teacher_flow(batch)
                 probs_PW = self._top_probabilities(flow, job.run.train.loss_chunk)
@@ -212,15 +206,11 @@ class TopKDistillation(Distillation):
                 )
             dp, first = self._segment_starts[key]
             if dp not in self._files:
-                stored = np.memmap(_rows_path(self._folder, dp), np.float32, "r")
+                stored = np.memmap(self._folder / ROWS_FILE.format(dp), np.float32, "r")
                 self._files[dp] = stored.reshape(-1, probs_TW.shape[1])
             rows_R = np.flatnonzero(batch.labels_T[rows] != IGNORE_INDEX) + rows.start
             probs_TW[rows_R] = self._files[dp][first : first + len(rows_R)]
         return probs_TW
-
-
-def _rows_path(folder: Path, dp: int) -> Path:
-    return folder / f"{dp}.rows"
 
 
 def _settings(record: Distill, job: Any) -> dict[str, Any]:
