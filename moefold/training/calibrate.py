@@ -270,8 +270,7 @@ def time_calls(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
     """
     for call in calls.values():
         call()
-    cpu_s: dict[str, list[float]] = {name: [] for name in calls}
-    wall_s: dict[str, list[float]] = {name: [] for name in calls}
+    cpu_s, wall_s = ({name: list[float]() for name in calls} for _ in range(2))
     for _ in range(rounds):
         for name, call in calls.items():
             started, cpu_started = time.perf_counter(), time.process_time()

@@ -82,9 +82,8 @@ class RankZeroRunner:
         was_leading, self._leading = self._leading, False
         try:
             if was_leading:
-                broadcast_from_first(
-                    {"call": method.__name__, "args": args, "kwargs": kwargs}, self._ranks
-                )
+                message = {"call": method.__name__, "args": args, "kwargs": kwargs}
+                broadcast_from_first(message, self._ranks)
             return method(self._job, *args, **kwargs)
         finally:
             self._leading = was_leading

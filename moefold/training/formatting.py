@@ -8,10 +8,10 @@ _PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 def clock(seconds: float) -> str:
     """Format a duration: ``42 s``, ``4:05`` (minutes), ``3:07:00`` (hours), ``2 d 04:10``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, second = divmod(whole, 60)
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    minutes, second = divmod(rounded, 60)
     hours, minute = divmod(minutes, 60)
     if hours == 0:
         return f"{minute}:{second:02d}"

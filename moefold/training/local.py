@@ -212,17 +212,17 @@ class LocalCopies:
     ) -> Tensor:
         """Send the parts that other ranks lack; return this rank's part."""
         ranks = self._world.on_host
-        others = [rank for rank in parts if rank != ranks.index]
-        sends = [send(parts[rank], ranks.ranks[rank], ranks) for rank in others]
+        other_ranks = [rank for rank in parts if rank != ranks.index]
+        sends = [send(parts[rank], ranks.ranks[rank], ranks) for rank in other_ranks]
         holder = sources[ranks.index][1]
         if holder == ranks.index:
-            own = parts[ranks.index]
+            own_part = parts[ranks.index]
         else:
-            own = torch.empty(size, dtype=torch.uint8)
-            receive(own, ranks.ranks[holder], ranks).wait()
+            own_part = torch.empty(size, dtype=torch.uint8)
+            receive(own_part, ranks.ranks[holder], ranks).wait()
         for work in sends:
             work.wait()
-        return own
+        return own_part
 
 
 def newest_complete(

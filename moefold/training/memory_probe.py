@@ -48,8 +48,8 @@ class StorageRecorder(TorchDispatchMode):
         for value in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
-                known = self.storages.get(storage._cdata)
-                if known is None or known[0].expired():
+                entry = self.storages.get(storage._cdata)
+                if entry is None or entry[0].expired():
                     self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 

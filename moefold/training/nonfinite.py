@@ -68,7 +68,7 @@ def decide_update(
     raise NonFiniteStep(
         f"step {progress.step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
         f"{figures.grad_norm}, router terms {figures.router_terms or 'none'}); nothing was "
-        f"updated.\n{description}\nPosition in the data order: {progress.place()}\n"
+        f"updated.\n{description}\nPosition in the data order: {progress.next_batch_index()}\n"
         + (f"{verdict}\n" if verdict else "")
         + "Remove the cause or lower optim.lr"
         + remedy * must_stop
@@ -85,8 +85,8 @@ def _describe_nonfinite(batches: Sequence[MicroBatch], data: ShardedState) -> st
     for rank, report in enumerate(by_rank):
         if names := report["grads"]:
             where = f" on rank {rank}" if len(by_rank) > 1 else ""
-            more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-            lines.append(f"Gradients not finite{where}: {', '.join(names[:MAX_SHOWN])}{more}")
+            more_text = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+            lines.append(f"Gradients not finite{where}: {', '.join(names[:MAX_SHOWN])}{more_text}")
     lines = lines or ["Gradients not finite: none"]
     documents = list(dict.fromkeys(name for report in by_rank for name in report["documents"]))
     return "\n".join([*lines, f"Documents of the step: {', '.join(documents) or 'unknown'}"])
@@ -117,9 +117,9 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
 
 def replay(data: ShardedState, recompute: Callable[[], Any]) -> str:
     """Recompute the gradients in ``data`` on all ranks; say whether their bits are the same."""
-    before = digest(held.tensor for held in data.gradients())
+    before = digest(part.tensor for part in data.gradients())
     recompute()
-    after = digest(held.tensor for held in data.gradients())
+    after = digest(part.tensor for part in data.gradients())
     differing = gather_objects(before != after, data.placed.world.on_host)
     ranks = ", ".join(str(rank) for rank, differs in enumerate(differing) if differs)
     if not ranks:

@@ -68,7 +68,7 @@ def summary(history: History) -> dict[str, Any]:
 
 
 def downtime(history: History, wall_s: float) -> dict[str, Any]:
-    """Return restarts, recoveries in place, repeated steps, and the seconds of each of ``PARTS``.
+    """Return restarts, recoveries, repeated steps, and the seconds of each of ``DOWNTIME_PARTS``.
 
     ``save_every_s`` is the interval between checkpoints that would lose least time with this run's
     rate of faults and the stalls of its saves; absent unless both are known. ``wall_s`` is the

@@ -59,12 +59,9 @@ class ChoiceWriter:
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
         """Return the passes of a step, which report their decisions to this writer."""
         self._chosen, self._tokens = {}, _valid_tokens(flows)
-        return [
-            replace(
-                flow, decisions=RoutingDecisions(on_new=partial(self._record, number, flow.rows))
-            )
-            for number, flow in enumerate(flows)
-        ]
+        records = [partial(self._record, number, flow.rows) for number, flow in enumerate(flows)]
+        decisions = [RoutingDecisions(on_new=record) for record in records]
+        return [replace(f, decisions=d) for f, d in zip(flows, decisions, strict=True)]
 
     def _record(self, number: int, rows: MicroBatch, key: str, decision: Any) -> None:
         if not isinstance(decision, Decision):
@@ -177,8 +174,8 @@ def step_executor(data: ShardedState, record: Routing | None) -> Callable[..., A
     kind = ChoiceWriter if record.record else ChoiceReader
     recorder = kind(Path(record.record or record.replay or ""), data.placed)
 
-    def run(placed: ModelParts, flows: Sequence[Flow], *more: Any) -> StepResult:
-        result = executor(placed, recorder.begin(flows), *more)
+    def run(placed: ModelParts, flows: Sequence[Flow], *args: Any) -> StepResult:
+        result = executor(placed, recorder.begin(flows), *args)
         recorder.end()
         return result
 

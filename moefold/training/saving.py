@@ -62,11 +62,11 @@ class Saver:
             SaveError: on all ranks, if writing this checkpoint or the one before failed.
         """
         self.wait()
-        how: dict[str, Any] = {"lock": self._lock, "ranks": self._ranks}
+        options: dict[str, Any] = {"lock": self._lock, "ranks": self._ranks}
         if not self._policy.asynchronous:
-            return save(self._folder, step, tensors, meta, self._policy, **how)
+            return save(self._folder, step, tensors, meta, self._policy, **options)
         copied = self._copy_to_host(tensors)
-        saving = CheckpointWriter(self._folder, step, copied, meta, self._policy, **how)
+        saving = CheckpointWriter(self._folder, step, copied, meta, self._policy, **options)
         saving.begin()
         self._saving, self._thread = saving, start_background(saving.write)
         return saving.path

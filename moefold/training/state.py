@@ -39,32 +39,32 @@ class Progress:
     tokens: int = 0
     """Valid tokens trained on."""
     excluded: tuple[int, ...] = ()
-    """Places of the data order that rewinds excluded, ascending."""
+    """Indices of batches in the data order that rewinds excluded, ascending."""
     strikes: int = 0
     """Consecutive non-finite steps, or rewinds since the run last passed the offending step."""
     struck_at: int = 0
     """Number of steps done before the newest non-finite step."""
     sequence_offset: int = 0
-    """Sequences read beyond place times batch, if a fork changed the batch size."""
+    """Sequences read beyond batch index times batch size, if a fork changed the batch size."""
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "Progress":
         """Read from a checkpoint's JSON data, of versions with fewer or more fields too."""
-        known = {each.name: stored[each.name] for each in fields(cls) if each.name in stored}
-        return cls(**{**known, "excluded": tuple(stored["excluded"])})
+        values = {spec.name: stored[spec.name] for spec in fields(cls) if spec.name in stored}
+        return cls(**{**values, "excluded": tuple(stored["excluded"])})
 
-    def place(self) -> int:
-        """Return the next step's place in the data order."""
-        place = self.step
+    def next_batch_index(self) -> int:
+        """Return the index of the next step's batch in the data order."""
+        index = self.step
         for excluded in self.excluded:
-            place += excluded <= place
-        return place
+            index += excluded <= index
+        return index
 
     def rebatched(self, batch: int, new: int) -> "Progress":
         """Return the progress to continue with ``new`` sequences per step instead of ``batch``."""
         if batch == new:
             return self
-        offset = self.sequence_offset + self.place() * batch - self.step * new
+        offset = self.sequence_offset + self.next_batch_index() * batch - self.step * new
         return replace(self, excluded=(), sequence_offset=offset)
 
 
@@ -114,26 +114,26 @@ def assigned_state(data: ShardedState, optimizer: Optimizer) -> dict[str, list[T
 
 
 def assigned_slices(
-    name: str, held: LocalSlice, min_bytes: int = MIN_WRITE_BYTES
+    name: str, part: LocalSlice, min_bytes: int = MIN_WRITE_BYTES
 ) -> Iterator[TensorSlice]:
     """Yield the slices that this rank writes of a box that it holds.
 
     If several ranks hold copies of a box, a hash of its name selects the writer; a large box is
     split along its first dim among some of them, at least ``min_bytes`` each.
     """
-    at, tensor = tuple(start for start, _ in held.box), held.tensor.detach()
+    origin, tensor = tuple(start for start, _ in part.box), part.tensor.detach()
     size = tensor.numel() * tensor.element_size()
     rows = len(tensor) if tensor.dim() else 1
-    pieces = max(1, min(held.copies, rows, size // min_bytes))
-    start = crc32(f"{name}{at}".encode())
+    pieces = max(1, min(part.copies, rows, size // min_bytes))
+    first_writer = crc32(f"{name}{origin}".encode())
     for piece in range(pieces):
-        if (start + piece * held.copies // pieces) % held.copies != held.copy:
+        if (first_writer + piece * part.copies // pieces) % part.copies != part.copy:
             continue
         if pieces == 1:
-            yield TensorSlice(tensor, held.shape, at)
+            yield TensorSlice(tensor, part.shape, origin)
         else:
-            first, end = piece * rows // pieces, (piece + 1) * rows // pieces
-            yield TensorSlice(tensor[first:end], held.shape, (at[0] + first, *at[1:]))
+            begin, end = piece * rows // pieces, (piece + 1) * rows // pieces
+            yield TensorSlice(tensor[begin:end], part.shape, (origin[0] + begin, *origin[1:]))
 
 
 def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Progress:

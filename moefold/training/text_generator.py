@@ -84,20 +84,19 @@ class TextGenerator:
         return ids_N.tolist()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], tokens: int, **how: Any
+        self, prompts: Sequence[Sequence[int]], tokens: int, **options: Any
     ) -> list[list[int]]:
         """Return the token ids generated after each prompt, decoded together."""
-        return generate(IncrementalDecoder(self.model), prompts, tokens, **self.settings(**how))
+        return generate(IncrementalDecoder(self.model), prompts, tokens, **self.settings(**options))
 
     def stream_answer(
-        self, messages: Sequence[Mapping[str, Any]], tokens: int, **how: Any
+        self, messages: Sequence[Mapping[str, Any]], tokens: int, **options: Any
     ) -> Iterator[str]:
         """Yield the next answer of a conversation in pieces of whole characters."""
         ids, shown_text = list[int](), ""
         prompt = [self.encode_chat(messages)]
-        for new_tokens in stream_tokens(
-            IncrementalDecoder(self.model), prompt, tokens, **self.settings(**how)
-        ):
+        decoder, settings = IncrementalDecoder(self.model), self.settings(**options)
+        for new_tokens in stream_tokens(decoder, prompt, tokens, **settings):
             ids += new_tokens.values()
             text = self.tokenizer.decode(ids)
             if not text.endswith(UNFINISHED):

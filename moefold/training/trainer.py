@@ -113,7 +113,7 @@ class Trainer:
         require_fit(run, world.size)
         self.folder, self.hooks, self.memory = Path(folder), tuple(hooks), memory
         self.last_step, self._is_fork = run.train.steps, is_fork
-        self.progress, self.place = Progress(), 0
+        self.progress, self.batch_index = Progress(), 0
         self._busy_s, self._running, self._closed = 0.0, False, False
         self.resumed_from: Path | None = None
         # The step whose checkpoint this process has read completely, or written.
@@ -279,10 +279,10 @@ class Trainer:
         self._start_hooks()
         self.saver.poll()
         started, waited = time.perf_counter(), self.world.recorder.waited_s
-        run, step, place = self.run, self.progress.step, self.progress.place()
-        self.place = place
+        run, step = self.run, self.progress.step
+        self.batch_index = index = self.progress.next_batch_index()
         self.model.recipe.seed, self.model.recipe.step = run.seed, step
-        micros = self.loader.load_step(place) if batches is None else batches
+        micros = self.loader.load_step(index) if batches is None else batches
 
         def forward_backward() -> StepFigures:
             stop, loss = self._stop_request is not None, self.objective
@@ -294,7 +294,7 @@ class Trainer:
         policy, now = run.train.on_nonfinite, self.progress
         decision = decide_update(policy, now, figures, micros, self.data, forward_backward)
         if decision == "rewind":
-            self._rewind(place)
+            self._rewind(index)
             return {}
         lr_factor = run.optim.schedule_lr.factor(step, run.train.steps)
         if decision == "update":
@@ -330,14 +330,14 @@ class Trainer:
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
 
-    def _rewind(self, place: int) -> None:
-        """Return to the newest checkpoint, or the start; exclude ``place`` of the data order."""
+    def _rewind(self, index: int) -> None:
+        """Return to the newest checkpoint, or the start; exclude the batch ``index``."""
         before = self.progress
         if self._resume() is None:
             fill_initial_values(self.run, self.decoder, self.data, self._is_fork)
             self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
-        self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, place}))
+        self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, index}))
         self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
         self._saved = None  # the stored checkpoint of this step lacks the exclusion
         self._call_hooks("on_rewind")

@@ -182,7 +182,7 @@ def test_a_fork_with_another_batch_reads_on_where_its_source_ended(
         expected = read(job, 4, 5, 6)
     with opened("wide", 8) as job:
         fork(job, trained)
-        assert read(job, job.progress.place()) == expected[: len(read(job, 4))]
+        assert read(job, job.progress.next_batch_index()) == expected[: len(read(job, 4))]
         job.last_step = 5
         job.train()
     with opened("narrow", 2) as job:

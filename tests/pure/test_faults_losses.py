@@ -65,7 +65,7 @@ def watched(folder: Any, micro_batches: int) -> tuple[SpikesHook, FakeJob]:
     hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
     job = FakeJob(folder, [hook])
     loader: Any = SimpleNamespace(n_micro_batches=micro_batches, load_micro_batch=Part)
-    vars(job).update(loader=loader, place=7)
+    vars(job).update(loader=loader, batch_index=7)
     return hook, job
 
 

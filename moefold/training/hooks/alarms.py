@@ -132,7 +132,7 @@ class PaceHook(Hook):
 class SpikesHook(Hook):
     """Compares each step's gradient norm with the median of the steps before.
 
-    A step is a function of its place in the data order and of the weights before it, so that
+    A step is a function of its batch in the data order and of the weights before it, so that
     ``Trainer.step`` from the checkpoint before it, or from a fork of that, reproduces it.
     """
 
@@ -155,10 +155,10 @@ class SpikesHook(Hook):
         exceeded = None if norm is None else self._exceeded_median(norm)
         if norm is None or exceeded is None:
             return
-        loader = job.loader
-        batches = (loader.load_micro_batch(job.place, j) for j in range(loader.n_micro_batches))
+        loader, index = job.loader, job.batch_index
+        batches = (loader.load_micro_batch(index, j) for j in range(loader.n_micro_batches))
         documents = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
-        facts = {"step": job.step_number, "place": job.place, "grad_norm": norm, "usual": exceeded}
+        facts = {"step": job.step_number, "place": index, "grad_norm": norm, "usual": exceeded}
         log_event(job.folder, "spike", **facts, documents=list(dict.fromkeys(documents)))
         text = (
             f"{job.step_number}: gradient norm {norm:.3g}, recent median {exceeded:.3g}; "
@@ -176,5 +176,5 @@ class SpikesHook(Hook):
         return None
 
 
-def _warn(console: Console, what: str, text: str) -> None:
-    console.print(f"{what} step {text}", soft_wrap=True, highlight=False)
+def _warn(console: Console, label: str, text: str) -> None:
+    console.print(f"{label} step {text}", soft_wrap=True, highlight=False)

@@ -28,8 +28,8 @@ class JobView(Protocol):
     """This rank's part of the model."""
     loader: Any
     tokenizer: Any
-    place: int
-    """Place of the newest step in the data order."""
+    batch_index: int
+    """Index of the newest step's batch in the data order."""
 
     @property
     def recovered(self) -> dict[str, Any]:

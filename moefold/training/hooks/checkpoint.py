@@ -35,10 +35,10 @@ class CheckpointHook(Hook):
         if not due or step >= job.last_step:
             return
         try:
-            began = time.monotonic()
+            started = time.monotonic()
             job.save()
             self._retry_step, self._retry_delay = None, 1
-            stall_s = time.monotonic() - began
+            stall_s = time.monotonic() - started
             log_event(job.folder, "saved", step=step, stall_s=stall_s)
         except SaveError as error:
             if self._policy.on_failure == "stop":

@@ -65,9 +65,10 @@ class Evaluate(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Each baseline is named once."""
-        kept = tuple(dict.fromkeys(self.baselines))
-        if len(kept) < len(self.baselines):
-            yield Violation(("baselines",), list(self.baselines), "must be distinct", list(kept))
+        distinct = tuple(dict.fromkeys(self.baselines))
+        if len(distinct) < len(self.baselines):
+            rule = "must be distinct"
+            yield Violation(("baselines",), list(self.baselines), rule, list(distinct))
 
 
 class Sample(Record):
@@ -106,9 +107,9 @@ class Profile(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Steps are strictly increasing."""
-        kept = sorted(set(self.steps))
-        if kept != list(self.steps):
-            yield Violation(("steps",), list(self.steps), "must be strictly increasing", kept)
+        increasing = sorted(set(self.steps))
+        if increasing != list(self.steps):
+            yield Violation(("steps",), list(self.steps), "must be strictly increasing", increasing)
 
 
 class Pace(Record):

@@ -91,8 +91,8 @@ class LayerRouting:
     @property
     def load_E(self) -> np.ndarray:
         """Share of the choices that fell on each expert."""
-        kept = self.ids_TK[self.ids_TK >= 0]
-        return np.bincount(kept, minlength=self.experts) / max(kept.size, 1)
+        chosen = self.ids_TK[self.ids_TK >= 0]
+        return np.bincount(chosen, minlength=self.experts) / max(chosen.size, 1)
 
 
 def preferred_tokens(routing: LayerRouting, texts: Sequence[str]) -> list[list[str]]:
@@ -179,9 +179,7 @@ def choose_documents(corpus: Corpus, tokens: int, total: int) -> tuple[int, list
 def record_routing(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRouting]:
     """Return each MoE layer's routing of the pieces' tokens; each piece is its own segment."""
     device = model.head_weight.device
-    recorded: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {
-        i: [] for i, _ in model.moe_layers()
-    }
+    recorded = {i: list[tuple[np.ndarray, np.ndarray]]() for i, _ in model.moe_layers()}
 
     def record(routings: list[Any], module: Any, inputs: Any, routed: Routed) -> None:
         ids_TK, kept_TK = routed.decision.experts_TK, routed.decision.kept_TK

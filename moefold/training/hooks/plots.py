@@ -48,7 +48,7 @@ class PlotsHook(Hook):
 def draw_plots(folder: Path, title: str) -> list[Path]:
     """Write every plot for which the folder's files have data; return the paths."""
     history = History.read(folder)
-    drawn = []
+    paths = []
     figures = {"loss": loss_figure(history, title), "expert_load": load_figure(history, title)}
     for name, figure in figures.items():
         if figure is not None:
@@ -56,14 +56,14 @@ def draw_plots(folder: Path, title: str) -> list[Path]:
             part = folder / f".{name}.part.png"
             figure.savefig(part, dpi=144)
             part.replace(path)
-            drawn.append(path)
-    return drawn
+            paths.append(path)
+    return paths
 
 
 def loss_figure(history: History, title: str) -> Figure | None:
     """Plot training and held-out loss, in bits per byte where bytes were measured."""
     chart = loss_chart(history)
-    train, *others = chart["lines"]
+    train, *held_out_lines = chart["lines"]
     steps, smooth = train["x"], train.get("smooth", train["y"])
     if len(steps) < 2:
         return None
@@ -72,11 +72,11 @@ def loss_figure(history: History, title: str) -> Figure | None:
     axes.plot(steps, train["y"], color=TRAIN, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smooth, color=TRAIN, linewidth=1.8, label=train["name"])
     ends, start_values = [(train["name"], smooth[-1], TRAIN)], list[float]()
-    for line in others:
+    for line in held_out_lines:
         if line["x"]:
             style = {"color": HELD_OUT, "markersize": 3.5, "linewidth": 1.8}
             axes.plot(line["x"], line["y"], "o-", **style)
-            name = line["name"] if len(others) > 1 else "held out"
+            name = line["name"] if len(held_out_lines) > 1 else "held out"
             if line["x"][0] == 0:
                 start_values.append(1.02 * line["y"][0])
                 name += f" {line['y'][0]:.2f} →"

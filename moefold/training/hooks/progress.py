@@ -63,16 +63,16 @@ class ProgressHook(Hook):
         self._sum = SMOOTHING * self._sum + (now - self._last)
         self._weight = SMOOTHING * self._weight + 1
         self._last = now
-        left, facts = clock(steps * self._sum / self._weight), format_metrics(metrics)
+        time_left, facts = clock(steps * self._sum / self._weight), format_metrics(metrics)
         if metrics.get("skipped"):
             text = "loss or gradients are not finite; its update was skipped"
             self._print(f"[bold yellow]skipped[/] step {job.step_number}: {text}")
         if self._bar is not None:
             task = self._bar.task_ids[0]
-            self._bar.update(task, completed=job.step_number, facts=facts, left=left)
+            self._bar.update(task, completed=job.step_number, facts=facts, left=time_left)
         elif self._style == "lines" and (now - self._shown >= self._seconds or steps <= 0):
             self._shown = now
-            self._print(f"step {job.step_number}/{job.last_step}  {facts}  {left} left")
+            self._print(f"step {job.step_number}/{job.last_step}  {facts}  {time_left} left")
         if len(self._first_s) < FORECAST_STEPS and "step_time_s" in metrics:
             self._first_s.append(metrics["step_time_s"])
             if len(self._first_s) == FORECAST_STEPS and steps > 0:
@@ -81,16 +81,16 @@ class ProgressHook(Hook):
     def _forecast(self, steps: int) -> None:
         """Print when the run will end, from the first steps, and the peak memory so far."""
         step_s = sum(self._first_s[1:]) / (FORECAST_STEPS - 1)
-        left = steps * step_s
-        end = datetime.now() + timedelta(seconds=left)
-        at = end.strftime("%H:%M" if left < 12 * 3600 else "%d %B %H:%M")
+        left_s = steps * step_s
+        end = datetime.now() + timedelta(seconds=left_s)
+        end_text = end.strftime("%H:%M" if left_s < 12 * 3600 else "%d %B %H:%M")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
         self._print(
             f"[cyan]measured[/] {1000 * step_s:.0f} ms a step, {plural(steps, 'step')} to go: "
-            f"{clock(left)} plus evaluation, so until about {at}; peak memory {size(peak)}"
+            f"{clock(left_s)} plus evaluation, so until about {end_text}; peak memory {size(peak)}"
         )
 
     def on_rewind(self, job: JobView) -> None:

@@ -101,8 +101,9 @@ class Distillation(Objective):
         t = self.record.temperature
         with unsharded_head(self.teacher):
             compare = compare_full(flow.known, self.teacher.model.head_operand(), t, flow)
-            how = {"compare": compare, "temperature": t, "scale": scale, "chunk": chunk}
-            return divergence_and_gradients(x_TD, head, flow, **how)
+            return divergence_and_gradients(
+                x_TD, head, flow, compare=compare, temperature=t, scale=scale, chunk=chunk
+            )
 
 
 class TopKDistillation(Distillation):
@@ -145,8 +146,10 @@ class TopKDistillation(Distillation):
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Return the summed divergence, and its gradient."""
-        how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
-        return divergence_and_gradients(x_TD, head, flow, compare=compare_top(flow.known), **how)
+        compare, t = compare_top(flow.known), self.record.temperature
+        return divergence_and_gradients(
+            x_TD, head, flow, compare=compare, temperature=t, scale=scale, chunk=chunk
+        )
 
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the top probabilities [P, W], on the last stage and for training only."""
@@ -161,8 +164,9 @@ class TopKDistillation(Distillation):
 
     def _top_probabilities(self, flow: Flow, chunk: int) -> Tensor | None:
         """Return the top probabilities of a micro-batch, computed by the teacher."""
-        how = {"k": self.record.top_k, "temperature": self.record.temperature}
-        return score(self.teacher, flow, partial(top_probabilities, **how), chunk)
+        k, temperature = self.record.top_k, self.record.temperature
+        score_fn = partial(top_probabilities, k=k, temperature=temperature)
+        return score(self.teacher, flow, score_fn, chunk)
 
     def _score_training_data(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
         """Write one file per data rank; return the file and the first row of each segment."""
