@@ -7,21 +7,21 @@ neither action is shorter than its own parts.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moefold.schedule.simulate import Costs
+from moefold.schedule.simulate import StageCosts
 from moefold.schedule.table import Table, actions_of
 
 
 class Exchanges(NamedTuple):
     """How long a stage computes for one micro-batch, and waits for others of its place."""
 
-    work: Costs
+    work: StageCosts
     forward: float
     backward: float
 
     def took(self, kind: str) -> tuple[float, float]:
         """Return the times of an action; weight gradients exchange nothing."""
         waits = {"F": self.forward, "W": 0.0}.get(kind, self.backward)
-        return self.work.work(kind), waits
+        return self.work.duration_of(kind), waits
 
 
 def duration(took: Sequence[tuple[float, float]]) -> float:
@@ -35,7 +35,7 @@ def hidden(table: Table, stages: Sequence[Exchanges]) -> tuple[float, ...]:
     found = []
     for rank, line in enumerate(table.lines):
         steps = [
-            [stages[table.stage(rank, one.chunk)].took(one.kind) for one in actions_of(step)]
+            [stages[table.stage_of(rank, one.chunk)].took(one.kind) for one in actions_of(step)]
             for step in line
         ]
         work, exchange = (sum(both[i] for took in steps for both in took) for i in (0, 1))

@@ -50,7 +50,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor
 from moefold.parallel.pipeline.lanes import Chain, FillTask, Lanes, LaneTask, State
-from moefold.schedule.simulate import Costs
+from moefold.schedule.simulate import StageCosts
 from moefold.schedule.table import Step, actions_of
 from moefold.training import step
 
@@ -293,7 +293,7 @@ def _costs(trace: Trace) -> hidden_exchanges.Exchanges:
         for kind in ("F", "B")
     }
     back = each["compute", "B"]
-    work = Costs(each["compute", "F"], back / 2, back / 2)
+    work = StageCosts(each["compute", "F"], back / 2, back / 2)
     return hidden_exchanges.Exchanges(work, each["exchange", "F"], each["exchange", "B"])
 
 

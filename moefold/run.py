@@ -22,9 +22,9 @@ from moefold.model.families import folder
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import clip_violations, needs
+from moefold.spec.decoder import model_needs, qk_clip_violations
 from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
-from moefold.spec.tuning import tuned, tuning_violations
+from moefold.spec.tuning import apply_tuning, tuning_violations
 from moefold.training.config import ADAPTER, Lora, Train
 from moefold.training.hooks.config import Watch
 
@@ -76,14 +76,14 @@ class Run(Record):
                 cuts = cut_violations(self.decoder(), self.layout, self.data.seq)
                 yield from (violation.under("layout") for violation in cuts)
             if self.optim.qk_clip is not None:
-                clips = clip_violations(self.decoder(), self.optim.qk_clip)
+                clips = qk_clip_violations(self.decoder(), self.optim.qk_clip)
                 yield from (violation.under("optim") for violation in clips)
             if self.optim.group:
                 cuts = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
                 yield from (violation.under("layout") for violation in cuts)
             yield from self.train.violations(self)
             if self.layout.constrains_model and not any(self.layout.rules()):
-                model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
+                model, rows = model_needs(self.decoder(), self.data.seq), self.train.micro_batch
                 found = self.layout.violations(model, rows * self.data.seq)
                 yield from (broken.under("layout") for broken in found)
                 yield from self._step_violations()
@@ -102,7 +102,7 @@ class Run(Record):
 
     def decoder(self) -> Decoder:
         """Return the model's full description: vocabulary, frozen weights, adapters, formats."""
-        decoder = tuned(self._base_decoder(), self.train.freeze, self.adapter)
+        decoder = apply_tuning(self._base_decoder(), self.train.freeze, self.adapter)
         return decoder.model_copy(update={"quantise": self.train.quantise})
 
     def _base_decoder(self) -> Decoder:
@@ -117,7 +117,7 @@ def require_fit(run: Run, world: int) -> None:
         RunError: if it does not, with every violation and the nearest legal values.
     """
     layout = run.layout
-    model = needs(run.decoder(), run.data.seq)
+    model = model_needs(run.decoder(), run.data.seq)
     found = size_violations(layout.split, model, world, layout.order, layout.stages)
     found += [broken.under("layout") for broken in layout.world_violations(world)]
     if found:

@@ -140,14 +140,14 @@ def with_transfers(table: Table) -> tuple[tuple[Step | Transfer, ...], ...]:
 def _dressed(table: Table, rank: int, step: Step) -> Iterator[Step | Transfer]:
     actions = actions_of(step)
     for action in actions:
-        for need in table.needs(rank, action):
-            source = table.home(need.stage)
+        for need in table.action_inputs(rank, action):
+            source = table.rank_of(need.stage)
             if source != rank:
                 yield Transfer("receive", need, source)
     yield step
     for action in actions:
-        given = table.gives(rank, action)
-        reader = None if given is None else table.reader(given)
+        given = table.action_result(rank, action)
+        reader = None if given is None else table.reader_rank(given)
         if given is not None and reader is not None and reader != rank:
             yield Transfer("send", given, reader)
 
@@ -159,7 +159,7 @@ def channels(table: Table) -> tuple[Crossing, Crossing]:
     for rank, line in enumerate(with_transfers(table)):
         for part in line:
             if isinstance(part, Transfer) and part.way == "send":
-                sent.setdefault((rank, part.peer, part.result.what), []).append(part.result)
+                sent.setdefault((rank, part.peer, part.result.kind), []).append(part.result)
             elif isinstance(part, Transfer):
-                received.setdefault((part.peer, rank, part.result.what), []).append(part.result)
+                received.setdefault((part.peer, rank, part.result.kind), []).append(part.result)
     return sent, received

@@ -1,10 +1,10 @@
 """A table as text: one line per rank, time to the right."""
 
-from moefold.schedule.simulate import Costs, Span, simulate
+from moefold.schedule.simulate import Span, StageCosts, simulate
 from moefold.schedule.table import Pair, Table
 
 
-def draw(table: Table, costs: Costs | None = None) -> str:
+def draw(table: Table, costs: StageCosts | None = None) -> str:
     """Return a drawing in which every step is as wide as it is long.
 
     ``F2`` is the forward of micro-batch 2, ``F2'1`` on the rank's chunk 1; ``F3+B2`` run side by

@@ -11,7 +11,7 @@ from moefold.schedule.config import (
     SCHEDULE,
     DualPipeV,
     GPipe,
-    Grouped,
+    GroupedSchedule,
     Interleaved,
     Schedule,
     ZeroBubbleH1,
@@ -42,7 +42,7 @@ def stored() -> list[dict[str, Any]]:
 def schedule(kind: str, group: int | None = None) -> Schedule:
     """Return the record of a kind, with a group where it has one."""
     record = SCHEDULE.kinds[kind]
-    made = record(group=group) if group and issubclass(record, Grouped) else record()
+    made = record(group=group) if group and issubclass(record, GroupedSchedule) else record()
     assert isinstance(made, Schedule)
     return made
 

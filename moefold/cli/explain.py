@@ -48,7 +48,7 @@ from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.planner.count import count
 from moefold.planner.notes import run_notes
 from moefold.run import IDENTITY, RECIPES, Run, load_run_with_origins
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 from moefold.training import formatting
 
 FITTING_LAYOUT: dict[FieldPath, str] = {
@@ -147,7 +147,7 @@ def _graph_report(run: Run, world: int) -> dict[str, Any]:
     refused, static = dict[str, list[str]](), dict[str, list[float]]()
     for kind in ("partial", "step"):
         layout = run.layout.model_copy(update={"graphs": kind})
-        broken = layout.violations(needs(run.decoder(), run.data.seq))
+        broken = layout.violations(model_needs(run.decoder(), run.data.seq))
         refused[kind] = [v.rule for v in broken if v.path in (("graphs",), ("zero",))]
         with suppress(ValueError):  # the planner does not know the run
             if not refused[kind]:
@@ -305,7 +305,7 @@ class LayoutReport:
     def of(cls, run: Run, world: int | None = None) -> "LayoutReport":
         """Describe a run's layout, legal or not (default ``world``: the minimum)."""
         layout, sizes = run.layout, run.layout.split
-        model, count = needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
+        model, count = model_needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
         violations = size_violations(sizes, model, world, layout.order, layout.stages)
         world = sizes.smallest_world if world is None else world
         fits = not folding_violations(sizes, world, layout.order)
@@ -313,7 +313,7 @@ class LayoutReport:
         if layout.stages is not None or count <= model.layers:
             with suppress(ValueError):
                 stages = layout.stages_of(model.layers, model.multi_token)
-        if stages is not None and stages.broken_rules(count, model.mixtures, model.multi_token):
+        if stages is not None and stages.broken_rules(count, model.moe_layers, model.multi_token):
             stages = None
         local = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
         ids = (tuple(range(e * min(local), (e + 1) * min(local))) for e in range(sizes.ep))
@@ -322,7 +322,7 @@ class LayoutReport:
             world,
             Folding(sizes, world, layout.order) if fits else None,
             stages,
-            layout.resolved_schedule.way,
+            layout.resolved_schedule.stage_mapping,
             tuple(ids) if local else None,
             tuple(v if v.path == ("world",) else v.under("layout") for v in violations),
         )

@@ -111,7 +111,7 @@ def _to_peft(
 ) -> Tensor:
     """Return A or B of a site as PEFT stores it."""
     tensor = tensors[site.weight.name + end].detach().cpu()
-    if not site.weight.expert:
+    if not site.weight.is_expert:
         tensor = tensor[site.index]
     elif end == LORA_A:
         tensor = tensor.flatten(0, 1)
@@ -158,7 +158,7 @@ class AdapterTensors(Mapping[str, Tensor]):
         site, rank = stored.site, self.peft.adapters[stored.site.weight.name].rank
         is_a = end == LORA_A
         raw = self._file.get_tensor(stored.a if is_a != stored.transposed else stored.b).float()
-        if not site.weight.expert:
+        if not site.weight.is_expert:
             return raw
         if is_a != stored.transposed:
             tensor = raw.unflatten(0, (site.experts, rank))

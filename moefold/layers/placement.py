@@ -89,7 +89,9 @@ def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
         if weight.shape != tuple(tensor.shape):
             built = list(tensor.shape)
             raise ValueError(f"{name} has shape {built}; its layer states {list(weight.shape)}")
-        found[name] = Placement({units.axis: dim for dim, units in weight.cuts}, weight.master)
+        found[name] = Placement(
+            {units.axis: dim for dim, units in weight.cuts}, weight.is_master_matrix
+        )
     return found
 
 

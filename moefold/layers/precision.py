@@ -26,7 +26,7 @@ from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
 from moefold.optim.norm import non_finite
 from moefold.spec.decoder import model_weights
-from moefold.spec.quantised import narrow_weights
+from moefold.spec.quantised import quantised_weight_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -125,8 +125,8 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
     if not isinstance(record, Quantise):
         return
     recipe = recipe_of(record)
-    experts = {weight.name for weight in model_weights(decoder) if weight.expert}
-    for name, number in narrow_weights(decoder).items():
+    experts = {weight.name for weight in model_weights(decoder) if weight.is_expert}
+    for name, number in quantised_weight_names(decoder).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         if not isinstance(owner, WeightProducts):

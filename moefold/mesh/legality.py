@@ -47,7 +47,7 @@ def size_violations(
     if parse_error:
         found.append(Violation(("stages",), stages, parse_error, None))
     if parsed is not None:
-        need = nearest.pp * nearest.vpp, model.mixtures, model.multi_token
+        need = nearest.pp * nearest.vpp, model.moe_layers, model.multi_token
         rules = parsed.broken_rules(*need)
         if parsed.letters[-1].count("m") < "".join(parsed.letters).count("m"):
             rules.append("must have every m in the last stage, with L")
@@ -62,7 +62,7 @@ def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
     if sizes.vpp > 1 and sizes.pp == 1:
         found.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
     requested = dict(sizes)
-    found += [need.rule for need in model.needs if need.number % requested[need.axis]]
+    found += [need.rule for need in model.units if need.number % requested[need.axis]]
     if sizes.pp * sizes.vpp > most:
         found.append(
             f"pp * vpp ({sizes.pp * sizes.vpp}) must be at most {most}, the number of layers or "
@@ -113,7 +113,7 @@ def nearest_sizes(
         if axis == "pp":
             legal = None if deepest is None else range(1, deepest + 1)  # None: all sizes
         else:
-            units = [need.number for need in model.needs if need.axis == axis] if model else []
+            units = [need.number for need in model.units if need.axis == axis] if model else []
             legal = divisors(math.gcd(*units)) if units else None
         if world is not None:
             fitting = [d for d in divisors(world) if legal is None or d in legal]

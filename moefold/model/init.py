@@ -54,7 +54,7 @@ def initial_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
         name, vector = piece.name, len(piece.shape) == 1
         start: Start = "zeros" if vector or name.endswith("_bias") else "normal"
         if name in described:
-            start = described[name].begins
+            start = described[name].resolved_start
         elif vector and name.endswith("norm.weight"):
             start = "ones"
         if callable(start):  # a function of the position in dim 0: the index's midpoint in (0, 1)

@@ -41,7 +41,7 @@ def prepare_tuning(model: nn.Module, record: Decoder, dtype: torch.dtype) -> Non
             path, _, leaf = weight.name.rpartition(".")
             owner = model.get_submodule(path)
             values = owner.get_parameter(leaf).detach()
-            values = values.to(dtype) if weight.narrow else values
+            values = values.to(dtype) if weight.reads_compute_dtype else values
             setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
 
 

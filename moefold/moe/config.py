@@ -400,7 +400,7 @@ class Moe(MoeSpec):
     caches = True
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Description of experts, shared expert and capacity for the banner."""
         shared = f", shared {self.shared.width}" if self.shared else ""
         drop = "dropless" if self.capacity is None else f"capacity {self.capacity.factor}"
@@ -416,7 +416,7 @@ class Moe(MoeSpec):
         return self.capacity is not None or router.partial or router.idle_experts is not None
 
     @property
-    def draws(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether routing depends on random numbers: jitter or random drops."""
         random_drops = self.capacity is not None and self.capacity.drop == "random"
         return bool(self.router.jitter) or random_drops

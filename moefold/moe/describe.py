@@ -24,7 +24,7 @@ from moefold.spec.layer import (
     Traffic,
     Units,
     Weight,
-    rounded_up,
+    round_up_to,
 )
 from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
@@ -77,7 +77,7 @@ class MoeSpec(LayerSpec):
         if self.router.bias:
             yield Weight("router.bias", (choices,), (), "router", product=False)
         for weight in self.router.weights(hidden):
-            yield replace(weight, name=f"router.{weight.name}", counted="router")
+            yield replace(weight, name=f"router.{weight.name}", category="router")
         shape = (number, *gates, width, inner)
         yield Weight("experts.w_in", shape, ((0, experts), (len(gates) + 1, columns)), "experts")
         yield Weight(
@@ -149,8 +149,8 @@ class MoeSpec(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield residual and normed rows, routing, experts' inputs and pre-activations."""
-        received = shape.received(self.routing)
-        yield Saved("residual", shape.row)
+        received = shape.received_rows(self.routing)
+        yield Saved("residual", shape.hidden_bytes)
         read = ["router.weight", *(["down.weight"] if self.latent is not None else [])]
         if self.shared is not None:
             read += ["shared.w_in"] if shape.tp == 1 else []
@@ -163,14 +163,14 @@ class MoeSpec(LayerSpec):
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
         room = 0 if shape.room is None else received
         part = Saved("experts.input", rows_in, dropped, module="experts", rows=room)
-        beside = replace(part, only=frozenset(("experts",)))
-        yield replace(part, operand=("experts.w_in",), beside=beside)
+        beside = replace(part, needed_by=frozenset(("experts",)))
+        yield replace(part, operand_of=("experts.w_in",), also_saved=beside)
         yield Saved("experts.weights", received * STATISTIC, module="experts")
         if self.latent is not None:
             size = shape.rows * inner * shape.width
             if dropped:
-                yield Saved("latent.rows", size, only=dropped, module="moe")
-            yield Saved("latent.combined", size, module="moe", operand=("up.weight",))
+                yield Saved("latent.rows", size, needed_by=dropped, module="moe")
+            yield Saved("latent.combined", size, module="moe", operand_of=("up.weight",))
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:
             yield from saved_feed_forward("shared", self.shared.width // shape.tp, shape)
@@ -183,7 +183,9 @@ class MoeSpec(LayerSpec):
         if shape.room is None and shape.ep * shape.etp > 1:
             # Copies are sorted twice: before they are sent, and after they are received.
             places, back = places + received, back + shape.rows * self.router.top_k
-        yield Saved("combine.tokens", back * INDEX, saved=not shape.apart, module="moe")
+        yield Saved(
+            "combine.tokens", back * INDEX, saved=not shape.separate_exchanges, module="moe"
+        )
         yield Saved("dispatch.rows", places * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
@@ -212,15 +214,15 @@ class MoeSpec(LayerSpec):
             if idle.constant:
                 yield Saved("idle.constants", chosen * INDEX, module="moe")
                 share = shape.rows * (idle.constant + 1) * STATISTIC
-                yield Saved("idle.shares", share, module="moe", operand=("idle.constant_bias",))
+                yield Saved("idle.shares", share, module="moe", operand_of=("idle.constant_bias",))
         if shape.clones:
             indices = chosen + shape.ep * shape.clones
             # Plus a stand-in for the master of each weight.
             size = indices * INDEX + (4 if self.expert_bias else 2) * STATISTIC
             yield Saved("clones", size, saved=False, module="moe")
         local = router.experts // shape.ep + shape.clones
-        part = Saved("offsets", local * 4, saved=shape.apart, module="moe")
-        yield replace(part, operand=("experts.w_in", "experts.w_out"))
+        part = Saved("offsets", local * 4, saved=shape.separate_exchanges, module="moe")
+        yield replace(part, operand_of=("experts.w_in", "experts.w_out"))
         if self.populations:
             yield from self._saved_balance(shape)
         if self.keeps_logits:
@@ -241,7 +243,7 @@ class MoeSpec(LayerSpec):
             scores = shape.rows * router.choices * STATISTIC
             yield Saved("balance.probability", scores, module="moe")
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a record with few experts, few groups and small widths."""
         router, groups = self.router, self.router.groups
         top_k = min(router.top_k, SMALL_TOP_K)
@@ -249,8 +251,8 @@ class MoeSpec(LayerSpec):
         if groups and router.experts % count:
             count = groups.count
         # Both ep and the groups divide the number of experts.
-        experts = max(rounded_up(min(router.experts, SMALL_EXPERTS), lcm(by.ep, count)), top_k)
-        experts = rounded_up(experts, lcm(by.ep, count))
+        experts = max(round_up_to(min(router.experts, SMALL_EXPERTS), lcm(by.ep, count)), top_k)
+        experts = round_up_to(experts, lcm(by.ep, count))
         small: dict[str, Any] = {"experts": experts, "top_k": top_k}
         if router.idle_experts is not None:
             few = {name: min(number, 2) for name, number in router.idle_experts}
@@ -260,16 +262,16 @@ class MoeSpec(LayerSpec):
             keep = max(1, groups.keep * count // groups.count, -(-top_k // size))
             kept = {"count": count, "keep": min(keep, count), "best": min(groups.best, size)}
             small["groups"] = groups.model_copy(update=kept)
-        changed: dict[str, Any] = {"width": rounded_up(SMALL_WIDTH, by.etp)}
+        changed: dict[str, Any] = {"width": round_up_to(SMALL_WIDTH, by.etp)}
         changed["router"] = router.model_copy(update=small)
         if self.latent is not None:
             changed["latent"] = SMALL_WIDTH // 2
         if self.shared is not None:
-            width = rounded_up(SMALL_WIDTH, by.tp)
+            width = round_up_to(SMALL_WIDTH, by.tp)
             changed["shared"] = self.shared.model_copy(update={"width": width})
         return self.model_copy(update=changed)
 
-    def steady(self) -> Self:
+    def without_discrete_choices(self) -> Self:
         """Return a record in which every token goes to all experts."""
         router = self.router.model_copy(update={"top_k": self.router.choices, "groups": None})
         return self.model_copy(update={"router": router, "capacity": None})

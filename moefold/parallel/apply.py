@@ -113,10 +113,12 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     depth = len(model.record.multi_token)
     table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
     places = stages.parts()
-    stage_numbers = [table.stage(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
+    stage_numbers = [table.stage_of(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
     chunks = tuple(Chunk.of(places[stage], model.record.layers) for stage in stage_numbers)
     letters = "EL" if model.record.tied or depth else "E"
-    holders = {table.home(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)}
+    holders = {
+        table.rank_of(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)
+    }
     # Drop the layers, embedding, norm and head that no chunk of this rank runs.
     kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.multi_token)]
     model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})

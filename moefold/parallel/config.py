@@ -24,7 +24,7 @@ from moefold.moe.dispatch.config import (
     FixedShape,
     ThirdParty,
 )
-from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, tabulate
+from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, build_table
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
 
@@ -127,8 +127,8 @@ class Layout(Record):
                 rule += "how many rows a rank can receive"
                 yield Violation(("offload", "pages"), self.offload.pages, rule, None)
         found = iter(())
-        if isinstance(self.recompute, Selective) and not model.outside:
-            found = self.recompute.violations(model.made_again(tp=2), self.split.tp)
+        if isinstance(self.recompute, Selective) and not model.has_undescribed:
+            found = self.recompute.violations(model.recomputable(tp=2), self.split.tp)
         if isinstance(self.recompute, Auto):
             found = self.recompute.violations(self.offload)
         yield from (broken.under("recompute") for broken in found)
@@ -146,8 +146,8 @@ class Layout(Record):
         )
         leaves |= isinstance(again, Auto) and bool(again.host or again.disk)
         sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedShape)
-        draws = any(spec.draws for spec in model.specs)
-        pairs = self.resolved_schedule.paired
+        draws = any(spec.is_stochastic for spec in model.specs)
+        pairs = self.resolved_schedule.overlaps_passes
         broken = (
             ("cannot be combined with offloaded activations", leaves, "none"),
             ("cannot be combined with offloaded layout.state", self.state.is_offloaded, "none"),
@@ -251,13 +251,13 @@ class Layout(Record):
             RunError: outside the schedule's domain, with the nearest legal values.
         """
         sizes = self.split
-        return tabulate(self.resolved_schedule, sizes.pp, sizes.vpp, micro_batches)
+        return build_table(self.resolved_schedule, sizes.pp, sizes.vpp, micro_batches)
 
     def stages_of(self, layers: int, multi_token: int = 0) -> Stages:
         """Return the stages of a model with so many ordinary and multi-token layers."""
         if self.stages is not None:
             return Stages.parse(self.stages)
-        sizes, way = self.split, self.resolved_schedule.way
+        sizes, way = self.split, self.resolved_schedule.stage_mapping
         return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, way)
 
     @property

@@ -25,10 +25,10 @@ from moefold.optim.config import AdamW, Optim
 from moefold.planner.hardware import Cluster
 from moefold.planner.memoize import memoize
 from moefold.planner.network import even_domains
-from moefold.schedule.config import GPipe, Schedule, tabulate
+from moefold.schedule.config import GPipe, Schedule, build_table
 from moefold.schedule.table import Table
 from moefold.spec.codes import coded_blocks
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 from moefold.spec.layer import NOTHING, RING, Module, Modules
 
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
@@ -278,7 +278,7 @@ class Case:
         if self.load < 1:
             raise ValueError(f"load {self.load}: must be at least 1, the mean of all expert ranks")
         if not isinstance(self.context, Ring):
-            heads = needs(self.decoder, self.seq).heads
+            heads = model_needs(self.decoder, self.seq).heads
             for found in self.context.violations(self.sizes, heads):
                 raise ValueError(f"layout.context: {found.rule}")
 
@@ -348,10 +348,12 @@ class Case:
 
     @cached_property
     def _contents(self) -> PipelineContents:
-        return pipeline_contents(self.decoder, self.stages, self.sizes.pp, self.schedule.way)
+        return pipeline_contents(
+            self.decoder, self.stages, self.sizes.pp, self.schedule.stage_mapping
+        )
 
 
-schedule_table = memoize(512)(tabulate)
+schedule_table = memoize(512)(build_table)
 """A schedule's table, cached."""
 
 

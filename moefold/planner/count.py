@@ -16,12 +16,12 @@ from moefold.spec.decoder import (
     LORA_A,
     LORA_B,
     block_weights,
-    embedding,
-    halves,
-    head,
+    embedding_weight,
+    head_weight,
+    sublayers,
     with_adapters,
 )
-from moefold.spec.layer import Attention, Scan, described
+from moefold.spec.layer import Attention, Scan, as_layer_spec
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,11 @@ def count(decoder: Decoder) -> Counts:
     """
     hidden, matrix = decoder.hidden, decoder.vocab * decoder.hidden
     parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
-    fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
+    fixed = (embedding_weight(decoder) if decoder.tied else head_weight(decoder)).frozen
     parts["head"] = PartCounts(0 if decoder.tied else matrix, 0, matrix, matrix * fixed)
-    of_head = sum(w.elements for w in with_adapters((head(decoder),), decoder.adapters)) - matrix
+    of_head = (
+        sum(w.elements for w in with_adapters((head_weight(decoder),), decoder.adapters)) - matrix
+    )
     if of_head:
         parts["adapters"] = PartCounts(of_head, 0, of_head)
     cores = Counter[Attention | Scan]()
@@ -115,7 +117,7 @@ def count(decoder: Decoder) -> Counts:
             found = {"multi_token": sum(found.values(), read)}
         for name, part in found.items():
             parts[name] = parts.get(name, PartCounts()) + part.times(repeat)
-        for _, spec in halves(block):
+        for _, spec in sublayers(block):
             for one in spec.operations(hidden):
                 if one.core is not None:
                     cores[one.core] += repeat
@@ -124,18 +126,18 @@ def count(decoder: Decoder) -> Counts:
 
 def _block_counts(block: Block, hidden: int) -> dict[str, PartCounts]:
     """Count a block by kind of part (``Weight.counted``)."""
-    found, routing = dict[str, PartCounts](), described(block.ffn).routing
+    found, routing = dict[str, PartCounts](), as_layer_spec(block.ffn).routing
     names = [f"layers.0.{one}.weight" for one in ("embed_norm", "row_norm", "join", "norm")]
-    for name, spec in halves(block):
+    for name, spec in sublayers(block):
         read = (w for one, _, ws in spec.products(hidden) if not one.wide for w in ws)
         names += (f"layers.0.{spec.prefix or name}.{weight.name}" for weight in read)
     multiplied = {name + end for name in names for end in ("", LORA_A, LORA_B)}
     for weight in block_weights(block, hidden, 0):
         size = used = weight.elements
-        if weight.expert and routing is not None:
+        if weight.is_expert and routing is not None:
             used = size // routing.experts * min(routing.top_k, routing.experts)
         # The convention counts the norm of a latent, unlike other norms, as a product.
         counted = used if weight.name in multiplied or weight.latent else 0
         part = PartCounts(size, size - used, counted, counted * weight.frozen)
-        found[weight.counted] = found.get(weight.counted, PartCounts()) + part
+        found[weight.category] = found.get(weight.category, PartCounts()) + part
     return found

@@ -463,11 +463,11 @@ def _activations_by_name(
     sizes, (blocks, _), keeping = Counter[str](), distinct_blocks(case.decoder), case.memory_policy
     for kind, count in held.layers:
         for tensor in saved_tensors_of(case, blocks[kind]):
-            if tensor.stays(keeping.recompute):
+            if tensor.is_saved_under(keeping.recompute):
                 sizes[tensor.name] += unpaged(tensor, keeping).bytes * count
     for kind in order[: offloaded_layers(keeping.spill, len(order), held.loss)]:
         for tensor in saved_tensors_of(case, blocks[kind]):
-            if tensor.stays(keeping.recompute) and tensor.rows and tensor.saved:
+            if tensor.is_saved_under(keeping.recompute) and tensor.rows and tensor.saved:
                 sizes[tensor.name] += unpaged(tensor, keeping).bytes
     for tier, share in enumerate((keeping.offload_share, keeping.disk_share)):
         for kind in order[: offloaded_layers(share, len(order), held.loss)]:

@@ -17,7 +17,7 @@ from moefold.planner.memory_saved import (
 )
 from moefold.planner.memory_state import StateSharding, state_estimator
 from moefold.planner.time_data import collective_counter
-from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, described
+from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, as_layer_spec
 
 
 class ChunkBytes(NamedTuple):
@@ -50,7 +50,7 @@ def offloaded_tensors(
     parts: Iterable[Saved], keeping: MemoryPolicy
 ) -> tuple[list[Saved], list[Saved]]:
     """Return the saved tensors of an offloaded block that go to the host and to disk."""
-    movable = [part for part in parts if part.stays(keeping.recompute) and part.saved]
+    movable = [part for part in parts if part.is_saved_under(keeping.recompute) and part.saved]
     host = [part for part in movable if part.module in keeping.offload]
     return host, [part for part in movable if part.module in keeping.disk]
 
@@ -86,7 +86,7 @@ class ChunkEstimator:
         shape, columns = self.shape, self.decoder.vocab / self.shape.tp
         # Other stacks save all logits between forward and backward, and a second time in fp32.
         all_logits = shape.piece * columns * (shape.width + 4)
-        logits = shape.row if self.stack == "moefold" else all_logits
+        logits = shape.hidden_bytes if self.stack == "moefold" else all_logits
         inputs = shape, self.stack, self.recipe, self.keeping
         layers = [(_block_bytes(self.blocks[kind], *inputs), count) for kind, count in held.layers]
         fullest, forward, backward = (
@@ -106,13 +106,13 @@ class ChunkEstimator:
         saved += held.multi_token * logits
         if self.stack != "moefold":
             # The joined pair of rows and the norms before and after it.
-            saved += held.multi_token * 5 * shape.row
+            saved += held.multi_token * 5 * shape.hidden_bytes
         elif "block" in self.keeping.recompute:
             # Without recompute, the norm of the block before saves the input of each but the first.
             reads = [layer.reads for layer in self.decoder.multi_token[1:]] if held.loss else []
-            saved += reads.count("residual") * shape.row
+            saved += reads.count("residual") * shape.hidden_bytes
         if held.loss:
-            saved += shape.row + shape.rows * STATISTIC + logits
+            saved += shape.hidden_bytes + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
             forward = max(forward, self.loss_rows * columns * self.logit)
         weights, gradients = unsharded_units(self.decoder, self.sharding, held)
@@ -164,7 +164,7 @@ class ChunkEstimator:
         return sum(
             unpaged(tensor, keeping, True).bytes - unpaged(tensor, keeping).bytes
             for tensor in tensors
-            if tensor.stays(keeping.recompute)
+            if tensor.is_saved_under(keeping.recompute)
         )
 
     def _first_gradients(self, held: StageContents) -> float:
@@ -214,16 +214,19 @@ def _block_bytes(
     its deferred weight-gradient products.
     """
     tensors = saved_tensors(block, shape, stack, recipe)
-    stored = [tensor for tensor in tensors if tensor.stays(keeping.recompute)]
+    stored = [tensor for tensor in tensors if tensor.is_saved_under(keeping.recompute)]
     saved = sum(unpaged(tensor, keeping).bytes for tensor in stored)
     recomputed = sum(tensor.bytes for tensor in tensors) - saved
-    spec = described(block.ffn)
+    spec = as_layer_spec(block.ffn)
     rows, features = shape.piece, shape.hidden
     if spec.routing is not None:
-        rows, features = shape.received(spec.routing), spec.routing.width or shape.hidden
+        rows, features = shape.received_rows(spec.routing), spec.routing.width or shape.hidden
     output = rows * features * shape.width
     inner = rows * spec.activation_width(shape) * shape.width
-    forward, backward = inner + output + shape.row, 4 * inner + 2 * output + 2 * shape.row
+    forward, backward = (
+        inner + output + shape.hidden_bytes,
+        4 * inner + 2 * output + 2 * shape.hidden_bytes,
+    )
     forward += sum(tensor.bytes for tensor in stored) - saved
     if shape.clones and spec.routing is not None:
         # Weights followed by those of clones; in backward also their gradients, twice in fp32.

@@ -13,7 +13,7 @@ from moefold.planner.case import MemoryPolicy
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_saved import saved_tensors
 from moefold.planner.memory_steps import RunningAction
-from moefold.spec.layer import INDEX, STATISTIC, Shape, described
+from moefold.spec.layer import INDEX, STATISTIC, Shape, as_layer_spec
 
 ROW_BYTES = 4 * INDEX + 1
 """Bytes per row of a micro-batch: its id, label, position and number, and whether it is valid."""
@@ -39,7 +39,7 @@ class StaticBytes(NamedTuple):
 @memoize(1 << 10)
 def static_bytes(block: Block, shape: Shape, keeping: MemoryPolicy, fixed: bool) -> StaticBytes:
     """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
-    spec, forwards = described(block.ffn), 1 + ("block" in keeping.recompute)
+    spec, forwards = as_layer_spec(block.ffn), 1 + ("block" in keeping.recompute)
     balance = getattr(spec, "balance", ())
     losses = sum(getattr(term, "coefficient", 0) > 0 for term in balance) * STATISTIC
     routing = spec.routing
@@ -49,22 +49,24 @@ def static_bytes(block: Block, shape: Shape, keeping: MemoryPolicy, fixed: bool)
     saved = sum(
         tensor.bytes
         for tensor in saved_tensors(block, shape)
-        if tensor.name in names and tensor.saved and tensor.stays(keeping.recompute)
+        if tensor.name in names and tensor.saved and tensor.is_saved_under(keeping.recompute)
         if not (keeping.page and tensor.rows)
     )
     copies, width = shape.rows * routing.top_k, routing.width or shape.hidden
     latent = shape.rows * width * shape.width if routing.width else 0
-    forward = 2 * shape.row + losses + copies * STATISTIC + latent
+    forward = 2 * shape.hidden_bytes + losses + copies * STATISTIC + latent
     # With the router's choice, which is made once.
-    backward = shape.row + losses + copies * (STATISTIC + INDEX) + latent
+    backward = shape.hidden_bytes + losses + copies * (STATISTIC + INDEX) + latent
     if fixed:
-        rows, adds = shape.received(routing), "shared" in {o.name for o in spec.operations(1)}
+        rows, adds = shape.received_rows(routing), "shared" in {o.name for o in spec.operations(1)}
         sent = rows * width * shape.width
         indices = rows + shape.rows * (routing.places or routing.top_k) + shape.places
         indices += shape.ep * shape.clones
         offsets = 4 * (routing.experts // shape.ep + shape.clones)
-        forward += 2 * sent + rows * STATISTIC + offsets + indices * INDEX + adds * shape.row
-        backward += 2 * sent + rows * STATISTIC + adds * shape.row
+        forward += (
+            2 * sent + rows * STATISTIC + offsets + indices * INDEX + adds * shape.hidden_bytes
+        )
+        backward += 2 * sent + rows * STATISTIC + adds * shape.hidden_bytes
     return StaticBytes(forwards * forward + backward, saved, False)
 
 
@@ -88,7 +90,9 @@ def chunk_static_bytes(
     # Rows, and gradients, that no graph writes are copied for the graph that reads them.
     borders = forwards * (len(static) + static[-1].writes_output) + len(static) + 1
     inputs = len(static) if forwards == 1 else sum(block.writes_output for block in static[:-1])
-    return size + borders * shape.row, inputs * shape.row + sum(block.saved for block in static)
+    return size + borders * shape.hidden_bytes, inputs * shape.hidden_bytes + sum(
+        block.saved for block in static
+    )
 
 
 def micro_batch_bytes(shape: Shape, ahead: int) -> int:

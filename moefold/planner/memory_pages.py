@@ -11,7 +11,7 @@ from moefold.layers.config import offloaded_layers
 from moefold.model.config import Block
 from moefold.planner.case import MemoryPolicy
 from moefold.schedule.table import Action, Line, Step, actions_of
-from moefold.spec.layer import INDEX, Saved, Shape, described
+from moefold.spec.layer import INDEX, Saved, Shape, as_layer_spec
 
 COUNTERS = 3 * INDEX
 """Bytes of a ring's counters."""
@@ -154,11 +154,16 @@ def page_bytes(device: Pages, host: Pages, page: int) -> tuple[int, int]:
 
 def _block_pages(block: Block, shape: Shape, keeping: MemoryPolicy) -> Pages:
     """Return the pages of one block's rows, by bytes per row."""
-    spec, pages = described(block.ffn), Pages()
+    spec, pages = as_layer_spec(block.ffn), Pages()
     if spec.routing is None:
         return pages
-    planned = replace(shape, room=None, load=keeping.page_load).received(spec.routing)
+    planned = replace(shape, room=None, load=keeping.page_load).received_rows(spec.routing)
     for part in spec.saved(shape):
-        if part.rows and part.saved and part.kept and part.stays(keeping.recompute):
+        if (
+            part.rows
+            and part.saved
+            and part.from_forward
+            and part.is_saved_under(keeping.recompute)
+        ):
             pages[part.bytes // part.rows] += ceil(min(planned, part.rows) / keeping.page)
     return pages

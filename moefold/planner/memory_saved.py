@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from moefold.model.config import Block
 from moefold.planner.case import Case, bytes_per_activation
 from moefold.planner.memoize import memoize
-from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, products
-from moefold.spec.decoder import halves, norms_of
+from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, weight_products
+from moefold.spec.decoder import norm_names, sublayers
 from moefold.spec.layer import (
     CORE,
     NORMS,
@@ -62,7 +62,7 @@ def layer_shape(case: Case) -> Shape:
         case.decoder.hidden, case.rows, sizes.tp, sizes.etp, load, width, sizes.cp, case.context,
         sizes.ep, None if room is None else room.buffer_rows(sizes),
         0 if room is None else room.saved_indices(sizes),
-        case.schedule.paired or case.has_partial_graphs, case.clones,
+        case.schedule.overlaps_passes or case.has_partial_graphs, case.clones,
     )  # fmt: skip
 
 
@@ -77,19 +77,19 @@ def saved_tensors(
     """
     if stack == "moefold":
         # Inner rows of adapters; those of feed-forwards are recomputed.
-        saved = [tensor for tensor in coded_saved(block, shape) if tensor.kept]
+        saved = [tensor for tensor in coded_saved(block, shape) if tensor.from_forward]
         for adapter in block.adapters:
             path, size = adapter.weight.split("."), shape.piece * shape.width * adapter.rank
             if path[-1] == "weight":
                 module = "attention" if path[0] == "attention" else "moe"
                 module = "shared" if "shared" in path else module
                 name, weights = f"{adapter.weight}.inner", (adapter.weight,)
-                saved.append(Saved(name, size, module=module, operand=weights))
+                saved.append(Saved(name, size, module=module, operand_of=weights))
         return tuple(saved)
     code, wide = INPUT_CODE_BYTES.get(recipe, float(shape.width)), float(shape.width)
     widths, saved = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
-    for _, spec in halves(block):
-        saved.append(Saved("residual" if saved else "input", shape.row))
+    for _, spec in sublayers(block):
+        saved.append(Saved("residual" if saved else "input", shape.hidden_bytes))
         saved += _megatron_half(spec, shape, widths)
     return tuple(saved)
 
@@ -101,7 +101,7 @@ def saved_tensors_of(case: Case, block: Block) -> tuple[Saved, ...]:
 
 def saved_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     """Return the bytes that are saved under a recompute policy."""
-    return sum(part.bytes for part in parts if part.stays(recompute))
+    return sum(part.bytes for part in parts if part.is_saved_under(recompute))
 
 
 def deferred_operands(
@@ -113,26 +113,26 @@ def deferred_operands(
     outputs; and gradients of vectors, which are computed in I. A shared expert that is recomputed
     has its own copy of codes that other products read too.
     """
-    held = [tensor for tensor in coded_saved(block, shape) if tensor.operand]
+    held = [tensor for tensor in coded_saved(block, shape) if tensor.operand_of]
     if recompute & {"shared", "block"}:
         codes = (tensor for tensor in held if tensor.name.endswith(".codes"))
-        held += [t for t in codes if t.module == "moe" and "moe.shared.w_in" in t.operand]
+        held += [t for t in codes if t.module == "moe" and "moe.shared.w_in" in t.operand_of]
     repeated = _sharing_one_gradient(block, shape)[1:]
-    for name, product in products(block, shape):
-        if not (product.weight.expert and shape.clones) and name not in repeated:
+    for name, product in weight_products(block, shape):
+        if not (product.weight.is_expert and shape.clones) and name not in repeated:
             held.append(_saved(f"{name}.gradient", gradient_bytes(block, name, product, shape)))
-    for name, spec in halves(block):
+    for name, spec in sublayers(block):
         # With clones the experts' products run in I, and their sums are stored until W.
         if spec.routing is not None and shape.clones > 0:
             held = [t for t in held if t.module != "experts" and t.name != "offsets"]
             held.append(_saved("experts.sums", local_expert_elements(spec, shape) * STATISTIC))
-        vectors = shape.hidden * len(norms_of(block, name))
+        vectors = shape.hidden * len(norm_names(block, name))
         for weight in spec.weights(shape.hidden):
             if len(weight.shape) == 1 or weight.summed:
-                vectors += round(weight.part(shape.tp, shape.ep, shape.etp))
+                vectors += round(weight.local_elements(shape.tp, shape.ep, shape.etp))
         held.append(_saved("vectors", vectors * STATISTIC))
     if block.multi_token is not None:
-        held.append(_saved("join.gradient", shape.row))
+        held.append(_saved("join.gradient", shape.hidden_bytes))
         held.append(_saved("join.vectors", 3 * shape.hidden * STATISTIC))
     return tuple(held)
 
@@ -144,14 +144,14 @@ def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
     border between graphs in between. Both halves count only if they share a norm.
     """
     scaled = block.residual_scale != 1 or block.norms not in ("before", "shared")
-    if shape.tp > 1 or shape.apart or scaled:
+    if shape.tp > 1 or shape.separate_exchanges or scaled:
         return []
     separate = set[str]()
-    if isinstance(block, CodedBlock) and block.codes.wgrad == "narrow":
-        separate |= {*block.narrow}
+    if isinstance(block, CodedBlock) and block.recipe.wgrad == "narrow":
+        separate |= {*block.coded_names}
     return [
         name
-        for half, spec in halves(block)
+        for half, spec in sublayers(block)
         if half != "attention" or block.norms == "shared"
         for weight in spec.weights(shape.hidden)
         if weight.added and (name := f"{spec.prefix or half}.{weight.name}") not in separate
@@ -160,8 +160,8 @@ def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
 
 def local_expert_elements(spec: LayerSpec, shape: Shape) -> float:
     """Return the number of elements of routed experts' weights on a rank."""
-    weights = (weight for weight in spec.weights(shape.hidden) if weight.expert)
-    return sum(weight.part(shape.tp, shape.ep, shape.etp) for weight in weights)
+    weights = (weight for weight in spec.weights(shape.hidden) if weight.is_expert)
+    return sum(weight.local_elements(shape.tp, shape.ep, shape.etp) for weight in weights)
 
 
 # ----------------------------------------------------------------------------- Megatron-Core
@@ -219,7 +219,7 @@ def _megatron_feed_forward(
     """Yield pre-activation and activation; for routed experts also their input and row weights."""
     (hidden, inputs), (_, features) = _product_widths(spec, shape, name)
     if name == "experts" and spec.routing is not None:
-        rows = shape.received(spec.routing)
+        rows = shape.received_rows(spec.routing)
         yield _saved("experts.input", rows * inputs * widths.code, MIXTURE, "experts")
         yield _saved("experts.hidden", rows * hidden * widths.hidden, MIXTURE, "experts")
         activation = rows * features * widths.code
@@ -237,7 +237,7 @@ def _product_widths(
 ) -> list[tuple[float, float]]:
     """Return the output and input widths of an operation's products on a rank, in order."""
     return [
-        weight.matrix(shape.tp, shape.ep, shape.etp)[:2]
+        weight.local_matrix(shape.tp, shape.ep, shape.etp)[:2]
         for op, matmul, weights in spec.products(shape.hidden)
         if op.name == operation and rows in (None, matmul.rows)
         for weight in weights

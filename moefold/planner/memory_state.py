@@ -14,7 +14,7 @@ from moefold.model.config import Decoder
 from moefold.planner.case import Case, NumberFormats, StageContents, distinct_blocks
 from moefold.planner.memoize import memoize
 from moefold.spec.codes import CodedWeight, history_bytes, weight_bytes, with_codes
-from moefold.spec.decoder import block_weights, embedding, head, last_norm
+from moefold.spec.decoder import block_weights, embedding_weight, final_norm_weight, head_weight
 from moefold.spec.layer import Weight
 
 WEIGHT_CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
@@ -114,8 +114,8 @@ class StateSharding(NamedTuple):
         return sum((self._weight_state(weight) for weight in weights), StateBytes())
 
     def _weight_state(self, weight: Weight) -> StateBytes:
-        numbers, local = self.numbers, weight.part(*self.tp_ep_etp)
-        shards, _ = self.shards_and_replicas(weight.expert)
+        numbers, local = self.numbers, weight.local_elements(*self.tp_ep_etp)
+        shards, _ = self.shards_and_replicas(weight.is_expert)
         elements = [local / (shards if self.zero >= stage else 1) for stage in range(4)]
         copy, master_bytes = numbers.weight_bytes, numbers.master_bytes
         if self.stack == "moefold" and self.zero == 3 and shards > 1:
@@ -125,10 +125,10 @@ class StateSharding(NamedTuple):
             copy = master_bytes if self.zero in (1, 2) and shards > 1 else 0
         recipe, history = None, 0
         if isinstance(weight, CodedWeight):
-            recipe, history = weight.codes, history_bytes(weight)
+            recipe, history = weight.recipe, history_bytes(weight)
         codes = self._code_bytes(weight, local)
         if weight.frozen:
-            stored = (weight.narrow and numbers.weight_bytes) or master_bytes
+            stored = (weight.reads_compute_dtype and numbers.weight_bytes) or master_bytes
             return StateBytes(weights=elements[3] * (stored + (codes if recipe else 0.0)) + history)
         if recipe is not None:
             # Codes in two directions are recomputed in each pass from the gathered weights.
@@ -157,7 +157,7 @@ class StateSharding(NamedTuple):
             return WEIGHT_CODE_BYTES.get(self.numbers.recipe, 0.0)
         if not isinstance(weight, CodedWeight):
             return 0.0
-        return weight_bytes(weight.codes, *weight.matrix(*self.tp_ep_etp)) / local
+        return weight_bytes(weight.recipe, *weight.local_matrix(*self.tp_ep_etp)) / local
 
 
 def layers_and_norm(held: StageContents) -> Iterator[tuple[Part, int]]:
@@ -174,8 +174,8 @@ def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
         weights = tuple(block_weights(block, decoder.hidden, part))
         return with_codes(weights, block, f"layers.{part}.")
     if part == "norm":
-        return (last_norm(decoder),)
-    return (head(decoder) if part == "head" else embedding(decoder),)
+        return (final_norm_weight(decoder),)
+    return (head_weight(decoder) if part == "head" else embedding_weight(decoder),)
 
 
 class StateEstimator:

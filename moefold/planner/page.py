@@ -13,7 +13,7 @@ from moefold.planner.goodput import scaling_curve
 from moefold.planner.memory import estimate_memory, rank_totals, with_fewest_micro_batches
 from moefold.planner.plan import GB, Plan, PlannedLayout
 from moefold.planner.time import estimate_time
-from moefold.schedule.simulate import Costs, Span, simulate
+from moefold.schedule.simulate import Span, StageCosts, simulate
 from moefold.schedule.table import Pair, actions_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -250,14 +250,14 @@ def _timeline(one: PlannedLayout) -> dict[str, Any]:
     table = replace(case, batch=case.folding.dp * case.micro_batch * short).table
     slow = max(sum(span) for span in one.time.ranks)
     sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGES) / case.num_micro_batches
-    homes = (one.time.ranks[table.home(stage)] for stage in range(table.stages))
-    costs = [Costs(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in homes]
+    homes = (one.time.ranks[table.rank_of(stage)] for stage in range(table.stages))
+    costs = [StageCosts(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in homes]
     made = simulate(table, costs)
     most = MAX_SPANS // max(1, len(made.spans))
     # Activations and gradients that are sent to another rank.
     actions = ((rank, action) for rank in range(table.ranks) for action in table.actions(rank))
-    results = ((rank, table.gives(rank, action)) for rank, action in actions)
-    readers = ((rank, table.reader(result)) for rank, result in results if result)
+    results = ((rank, table.action_result(rank, action)) for rank, action in actions)
+    readers = ((rank, table.reader_rank(result)) for rank, result in results if result)
     transfers = sum(reader is not None and reader != rank for rank, reader in readers)
     return {
         "spans": [[_timeline_entry(one) for one in line[:most]] for line in made.spans],

@@ -38,8 +38,8 @@ from moefold.planner.task import (
 )
 from moefold.planner.time import StepTime, estimate_time
 from moefold.run import Run, load_run, recipes
-from moefold.spec.decoder import needs, with_multi_token
-from moefold.spec.quantised import rows_within
+from moefold.spec.decoder import model_needs, with_multi_token
+from moefold.spec.quantised import legal_rows_setting
 
 GB = 1e9
 SEPARATE_MULTI_TOKEN = "multi-token layers on another stage than the loss"
@@ -84,7 +84,7 @@ class PlannedLayout:
         )
         said = {
             f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {keeping.zero}": True,
-            choice.schedule.name: sizes.pp > 1 or choice.schedule.paired,
+            choice.schedule.name: sizes.pp > 1 or choice.schedule.overlaps_passes,
             choice.dispatch: sizes.ep * sizes.etp > 1,
             f"max_rows {choice.max_rows}": self.case.fixed_dispatch,
             f"clones {choice.clones}": choice.clones,
@@ -154,7 +154,7 @@ class PlannedLayout:
     @property
     def quantised_rows(self) -> str | None:
         """Which rows share blocks of codes; None where training cannot run the recipe here."""
-        return rows_within(self.case.decoder, self.choice.sizes, self.case.seq)
+        return legal_rows_setting(self.case.decoder, self.choice.sizes, self.case.seq)
 
 
 @dataclass(frozen=True)
@@ -435,7 +435,7 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
     said: dict[str, Any] = {"sizes": choice.sizes.text}
     if choice.stages is not None:
         said["stages"] = choice.stages.text
-    if choice.sizes.pp > 1 or choice.schedule.paired:
+    if choice.sizes.pp > 1 or choice.schedule.overlaps_passes:
         said["schedule"] = {"kind": choice.schedule.name}
     said["zero"] = keeping.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
@@ -450,7 +450,9 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
         said["graphs"] = choice.graphs
     if "block" in keeping.recompute:
         said["recompute"] = {"kind": "full"}
-    elif again := keeping.recompute & needs(layout.case.decoder).made_again(choice.sizes.tp):
+    elif again := keeping.recompute & model_needs(layout.case.decoder).recomputable(
+        choice.sizes.tp
+    ):
         said["recompute"] = {"kind": "selective", "modules": sorted(again)}
     if keeping.state_step is not None:
         at = {"at": "disk", "folder": "./scratch"} if keeping.state_on_disk else {"at": "host"}

@@ -92,7 +92,7 @@ def _recompute_sets(case: Case) -> Iterator[Modules]:
     rows = [
         part for block in distinct_blocks(case.decoder)[0] for part in saved_tensors_of(case, block)
     ]
-    dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
+    dropped = frozenset(chain.from_iterable(part.freed_by for part in rows))
     yield from _subsets([kind for kind in get_args(RecomputeKind) if kind in dropped])
     yield frozenset(("block",))
 
@@ -102,7 +102,7 @@ def _offload_sets(case: Case, again: Modules, place: OffloadTarget) -> Iterator[
     rows = [
         part for block in distinct_blocks(case.decoder)[0] for part in saved_tensors_of(case, block)
     ]
-    stay = {part.module for part in rows if part.stays(again)} - (again & {"norms"})
+    stay = {part.module for part in rows if part.is_saved_under(again)} - (again & {"norms"})
     yield from _subsets([kind for kind in get_args(OffloadKind) if place and kind in stay])
 
 

@@ -59,9 +59,9 @@ from moefold.planner.time_layer import (
 )
 from moefold.planner.time_work import PERMUTING_DISPATCHERS, LayerPolicy, RankShare
 from moefold.planner.untrained import AbsentLayer, make_block
-from moefold.schedule.config import Interleaved, OneFOneB, Schedule, Vee, ZeroBubbleH1
+from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
-from moefold.spec.layer import Modules, described
+from moefold.spec.layer import Modules, as_layer_spec
 
 MEMORY_SLACK = 1.1
 """Memory of balanced stages over the limit at which stages of equal time are still tried."""
@@ -227,7 +227,7 @@ class Search:
                 depth, slowest
             )
             for schedule in space.schedules:
-                if schedule.paired != paired and dispatch != "local":
+                if schedule.overlaps_passes != paired and dispatch != "local":
                     continue
                 for vpp in self._virtual_stages(schedule, pp, m):
                     sizes = grids.sizes(pp, vpp)
@@ -249,7 +249,7 @@ class Search:
         yield took.seconds, 3, choice
         each = [sum(span) for span in took.ranks]
         held = [one.num_layers for one in case.rank_contents]
-        home = 0 if case.schedule.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
+        home = 0 if case.schedule.stage_mapping == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
         plain = [each[rank] / n for rank, n in enumerate(held) if n and rank != home]
         if not plain:  # also without a pipeline
             return
@@ -257,7 +257,9 @@ class Search:
         last = round((each[home] - held[home] * layer) / layer, 1)
         first = 0.0 if home == 0 else round((each[0] - held[0] * layer) / layer, 1)
         layers, more = self.foldings.layers, self.task.multi_token
-        made = balanced_stages(sizes.pp, sizes.vpp, layers, more, case.schedule.way, (first, last))
+        made = balanced_stages(
+            sizes.pp, sizes.vpp, layers, more, case.schedule.stage_mapping, (first, last)
+        )
         for stages in filter(
             None, (made, with_separate_multi_token(made) if space.separate_multi_token else None)
         ):
@@ -267,7 +269,7 @@ class Search:
     def _virtual_stages(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
         """Yield the numbers of virtual stages that a schedule can run."""
         if pp == 1:
-            if not isinstance(schedule, (Vee, ZeroBubbleH1, Interleaved)):
+            if not isinstance(schedule, (VShapedSchedule, ZeroBubbleH1, Interleaved)):
                 yield 1
         elif isinstance(schedule, OneFOneB):
             yield 1
@@ -316,7 +318,7 @@ class Search:
                 hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if True in sides else 0.0
                 took, sent = 0.0, dict.fromkeys(space.dispatchers, 0.0)
                 for _, bare, number in self.mixtures:
-                    routing = described(bare).routing
+                    routing = as_layer_spec(bare).routing
                     assert routing is not None
                     rows_out = dispatched_rows(routing, share, setting.width)
                     took += number * half_seconds(bare, share, setting)
@@ -459,7 +461,7 @@ class Search:
                 size = sum(
                     part.bytes * number
                     for part, number in parts
-                    if part.module not in away and part.stays(again)
+                    if part.module not in away and part.is_saved_under(again)
                 )
                 sizes[again, away] = size
                 if any(sizes.get((again - {one}, away)) == size for one in again):
@@ -503,4 +505,4 @@ class Search:
 
 def _paired_values(space: SearchSpace) -> list[bool]:
     """Return the values of ``paired`` (exchanges overlap with compute) among the schedules."""
-    return sorted({schedule.paired for schedule in space.schedules})
+    return sorted({schedule.overlaps_passes for schedule in space.schedules})

@@ -13,7 +13,7 @@ from moefold.planner.recompute import MEMORY_RESERVE
 from moefold.planner.search_space import SCHEDULES, full_space
 from moefold.planner.task import LayoutChoice, TrainingTask
 from moefold.planner.time import estimate_time
-from moefold.spec.decoder import ModelNeeds, needs
+from moefold.spec.decoder import ModelNeeds, model_needs
 
 GRAPHS: tuple[Literal["none", "partial", "step"], ...] = ("none", "partial", "step")
 MAX_CHANGES = 5
@@ -74,7 +74,7 @@ def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutCha
 def _single_changes(task: TrainingTask, choice: LayoutChoice) -> Iterator[tuple[str, LayoutChoice]]:
     """Yield all changes of one policy, or of one size by a factor of two, with descriptions."""
     space, keeping = full_space(task), choice.memory_policy
-    model = needs(task.decoder, task.seq)
+    model = model_needs(task.decoder, task.seq)
     bare = replace(choice, stages=None)
     for axis in AXES:
         now = getattr(choice.sizes, axis)

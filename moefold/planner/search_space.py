@@ -20,7 +20,7 @@ from moefold.schedule.config import (
     ZeroBubbleH1,
     ZeroBubbleV,
 )
-from moefold.spec.decoder import halves, has_routing, needs
+from moefold.spec.decoder import has_routing, model_needs, sublayers
 from moefold.spec.layer import NOTHING, Module, Modules
 
 SCHEDULES: tuple[Schedule, ...] = (
@@ -110,7 +110,7 @@ def _recomputes(task: TrainingTask) -> Iterator[Modules]:
     """Yield sets of modules to recompute, and whole blocks."""
     blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
     hidden = task.decoder.hidden
-    specs = [spec for block in blocks for _, spec in halves(block)]
+    specs = [spec for block in blocks for _, spec in sublayers(block)]
     operations = {one.name for spec in specs for one in spec.operations(hidden)}
     moefold = task.software.stack == "moefold"
     beside: set[Module] = set()
@@ -142,10 +142,10 @@ class Foldings:
     @classmethod
     def for_task(cls, task: TrainingTask) -> "Foldings":
         """Return the legal sizes for a task by the requirements in ``spec.decoder``."""
-        model, world = needs(task.decoder, task.seq), task.cluster.devices
+        model, world = model_needs(task.decoder, task.seq), task.cluster.devices
         sizes = dict[str, tuple[int, ...]]()
         for axis in ("tp", "cp", "ep", "etp"):
-            asked = [need.number for need in model.needs if need.axis == axis]
+            asked = [need.number for need in model.units if need.axis == axis]
             known = asked or axis in ("tp", "cp")
             sizes[axis] = tuple(divisors(math.gcd(world, *asked))) if known else (1,)
         pp = tuple(size for size in divisors(world) if size <= model.layers)

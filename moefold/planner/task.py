@@ -49,7 +49,7 @@ from moefold.planner.published import PublishedModel
 from moefold.planner.recompute import OffloadTarget, choose_recompute, resolve_memory_limit
 from moefold.run import Run
 from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
-from moefold.spec.codes import coded
+from moefold.spec.codes import with_recipe
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import RING, LayerSpec
 from moefold.training.losses.config import Distill, Dpo
@@ -145,10 +145,13 @@ class LayoutChoice:
             recipe=self.recipe,
             weight_bytes=0 if wide else task.number_formats.weight_bytes,
         )
-        overlaps, stages = replace(task.software.overlaps, ep=self.schedule.paired), self.stages
+        overlaps, stages = (
+            replace(task.software.overlaps, ep=self.schedule.overlaps_passes),
+            self.stages,
+        )
         ours = task.software.stack == "moefold"
         if stages is None:
-            layers, way = layer_counts(task.decoder), self.schedule.way
+            layers, way = layer_counts(task.decoder), self.schedule.stage_mapping
             stages = balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, way)
         return Case(
             decoder=quantised_decoder(task.decoder, self.recipe) if ours else task.decoder,
@@ -200,7 +203,7 @@ def untrained_kinds(decoder: Decoder) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if name))
 
 
-quantised_decoder = memoize(256)(coded)
+quantised_decoder = memoize(256)(with_recipe)
 balanced_stages = lru_cache(maxsize=4096)(Stages.balanced)
 
 

@@ -50,8 +50,8 @@ from moefold.schedule.config import (
     ZeroBubbleH1,
     ZeroBubbleV,
 )
-from moefold.schedule.simulate import Costs, simulate
-from moefold.spec.decoder import embedding, head, model_weights
+from moefold.schedule.simulate import StageCosts, simulate
+from moefold.spec.decoder import embedding_weight, head_weight, model_weights
 
 BOTTLENECKS = {
     "compute": ("attention", "experts", "dense", "head", "recompute"),
@@ -180,7 +180,7 @@ class PassTime:
     ) -> None:
         """Store the model, a rank's part of a micro-batch, and the setting."""
         self.decoder, self.blocks = decoder, distinct_blocks(decoder)[0]
-        self.fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
+        self.fixed = (embedding_weight(decoder) if decoder.tied else head_weight(decoder)).frozen
         self.how, self.rates = (share, setting, policy), setting.rates
         self._known: dict[StageContents, WorkTime] = {}
 
@@ -331,7 +331,7 @@ def _simulated_idle(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return the simulated idle time of a table with at most ``4 * p`` micro-batches."""
     short = min(m, 4 * p)
     table = schedule_table(schedule, p, v, short)
-    return simulate(table, Costs(*(FORWARD_SHARE / v,) * 3)).makespan - short
+    return simulate(table, StageCosts(*(FORWARD_SHARE / v,) * 3)).makespan - short
 
 
 # ----------------------------------------------------------------------------- Muon
@@ -366,8 +366,8 @@ def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
             if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):
                 continue
             short, long = sorted(weight.shape[-2:])
-            matrices = times * prod(weight.shape[:-2]) / (case.sizes.ep if weight.expert else 1)
-            matrices /= StateSharding.of(case).shards_and_replicas(weight.expert)[0]
+            matrices = times * prod(weight.shape[:-2]) / (case.sizes.ep if weight.is_expert else 1)
+            matrices /= StateSharding.of(case).shards_and_replicas(weight.is_expert)[0]
             products = (
                 Product(short, short, long, 2 * matrices),
                 Product(short, short, short, matrices),

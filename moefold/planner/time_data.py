@@ -133,11 +133,11 @@ class PartCollectives(NamedTuple):
         """Return the collectives of a part."""
         joined, trained, own = dict[tuple[CopyGroup, bool], float](), 0.0, 0.0
         for weight in part_weights(decoder, part):
-            inner = split.shards_and_replicas(weight.expert)[0]
-            here = round(weight.part(*split.tp_ep_etp)) * (not weight.frozen)
+            inner = split.shards_and_replicas(weight.is_expert)[0]
+            here = round(weight.local_elements(*split.tp_ep_etp)) * (not weight.frozen)
             trained, own = trained + here, own + here / inner
             kinds: dict[CopyGroup, float] = {
-                "edp" if weight.expert else "dp_cp": here * (inner == 1),
+                "edp" if weight.is_expert else "dp_cp": here * (inner == 1),
                 "tp": here / inner * (not weight.cuts),
                 "stages": here / inner * (part == "embedding"),
             }
@@ -151,11 +151,11 @@ def _buckets(decoder: Decoder, part: Part, split: StateSharding) -> Iterator[Col
     """Yield the collectives of a part's buckets."""
     buckets = Counter[tuple[bool, bool, bool, float]]()
     for weight in part_weights(decoder, part):
-        if split.shards_and_replicas(weight.expert)[0] > 1 and (
+        if split.shards_and_replicas(weight.is_expert)[0] > 1 and (
             split.zero == 3 or not weight.frozen
         ):
-            elements = aligned(round(weight.part(*split.tp_ep_etp)))
-            buckets[weight.expert, weight.frozen, *_gather_format(weight, split)] += elements
+            elements = aligned(round(weight.local_elements(*split.tp_ep_etp)))
+            buckets[weight.is_expert, weight.frozen, *_gather_format(weight, split)] += elements
     for (expert, frozen, _, width), elements in buckets.items():
         (inner, outer), kind = (
             split.shards_and_replicas(expert),
@@ -179,12 +179,12 @@ def _gather_format(weight: Weight, split: StateSharding) -> tuple[bool, float]:
     """Return whether a weight is gathered as codes, and the bytes per element."""
     numbers = split.numbers
     wide, narrow = numbers.master_bytes, numbers.weight_bytes or numbers.master_bytes
-    codes = GATHERED_CODE_BYTES.get(weight.codes.kind) if isinstance(weight, CodedWeight) else None
+    codes = GATHERED_CODE_BYTES.get(weight.recipe.kind) if isinstance(weight, CodedWeight) else None
     if codes is not None:
         return True, codes
-    if weight.frozen and weight.narrow:
+    if weight.frozen and weight.reads_compute_dtype:
         return False, narrow
-    return False, wide if weight.master or len(weight.shape) < 2 else narrow
+    return False, wide if weight.is_master_matrix or len(weight.shape) < 2 else narrow
 
 
 def collective_reach(case: Case, one: Collective) -> GroupReach:
@@ -245,7 +245,7 @@ def exposed_seconds(
     lines = peak_candidates(
         schedule, pp, v, equivalent_micro_batches(schedule, pp, case.num_micro_batches)
     )
-    waits = schedule.paired or any(step.kind == "W" for line in lines for step in line)
+    waits = schedule.overlaps_passes or any(step.kind == "W" for line in lines for step in line)
     going = 1.0 if not waits else 1 - 1 / v if sums == 1 else 0.0
     free = (each if zero == 3 else once) * passes[0], (each if zero > 1 else once) * passes[1]
     hidden = gathers * min(ahead * work.forward, free[0])

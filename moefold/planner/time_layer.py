@@ -34,7 +34,7 @@ from moefold.planner.time_work import (
     norm_work,
     offload_bytes,
 )
-from moefold.spec.decoder import halves, norms_of
+from moefold.spec.decoder import norm_names, sublayers
 from moefold.spec.layer import (
     GATHER,
     STATISTIC,
@@ -42,7 +42,7 @@ from moefold.spec.layer import (
     LayerSpec,
     RoutingSpec,
     Shape,
-    described,
+    as_layer_spec,
 )
 
 PARTS: tuple[str, ...] = (
@@ -205,15 +205,15 @@ def _block_time(
     block: Block, share: RankShare, setting: KernelSetting, dispatch: str, hops: tuple[int, ...]
 ) -> tuple[WorkTime, Mapping[str, WorkTime], float]:
     """Return a block's compute time without recompute, its parts, and the seconds of exchanges."""
-    present = sum(len(norms_of(block, name)) for name, _ in halves(block))
+    present = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
     parts: dict[str, WorkTime] = {}
-    for name, record in halves(block):
+    for name, record in sublayers(block):
         at = f"{record.prefix or name}."
         frozen = frozenset(one.removeprefix(at) for one in block.frozen if one.startswith(at))
         for part, made in _half_parts(record, share.of_half(record), setting, frozen).items():
             parts.setdefault(part, WorkTime()).add(made)
     parts |= _norm_parts(share.dense, present, setting)
-    sent, routing = 0.0, described(block.ffn).routing
+    sent, routing = 0.0, as_layer_spec(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
         rows = dispatched_rows(routing, share, setting.width)
         ways = [rows, rows]  # to the experts and back, and their gradients
@@ -387,9 +387,9 @@ def tensor_seconds(
     if setting.stack != "moefold":
         # Other stacks save a rank's own rows, and gather once more for weight gradients.
         shown = rows * (0.5 if setting.overlap_tp else 1.0)
-        shown *= sum(spec.routing is None for _, spec in halves(block))
+        shown *= sum(spec.routing is None for _, spec in sublayers(block))
         return 2 * shown, (3 + ("gather" in recompute)) * shown
-    for name, spec in halves(block):
+    for name, spec in sublayers(block):
         gathered, again = _gathered_row_bytes(spec, share.hidden, share.tp, setting.width)
         if not gathered:
             continue
@@ -410,8 +410,8 @@ def _gathered_row_bytes(
     """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
     gather them again.
     """
-    parts = [one for one in spec.saved(Shape(hidden, 1, tp, width=width)) if one.dropped >= GATHER]
-    again = frozenset(("block", *(module for part in parts for module in part.dropped)))
+    parts = [one for one in spec.saved(Shape(hidden, 1, tp, width=width)) if one.freed_by >= GATHER]
+    again = frozenset(("block", *(module for part in parts for module in part.freed_by)))
     return sum(part.bytes for part in parts), again
 
 
@@ -422,11 +422,11 @@ def _clone_seconds(
 
     A rank sends all its experts in pieces, and then as many as fill the slots of all ranks.
     """
-    spec = described(block.ffn)
+    spec = as_layer_spec(block.ffn)
     if spec.routing is None or share.ep == 1:
         return 0.0, 0.0
     sizes = share.tp, share.ep, share.etp
-    here = sum(w.part(*sizes) for w in spec.weights(share.hidden) if w.expert)
+    here = sum(w.local_elements(*sizes) for w in spec.weights(share.hidden) if w.is_expert)
     sent = here * (1 + slots * share.ep / spec.routing.experts)
     how = strided_reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates, 1.0
     once, back = (
@@ -506,7 +506,7 @@ def _context_bytes(attention: Record, share: RankShare, width: int) -> tuple[flo
     without attention.
     """
     each = share.tokens * width / share.tp
-    for one in described(attention).operations(share.hidden):
+    for one in as_layer_spec(attention).operations(share.hidden):
         if isinstance(one.core, Attention):
             return each * one.core.key_value_width, each * one.core.query_width
     return 0.0, 0.0

@@ -27,7 +27,7 @@ from moefold.spec.layer import (
     Rows,
     Scan,
     Weight,
-    described,
+    as_layer_spec,
 )
 
 BF16, FP32 = 2, 4
@@ -166,7 +166,7 @@ Parts = dict[str, Work]
 @memoize(1 << 14)
 def half_work(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
     """Return the parts of a half of a block, a cached object; ``frozen`` names weights in it."""
-    spec = described(record)
+    spec = as_layer_spec(record)
     if spec.absent:
         return {}
     routing = spec.routing
@@ -251,7 +251,7 @@ def _operation_work(
 
 def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) -> Product:
     """Return the sizes of a product on a rank; experts have equal numbers of rows."""
-    found = [weights[name].matrix(share.tp, share.ep, share.etp) for name in matmul.weights]
+    found = [weights[name].local_matrix(share.tp, share.ep, share.etp) for name in matmul.weights]
     _, k, count = found[0]
     rows = share.rows(matmul.rows)
     if matmul.rows == "routed":

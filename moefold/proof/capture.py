@@ -38,7 +38,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Factors, ScaledLoss, run_step
 from moefold.proof.case import ProofCase
 from moefold.proof.rank_run import LOSS_CHUNK, micro_batches
-from moefold.spec.layer import described
+from moefold.spec.layer import as_layer_spec
 from moefold.training.step import gradients
 
 PACKAGE = Path(__file__).parents[1]
@@ -134,9 +134,11 @@ def _gpu_layout(decoder: Decoder, layout: Layout) -> Layout:
     """Return the layout with a grouped product for experts, as on a GPU, instead of a loop."""
     sizes = layout.split
     parts = sizes.tp, sizes.ep, sizes.etp
-    specs = (described(block.ffn) for block in decoder.blocks)
-    weights = [w for spec in specs for w in spec.weights(decoder.hidden) if w.expert and w.product]
-    if layout.experts != "auto" or any(w.matrix(*parts)[1] % ALIGNED for w in weights):
+    specs = (as_layer_spec(block.ffn) for block in decoder.blocks)
+    weights = [
+        w for spec in specs for w in spec.weights(decoder.hidden) if w.is_expert and w.product
+    ]
+    if layout.experts != "auto" or any(w.local_matrix(*parts)[1] % ALIGNED for w in weights):
         return layout
     return layout.model_copy(update={"experts": "grouped"})
 

@@ -12,7 +12,7 @@ from moefold.mesh.legality import world_violations
 from moefold.model.config import Decoder
 from moefold.optim.config import Optim
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 from moefold.spec.quantised import cut_violations, moment_violations
 from moefold.training.losses.config import CrossEntropy, LossRecord
 
@@ -96,7 +96,7 @@ class ProofCase:
         """Yield the rules that the case breaks, with option and value; none if it can run."""
         layout, decoder, optim = self.layout, self.subject.decoder, self.subject.optim
         rows, micro_batches = self.subject.rows, self.subject.micro_batches
-        found = [*layout.violations(needs(decoder, rows))]
+        found = [*layout.violations(model_needs(decoder, rows))]
         found += cut_violations(decoder, layout, rows)
         if isinstance(optim, Optim):
             found += moment_violations(decoder, optim, layout, rows)

@@ -25,8 +25,8 @@ from moefold.proof.pool import run_cases
 from moefold.proof.rounding_noise import RoundingNoise, measure_noise
 from moefold.proof.shrink import for_proof, shrink
 from moefold.run import Run
-from moefold.spec.decoder import needs
-from moefold.spec.layer import Shape, described
+from moefold.spec.decoder import model_needs
+from moefold.spec.layer import Shape, as_layer_spec
 from moefold.spec.quantised import cut_violations
 from moefold.training.machine import resolve_precision
 
@@ -120,7 +120,7 @@ def cases_of(
     """
     records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
     precision = resolve_precision(run.train.precision, torch.device("cpu")) if as_run else "fp64"
-    model, cases = needs(run.decoder(), run.data.seq), []
+    model, cases = model_needs(run.decoder(), run.data.seq), []
     for record in records:
         ranks = max(2, record.split.smallest_world) if world is None else world
         found = list(record.violations(model))
@@ -220,7 +220,7 @@ def low_precision_case(
     subject = replace(case.subject, decoder=decoder, idle=())
     bytes_each = DTYPES[precision].itemsize
     shape = Shape(decoder.hidden, rows=1, etp=etp)
-    moe_specs = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
+    moe_specs = [spec for b in decoder.blocks if (spec := as_layer_spec(b.ffn)).routing is not None]
     rows = [int(spec.activation_width(shape)) * bytes_each for spec in moe_specs]
     rows.append(decoder.hidden * bytes_each)
     fits = experts != "grouped" or all(row % ALIGNMENT == 0 for row in rows)
@@ -232,7 +232,10 @@ def steady(decoder: Decoder) -> Decoder:
     """Return a decoder without choices that a rounding could change."""
     stacks = to_stacks(
         b.model_copy(
-            update={"attention": described(b.attention).steady(), "ffn": described(b.ffn).steady()}
+            update={
+                "attention": as_layer_spec(b.attention).without_discrete_choices(),
+                "ffn": as_layer_spec(b.ffn).without_discrete_choices(),
+            }
         )
         for b in decoder.blocks
     )

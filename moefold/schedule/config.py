@@ -21,9 +21,9 @@ SCHEDULE = Slot("pipeline schedule")
 class Schedule(Record):
     """A pipeline schedule; its owner is ``table(record, p, v, m) -> Table``."""
 
-    way: ClassVar[StageMapping] = "round"
+    stage_mapping: ClassVar[StageMapping] = "round"
     """How stages map to ranks."""
-    paired: ClassVar[bool] = False
+    overlaps_passes: ClassVar[bool] = False
     """Whether it overlaps one micro-batch's exchanges with another's compute."""
 
     @property
@@ -39,13 +39,13 @@ class Schedule(Record):
         yield from ()
 
 
-class Grouped(Schedule):
+class GroupedSchedule(Schedule):
     """A schedule in which groups of micro-batches pass through a rank's chunks in turn."""
 
     group: Annotated[int, Field(ge=1)] | None = None
     """Micro-batches per group when a rank has several chunks; None: the number of ranks."""
 
-    def grouped(self, p: int, m: int) -> int:
+    def group_size(self, p: int, m: int) -> int:
         """Return the micro-batches of a full group, at most ``m``."""
         return min(self.group or p, m)
 
@@ -57,21 +57,23 @@ class Grouped(Schedule):
         if self.group is not None and self.group < p:
             rule = f"must be at least the number of pipeline ranks ({p})"
             yield Violation(("group",), self.group, rule, group)
-        if not _fills(m, p, group):
+        if not _fills_groups(m, p, group):
             rule = f"vpp{v} needs micro-batches in groups of {group}"
             if group > p:
                 rule += f", of which the last may have as few as {p}"
-            near = (n for n in range(max(1, m - group), m + group + 1) if _fills(n, p, group))
+            near = (
+                n for n in range(max(1, m - group), m + group + 1) if _fills_groups(n, p, group)
+            )
             nearest = min(near, key=lambda n: (abs(n - m), -n))  # the larger in a tie
             yield Violation(("micro_batches",), m, rule, nearest)
 
 
-def _fills(m: int, p: int, group: int) -> bool:
+def _fills_groups(m: int, p: int, group: int) -> bool:
     rest = m % group
     return rest == 0 or rest >= p
 
 
-class Vee(Schedule):
+class VShapedSchedule(Schedule):
     """A schedule whose stages form a V: from the first rank to the last and back."""
 
     way = "v"
@@ -108,7 +110,7 @@ class OneFOneB(Schedule):
 
 
 @SCHEDULE.register
-class Interleaved(Grouped):
+class Interleaved(GroupedSchedule):
     """1F1B over v chunks per rank; with v > 1, m fills groups."""
 
     kind: Literal["interleaved"] = "interleaved"
@@ -116,7 +118,7 @@ class Interleaved(Grouped):
 
 
 @SCHEDULE.register
-class ZeroBubbleH1(Grouped):
+class ZeroBubbleH1(GroupedSchedule):
     """1F1B with weight gradients in the bubbles; with v > 1, m fills groups."""
 
     kind: Literal["zb_h1"] = "zb_h1"
@@ -124,7 +126,7 @@ class ZeroBubbleH1(Grouped):
 
 
 @SCHEDULE.register
-class ZeroBubbleV(Vee):
+class ZeroBubbleV(VShapedSchedule):
     """Two chunks in a V, with weight gradients in the bubbles. v = 2, m >= 2 p."""
 
     kind: Literal["zb_v"] = "zb_v"
@@ -132,7 +134,7 @@ class ZeroBubbleV(Vee):
 
 
 @SCHEDULE.register
-class DualPipeV(Vee):
+class DualPipeV(VShapedSchedule):
     """Two chunks in a V, with forwards overlapping backwards. v = 2, m >= 2 p."""
 
     kind: Literal["dualpipe_v"] = "dualpipe_v"
@@ -141,7 +143,7 @@ class DualPipeV(Vee):
 
 
 @SCHEDULE.register
-class Merged(Grouped):
+class Merged(GroupedSchedule):
     """1F1B with forwards overlapping backwards; with v > 1, m fills groups. Any p, 1 too."""
 
     kind: Literal["merged"] = "merged"
@@ -149,7 +151,7 @@ class Merged(Grouped):
     owner = "moefold.schedule.one_f_one_b:merged"
 
 
-def tabulate(schedule: Schedule, p: int, v: int, m: int) -> Table:
+def build_table(schedule: Schedule, p: int, v: int, m: int) -> Table:
     """Return the table of ``schedule`` for p ranks, v chunks per rank and m micro-batches.
 
     Raises:

@@ -23,7 +23,7 @@ def gpipe(record: GPipe, p: int, v: int, m: int) -> Table:
     the next chunk's. Bubble (p - 1)(F + B) for m >= p; all m * v chunks are in flight before the
     first backward. Every rank has the same line.
     """
-    return Table((_steady(m * v, v, m, m),) * p, v, m)
+    return Table((_one_f_one_b_line(m * v, v, m, m),) * p, v, m)
 
 
 def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:
@@ -32,7 +32,7 @@ def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:
     Each backward runs as early as possible. Bubble (p - 1)(F + B), as GPipe's; rank r has
     min(m, p - r) micro-batches in flight.
     """
-    return Table(tuple(_steady(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
+    return Table(tuple(_one_f_one_b_line(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
 
 
 def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
@@ -41,11 +41,11 @@ def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
     Bubble (p - 1)(F + B) of *one chunk*, a fraction (p - 1) / (v m) of the step. In flight on rank
     0: (v - 1) g + 2 (p - 1) + 1 chunks, for g = p 1 + (p - 1) / (p v) times the memory of 1F1B.
     """
-    group = record.grouped(p, m)
+    group = record.group_size(p, m)
     # An output passes all later ranks and its gradient returns before the rank's first backward:
     # two forwards per later rank. With a single chunk it is one.
-    ahead = [p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * group for r in range(p)]
-    return Table(tuple(_steady(count, v, m, group) for count in ahead), v, m)
+    num_warmup = [p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * group for r in range(p)]
+    return Table(tuple(_one_f_one_b_line(count, v, m, group) for count in num_warmup), v, m)
 
 
 def merged(record: Merged, p: int, v: int, m: int) -> Table:
@@ -57,18 +57,24 @@ def merged(record: Merged, p: int, v: int, m: int) -> Table:
     its own backward. Each later rank adds two forwards, even with one chunk: a pair has no results
     before it ends. In flight on rank 0: (v - 1) g + 2 (p - 1) + 2 chunks. Works on one rank too.
     """
-    group = record.grouped(p, m)
-    ahead = [2 * (p - r - 1) + (v - 1) * group + 1 for r in range(p)]
-    return Table(tuple(_steady(count, v, m, group, paired=True) for count in ahead), v, m)
+    group = record.group_size(p, m)
+    num_warmup = [2 * (p - r - 1) + (v - 1) * group + 1 for r in range(p)]
+    return Table(
+        tuple(_one_f_one_b_line(count, v, m, group, paired=True) for count in num_warmup), v, m
+    )
 
 
-def _steady(ahead: int, v: int, m: int, group: int, paired: bool = False) -> Line:
+def _one_f_one_b_line(num_warmup: int, v: int, m: int, group: int, paired: bool = False) -> Line:
     """Return a line: ``ahead`` forwards, then a forward and a backward in turn or ``paired``."""
-    forward, backward = _passes(v, m, group)
-    ahead = min(ahead, m * v)
-    both = zip(forward[ahead:], backward, strict=False)
+    forward, backward = _ordered_passes(v, m, group)
+    num_warmup = min(num_warmup, m * v)
+    both = zip(forward[num_warmup:], backward, strict=False)
     steady = itertools.starmap(Pair, both) if paired else itertools.chain.from_iterable(both)
-    return (*forward[:ahead], *steady, *backward[m * v - ahead :])  # warm-up, steady, drain
+    return (
+        *forward[:num_warmup],
+        *steady,
+        *backward[m * v - num_warmup :],
+    )  # warm-up, steady, drain
 
 
 def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
@@ -79,8 +85,8 @@ def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
     W is the shortest of the three; otherwise (p - 1) max(F, I), since weight gradients then delay
     other actions. With v > 1 chunks, the order of interleaved 1F1B with the shorter warm-up.
     """
-    group = record.grouped(p, m)
-    forwards, backwards = _passes(v, m, group)
+    group = record.group_size(p, m)
+    forwards, backwards = _ordered_passes(v, m, group)
     lines: list[Line] = []
     for rank in range(p):
         forward, weights = deque(forwards), deque[Action]()
@@ -97,7 +103,7 @@ def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
     return Table(tuple(lines), v, m)
 
 
-def _passes(v: int, m: int, group: int) -> tuple[list[Action], list[Action]]:
+def _ordered_passes(v: int, m: int, group: int) -> tuple[list[Action], list[Action]]:
     """Return the forwards of a rank in order, and its backwards.
 
     Groups of micro-batches pass through all chunks, in backward through the last chunk first.

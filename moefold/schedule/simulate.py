@@ -17,14 +17,14 @@ class Deadlock(ValueError):
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """Times of one stage for one micro-batch; B takes the sum of I and W."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
 
-    def work(self, kind: str) -> float:
+    def duration_of(self, kind: str) -> float:
         """Return the time of an action."""
         weight = self.backward_weight
         whole = self.backward_input + weight
@@ -57,7 +57,7 @@ class Timeline:
         return tuple(sum(span.end - span.start for span in line) for line in self.spans)
 
 
-def simulate(table: Table, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
+def simulate(table: Table, costs: StageCosts | Sequence[StageCosts] | None = None) -> Timeline:
     """Return the timeline of a table, with messages that take no time.
 
     Args:
@@ -66,19 +66,21 @@ def simulate(table: Table, costs: Costs | Sequence[Costs] | None = None) -> Time
     Raises:
         Deadlock: if the table cannot run to its end.
     """
-    costs = Costs() if costs is None else costs
-    each = [costs] * table.stages if isinstance(costs, Costs) else costs
+    costs = StageCosts() if costs is None else costs
+    each = [costs] * table.stages if isinstance(costs, StageCosts) else costs
     if len(each) != table.stages:
         raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
     spans: list[list[Span]] = [[] for _ in range(table.ranks)]
     ended: dict[ActionResult, float] = {}
     for rank, step in topological_steps(table):
         before = spans[rank][-1].end if spans[rank] else 0.0
-        start = max([before, *(ended[need] for need in table.step_needs(rank, step))])
-        took = (each[table.stage(rank, one.chunk)].work(one.kind) for one in actions_of(step))
+        start = max([before, *(ended[need] for need in table.step_inputs(rank, step))])
+        took = (
+            each[table.stage_of(rank, one.chunk)].duration_of(one.kind) for one in actions_of(step)
+        )
         end = start + sum(took)
         spans[rank].append(Span(step, start, end))
-        ended.update(dict.fromkeys(table.step_gives(rank, step), end))
+        ended.update(dict.fromkeys(table.step_results(rank, step), end))
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -88,30 +90,30 @@ def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
     Raises:
         Deadlock: if a step's input is never produced, with each stuck rank and what it waits for.
     """
-    done: set[ActionResult] = set()
+    available: set[ActionResult] = set()
     waiting: dict[ActionResult, list[int]] = {}
-    at = [0] * table.ranks
+    position = [0] * table.ranks
     ready = deque(range(table.ranks))
     while ready:
         rank = ready.popleft()
         line = table.lines[rank]
-        while at[rank] < len(line):
-            step = line[at[rank]]
-            missing = next((n for n in table.step_needs(rank, step) if n not in done), None)
+        while position[rank] < len(line):
+            step = line[position[rank]]
+            missing = next((n for n in table.step_inputs(rank, step) if n not in available), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            at[rank] += 1
+            position[rank] += 1
             yield rank, step
-            for result in table.step_gives(rank, step):
-                done.add(result)
+            for result in table.step_results(rank, step):
+                available.add(result)
                 ready.extend(waiting.pop(result, ()))
     stuck = sorted((rank, need) for need, ranks in waiting.items() for rank in ranks)
     if stuck:
         raise Deadlock(
             "; ".join(
-                f"rank {rank} stays at {table.lines[rank][at[rank]]} and waits for "
-                f"the {need.what} of stage {need.stage}, micro-batch {need.micro}"
+                f"rank {rank} stays at {table.lines[rank][position[rank]]} and waits for "
+                f"the {need.kind} of stage {need.stage}, micro-batch {need.micro}"
                 for rank, need in stuck
             )
         )

@@ -47,7 +47,7 @@ Line = tuple[Step, ...]
 class ActionResult(NamedTuple):
     """Result of an action for other stages: a stage's output, or the gradient of its input."""
 
-    what: Literal["output", "gradient"]
+    kind: Literal["output", "gradient"]
     stage: int
     micro: int
 
@@ -64,7 +64,7 @@ class Table:
     lines: tuple[Line, ...]
     chunks: int
     micro_batches: int
-    way: StageMapping = "round"
+    stage_mapping: StageMapping = "round"
 
     @property
     def ranks(self) -> int:
@@ -86,18 +86,18 @@ class Table:
         for step in self.lines[rank]:
             yield from actions_of(step)
 
-    def stage(self, rank: int, chunk: int) -> int:
+    def stage_of(self, rank: int, chunk: int) -> int:
         """Return the stage number of a rank's chunk."""
         start = chunk * self.ranks
-        return start + self.home(start + rank)  # the mapping of each turn is its own inverse
+        return start + self.rank_of(start + rank)  # the mapping of each turn is its own inverse
 
-    def home(self, stage: int) -> int:
+    def rank_of(self, stage: int) -> int:
         """Return the rank that has a stage."""
-        return rank_of_stage(stage, self.ranks, self.way)
+        return rank_of_stage(stage, self.ranks, self.stage_mapping)
 
-    def needs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
+    def action_inputs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
         """Return the results that an action needs, including those of its own stage."""
-        stage, micro = self.stage(rank, action.chunk), action.micro
+        stage, micro = self.stage_of(rank, action.chunk), action.micro
         if action.kind == "F":
             return (ActionResult("output", stage - 1, micro),) if stage else ()
         own = ActionResult("output", stage, micro)
@@ -106,23 +106,25 @@ class Table:
         last = stage == self.stages - 1
         return (own,) if last else (own, ActionResult("gradient", stage + 1, micro))
 
-    def gives(self, rank: int, action: Action) -> ActionResult | None:
+    def action_result(self, rank: int, action: Action) -> ActionResult | None:
         """Return an action's result for other stages; None for weight gradients."""
         if action.kind == "W":
             return None
         what = "output" if action.kind == "F" else "gradient"
-        return ActionResult(what, self.stage(rank, action.chunk), action.micro)
+        return ActionResult(what, self.stage_of(rank, action.chunk), action.micro)
 
-    def step_needs(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
+    def step_inputs(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
         """Return the results that a step needs before it starts, for a pair those of both."""
-        return tuple(need for action in actions_of(step) for need in self.needs(rank, action))
+        return tuple(
+            need for action in actions_of(step) for need in self.action_inputs(rank, action)
+        )
 
-    def step_gives(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
+    def step_results(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
         """Return a step's results, available once it has ended."""
-        given = (self.gives(rank, action) for action in actions_of(step))
+        given = (self.action_result(rank, action) for action in actions_of(step))
         return tuple(result for result in given if result is not None)
 
-    def reader(self, result: ActionResult) -> int | None:
+    def reader_rank(self, result: ActionResult) -> int | None:
         """Return the rank that reads a result; None at either end of the model."""
-        stage = result.stage + (1 if result.what == "output" else -1)
-        return self.home(stage) if 0 <= stage < self.stages else None
+        stage = result.stage + (1 if result.kind == "output" else -1)
+        return self.rank_of(stage) if 0 <= stage < self.stages else None

@@ -31,8 +31,8 @@ def zb_v(record: ZeroBubbleV, p: int, v: int, m: int) -> Table:
         line.add("I0 I1", rank)  # 5. gradients go down and up, weight gradients are delayed
         line.add("I0 W", below)  # 6. gradients go up, weight gradients fill the gaps
         line.add("W", 2 * rank)  # 7. the remaining weight gradients
-        lines.append(line.done())
-    return Table(tuple(lines), chunks=2, micro_batches=m, way=record.way)
+        lines.append(line.build())
+    return Table(tuple(lines), chunks=2, micro_batches=m, stage_mapping=record.stage_mapping)
 
 
 def dualpipe_v(record: DualPipeV, p: int, v: int, m: int) -> Table:
@@ -60,8 +60,8 @@ def dualpipe_v(record: DualPipeV, p: int, v: int, m: int) -> Table:
         line.add("I1 I0", whole)
         line.add("W I0", below)  # 7. the last gradients go up, weight gradients fill the gaps
         line.add("W", rank + 1)  # 8. the remaining weight gradients
-        lines.append(line.done())
-    return Table(tuple(lines), chunks=2, micro_batches=m, way=record.way)
+        lines.append(line.build())
+    return Table(tuple(lines), chunks=2, micro_batches=m, stage_mapping=record.stage_mapping)
 
 
 class LineBuilder:
@@ -84,7 +84,7 @@ class LineBuilder:
             one, *other = map(self._action, word.split("+"))
             self._steps.append(Pair(one, *other) if other else one)
 
-    def done(self) -> Line:
+    def build(self) -> Line:
         """Return the line; no weight gradient may still be delayed."""
         assert not self._weights, "weight gradients are left over"
         return tuple(self._steps)

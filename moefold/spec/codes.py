@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from moefold.kernels.quantise.config import QUANTISE, Fp8Tensor, Quantise
 from moefold.model.config import Block, Decoder
-from moefold.spec.decoder import block_saved, halves
+from moefold.spec.decoder import block_saved, sublayers
 from moefold.spec.layer import (
     GATHER,
     INDEX,
@@ -25,7 +25,7 @@ from moefold.spec.layer import (
     Shape,
     Weight,
 )
-from moefold.spec.quantised import narrow_weights
+from moefold.spec.quantised import quantised_weight_names
 
 SCALE = {"fp8_tensor": 0, "fp8_block": 4, "mxfp8": 1, "nvfp4": 1}
 """Bytes of the scale of a block."""
@@ -38,8 +38,8 @@ CHECKPOINTED = ("ffn", "shared", "experts")
 class CodedBlock(Block):
     """A block with quantised products."""
 
-    codes: Quantise
-    narrow: tuple[str, ...] = ()
+    recipe: Quantise
+    coded_names: tuple[str, ...] = ()
     """Names, within the block, of the weights of quantised products."""
 
 
@@ -47,10 +47,10 @@ class CodedBlock(Block):
 class CodedWeight(Weight):
     """A weight of quantised products."""
 
-    codes: Quantise = field(kw_only=True)
+    recipe: Quantise = field(kw_only=True)
 
 
-def coded(decoder: Decoder, recipe: str) -> Decoder:
+def with_recipe(decoder: Decoder, recipe: str) -> Decoder:
     """Return a decoder quantised by a recipe: its own record, if of this kind, or the default."""
     own = getattr(decoder.quantise, "kind", None)
     if own == (recipe if recipe in SCALE else None):
@@ -64,7 +64,7 @@ def coded_blocks(decoder: Decoder) -> tuple[Block, ...]:
     record, blocks, found = decoder.quantise, decoder.blocks, list[Block]()
     if not isinstance(record, Quantise):
         return blocks
-    names = list(narrow_weights(decoder))
+    names = list(quantised_weight_names(decoder))
     for number, block in enumerate(blocks):
         at = f"layers.{number}."
         narrow = tuple(name.removeprefix(at) for name in names if name.startswith(at))
@@ -78,8 +78,8 @@ def with_codes(weights: tuple[Weight, ...], block: Block, at: str) -> tuple[Weig
     """Return a block's weights, quantised ones as :class:`CodedWeight`; ``at``: name prefix."""
     if not isinstance(block, CodedBlock):
         return weights
-    narrow, record = {at + name for name in block.narrow}, block.codes
-    return tuple(CodedWeight(**vars(w), codes=record) if w.name in narrow else w for w in weights)
+    narrow, record = {at + name for name in block.coded_names}, block.recipe
+    return tuple(CodedWeight(**vars(w), recipe=record) if w.name in narrow else w for w in weights)
 
 
 class WeightProduct(NamedTuple):
@@ -93,30 +93,30 @@ class WeightProduct(NamedTuple):
     inputs: float
 
 
-def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
+def weight_products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
     """Return the products of a block, each with its weight's name, which may occur twice."""
     found = list[tuple[str, WeightProduct]]()
-    for half, spec in halves(block):
+    for half, spec in sublayers(block):
         for _, matmul, weights in spec.products(shape.hidden):
-            rows, runs = rows_of(matmul.rows, spec, shape), 1
+            rows, runs = num_rows(matmul.rows, spec, shape), 1
             if matmul.rows == "routed" and isinstance(block, CodedBlock):
                 # One for each expert and micro-batch.
                 assert spec.routing is not None
                 together = shape.ep * shape.etp // (shape.tp * shape.cp)
-                micro_batches = max(together, 1) if block.codes.scales_per_run else 1
+                micro_batches = max(together, 1) if block.recipe.scales_per_run else 1
                 runs = max(spec.routing.experts // shape.ep, 1) * micro_batches
             for weight in weights:
-                outputs, inputs, _ = weight.matrix(shape.tp, shape.ep, shape.etp)
+                outputs, inputs, _ = weight.local_matrix(shape.tp, shape.ep, shape.etp)
                 one = WeightProduct(weight, rows, runs, outputs, inputs)
                 found.append((f"{spec.prefix or half}.{weight.name}", one))
     return found
 
 
-def rows_of(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
+def num_rows(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
     """Return the number of rows that an operation reads on a rank."""
     if kind == "routed":
         assert spec.routing is not None
-        return shape.received(spec.routing)
+        return shape.received_rows(spec.routing)
     return shape.rows if kind == "own" else shape.piece
 
 
@@ -134,8 +134,9 @@ def code_bytes(record: Quantise, features: float, rows: int, runs: int) -> int:
 def gradient_bytes(block: Block, name: str, product: WeightProduct, shape: Shape) -> float:
     """Return the bytes of a product's output gradient, as the weight gradient reads it."""
     rows, outputs = product.rows, product.outputs
-    if isinstance(block, CodedBlock) and name in block.narrow and block.codes.wgrad == "narrow":
-        return code_bytes(block.codes, outputs, rows, product.runs)
+    recipe = block.recipe if isinstance(block, CodedBlock) and name in block.coded_names else None
+    if recipe is not None and recipe.wgrad == "narrow":
+        return code_bytes(recipe, outputs, rows, product.runs)
     return rows * outputs * (shape.width if product.weight.product else STATISTIC)
 
 
@@ -157,11 +158,11 @@ def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: floa
 
 def history_bytes(weight: CodedWeight) -> int:
     """Return the bytes of the amax history of delayed scaling, which each rank holds whole."""
-    record = weight.codes
+    record = weight.recipe
     if not isinstance(record, Fp8Tensor) or record.scaling == "current":
         return 0
     # The current scale, the history, and the maximum of the present step.
-    return 3 * (weight.shape[0] if weight.expert else 1) * (record.history + 2) * STATISTIC
+    return 3 * (weight.shape[0] if weight.is_expert else 1) * (record.history + 2) * STATISTIC
 
 
 def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
@@ -170,65 +171,67 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     if not isinstance(block, CodedBlock):
         yield from parts
         return
-    known, record = dict(products(block, shape)), block.codes
+    known, record = dict(weight_products(block, shape)), block.recipe
     first, sent = "moe.experts.w_in", shape.ep * shape.etp > 1
-    if record.scales_per_run and sent and first in block.narrow:
+    if record.scales_per_run and sent and first in block.coded_names:
         yield Saved("experts.order", known[first].rows * INDEX, module="moe")
     # Inputs for recomputing gathered rows that nothing saves.
     gone = {
         part.name.replace(".gathered", "_norm.output")
         for part in parts
-        if part.operand and set(part.operand) <= {*block.narrow} and part.beside is None
+        if part.operand_of
+        and set(part.operand_of) <= {*block.coded_names}
+        and part.also_saved is None
     }
     for part in parts:
-        narrow = [name for name in part.operand if name in block.narrow]
-        if part.only and part.name in gone:
-            part = replace(part, only=part.only - GATHER)
-            if not part.only:
+        narrow = [name for name in part.operand_of if name in block.coded_names]
+        if part.needed_by and part.name in gone:
+            part = replace(part, needed_by=part.needed_by - GATHER)
+            if not part.needed_by:
                 continue
-        if part.only and part.name == "latent.rows" and first in block.narrow:
-            part = part if record.wgrad == "wide" else _Copied(**vars(part))
+        if part.needed_by and part.name == "latent.rows" and first in block.coded_names:
+            part = part if record.wgrad == "wide" else _CopiedRows(**vars(part))
         if part.name == f"{part.module}.hidden":
-            yield _hidden(part, block, known)
+            yield _saved_hidden(part, block, known)
             continue
         if narrow and part.name == "offsets":  # ends of experts, not rows
             continue
         if not narrow or record.wgrad == "wide":
             # Wide weight gradients also save the activation, which only forward quantises.
-            yield replace(part, kept=True) if narrow else part
+            yield replace(part, from_forward=True) if narrow else part
             continue
-        others = tuple(name for name in part.operand if name not in block.narrow)
+        others = tuple(name for name in part.operand_of if name not in block.coded_names)
         if others:
-            yield replace(part, operand=others)
-        elif part.beside is not None:
-            yield part.beside
-        yield _codes(part.name, narrow, known[narrow[0]], record)
+            yield replace(part, operand_of=others)
+        elif part.also_saved is not None:
+            yield part.also_saved
+        yield _saved_codes(part.name, narrow, known[narrow[0]], record)
 
 
 @dataclass(frozen=True)
-class _Copied(Saved):
+class _CopiedRows(Saved):
     """Rows from which discarded copies are recomputed, saved only if experts are recomputed."""
 
-    def stays(self, recompute: Modules) -> bool:
+    def is_saved_under(self, recompute: Modules) -> bool:
         """Return whether the rows are saved under a recompute policy."""
-        return "experts" in recompute and super().stays(recompute)
+        return "experts" in recompute and super().is_saved_under(recompute)
 
 
-def _hidden(part: Saved, block: CodedBlock, known: Mapping[str, WeightProduct]) -> Saved:
+def _saved_hidden(part: Saved, block: CodedBlock, known: Mapping[str, WeightProduct]) -> Saved:
     """Return a pre-activation as it is saved: wide, or as codes with scales."""
     path = {"experts": "moe.experts.w_in", "shared": "moe.shared.w_in"}.get(part.module, "ffn.w_in")
-    length = block.codes.hidden_block
-    if not length or path not in block.narrow:
+    length = block.recipe.hidden_block
+    if not length or path not in block.coded_names:
         return part
     one = known[path]
     size = one.rows * (one.outputs + 2 * ceil(one.outputs / 2 / length) * SCALE["fp8_block"])
     return replace(part, bytes=round(size))
 
 
-def _codes(name: str, weights: list[str], product: WeightProduct, record: Quantise) -> Saved:
+def _saved_codes(name: str, weights: list[str], product: WeightProduct, record: Quantise) -> Saved:
     """Return the saved codes of the rows that ``weights`` read."""
     size = code_bytes(record, product.inputs, product.rows, product.runs)
     path = weights[0].split(".")
     module = next((one for one in CHECKPOINTED if one in path), path[0])
     dropped = frozenset((module,)) if module in CHECKPOINTED else NOTHING
-    return Saved(f"{name}.codes", size, dropped, module=module, operand=tuple(weights))  # type: ignore[arg-type]
+    return Saved(f"{name}.codes", size, dropped, module=module, operand_of=tuple(weights))  # type: ignore[arg-type]

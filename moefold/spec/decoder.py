@@ -18,7 +18,7 @@ from moefold.spec.layer import (
     Shape,
     Units,
     Weight,
-    described,
+    as_layer_spec,
     norm,
 )
 
@@ -30,13 +30,13 @@ LORA_A, LORA_B = "_lora_a", "_lora_b"
 class ModelNeeds:
     """Facts about a model that decide which layouts are legal."""
 
-    needs: tuple[Units, ...]
+    units: tuple[Units, ...]
     """Distinct units that the axes of a layout must divide."""
-    mixtures: tuple[bool, ...]
+    moe_layers: tuple[bool, ...]
     """For each layer, without those of multi-token prediction, whether it has experts."""
     specs: tuple[LayerSpec, ...] = ()
     """Distinct descriptions of layers."""
-    outside: bool = False
+    has_undescribed: bool = False
     """Whether there are plug-in layers without a description."""
     multi_token: int = 0
     """Number of layers of multi-token prediction."""
@@ -47,31 +47,31 @@ class ModelNeeds:
         one = Shape(hidden=1, rows=1)
         return frozenset({"block", *(part.module for s in self.specs for part in s.saved(one))})
 
-    def made_again(self, tp: int) -> frozenset[str]:
+    def recomputable(self, tp: int) -> frozenset[str]:
         """Kinds of module whose recompute frees saved tensors, given the size of tp."""
         shape = Shape(hidden=1, rows=1, tp=tp)
         return frozenset(
-            kind for s in self.specs for part in s.saved(shape) for kind in part.dropped
+            kind for s in self.specs for part in s.saved(shape) for kind in part.freed_by
         )
 
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return len(self.mixtures)
+        return len(self.moe_layers)
 
     @property
     def heads(self) -> tuple[int, ...]:
         """Distinct numbers of heads and key-value heads of the layers."""
-        return tuple(dict.fromkeys(need.number for need in self.needs if need.heads))
+        return tuple(dict.fromkeys(need.number for need in self.units if need.heads))
 
     @property
     def experts(self) -> tuple[int, ...]:
         """Distinct numbers of experts of the layers."""
-        stated = tuple(need.number for need in self.needs if need.axis == "ep")
-        return stated if any(self.mixtures) else ()
+        stated = tuple(need.number for need in self.units if need.axis == "ep")
+        return stated if any(self.moe_layers) else ()
 
 
-def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
+def model_needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     """Return the rules of legal layouts for a decoder.
 
     A sequence of ``seq`` tokens, if known, is cut into ``2 * cp`` pieces, of which a rank takes one
@@ -103,23 +103,23 @@ def has_routing(record: Record) -> bool:
     return isinstance(record, LayerSpec) and record.routing is not None
 
 
-def embedding(decoder: Decoder) -> Weight:
+def embedding_weight(decoder: Decoder) -> Weight:
     """Return the description of the embedding matrix, which is also the head's if tied."""
-    return replace(_table(decoder, "embed.weight"), product=decoder.tied, looked_up=True)
+    return replace(_vocab_matrix(decoder, "embed.weight"), product=decoder.tied, looked_up=True)
 
 
-def head(decoder: Decoder) -> Weight:
+def head_weight(decoder: Decoder) -> Weight:
     """Return the description of the head's matrix of a decoder that is not tied."""
-    return _table(decoder, "head.weight")
+    return _vocab_matrix(decoder, "head.weight")
 
 
-def last_norm(decoder: Decoder) -> Weight:
+def final_norm_weight(decoder: Decoder) -> Weight:
     """Return the description of the norm before the head."""
     weight = norm("norm.weight", decoder.hidden, start="norm")
     return replace(weight, frozen=weight.name in decoder.frozen)
 
 
-def _table(decoder: Decoder, name: str) -> Weight:
+def _vocab_matrix(decoder: Decoder, name: str) -> Weight:
     cut = ((0, Units("tp", decoder.vocab, "the vocabulary size")),)
     return Weight(name, (decoder.vocab, decoder.hidden), cut, frozen=name in decoder.frozen)
 
@@ -132,28 +132,28 @@ def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
     """
     for block in decoder.blocks:
         for record in (block.attention, block.ffn):
-            described(record)
+            as_layer_spec(record)
     return tuple(known_weights(decoder))
 
 
 def known_weights(decoder: Decoder) -> Iterator[Weight]:
     """Yield descriptions of a model's parameters, leaving out layers without a description."""
-    yield embedding(decoder)
+    yield embedding_weight(decoder)
     for number, block in enumerate(decoder.blocks):
         yield from block_weights(block, decoder.hidden, number)
-    yield last_norm(decoder)
+    yield final_norm_weight(decoder)
     if not decoder.tied:
-        yield from with_adapters((head(decoder),), decoder.adapters)
+        yield from with_adapters((head_weight(decoder),), decoder.adapters)
 
 
-def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
+def sublayers(block: Block) -> Iterator[tuple[str, LayerSpec]]:
     """Yield the halves that a block has, each with its name, ``attention`` or ``ffn``.
 
     Raises:
         ValueError: if a plug-in layer has no description.
     """
     for name, record in (("attention", block.attention), ("ffn", block.ffn)):
-        spec = described(record)
+        spec = as_layer_spec(record)
         if not spec.absent:
             yield name, spec
 
@@ -167,19 +167,21 @@ def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
     found = list[Weight]()
     for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
         if isinstance(spec, LayerSpec) and not spec.absent:
-            found += (norm(f"{one}.weight", hidden, start="norm") for one in norms_of(block, name))
+            found += (
+                norm(f"{one}.weight", hidden, start="norm") for one in norm_names(block, name)
+            )
             half = spec.prefix or name
             found += (replace(w, name=f"{half}.{w.name}") for w in spec.weights(hidden))
     if block.multi_token is not None:
         found += (norm(f"{one}_norm.weight", hidden, start="norm") for one in ("embed", "row"))
-        found.append(Weight("join.weight", (hidden, 2 * hidden), counted="multi_token"))
+        found.append(Weight("join.weight", (hidden, 2 * hidden), category="multi_token"))
         found.append(norm("norm.weight", hidden, start="norm"))
     for weight in with_adapters(found, block.adapters):
         name = f"layers.{layer}.{weight.name}"
         yield replace(weight, name=name, frozen=weight.name in block.frozen)
 
 
-def norms_of(block: Block, half: str) -> tuple[str, ...]:
+def norm_names(block: Block, half: str) -> tuple[str, ...]:
     """Return the names of the norms of half ``attention`` or ``ffn``."""
     there = zip((f"{half}_norm", f"{half}_out_norm"), block.norm_positions(half), strict=True)
     return tuple(name for name, present in there if present)
@@ -192,13 +194,13 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     residual rows; halves that share a norm save its output once. Norms after halves save an input.
     """
     if block.multi_token is not None:  # schedules never split such a block
-        shape = replace(shape, apart=False)
-    parts: dict[str, list[Saved]] = {"attention": [Saved("input", shape.row)], "ffn": []}
+        shape = replace(shape, separate_exchanges=False)
+    parts: dict[str, list[Saved]] = {"attention": [Saved("input", shape.hidden_bytes)], "ffn": []}
     for name, record in (("attention", block.attention), ("ffn", block.ffn)):
-        spec = described(record)
+        spec = as_layer_spec(record)
         for part in spec.saved(shape):  # with names of weights relative to the block
-            names = tuple(f"{spec.prefix or name}.{one}" for one in part.operand)
-            parts[name].append(replace(part, operand=names) if names else part)
+            names = tuple(f"{spec.prefix or name}.{one}" for one in part.operand_of)
+            parts[name].append(replace(part, operand_of=names) if names else part)
     normed = ("attention_norm.output", "ffn_norm.output")
     outputs = {one.name: one for half in parts.values() for one in half if one.name in normed}
     shared = block.norms == "shared" and outputs.get("ffn_norm.output")
@@ -210,24 +212,28 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             if shared and part.name == "residual":
                 continue
             if shared and part is output:
-                only = part.only | shared.only if part.only and shared.only else NOTHING
-                read = part.operand + shared.operand
-                part = replace(part, only=only, operand=read, beside=shared.beside)
+                only = (
+                    part.needed_by | shared.needed_by
+                    if part.needed_by and shared.needed_by
+                    else NOTHING
+                )
+                read = part.operand_of + shared.operand_of
+                part = replace(part, needed_by=only, operand_of=read, also_saved=shared.also_saved)
             elif block.norms == "after" and part.name in ("input", "residual") and output:
-                part = replace(part, operand=output.operand, beside=part)
+                part = replace(part, operand_of=output.operand_of, also_saved=part)
             yield part
         if after:
-            yield Saved(f"{name}_out_norm.input", shape.row)
+            yield Saved(f"{name}_out_norm.input", shape.hidden_bytes)
             statistic = shape.rows * STATISTIC
             yield Saved(f"{name}_out_norm.statistic", statistic, module="norms")
     if block.multi_token is None:
         return
     # Residual rows are saved by the last norm, which reads them too.
     if block.multi_token.reads == "normed":
-        yield Saved("rows", shape.row, NORMS, saved=False)
-    yield Saved("embedded", shape.row)
-    yield Saved("joined", 2 * shape.row, operand=("join.weight",))
-    yield Saved("norm.input", shape.row)
+        yield Saved("rows", shape.hidden_bytes, NORMS, saved=False)
+    yield Saved("embedded", shape.hidden_bytes)
+    yield Saved("joined", 2 * shape.hidden_bytes, operand_of=("join.weight",))
+    yield Saved("norm.input", shape.hidden_bytes)
     yield Saved("norms.statistics", 3 * shape.rows * STATISTIC, module="norms")
 
 
@@ -237,10 +243,10 @@ def with_adapters(weights: Iterable[Weight], adapters: Sequence[LowRank]) -> Ite
     for weight in weights:
         yield weight
         if weight.name in ranks:
-            yield from low_rank(weight, ranks[weight.name])
+            yield from adapter_weights(weight, ranks[weight.name])
 
 
-def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
+def adapter_weights(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     """Return A ``[..., rank, in]`` and B ``[..., out, rank]`` for a weight ``[..., out, in]``.
 
     An axis that cuts the inputs cuts A, one that cuts the outputs cuts B, and each expert has its
@@ -249,19 +255,19 @@ def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     feed-forwards have one each. A starts with PEFT's std and B at zero, so that an adapter
     initially adds nothing.
     """
-    lead, last = weight.shape[: 1 if weight.expert else -2], len(weight.shape) - 1
+    lead, last = weight.shape[: 1 if weight.is_expert else -2], len(weight.shape) - 1
     kept = tuple((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
     a_cuts = tuple((len(lead) + 1 if dim == last else dim, units) for dim, units in kept)
     b_cuts = tuple((dim, units) for dim, units in weight.cuts if dim != last)
     shape_a, shape_b = (*lead, rank, weight.shape[-1]), (*weight.shape[:-1], rank)
-    usual: dict[str, Any] = {"counted": "adapters", "product": weight.product}
+    usual: dict[str, Any] = {"category": "adapters", "product": weight.product}
     return (
         Weight(weight.name + LORA_A, shape_a, a_cuts, start=(3 * shape_a[-1]) ** -0.5, **usual),
         Weight(weight.name + LORA_B, shape_b, b_cuts, start="zeros", **usual),
     )
 
 
-def rows_of_heads(decoder: Decoder) -> dict[str, int]:
+def heads_by_weight(decoder: Decoder) -> dict[str, int]:
     """Return the number of heads of each weight that tp cuts along dim 0 by heads."""
     found = dict[str, int]()
     for weight in known_weights(decoder):
@@ -270,7 +276,7 @@ def rows_of_heads(decoder: Decoder) -> dict[str, int]:
     return found
 
 
-def clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
+def qk_clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
     """Yield why QK-clip cannot bound a decoder's logits: norms, or weights that are not stated or
     not trained."""
     for number, block in enumerate(decoder.blocks):

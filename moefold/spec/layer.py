@@ -86,7 +86,7 @@ class Weight:
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, Units], ...] = ()
     """Dims that an axis cuts, each with the units of which a rank gets whole ones."""
-    counted: str = "attention"
+    category: str = "attention"
     """Category in parameter counts: attention, norms, ffn, experts, router or shared."""
     product: bool = True
     """Whether products read it in the compute dtype; otherwise layers read the master."""
@@ -108,7 +108,7 @@ class Weight:
     """Whether the output of its product is added to the residual, unscaled."""
 
     @property
-    def begins(self) -> Start:
+    def resolved_start(self) -> Start:
         """``start``, or its default."""
         if self.start is not None:
             return self.start
@@ -117,7 +117,7 @@ class Weight:
         return "output" if self.added else "normal"
 
     @property
-    def narrow(self) -> bool:
+    def reads_compute_dtype(self) -> bool:
         """Whether the compute dtype is enough for all reads, and thus for a frozen weight.
 
         Rows that are looked up are rounded to the compute dtype afterwards.
@@ -125,7 +125,7 @@ class Weight:
         return self.product or self.looked_up
 
     @property
-    def master(self) -> bool:
+    def is_master_matrix(self) -> bool:
         """Whether it is a matrix that is read in the master's dtype, as all vectors are."""
         return self.looked_up or (not self.product and len(self.shape) > 1)
 
@@ -135,26 +135,26 @@ class Weight:
         return prod(self.shape)
 
     @property
-    def expert(self) -> bool:
+    def is_expert(self) -> bool:
         """Whether it belongs to routed experts, which ep cuts."""
         return any(units.axis == "ep" for _, units in self.cuts)
 
-    def dim(self, axis: Axis) -> int | None:
+    def cut_dim(self, axis: Axis) -> int | None:
         """Return the dim that an axis cuts; None if it cuts none."""
         return next((dim for dim, units in self.cuts if units.axis == axis), None)
 
-    def part(self, tp: int, ep: int, etp: int) -> float:
+    def local_elements(self, tp: int, ep: int, etp: int) -> float:
         """Return the number of elements on one rank, before sharding over data ranks."""
         sizes = {"tp": tp, "ep": ep, "etp": etp}
         return self.elements / prod(sizes[units.axis] for _, units in self.cuts)
 
-    def matrix(self, tp: int, ep: int, etp: int) -> tuple[float, float, float]:
+    def local_matrix(self, tp: int, ep: int, etp: int) -> tuple[float, float, float]:
         """Return outputs, inputs and number of the weight's matrices on one rank."""
         sizes, local = {"tp": tp, "ep": ep, "etp": etp}, [float(size) for size in self.shape]
         for dim, units in self.cuts:
             local[dim] *= units.fraction(sizes[units.axis])
-        first = 1 if self.expert else 0
-        return prod(local[first:-1]), local[-1], local[0] if self.expert else 1.0
+        first = 1 if self.is_expert else 0
+        return prod(local[first:-1]), local[-1], local[0] if self.is_expert else 1.0
 
 
 def norm(
@@ -270,31 +270,31 @@ class Saved:
 
     name: str
     bytes: int
-    dropped: Modules = NOTHING
+    freed_by: Modules = NOTHING
     """Kinds whose recompute frees it; recomputing whole blocks frees all but the input."""
-    only: Modules = NOTHING
+    needed_by: Modules = NOTHING
     """Kinds whose recompute needs it as an input: it is saved only then. Empty: always saved."""
     saved: bool = True
     """Whether autograd saves it; otherwise it is part of a decision, which recompute needs."""
     module: Module = "block"
     """Kind of module that it belongs to, for offloading."""
-    operand: tuple[str, ...] = ()
+    operand_of: tuple[str, ...] = ()
     """Names, within the layer, of weights whose gradients read it: a schedule that defers weight
     gradients holds it until then, and holds it anew if backward recomputed it."""
-    kept: bool = True
+    from_forward: bool = True
     """Whether forward saves it; otherwise backward computes it."""
     rows: int = 0
     """Rows of an experts' buffer of fixed room, some of which may be unused; 0: all are used."""
-    beside: "Saved | None" = None
+    also_saved: "Saved | None" = None
     """What another consumer saves of it even if those gradients read codes in its place."""
 
-    def stays(self, recompute: Modules) -> bool:
+    def is_saved_under(self, recompute: Modules) -> bool:
         """Return whether it is saved under a recompute policy."""
         if "block" in recompute:
             return self.name == "input" or not self.saved
-        if self.only and not self.only & recompute:
+        if self.needed_by and not self.needed_by & recompute:
             return False
-        return not self.dropped & recompute
+        return not self.freed_by & recompute
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Shape:
     """Rows of the dispatcher's receive buffer, if its shapes are fixed."""
     places: int = 0
     """Further indices that such a dispatcher saves (``FixedShape.saved_indices``)."""
-    apart: bool = False
+    separate_exchanges: bool = False
     """Whether a schedule runs a block's exchanges as separate segments, to overlap them."""
     clones: int = 0
     """Slots of a rank for clones of other ranks' experts."""
@@ -329,21 +329,21 @@ class Shape:
         return self.rows * self.tp
 
     @property
-    def row(self) -> int:
+    def hidden_bytes(self) -> int:
         """Bytes of T rows."""
         return self.rows * self.hidden * self.width
 
     @property
-    def gathered(self) -> int:
+    def num_gathered(self) -> int:
         """Number of context ranks whose keys and values a rank gathers."""
         return self.cp if self.context.gathers else 1
 
     @property
-    def exchanged(self) -> bool:
+    def exchanges_heads(self) -> bool:
         """Whether context ranks exchange rows for heads (Ulysses)."""
         return self.context.sharing_heads(self.cp) > 1
 
-    def received(self, routing: RoutingSpec) -> int:
+    def received_rows(self, routing: RoutingSpec) -> int:
         """R: rows on the most loaded expert rank; on a single one, a row for every place."""
         top_k = (routing.places if self.ep * self.etp == 1 else 0) or routing.top_k
         return self.room or round(self.rows * top_k * self.etp * self.load)
@@ -379,15 +379,15 @@ class LayerSpec(Record):
 
     def weights(self, hidden: int) -> Iterable[Weight]:
         """Yield the parameters, in the order of the module's parameters."""
-        raise _undescribed(self)
+        raise _undescribed_error(self)
 
     def operations(self, hidden: int) -> Iterable[Operation]:
         """Yield matrix products, cores and element-wise kernels of a forward."""
-        raise _undescribed(self)
+        raise _undescribed_error(self)
 
     def saved(self, shape: Shape) -> Iterable[Saved]:
         """Yield the tensors that a forward saves for backward, without the input of the norm."""
-        raise _undescribed(self)
+        raise _undescribed_error(self)
 
     def products(self, hidden: int) -> Iterator[tuple[Operation, Matmul, tuple[Weight, ...]]]:
         """Yield matrix products, each with its operation and the weights that it reads."""
@@ -401,7 +401,7 @@ class LayerSpec(Record):
         rows or, where none are, of the tensor group's."""
         found = {m.rows: w for one, m, w in self.products(shape.hidden) if not one.wide}
         last = next((found[rows] for rows in ("routed", "group", "own") if rows in found), None)
-        return last[0].matrix(shape.tp, shape.ep, shape.etp)[1] if last else 0.0
+        return last[0].local_matrix(shape.tp, shape.ep, shape.etp)[1] if last else 0.0
 
     @property
     def routing(self) -> RoutingSpec | None:
@@ -419,7 +419,7 @@ class LayerSpec(Record):
         return ()
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Kind and size of the layer, for the banner."""
         return type(self).__name__
 
@@ -428,18 +428,18 @@ class LayerSpec(Record):
         cuts = (units for weight in self.weights(hidden) for _, units in weight.cuts)
         return tuple(dict.fromkeys(cuts))
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a small record of the same kind whose units the sizes of a layout divide.
 
         By default, integers above the small width become that width, rounded up to a multiple of
         all axes; if the record's rules refuse the result, the record itself is returned.
         """
-        least = rounded_up(SMALL_WIDTH, lcm(by.tp, by.cp, by.ep, by.etp))
+        least = round_up_to(SMALL_WIDTH, lcm(by.tp, by.cp, by.ep, by.etp))
         wide = {n: least for n, v in self if type(v) is int and v > least}
         small = self.model_copy(update=wide)
         return self if any(True for _ in small.rules()) else small
 
-    def steady(self) -> Self:
+    def without_discrete_choices(self) -> Self:
         """Return a record without discrete choices that rounding could change."""
         return self
 
@@ -448,7 +448,7 @@ class LayerSpec(Record):
         yield from ()
 
     @property
-    def draws(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether routing draws random numbers, so that decisions depend on the step."""
         return False
 
@@ -457,7 +457,7 @@ class LayerSpec(Record):
         yield from ()
 
 
-def described(record: Record) -> LayerSpec:
+def as_layer_spec(record: Record) -> LayerSpec:
     """Return a record as a :class:`LayerSpec`.
 
     Raises:
@@ -465,15 +465,15 @@ def described(record: Record) -> LayerSpec:
     """
     if isinstance(record, LayerSpec):
         return record
-    raise _undescribed(record)
+    raise _undescribed_error(record)
 
 
-def words_of(record: Record) -> str:
+def summary_of(record: Record) -> str:
     """Return ``words`` of a record; its class name if it is no :class:`LayerSpec`."""
-    return record.words if isinstance(record, LayerSpec) else type(record).__name__
+    return record.summary if isinstance(record, LayerSpec) else type(record).__name__
 
 
-def _undescribed(record: Record) -> ValueError:
+def _undescribed_error(record: Record) -> ValueError:
     name = type(record).__name__
     return ValueError(
         f"{name} is not described: inherit from moefold.spec.layer.LayerSpec, or from a kind that "
@@ -481,7 +481,7 @@ def _undescribed(record: Record) -> ValueError:
     )
 
 
-def rounded_up(number: int, multiple: int) -> int:
+def round_up_to(number: int, multiple: int) -> int:
     """Return the least multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
 
@@ -491,5 +491,5 @@ def small_heads(heads: int, by: Sizes) -> int:
 
     Context ranks may divide the heads of a tensor rank further.
     """
-    few = rounded_up(min(heads, 2), gcd(by.tp * by.cp, heads))
-    return rounded_up(few, by.tp)
+    few = round_up_to(min(heads, 2), gcd(by.tp * by.cp, heads))
+    return round_up_to(few, by.tp)

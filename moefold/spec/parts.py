@@ -33,8 +33,8 @@ def saved_norm(
     yield Saved(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
     size = shape.rows * width * shape.width
     output = Saved(f"{name}.output", size, NORMS, only, module="norms")
-    beside = replace(output, only=again) if again else None
-    yield output if only else replace(output, operand=operand, beside=beside)
+    beside = replace(output, needed_by=again) if again else None
+    yield output if only else replace(output, operand_of=operand, also_saved=beside)
 
 
 def saved_rows(operand: tuple[str, ...], shape: Shape) -> Iterator[Saved]:
@@ -46,7 +46,7 @@ def saved_rows(operand: tuple[str, ...], shape: Shape) -> Iterator[Saved]:
     yield from saved_norm("attention_norm", shape.hidden, shape, operand, only)
     if shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved("attention.gathered", size, GATHER, module="attention", operand=operand)
+        yield Saved("attention.gathered", size, GATHER, module="attention", operand_of=operand)
 
 
 def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
@@ -60,18 +60,21 @@ def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -
     for name, features in (
         ("q", heads * core.qk_dim), ("k", groups * core.qk_dim), ("v", groups * core.v_dim)
     ):  # fmt: skip
-        ranks = 1 if name == "q" else shape.gathered
-        moved = ranks > 1 or shape.exchanged
+        ranks = 1 if name == "q" else shape.num_gathered
+        moved = ranks > 1 or shape.exchanges_heads
         only = CORE if moved else NOTHING
         size = rows * features * width
-        yield Saved(name, size, dropped, only=only, module="attention")
+        yield Saved(name, size, dropped, needed_by=only, module="attention")
         if moved:
             yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
     attended = rows * heads * core.v_dim * width
-    part = Saved("attended", attended, module="attention", operand=("o.weight",))
-    yield replace(part, beside=None if shape.exchanged else replace(part, dropped=CORE, operand=()))
+    part = Saved("attended", attended, module="attention", operand_of=("o.weight",))
+    yield replace(
+        part,
+        also_saved=None if shape.exchanges_heads else replace(part, freed_by=CORE, operand_of=()),
+    )
     yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
-    if shape.exchanged:
+    if shape.exchanges_heads:
         yield Saved("attended.moved", attended, CORE, module="attention")
 
 
@@ -84,15 +87,15 @@ def saved_feed_forward(
     """
     dropped: Modules = frozenset((module,))
     at = "" if module == "ffn" else f"{module}."
-    read: Any = {"module": module, "operand": (f"{at}w_in",)}
+    read: Any = {"module": module, "operand_of": (f"{at}w_in",)}
     if rows is None and shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
         yield Saved(f"{module}.gathered", size, dropped | GATHER, **read)
     size = (shape.piece if rows is None else rows) * features * shape.width
     room = 0 if rows is None or shape.room is None else rows
     yield Saved(f"{module}.hidden", 2 * size, dropped, module=module, rows=room)
-    read["operand"] = (f"{at}w_out",)
-    yield Saved(f"{module}.activation", size, dropped, **read, kept=False)
+    read["operand_of"] = (f"{at}w_out",)
+    yield Saved(f"{module}.activation", size, dropped, **read, from_forward=False)
 
 
 def gated_traffic(

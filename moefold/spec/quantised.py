@@ -12,14 +12,14 @@ from moefold.model.config import Decoder
 from moefold.moe.dispatch.config import FixedShape, ThirdParty
 from moefold.optim.config import Optim, matches
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import ModelNeeds, halves, model_weights, needs
+from moefold.spec.decoder import ModelNeeds, model_needs, model_weights, sublayers
 from moefold.spec.layer import Rows, Units, Weight
 from moefold.spec.tuning import nearest_name
 
 CUT = "blocks of train.quantise cannot be split"
 
 
-def narrow_weights(decoder: Decoder) -> dict[str, int]:
+def quantised_weight_names(decoder: Decoder) -> dict[str, int]:
     """Return the global names of the weights that the decoder's recipe quantises, with numbers.
 
     These are the weights in products that blocks do not describe as wide. The number identifies a
@@ -31,21 +31,23 @@ def narrow_weights(decoder: Decoder) -> dict[str, int]:
     last = len(decoder.blocks) - record.keep_last
     return {
         name: number
-        for number, (name, *_) in enumerate(_products(decoder))
+        for number, (name, *_) in enumerate(_quantisable_weights(decoder))
         if record.keep_first <= int(name.split(".")[1]) < last and not matches(name, record.keep)
     }
 
 
-def _narrow_experts(decoder: Decoder) -> bool:
+def _quantises_experts(decoder: Decoder) -> bool:
     """Return whether products of routed experts are quantised."""
-    narrow = narrow_weights(decoder)
-    return any(weight.expert and name in narrow for name, weight, _ in _products(decoder))
+    narrow = quantised_weight_names(decoder)
+    return any(
+        weight.is_expert and name in narrow for name, weight, _ in _quantisable_weights(decoder)
+    )
 
 
-def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
+def _quantisable_weights(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
     """Yield name, description and rows of each weight that may be quantised."""
     for number, block in enumerate(decoder.blocks):
-        for half, spec in halves(block):
+        for half, spec in sublayers(block):
             at = f"layers.{number}.{spec.prefix or half}."
             for operation, matmul, weights in spec.products(decoder.hidden):
                 for weight in weights:
@@ -53,27 +55,27 @@ def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
                         yield at + weight.name, weight, matmul.rows
 
 
-class _Cuts(NamedTuple):
+class _QuantisedCuts(NamedTuple):
     """How a layout may cut the operands of quantised products."""
 
     units: tuple[Units, ...]
     """Units, of whole blocks of codes, that axes must divide."""
-    bands: int
+    block_rows: int
     """Rows of a block, if products read a tensor rank's own rows; otherwise 0."""
-    experts: bool
+    whole_experts: bool
     """Whether an expert's rows of a micro-batch share scales or blocks, and need one rank."""
 
     @classmethod
-    def of(cls, decoder: Decoder, record: Quantise, seq: int) -> "_Cuts":
+    def of(cls, decoder: Decoder, record: Quantise, seq: int) -> "_QuantisedCuts":
         """Derive the cuts from the descriptions of quantised weights."""
-        names, found = set(narrow_weights(decoder)), list[Units]()
+        names, found = set(quantised_weight_names(decoder)), list[Units]()
         block = record.block or record.block_length or 1
         along_rows = block if record.wgrad == "narrow" else 1
         own = experts = False
-        for name, weight, rows in _products(decoder):
+        for name, weight, rows in _quantisable_weights(decoder):
             if name not in names:
                 continue
-            own, experts = own or rows == "own", experts or weight.expert
+            own, experts = own or rows == "own", experts or weight.is_expert
             outputs = lcm(block, record.hidden_block or 1) if name.endswith(".w_in") else block
             for dim, units in weight.cuts:
                 if units.axis != "ep" and outputs > 1:
@@ -92,14 +94,14 @@ class _Cuts(NamedTuple):
         bands = along_rows if own and along_rows > 1 else 0
         return cls(tuple(dict.fromkeys(found)), bands, experts and tensor_wide)
 
-    def broken(self, sizes: Sizes, seq: int) -> Iterator[str]:
+    def violated_rules(self, sizes: Sizes, seq: int) -> Iterator[str]:
         """Yield the rules that the sizes of a layout violate."""
         asked = dict(sizes)
         yield from (one.rule for one in self.units if one.number % asked[one.axis])
-        if self.bands and sizes.tp > 1 and seq % (sizes.tp * sizes.cp * self.bands):
-            whole = f"tp * cp * {self.bands} must divide the sequence length ({seq})"
+        if self.block_rows and sizes.tp > 1 and seq % (sizes.tp * sizes.cp * self.block_rows):
+            whole = f"tp * cp * {self.block_rows} must divide the sequence length ({seq})"
             yield f"tp must be 1, or {whole}, as tensor ranks project own rows to latents: {CUT}"
-        if self.experts and (sizes.ep * sizes.etp) % (sizes.tp * sizes.cp):
+        if self.whole_experts and (sizes.ep * sizes.etp) % (sizes.tp * sizes.cp):
             yield (
                 f"tp * cp ({sizes.tp * sizes.cp}) must divide ep * etp ({sizes.ep * sizes.etp}): "
                 "an expert's rows of a micro-batch share scales or blocks and must be on one rank; "
@@ -109,8 +111,8 @@ class _Cuts(NamedTuple):
     def violations(self, decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
         """Yield the rules that a layout violates, with the nearest sizes that satisfy all."""
         sizes = layout.split
-        if rules := list(self.broken(sizes, seq)):
-            nearest = self.nearest(sizes, needs(decoder, seq), seq).text
+        if rules := list(self.violated_rules(sizes, seq)):
+            nearest = self.nearest(sizes, model_needs(decoder, seq), seq).text
             yield from (Violation(("sizes",), sizes.text, rule, nearest) for rule in rules)
 
     def nearest(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
@@ -118,11 +120,11 @@ class _Cuts(NamedTuple):
         axes, kept = ("tp", "cp", "ep", "etp"), list[list[int]]()
         for axis in axes:
             most = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
-            shared = [u.number for u in (*model.needs, *self.units) if u.axis == axis]
+            shared = [u.number for u in (*model.units, *self.units) if u.axis == axis]
             kept.append([n for n in range(1, most + 1) if not any(m % n for m in shared)])
         tried = (dict(zip(axes, one, strict=True)) for one in product(*kept))
         found = (sizes.model_copy(update=one) for one in tried)
-        legal = (one for one in found if not any(self.broken(one, seq)))
+        legal = (one for one in found if not any(self.violated_rules(one, seq)))
 
         def change(found: Sizes) -> tuple[float, int, int]:
             pairs = [(getattr(found, axis), getattr(sizes, axis)) for axis in axes]
@@ -132,7 +134,7 @@ class _Cuts(NamedTuple):
         return min(legal, key=change)
 
 
-def rows_within(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
+def legal_rows_setting(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
     """Return the value of ``train.quantise.rows`` with which a recipe is legal in a layout.
 
     This is the recipe's own value or, if that does not fit, ``rank``; None if neither fits.
@@ -141,8 +143,8 @@ def rows_within(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
     if not isinstance(record, Quantise) or any(True for _ in quantise_violations(decoder)):
         return None
     for rows in (record.rows, "rank"):
-        cuts = _Cuts.of(decoder, record.model_copy(update={"rows": rows}), seq)
-        if not any(cuts.broken(sizes, seq)):
+        cuts = _QuantisedCuts.of(decoder, record.model_copy(update={"rows": rows}), seq)
+        if not any(cuts.violated_rules(sizes, seq)):
             return rows
     return None
 
@@ -162,16 +164,16 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
                 rule = "cannot be used with adapter.dropout, which needs the clones' expert numbers"
                 yield Violation(("clones",), layout.clones, rule, None)
         return
-    cuts = _Cuts.of(decoder, record, seq)
+    cuts = _QuantisedCuts.of(decoder, record, seq)
     yield from cuts.violations(decoder, layout, seq)
-    experts = _narrow_experts(decoder)
+    experts = _quantises_experts(decoder)
     if layout.clones is not None and experts:
         rule = "copies the experts' weights but not their quantised codes"
         yield Violation(("clones",), layout.clones, rule, None)
     if layout.offload is not None and layout.offload.pages is not None and experts:
         rule = "cannot be used with quantised experts: they save codes, pages hold wide rows"
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
-    yield from _draw_violations(layout, "train.quantise", cuts.experts, experts)
+    yield from _draw_violations(layout, "train.quantise", cuts.whole_experts, experts)
     dispatch, sizes = layout.dispatch, layout.split
     moves = getattr(dispatch, "supports_codes", False) or sizes.ep * sizes.etp == 1
     if record.wire == "codes" and not (moves or isinstance(dispatch, ThirdParty)):
@@ -195,7 +197,7 @@ def moment_violations(
             found.append(Units(axis, size // group if size % group == 0 else 1, name, said=rule))
     # Report only one weight for each axis and number of units.
     named = {(units.axis, units.number): units for units in reversed(found)}
-    yield from _Cuts(tuple(named.values()), 0, False).violations(decoder, layout, seq)
+    yield from _QuantisedCuts(tuple(named.values()), 0, False).violations(decoder, layout, seq)
 
 
 def _draw_violations(
@@ -236,13 +238,15 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
     if record.wire == "codes" and (record.has_matrix_scale or record.scale_rule == "fp32"):
         rule = "needs blocks with powers of two as scales: mxfp8, or fp8_block with scales: power"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
-    if record.wire == "codes" and not _narrow_experts(decoder):
+    if record.wire == "codes" and not _quantises_experts(decoder):
         rule = "needs experts with quantised products, and the model has none"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
-    if record.hidden == "codes" and not any(n.endswith(".w_in") for n in narrow_weights(decoder)):
+    if record.hidden == "codes" and not any(
+        n.endswith(".w_in") for n in quantised_weight_names(decoder)
+    ):
         rule = "needs a feed-forward with quantised products, and the model has none"
         yield Violation((*at, "hidden"), record.hidden, rule, "wide")
-    names = [name for name, *_ in _products(decoder)]
+    names = [name for name, *_ in _quantisable_weights(decoder)]
     for place, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):
             rule = "must match a weight that would otherwise be quantised"

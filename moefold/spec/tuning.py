@@ -14,11 +14,11 @@ from moefold.model.config import Decoder, LowRank, to_stacks
 from moefold.model.families.peft import read_adapter
 from moefold.optim.config import matches
 from moefold.spec.decoder import LORA_B, model_weights
-from moefold.spec.layer import LayerSpec, Weight, rounded_up
+from moefold.spec.layer import LayerSpec, Weight, round_up_to
 from moefold.training.config import LAYER_TARGETS, OTHER_TARGETS, Lora
 
 
-def tuned(decoder: Decoder, frozen: Sequence[str], adapter: Lora | None) -> Decoder:
+def apply_tuning(decoder: Decoder, frozen: Sequence[str], adapter: Lora | None) -> Decoder:
     """Return a decoder with a run's frozen parameters, or with its adapters and the rest frozen."""
     return freeze(decoder, frozen) if adapter is None else adapt(decoder, adapter)
 
@@ -37,7 +37,7 @@ def tuning_violations(
             yield Violation(at, list(frozen), "must leave a parameter to train", list(frozen[:-1]))
     if adapter is not None:
         found = list(adapter_violations(decoder, adapter))
-        found += [] if found or adapter.start is None else first_violations(decoder, adapter)
+        found += [] if found or adapter.start is None else _start_violations(decoder, adapter)
         for violation in found:
             yield violation.under("adapter")
 
@@ -60,7 +60,7 @@ def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
     return decoder.model_copy(update={"stacks": to_stacks(blocks), "frozen": outside})
 
 
-def trainable(decoder: Decoder) -> Decoder:
+def without_tuning(decoder: Decoder) -> Decoder:
     """Return a decoder without adapters, frozen parameters and quantised products."""
     decoder = decoder.model_copy(update={"quantise": None}) if decoder.quantise else decoder
     tuned = (decoder, *decoder.blocks)
@@ -84,7 +84,7 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
         found = []
         for weight in chosen:
             if weight.name.startswith(at) and (at or not weight.name.startswith("layers.")):
-                rank = lora.rank_of(top_k if weight.expert else None)
+                rank = lora.rank_of(top_k if weight.is_expert else None)
                 name = weight.name.removeprefix(at)
                 how = {"scale": lora.alpha / rank, "dropout": lora.dropout}
                 found.append(LowRank(weight=name, rank=rank, **how))
@@ -114,7 +114,7 @@ def is_target(weight: Weight, targets: Sequence[str]) -> bool:
     """
     if len(weight.shape) < 2 or weight.looked_up or weight.stacked or weight.summed:
         return False
-    kind = "head" if weight.name == "head.weight" else weight.counted
+    kind = "head" if weight.name == "head.weight" else weight.category
     gate = weight.shape[-2] == 1
     words = {kind, "all"} if kind in LAYER_TARGETS else {kind}
     return (not gate and bool(words & set(targets))) or matches(weight.name, targets)
@@ -135,11 +135,11 @@ def adapter_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     specs = (block.ffn for block in decoder.blocks if isinstance(block.ffn, LayerSpec))
     for top_k in dict.fromkeys(spec.routing.top_k for spec in specs if spec.routing):
         if lora.rank % top_k:
-            nearest = rounded_up(lora.rank, top_k)
+            nearest = round_up_to(lora.rank, top_k)
             yield Violation(("rank",), lora.rank, f"must be a multiple of top_k ({top_k})", nearest)
 
 
-def first_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
+def _start_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     """Yield differences in weights, rank or scale from the adapter that a run starts from."""
     assert lora.start is not None
     try:

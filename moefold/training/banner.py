@@ -25,8 +25,8 @@ from moefold.moe.config import Bias
 from moefold.planner.plan import graph_bytes
 from moefold.planner.time import orthogonal_flops
 from moefold.spec.decoder import model_weights
-from moefold.spec.layer import words_of
-from moefold.spec.quantised import narrow_weights
+from moefold.spec.layer import summary_of
+from moefold.spec.quantised import quantised_weight_names
 from moefold.training.formatting import clock, count, plural, si, size, step_time
 from moefold.training.trainer import Trainer
 
@@ -111,7 +111,7 @@ def _model(job: Trainer) -> Iterator[Row]:
         f"{family}: {count(counts.parameters)} parameters, {count(active)} active per token "
         f"({100 * active / counts.parameters:.0f} %)",
     )
-    kinds = Counter(words_of(block.ffn) for block in decoder.blocks)
+    kinds = Counter(summary_of(block.ffn) for block in decoder.blocks)
     layers = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
     yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
     frozen = [weight for weight in model_weights(decoder) if weight.frozen]
@@ -189,7 +189,10 @@ def _execution(job: Trainer) -> Iterator[Row]:
     choice = f"{job.precision.why}; measured: {job.precision.rates_text}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({choice})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
-        num_narrow, wide = len(narrow_weights(job.run.decoder())), str(dtype).removeprefix("torch.")
+        num_narrow, wide = (
+            len(quantised_weight_names(job.run.decoder())),
+            str(dtype).removeprefix("torch."),
+        )
         products = f"y, dx and dw in {quantise.kind}"
         if quantise.wgrad == "wide":
             products = f"y and dx in {quantise.kind}, dw in {wide}"

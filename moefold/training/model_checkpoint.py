@@ -35,7 +35,7 @@ from moefold.model.tuning import merge_adapter
 from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
 from moefold.spec.decoder import LORA_A, LORA_B
-from moefold.spec.tuning import adapter_scales, trainable
+from moefold.spec.tuning import adapter_scales, without_tuning
 
 MODEL_PREFIX = "model."
 """Prefix of the model's tensors in a checkpoint."""
@@ -49,7 +49,7 @@ def describe_model(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, A
     if tokenizer is not None:
         attributes = {name: getattr(tokenizer, name) for name in TOKENIZER_FIELDS}
         attributes["files"] = dict(tokenizer.files)
-    description = {"decoder": to_dict(trainable(decoder)), "tokenizer": attributes}
+    description = {"decoder": to_dict(without_tuning(decoder)), "tokenizer": attributes}
     adapters = adapter_scales(decoder)
     return description | ({"adapters": adapters} if adapters else {})
 

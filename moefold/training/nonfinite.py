@@ -18,7 +18,7 @@ from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
 from moefold.optim.norm import non_finite
 from moefold.parallel.data.sharding import ShardedState
-from moefold.spec.quantised import narrow_weights
+from moefold.spec.quantised import quantised_weight_names
 from moefold.training.config import Rewind, Skip, Stop
 from moefold.training.figures import StepFigures
 from moefold.training.state import Progress
@@ -98,7 +98,7 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
     All ranks call it. Without quantised products the list is empty.
     """
     model, world = data.placed.model, data.placed.world
-    names = {number: name for name, number in narrow_weights(model.record).items()}
+    names = {number: name for name, number in quantised_weight_names(model.record).items()}
     if not names:
         return []
     model.recipe.non_finite_operands = operands = []

@@ -20,7 +20,7 @@ from moefold.config.fields import FieldSpec, basename, iter_file_paths, set_at
 from moefold.config.plugins import import_plugins
 from moefold.model.config import Decoder
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
-from moefold.spec.tuning import trainable
+from moefold.spec.tuning import without_tuning
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -69,7 +69,7 @@ def check_same_run(
     if meta["data"] != data_fingerprint and not any(line.startswith("data.") for line in changes):
         changes.append("data: the tokens or the tokenizer differ from the checkpoint's")
     model = check(Decoder, meta.get("decoder")).record
-    if not changes and model not in (None, trainable(run.decoder())):
+    if not changes and model not in (None, without_tuning(run.decoder())):
         changes.append("model: its description (config.json or code) differs from the checkpoint's")
     if changes:
         raise ValueError(

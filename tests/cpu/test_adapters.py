@@ -25,7 +25,7 @@ from moefold.planner.memory import fullest_rank
 from moefold.planner.task import task_from_run
 from moefold.run import Run, load_run
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
-from moefold.spec.tuning import adapt, trainable
+from moefold.spec.tuning import adapt, without_tuning
 from moefold.training.config import ADAPTER, Lora
 from moefold.training.evaluate import evaluate
 from moefold.training.step import gradients
@@ -68,7 +68,7 @@ def merged(model: DecoderModel, name: str) -> Tensor:
 
 def whole(record: Decoder, model: DecoderModel) -> DecoderModel:
     """Return the model without adapters that computes what one with them does."""
-    plain = model_of(trainable(record))
+    plain = model_of(without_tuning(record))
     held = {n: p.detach().clone() for n, p in model.named_parameters() if "_lora_" not in n}
     for name in {n.removesuffix(LORA_A) for n, _ in model.named_parameters() if LORA_A in n}:
         held[name] += merged(model, name)
@@ -277,10 +277,10 @@ def test_a_lora_run_of_qwen3_30b_fits_one_device_of_80_gb() -> None:
     memory = fullest_rank(choice.build_case(task))
     weights = list(model_weights(run.decoder()))
     trained = sum(w.elements for w in weights if not w.frozen)
-    fixed = sum(w.elements * (2 if w.narrow else 4) for w in weights if w.frozen)
+    fixed = sum(w.elements * (2 if w.reads_compute_dtype else 4) for w in weights if w.frozen)
     assert memory.state.weights == fixed + 2 * trained
     assert memory.state.master == 4 * trained and memory.state.moments == 8 * trained
     assert memory.total < 80e9
     total = count(run.decoder())
     assert total.parameters == sum(w.elements for w in weights)
-    assert total.flops([16]) < 0.7 * count(trainable(run.decoder())).flops([16])
+    assert total.flops([16]) < 0.7 * count(without_tuning(run.decoder())).flops([16])

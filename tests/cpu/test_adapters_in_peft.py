@@ -65,7 +65,7 @@ def drawn_adapters(decoder: Decoder) -> tuple[dict[str, LowRank], dict[str, torc
     weights = {site.weight.name: site.weight for site in adapter_sites(decoder)}
     adapters, values = {}, {}
     for place, (name, weight) in enumerate(weights.items()):
-        rank = 3 if weight.expert else 2
+        rank = 3 if weight.is_expert else 2
         adapters[name] = LowRank(weight=name, rank=rank, scale=(0.5, 1.25)[place % 2])
     model = DecoderModel(adapted(decoder, adapters), "fp64")
     for name, parameter in model.named_parameters():

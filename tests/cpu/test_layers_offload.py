@@ -130,7 +130,7 @@ def test_b60_what_leaves_and_what_stays_is_what_is_planned(
     kept_ = [
         part
         for part in saved_tensors(BLOCKS[block], Shape(HIDDEN, 64, width=4))
-        if part.stays(again)
+        if part.is_saved_under(again)
     ]
     away = (LAYERS - 1) * sum(part.bytes for part in kept_ if part.module in modules)
     figures = to.stores["host"].stats

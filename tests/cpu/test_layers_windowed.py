@@ -19,7 +19,7 @@ from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
-from moefold.spec.decoder import model_weights, needs
+from moefold.spec.decoder import model_needs, model_weights
 from moefold.spec.layer import Shape
 from tests import references
 
@@ -94,13 +94,13 @@ def test_it_is_built_as_it_is_described() -> None:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == {weight.name: weight.shape for weight in model_weights(DECODER)}
     assert placements(model, DECODER)["layers.0.attention.sinks"].cuts == {"tp": 0}
-    assert {n.number for n in needs(DECODER).needs if n.heads} == {4, 2}
+    assert {n.number for n in model_needs(DECODER).units if n.heads} == {4, 2}
 
 
 def test_a_window_is_planned_by_what_it_sees_and_shrinks_with_the_layer() -> None:
     assert RECORD.core.pairs(9) == 3 - 9 / 18 and FULL.core.pairs(8) == 4
     large = RECORD.model_copy(update={"window": 128, "heads": 64, "kv_heads": 8})
-    small = large.shrunk(Sizes(tp=4))
+    small = large.shrink(Sizes(tp=4))
     assert (small.kind, small.window, small.sinks) == ("windowed", 4, True)
     assert small.heads % 4 == small.kv_heads % 4 == 0 and small.head_dim == 4
     names = [saved.name for saved in RECORD.saved(Shape(16, 8))]

@@ -18,7 +18,7 @@ from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.incremental import IncrementalDecoder
 from moefold.moe.config import Z
-from moefold.spec.decoder import needs, with_multi_token
+from moefold.spec.decoder import model_needs, with_multi_token
 from tests.cpu import small
 
 DOCUMENTS = (9, 1, 2, 7)
@@ -174,7 +174,7 @@ def test_blocks_of_further_tokens_come_last() -> None:
 @pytest.mark.parametrize("stages", ["Et|tL", "Et|tmL", "Etm|tmL", "E|ttm|mL", "Et|tmmmL"])
 def test_stages_that_leave_further_tokens_elsewhere_are_refused(stages: str) -> None:
     """With the nearest that has all of them beside the loss."""
-    model = needs(with_multi_token(small.decoder(), [MultiToken()] * 2))
+    model = model_needs(with_multi_token(small.decoder(), [MultiToken()] * 2))
     found = list(size_violations(Sizes(pp=2), model, stages=stages))
     assert found and {one.nearest for one in found} == {"Et|tmmL"}
     assert not size_violations(Sizes(pp=2), model, stages="Et|tmmL")

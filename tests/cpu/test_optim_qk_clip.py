@@ -23,7 +23,7 @@ from moefold.parallel.apply import build_parts as build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.subjects import DENSE, GQA, decoder
-from moefold.spec.decoder import clip_violations
+from moefold.spec.decoder import qk_clip_violations
 from moefold.spec.layer import LogitRows, Weight
 from moefold.training.step import gradients
 from tests.cpu.routing import flow_of, rows_of
@@ -123,17 +123,17 @@ class Silent(Gqa):
 def test_logits_that_follow_no_trained_weight_are_refused() -> None:
     """Because of norms, of frozen weights, or as the layer does not state which weights it is."""
     clip = QkClip()
-    (found,) = clip_violations(decoder(GQA, DENSE), clip)
+    (found,) = qk_clip_violations(decoder(GQA, DENSE), clip)
     assert "layer 0 normalises" in found.rule and found.nearest is None
     frozen = Block(attention=PLAIN, ffn=DENSE, frozen=("attention.q.weight",))
     stack = decoder(PLAIN, DENSE).stacks[0].model_copy(update={"blocks": (frozen,)})
     held = decoder(PLAIN, DENSE).model_copy(update={"stacks": (stack,)})
-    assert "not trained" in next(clip_violations(held, clip)).rule
+    assert "not trained" in next(qk_clip_violations(held, clip)).rule
     silent = Block.model_construct(attention=Silent(**dict(PLAIN)), ffn=DENSE)
     stack = Stack.model_construct(blocks=(silent,))
-    (found,) = clip_violations(held.model_copy(update={"stacks": (stack,)}), clip)
+    (found,) = qk_clip_violations(held.model_copy(update={"stacks": (stack,)}), clip)
     assert "Silent of layer 0 states no logits" in found.rule
-    assert not list(clip_violations(decoder(PLAIN, DENSE), clip))
+    assert not list(qk_clip_violations(decoder(PLAIN, DENSE), clip))
 
 
 class Unwatched(torch.nn.Module):

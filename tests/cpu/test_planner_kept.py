@@ -175,7 +175,9 @@ CODED = {
 def steady(name: str) -> Block:
     """A block whose experts each get all rows."""
     block = CODED[name]
-    return block.model_copy(update={"ffn": getattr(block.ffn, "steady", lambda: block.ffn)()})
+    return block.model_copy(
+        update={"ffn": getattr(block.ffn, "without_discrete_choices", lambda: block.ffn)()}
+    )
 
 
 def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> None:
@@ -281,10 +283,14 @@ def test_a_routed_layer_whose_copies_are_made_again_keeps_rows_and_pre_activatio
     """T * D + 2 * T * K * F elements, SonicMoE's bound (arXiv 2512.14080), and the routing."""
     ffn = Moe(width=24, router=Router(experts=8, top_k=3))
     shape, again = Shape(HIDDEN, rows=64), frozenset(("permute",))
-    stays = {part.name: part.bytes for part in ffn.saved(shape) if part.kept and part.stays(again)}
+    stays = {
+        part.name: part.bytes
+        for part in ffn.saved(shape)
+        if part.from_forward and part.is_saved_under(again)
+    }
     rows = stays.pop("ffn_norm.output") + stays.pop("experts.hidden")
     assert rows == (64 * HIDDEN + 2 * 64 * 3 * 24) * shape.width
-    assert stays.pop("residual") == shape.row, "the block's own"
+    assert stays.pop("residual") == shape.hidden_bytes, "the block's own"
     assert set(stays) == {
         "ffn_norm.statistic",
         "router.scores",

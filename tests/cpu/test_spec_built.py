@@ -27,7 +27,7 @@ def test_names_shapes_and_order_of_parameters_are_as_described(name: str) -> Non
     stated = placements(model, decoder)
     assert stated["embed.weight"].wide and stated["embed.weight"].cuts == {"tp": 0}
     for weight in model_weights(decoder):
-        assert stated[weight.name].is_expert == weight.expert
+        assert stated[weight.name].is_expert == weight.is_expert
 
 
 class MixedRouter(TopKRouter):

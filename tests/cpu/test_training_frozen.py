@@ -70,7 +70,7 @@ def test_b60_bytes_of_frozen_weights_are_those_of_the_compute_format() -> None:
 
 def test_frozen_weights_cost_one_product_less() -> None:
     record = decoder()
-    experts = [w for w in model_weights(record) if w.expert]
+    experts = [w for w in model_weights(record) if w.is_expert]
     passed = sum(w.elements // 8 * 2 for w in experts)
     saved = count(record).flops([16]) - count(freeze(record, ("*.experts.*",))).flops([16])
     assert saved == 2 * passed * 16

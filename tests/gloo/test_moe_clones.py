@@ -18,7 +18,7 @@ from moefold.moe.dispatch.config import Clones, Spread
 from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 from moefold.training.step import gradients
 from tests.cpu.small import relative
 from tests.gloo.harness import Reference, run_ranks
@@ -158,6 +158,6 @@ def test_clones_that_a_layout_cannot_have(
     """On the experts of other ranks, of which there are so many, and by ways that know of seats."""
     slots = more.pop("slots", 2)
     layout = Layout(sizes=sizes, clones=Clones(slots=slots), **more)
-    broken = [one for one in layout.violations(needs(small())) if one.path[0] == "clones"]
+    broken = [one for one in layout.violations(model_needs(small())) if one.path[0] == "clones"]
     assert [(one.path, one.nearest) for one in broken] == [(("clones", *path), nearest)]
-    assert not list(Layout(sizes="ep4", clones=Clones()).violations(needs(small())))
+    assert not list(Layout(sizes="ep4", clones=Clones()).violations(model_needs(small())))

@@ -402,7 +402,7 @@ PLANTS = (
         "an expert's rows of a micro-batch may lie on several ranks",
         CUTS,
         "spec/quantised.py",
-        "if self.experts and (sizes",
+        "if self.whole_experts and (sizes",
         "if False and (sizes",
     ),
     Plant(
@@ -582,8 +582,8 @@ PLANTS = (
         "gradients of rows wait in 16 bits",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "spec/codes.py",
-        'in block.narrow and block.codes.wgrad == "narrow":',
-        'in block.narrow and block.codes.wgrad == "none":',
+        'if recipe is not None and recipe.wgrad == "narrow":',
+        'if recipe is not None and recipe.wgrad == "none":',
     ),
     Plant(
         "b55",
@@ -606,8 +606,8 @@ PLANTS = (
         "histories of scales are forgotten",
         STATE,
         "planner/memory_state.py",
-        "weight.codes, history_bytes(weight)",
-        "weight.codes, 0 * history_bytes(weight)",
+        "weight.recipe, history_bytes(weight)",
+        "weight.recipe, 0 * history_bytes(weight)",
     ),
     Plant(
         "b56",

@@ -33,7 +33,7 @@ PLANTS = (
         "frozen weights are masters",
         B60_BYTES,
         "model/tuning.py",
-        "values = values.to(dtype) if weight.narrow else values",
+        "values = values.to(dtype) if weight.reads_compute_dtype else values",
         "values = values.clone()",
     ),
     Plant(

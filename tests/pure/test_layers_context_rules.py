@@ -8,13 +8,13 @@ from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import ModelNeeds, needs
+from moefold.spec.decoder import ModelNeeds, model_needs
 
 
 def model(heads: int = 16, kv_heads: int = 4) -> ModelNeeds:
     attention = Gqa(heads=heads, kv_heads=kv_heads, head_dim=8)
     block = Block(attention=attention, ffn=Dense(width=64))
-    return needs(Decoder(vocab=64, hidden=8, stacks=(Stack(blocks=(block,)),)), 64)
+    return model_needs(Decoder(vocab=64, hidden=8, stacks=(Stack(blocks=(block,)),)), 64)
 
 
 def violations(sizes: str, context: Context) -> list[Violation]:

@@ -10,7 +10,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Capacity, Moe, Router
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 
 ROOM = {"kind": "spread", "max_rows": 512}
 HOST = {"host": {"modules": ["block"]}}
@@ -23,7 +23,7 @@ def found(given: dict[str, Any], world: int, **moe: Any) -> list[Violation]:
     ffn = Moe(width=32, router=Router(experts=8, top_k=2, **moe.pop("router", {})), **moe)
     attention = Gqa(heads=4, kv_heads=2, head_dim=8)
     blocks = tuple(Block(attention=attention, ffn=one) for one in (Dense(width=32), ffn) * 2)
-    model = needs(Decoder(vocab=64, hidden=32, stacks=(Stack(blocks=blocks),)), 64)
+    model = model_needs(Decoder(vocab=64, hidden=32, stacks=(Stack(blocks=blocks),)), 64)
     layout = Layout.model_validate(given)
     return [*layout.violations(model), *layout.world_violations(world)]
 

@@ -19,7 +19,7 @@ from moefold.mesh.legality import divisors, nearest_sizes, size_violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.run import Run, load_run
-from moefold.spec.decoder import ModelNeeds, needs
+from moefold.spec.decoder import ModelNeeds, model_needs
 from moefold.spec.layer import Units
 from tests.mutations import Judge, mutations, repair
 
@@ -33,7 +33,7 @@ DECODER = Decoder(
         Stack(repeat=5, blocks=(Block(attention=GQA, ffn=MIXTURE),)),
     ),
 )
-MODEL = needs(DECODER, seq=120)
+MODEL = model_needs(DECODER, seq=120)
 
 
 def legal(tp: int, cp: int, pp: int, vpp: int, ep: int, etp: int) -> bool:
@@ -50,18 +50,18 @@ def legal(tp: int, cp: int, pp: int, vpp: int, ep: int, etp: int) -> bool:
 
 
 def test_what_a_model_asks() -> None:
-    asked = {(need.axis, need.number) for need in MODEL.needs}
+    asked = {(need.axis, need.number) for need in MODEL.units}
     assert asked == {
         ("tp", 2000), ("tp", 12), ("tp", 4), ("tp", 200), ("tp", 80),
         ("cp", 60), ("ep", 24), ("etp", 96),
     }  # fmt: skip
-    assert MODEL.mixtures == (False, True, True, True, True, True)
+    assert MODEL.moe_layers == (False, True, True, True, True, True)
 
 
 def test_what_latent_attention_asks() -> None:
     block = Block(attention=Mla(heads=6), ffn=Dense(width=64))
-    model = needs(Decoder(vocab=64, hidden=8, stacks=(Stack(blocks=(block,)),)))
-    assert {(n.axis, n.number) for n in model.needs} == {
+    model = model_needs(Decoder(vocab=64, hidden=8, stacks=(Stack(blocks=(block,)),)))
+    assert {(n.axis, n.number) for n in model.units} == {
         ("tp", 64), ("tp", 6), ("ep", 1), ("etp", 1),
     }  # fmt: skip
     found = size_violations(Sizes.parse("ep2"), model)
@@ -81,7 +81,7 @@ def test_a_kind_from_outside_brings_its_needs(monkeypatch: pytest.MonkeyPatch) -
         attention = Windowed(heads=heads, kv_heads=heads, head_dim=8)
         stack = Stack(blocks=(Block(attention=attention, ffn=Dense(width=64)),))
         decoder = Decoder(vocab=64, hidden=8, stacks=(stack,))
-        found.append({need[:2] for need in needs(decoder).needs})
+        found.append({need[:2] for need in model_needs(decoder).units})
     assert ("tp", 8) in found[0]
     assert ("cp", 9) in found[1] and ("tp", 9) not in found[1]
 
@@ -159,9 +159,11 @@ def test_ranks_that_do_not_fit_are_told_what_does() -> None:
 
 
 def test_odd_sequences_are_not_cut() -> None:
-    model = needs(DECODER, seq=121)
+    model = model_needs(DECODER, seq=121)
     assert nearest_sizes(Sizes.parse("cp2"), model) == Sizes()
-    assert size_violations(Sizes.parse("cp2"), needs(DECODER)) == [], "a length that is not known"
+    assert size_violations(Sizes.parse("cp2"), model_needs(DECODER)) == [], (
+        "a length that is not known"
+    )
 
 
 def test_huge_sizes_are_refused_at_once() -> None:
@@ -271,11 +273,11 @@ def test_a_model_that_moves_under_a_layout(layout: dict[str, Any]) -> None:
 def test_models_from_recipes_state_needs() -> None:
     """Both kinds of attention, dense and shared widths of a published shape."""
     run = load_run("deepseek_v3")
-    model: ModelNeeds = needs(run.decoder(), 4096)
+    model: ModelNeeds = model_needs(run.decoder(), 4096)
     assert {("tp", 128), ("ep", 256), ("etp", 2048), ("tp", 18432), ("tp", 2048)} <= {
-        need[:2] for need in model.needs
+        need[:2] for need in model.units
     }
-    assert model.layers == 61 and model.mixtures.index(True) == 3
+    assert model.layers == 61 and model.moe_layers.index(True) == 3
     found = size_violations(
         Sizes.parse("tp2 pp16 vpp2 ep64"), model, 1024, stages="Ed*3|(xx|)*29|L"
     )

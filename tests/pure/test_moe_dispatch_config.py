@@ -12,9 +12,9 @@ from moefold.moe.dispatch.config import Spread
 from moefold.parallel.config import Layout
 from moefold.proof.subjects import DENSE, GQA, decoder, moe
 from moefold.run import load_run
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 
-MODEL = needs(
+MODEL = model_needs(
     Decoder(
         vocab=64,
         hidden=16,
@@ -104,7 +104,7 @@ def test_room_for_fewer_copies_than_top_k_is_no_fault_where_a_token_may_have_few
     router: Router,
 ) -> None:
     """Half of the choices compute nothing, or no token keeps more than half of its experts."""
-    model = needs(decoder(GQA, DENSE, moe(router=router)), 32)
+    model = model_needs(decoder(GQA, DENSE, moe(router=router)), 32)
     padded = {"kind": "padded", "max_rows": 40}
     layout = Layout(sizes="ep2", dispatch=padded)  # type: ignore[arg-type]
     assert [found.rule for found in layout.violations(model, 32)] == []

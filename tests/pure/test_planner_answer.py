@@ -29,7 +29,7 @@ from moefold.planner.task import (
 from moefold.planner.time import estimate_time
 from moefold.planner.time_layer import build_setting
 from moefold.run import Run, load_run, require_fit
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 from moefold.training.losses.config import Distill, Dpo
 from tests.traffic.step import traffic
 
@@ -59,7 +59,7 @@ def as_printed(found: Plan) -> PlannedLayout:
     task, train = found.task, said["train"]
     layout = check(RunLayout, said["layout"]).record
     assert layout is not None and train["batch"] == task.batch
-    model, world = needs(task.decoder, task.seq), task.cluster.devices
+    model, world = model_needs(task.decoder, task.seq), task.cluster.devices
     assert not size_violations(layout.split, model, world, layout.order, layout.stages)
     assert not [*layout.violations(model), *layout.world_violations(world)]
     assert not list(layout.step_violations(task.batch // train["micro_batch"]))

@@ -30,7 +30,7 @@ from moefold.planner.memory_state import StateBytes, StateSharding, state_estima
 from moefold.planner.search_space import SCHEDULES
 from moefold.planner.untrained import AbsentLayer, Mamba2, UngatedMoe, make_block
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
-from moefold.spec.decoder import embedding, model_weights, with_multi_token
+from moefold.spec.decoder import embedding_weight, model_weights, with_multi_token
 from moefold.spec.layer import Weight
 from tests.published import decoder, qk_norms
 from tests.schedule_checker import peak_in_flight
@@ -81,7 +81,7 @@ def known_gap(entry: dict[str, Any], case: Case) -> float:
     gap = Weight("norms", (qk_norms(entry["model"]),))
     bytes_ = state(case, [gap]).total / pp
     attention, dp = case.decoder.blocks[0].attention, case.folding.dp
-    dense = sum(elements_here(case, w) for w in model_weights(case.decoder) if not w.expert)
+    dense = sum(elements_here(case, w) for w in model_weights(case.decoder) if not w.is_expert)
     dense -= qk_norms(entry["model"])
     # The estimator shares master weights and moments of dense parts over dp alone.
     bytes_ -= entry["dist_opt"] * 12 * dense / pp * (1 / dp - 1 / (dp * entry["cp"]))
@@ -99,7 +99,7 @@ def known_gap(entry: dict[str, Any], case: Case) -> float:
 def test_state_is_that_of_megatron_once_known_gaps_are_taken_out(entry: dict[str, Any]) -> None:
     """To the byte: the average stage without embeddings, plus those of the first."""
     case = layout(entry)
-    ends = state(case, [embedding(case.decoder)]).total
+    ends = state(case, [embedding_weight(case.decoder)]).total
     total = sum(stage_states(case), StateBytes()).total
     extra = 0.0
     if entry["mtp"]:
@@ -245,7 +245,7 @@ def small(pp: int = 4, schedule: Schedule | None = None, m: int = 12, **changes:
 def test_activations_are_chunks_in_flight() -> None:
     case = small()
     parts = saved_tensors_of(case, case.decoder.blocks[0])
-    kept = sum(part.bytes for part in parts if part.stays(frozenset()))
+    kept = sum(part.bytes for part in parts if part.is_saved_under(frozenset()))
     row = case.rows * case.decoder.hidden * 2
     found = [one.peak_action.activations for one in estimate_memory(case)]
     last = (
@@ -307,7 +307,7 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
         weights = [
             w for chunk in case.stage_parts[1] for p in chunk for w in place_weights(case, p)
         ]
-        copies = [case.folding.edp if w.expert else case.folding.dp for w in weights]
+        copies = [case.folding.edp if w.is_expert else case.folding.dp for w in weights]
         locals_ = [elements_here(case, w) for w in weights]
         shared = sum(local / n for local, n in zip(locals_, copies, strict=True))
         found, whole = estimate_memory(case)[1].state, sum(locals_)

@@ -41,7 +41,7 @@ from moefold.planner.task import (
 from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
-from moefold.spec.decoder import model_weights, needs
+from moefold.spec.decoder import model_needs, model_weights
 
 GB = 1e9
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -136,7 +136,7 @@ def test_small_memory_really_binds() -> None:
 def test_what_is_found_is_legal_fits_and_takes_what_is_said() -> None:
     """Where memory binds; without that what is found is compared with all layouts above."""
     task = small(1.4)
-    asked = needs(task.decoder, task.seq)
+    asked = model_needs(task.decoder, task.seq)
     found = Search(task).best(full_space(task), 4)
     assert len({one.choice.folding_sizes for one in found}) == len(found) > 1
     for one in found:
@@ -214,7 +214,7 @@ def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
     spent = time.process_time() - start
     assert found.seconds <= published
     assert fullest_rank(found.case).total <= room(task)
-    assert not size_violations(found.case.sizes, needs(task.decoder, task.seq), 1024)
+    assert not size_violations(found.case.sizes, model_needs(task.decoder, task.seq), 1024)
     # A generous margin over what it takes: cores are shared, and a blow-up takes minutes.
     assert spent < 30
 
@@ -262,7 +262,7 @@ def test_changes_help() -> None:
 
 def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
     """Fewer launches take less time; and what is proposed is legal."""
-    task, model = small(), needs(small().decoder, small().seq)
+    task, model = small(), model_needs(small().decoder, small().seq)
     tried = (
         (Sizes(ep=2), "alltoall", None, {"partial"}),
         (Sizes(ep=2), "padded", 1 << 20, {"partial", "step"}),

@@ -52,7 +52,7 @@ from moefold.schedule.config import (
     ZeroBubbleH1,
     ZeroBubbleV,
 )
-from moefold.schedule.simulate import Costs, simulate
+from moefold.schedule.simulate import StageCosts, simulate
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import Matmul, Operation, Weight
 from tests.traffic.data import data
@@ -148,7 +148,7 @@ def test_equal_stages_take_as_long_as_in_tables(schedule):
     for p, v, m in product((2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 7, 8, 12, 16, 17, 24, 41)):
         if any(schedule.violations(p, v, m)):
             continue
-        each = Costs(1 / 3 / v, 1 / 3 / v, 1 / 3 / v)
+        each = StageCosts(1 / 3 / v, 1 / 3 / v, 1 / 3 / v)
         exact = simulate(schedule_table(schedule, p, v, m), each).makespan
         assert pipeline_seconds(schedule, m, v, [1.0] * p) == pytest.approx(exact), (p, v, m)
         tried += 1
@@ -162,7 +162,7 @@ def test_uneven_pipelines_take_nearly_as_long_as_their_tables(schedule):
     chance = random.Random(7)
     for p, v, m in ((2, 1, 8), (4, 1, 16), (4, 1, 64)):
         uneven = [chance.uniform(0.9, 1.1) for _ in range(p * v)]
-        costs = [Costs(one / 3, one / 3, one / 3) for one in uneven]
+        costs = [StageCosts(one / 3, one / 3, one / 3) for one in uneven]
         exact = simulate(schedule_table(schedule, p, v, m), costs).makespan
         assert pipeline_seconds(schedule, m, v, uneven) == pytest.approx(exact, rel=0.05), (p, v, m)
 

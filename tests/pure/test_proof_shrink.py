@@ -10,7 +10,7 @@ from moefold.parallel.config import Layout
 from moefold.planner.count import count
 from moefold.proof.shrink import shrink
 from moefold.run import Run, load_run, recipes
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 
 LAYOUTS = ["tp2", "tp2 cp2 ep8 etp2", "pp4 vpp2 ep4", "cp4 ep4", "tp4 etp4"]
 
@@ -40,11 +40,11 @@ def run_of(name: str) -> Run:
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_a_recipe_keeps_its_kinds_and_fits_the_layout(name: str, sizes: str) -> None:
     run, layout = run_of(name), Layout(sizes=sizes)
-    if list(layout.violations(needs(run.decoder(), run.data.seq))):
+    if list(layout.violations(model_needs(run.decoder(), run.data.seq))):
         pytest.skip("not legal for the recipe itself")
     subject = shrink(run, [layout])
     small, large = subject.decoder, run.decoder()
-    assert not list(layout.violations(needs(small, subject.rows)))
+    assert not list(layout.violations(model_needs(small, subject.rows)))
     assert {kind(block) for block in small.blocks} == {kind(block) for block in large.blocks}
     firsts = [kind(block) for block in small.blocks]
     assert list(dict.fromkeys(firsts)) == list(dict.fromkeys(kind(b) for b in large.blocks))
@@ -56,7 +56,7 @@ def test_several_layouts_share_one_model() -> None:
     run = run_of("qwen3_30b_a3b")
     layouts = [Layout(sizes=sizes) for sizes in ("tp2", "ep8", "cp4", "pp2")]
     subject = shrink(run, layouts)
-    asked = needs(subject.decoder, subject.rows)
+    asked = model_needs(subject.decoder, subject.rows)
     assert not [found for layout in layouts for found in layout.violations(asked)]
 
 

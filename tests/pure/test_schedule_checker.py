@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.schedule.config import DualPipeV, GPipe, OneFOneB, ZeroBubbleH1, tabulate
+from moefold.schedule.config import DualPipeV, GPipe, OneFOneB, ZeroBubbleH1, build_table
 from moefold.schedule.simulate import Deadlock, topological_steps
 from moefold.schedule.table import Action, Line, Pair, Table
 from tests.schedule_checker import peak_in_flight, problems
@@ -38,8 +38,8 @@ def put(step: Action | Pair, at: int) -> Change:
     return lambda line: line.insert(at, step)
 
 
-ONE = tabulate(OneFOneB(), 2, 1, 4)
-SPLIT = tabulate(ZeroBubbleH1(), 2, 1, 4)
+ONE = build_table(OneFOneB(), 2, 1, 4)
+SPLIT = build_table(ZeroBubbleH1(), 2, 1, 4)
 F3, B3 = Action("F", 0, 3), Action("B", 0, 3)
 
 FAULTS = [
@@ -98,7 +98,7 @@ def test_a_pair_waits_for_both_of_its_inputs() -> None:
 
 def test_both_ends_of_a_channel_keep_one_order() -> None:
     """Chunks of two micro-batches that change places on one rank only are sent in another order."""
-    table = tabulate(GPipe(), 2, 2, 2)
+    table = build_table(GPipe(), 2, 2, 2)
     rank = [Action("F", 0, 0), Action("F", 0, 1), Action("F", 1, 0), Action("F", 1, 1)]
     back = [Action("B", 1, 0), Action("B", 0, 0), Action("B", 1, 1), Action("B", 0, 1)]
     deep = replace(table, lines=(table.lines[0], (*rank, *back)))
@@ -108,7 +108,7 @@ def test_both_ends_of_a_channel_keep_one_order() -> None:
 
 
 def test_memory_above_the_limit_is_named() -> None:
-    table = tabulate(OneFOneB(), 3, 1, 6)
+    table = build_table(OneFOneB(), 3, 1, 6)
     assert problems(table, limit=[3, 2, 1]) == []
     assert problems(table, limit=[3, 1, 1]) == [
         "rank 1 keeps 2 chunks in flight, at most 1 are allowed"
@@ -120,4 +120,4 @@ def test_what_waits_for_its_weights_is_kept() -> None:
     after = tuple(Action(kind, 0, 1) for kind in ("F", "I"))
     both = (*line, *after, Action("W", 0, 0), Action("W", 0, 1))
     assert peak_in_flight(Table((both,), 1, 2)) == (2,)
-    assert set(peak_in_flight(tabulate(DualPipeV(), 2, 2, 4))) == {5}
+    assert set(peak_in_flight(build_table(DualPipeV(), 2, 2, 4))) == {5}

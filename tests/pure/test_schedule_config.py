@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from moefold.config.base import Record
 from moefold.config.errors import RunError
-from moefold.schedule.config import SCHEDULE, Interleaved, Merged, OneFOneB, Schedule, tabulate
+from moefold.schedule.config import SCHEDULE, Interleaved, Merged, OneFOneB, Schedule, build_table
 from tests.schedules import KINDS, Sizes, any_sizes, mended, schedule
 
 
@@ -28,10 +28,10 @@ def test_the_nearest_values_are_inside_the_domain(sizes: Sizes) -> None:
 def test_a_table_is_made_inside_the_domain_and_only_there(sizes: Sizes) -> None:
     wrong = list(sizes[0].violations(*sizes[1:]))
     if not wrong:
-        assert tabulate(*sizes).ranks == sizes[1]
+        assert build_table(*sizes).ranks == sizes[1]
         return
     with pytest.raises(RunError) as error:
-        tabulate(*sizes)
+        build_table(*sizes)
     assert list(error.value.violations) == wrong
 
 
@@ -56,7 +56,7 @@ def test_outside_the_nearest_is_named(
     kind: str, group: int | None, sizes: tuple[int, int, int], nearest: dict[str, int]
 ) -> None:
     with pytest.raises(RunError) as error:
-        tabulate(schedule(kind, group), *sizes)
+        build_table(schedule(kind, group), *sizes)
     assert {wrong.path[0]: wrong.nearest for wrong in error.value.violations} == nearest
     assert f"schedule {kind} with pp{sizes[0]} vpp{sizes[1]}" in str(error.value)
 
@@ -102,4 +102,4 @@ def test_a_schedule_may_come_from_outside(monkeypatch: pytest.MonkeyPatch) -> No
 
     record = Holder.model_validate({"schedule": "sequential"}).schedule
     assert isinstance(record, Sequential)
-    assert " ".join(map(str, tabulate(record, 2, 1, 2).lines[1])) == "F0 B0 F1 B1"
+    assert " ".join(map(str, build_table(record, 2, 1, 2).lines[1])) == "F0 B0 F1 B1"

@@ -29,8 +29,8 @@ from moefold.planner.memory_saved import saved_tensors
 from moefold.planner.time_work import RankShare, half_work
 from moefold.proof.matrix import kinds
 from moefold.proof.shrink import SizeRequirements, small_part
-from moefold.spec.decoder import model_weights, needs
-from moefold.spec.layer import LayerSpec, Operation, Saved, Shape, Units, Weight, described
+from moefold.spec.decoder import model_needs, model_weights
+from moefold.spec.layer import LayerSpec, Operation, Saved, Shape, Units, Weight, as_layer_spec
 from tests.house.tree import Module, modules
 
 ROOT = Path(__file__).parents[2]
@@ -74,14 +74,14 @@ def test_no_package_names_the_kinds_of_another() -> None:
 def test_every_kind_answers_the_three_questions(slot: object) -> None:
     sizes = {"head_dim": 4, "experts": 8}
     for record in kinds(slot, **sizes) if slot is ATTENTION else [Dense(width=8)]:  # type: ignore[arg-type]
-        spec = described(record)
+        spec = as_layer_spec(record)
         weights = {weight.name: weight for weight in spec.weights(16)}
         operations = list(spec.operations(16))
         read = [n for one in operations for m in one.matmuls for n in m.weights]
         assert set(read) <= set(weights) and len(read) == len(set(read))
         assert set(read) == {n for n, w in weights.items() if w.product}
         assert sum(saved.bytes for saved in spec.saved(Shape(16, 8))) > 0
-        assert spec.shrunk(Sizes(tp=2)).units(16)
+        assert spec.shrink(Sizes(tp=2)).units(16)
 
 
 class Diagonal(LayerSpec):
@@ -101,14 +101,16 @@ class Diagonal(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield its rows."""
-        yield Saved("rows", shape.row)
+        yield Saved("rows", shape.hidden_bytes)
 
 
 def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     block = Block.model_construct(attention=Diagonal(), ffn=Dense(width=8))
     stacks = (Stack.model_construct(repeat=3, blocks=(block,)),)
     decoder = Decoder.model_construct(vocab=8, hidden=4, tied=False, stacks=stacks)
-    assert "tp must divide the mixer's features (100)" in [one.rule for one in needs(decoder).needs]
+    assert "tp must divide the mixer's features (100)" in [
+        one.rule for one in model_needs(decoder).units
+    ]
     assert count(decoder).parts["attention"].parameters == 3 * 100 * 4
     assert "layers.2.attention.in.weight" in {weight.name for weight in model_weights(decoder)}
     assert [saved.name for saved in saved_tensors(block, Shape(4, 8))][:2] == ["input", "rows"]

@@ -7,7 +7,7 @@ import pytest
 from moefold.config.errors import RunError
 from moefold.run import Run, load_run
 from moefold.spec.decoder import model_weights
-from moefold.spec.quantised import narrow_weights
+from moefold.spec.quantised import quantised_weight_names
 
 
 def run_of(*overrides: str) -> Run:
@@ -16,9 +16,9 @@ def run_of(*overrides: str) -> Run:
 
 def test_b52_products_of_blocks_are_narrow_and_nothing_else() -> None:
     """By the layers' descriptions. Plants: a narrow router, a narrow head."""
-    assert narrow_weights(run_of().decoder()) == {}
+    assert quantised_weight_names(run_of().decoder()) == {}
     decoder = run_of("train.quantise=nvfp4").decoder()
-    names = narrow_weights(decoder)
+    names = quantised_weight_names(decoder)
     wide = [w for w in model_weights(decoder) if w.name not in names]
     assert all(name.startswith("layers.") for name in names)
     assert all(len(w.shape) > 1 for w in model_weights(decoder) if w.name in names)
@@ -29,9 +29,9 @@ def test_b52_products_of_blocks_are_narrow_and_nothing_else() -> None:
 
 def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
     """And the numbers of the others stay."""
-    every = narrow_weights(run_of("train.quantise=mxfp8").decoder())
+    every = quantised_weight_names(run_of("train.quantise=mxfp8").decoder())
     blocks = len(run_of().decoder().blocks)
-    some = narrow_weights(
+    some = quantised_weight_names(
         run_of("train.quantise={kind: mxfp8, keep_first: 1, keep: ['*.attention.*']}").decoder()
     )
     expected = {

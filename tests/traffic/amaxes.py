@@ -12,9 +12,9 @@ from moefold.model.config import Block
 from moefold.moe.config import Moe
 from moefold.planner.case import Case
 from moefold.planner.memory_saved import layer_shape
-from moefold.spec.decoder import block_saved, halves
+from moefold.spec.decoder import block_saved, sublayers
 from moefold.spec.layer import Weight
-from moefold.spec.quantised import narrow_weights
+from moefold.spec.quantised import quantised_weight_names
 from tests.traffic.calls import BACKWARD, BALANCED, FORWARD, Call, Step, layers_of, runs, sums
 from tests.traffic.data import AMAX, copies_of, levels
 
@@ -27,11 +27,11 @@ def amaxes(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     record, told = case.decoder.quantise, 0
     if not isinstance(record, Quantise) or not record.has_matrix_scale:
         return
-    names = set(narrow_weights(case.decoder))
+    names = set(quantised_weight_names(case.decoder))
     for number, block in layers_of(case, rank):
         found = dict(_weights(block, case.decoder.hidden))
         narrow = {name: one for name, one in found.items() if f"layers.{number}.{name}" in names}
-        told += sum(weight.shape[0] if weight.expert else 1 for weight, _ in narrow.values())
+        told += sum(weight.shape[0] if weight.is_expert else 1 for weight, _ in narrow.values())
         if record.scaling == "current":
             yield from _of_weights(case, narrow)
             if record.rows == "micro_batch":
@@ -43,7 +43,7 @@ def amaxes(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 def _weights(block: Block, hidden: int) -> Iterator[tuple[str, tuple[Weight, bool]]]:
     """Yield by name each weight of a block, and whether it reads a tensor rank's own rows."""
-    for half, spec in halves(block):
+    for half, spec in sublayers(block):
         known = {weight.name: weight for weight in spec.weights(hidden)}
         for matmul in (m for operation in spec.operations(hidden) for m in operation.matmuls):
             for name in matmul.weights:
@@ -62,7 +62,7 @@ def _of_weights(case: Case, narrow: dict[str, tuple[Weight, bool]]) -> Iterator[
         axis = _axis(weight, True) + _axis(weight, False)
         if axis and levels(case, copies_of(weight))[0] == 1:
             ranks = getattr(case.sizes, axis)
-            matrices = weight.shape[0] // case.sizes.ep if weight.expert else 1
+            matrices = weight.shape[0] // case.sizes.ep if weight.is_expert else 1
             size = sums(matrices * AMAX, ranks)
             yield Call(axis, "all_reduce_max", size, int(ranks > 1), part="weights")
 
@@ -79,7 +79,7 @@ def _of_rows(
     assert isinstance(record, Quantise) and step.choices is not None
     turned = 1 + (record.kind == "nvfp4" and record.wgrad == "narrow")
     for part in block_saved(block, layer_shape(case)):  # what several read is asked for once
-        read = tuple(name for name in part.operand if name in narrow)
+        read = tuple(name for name in part.operand_of if name in narrow)
         if read and part.name != "offsets":  # no rows: it says where those of an expert end
             assigned.append(read)
     for micro in range(case.num_micro_batches):
@@ -88,17 +88,17 @@ def _of_rows(
         for names in assigned:
             weight, own = narrow[names[0]]
             for _ in range(runs(case)):
-                yield _maximum(case, weight, own, True, count[weight.expert] * turned)
+                yield _maximum(case, weight, own, True, count[weight.is_expert] * turned)
             for weight, own in (narrow[name] for name in names):
-                yield _maximum(case, weight, own, False, count[weight.expert] * turned)
+                yield _maximum(case, weight, own, False, count[weight.is_expert] * turned)
 
 
 def _maximum(case: Case, weight: Weight, own: bool, rows: bool, numbers: int) -> Call:
     """Return the maximum of a weight's rows, or of their gradient, in one micro-batch."""
     sizes, cut = case.sizes, _axis(weight, rows)
-    group = "etp" if weight.expert else "tp_cp" if own or cut else "cp"
+    group = "etp" if weight.is_expert else "tp_cp" if own or cut else "cp"
     ranks = {"etp": sizes.etp, "tp_cp": sizes.tp * sizes.cp, "cp": sizes.cp}[group]
-    asked = ranks > 1 and numbers > 0 and (bool(cut) or not weight.expert)
+    asked = ranks > 1 and numbers > 0 and (bool(cut) or not weight.is_expert)
     size = sums(numbers * AMAX, ranks)
     return Call(group, "all_reduce_max", size, int(asked), FORWARD if rows else BACKWARD, "rows")
 

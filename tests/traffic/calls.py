@@ -7,7 +7,7 @@ from moefold.mesh.pipeline import StagePart
 from moefold.model.config import Block
 from moefold.planner.case import Case
 from moefold.schedule.table import Pair
-from moefold.spec.decoder import block_weights, last_norm
+from moefold.spec.decoder import block_weights, final_norm_weight
 from moefold.spec.layer import Weight
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -85,12 +85,12 @@ def place_weights(case: Case, place: StagePart) -> tuple[Weight, ...]:
     if place.kind in ("layer", "multi_token"):
         number = place.index + decoder.layers * (place.kind == "multi_token")
         return tuple(block_weights(decoder.blocks[number], decoder.hidden, number))
-    return (last_norm(decoder),) if place.kind == "loss" else ()
+    return (final_norm_weight(decoder),) if place.kind == "loss" else ()
 
 
 def elements_here(case: Case, weight: Weight) -> float:
     """Return the elements of a parameter that one rank holds before data ranks share them."""
-    return weight.part(case.sizes.tp, case.sizes.ep, case.sizes.etp)
+    return weight.local_elements(case.sizes.tp, case.sizes.ep, case.sizes.etp)
 
 
 def stage_of(case: Case, rank: int) -> int:
@@ -123,7 +123,7 @@ def runs(case: Case, *modules: str) -> int:
 
 def paired(case: Case) -> bool:
     """Return whether any rank runs a forward beside a backward, exchanges in own groups."""
-    if not case.schedule.paired:
+    if not case.schedule.overlaps_passes:
         return False
     return any(isinstance(step, Pair) for line in case.table.lines for step in line)
 

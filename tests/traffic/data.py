@@ -13,9 +13,9 @@ from math import ceil, gcd, prod
 from moefold.kernels.quantise.config import Quantise
 from moefold.mesh.partition import aligned
 from moefold.planner.case import Case
-from moefold.spec.decoder import embedding, head, last_norm
+from moefold.spec.decoder import embedding_weight, final_norm_weight, head_weight
 from moefold.spec.layer import Weight
-from moefold.spec.quantised import narrow_weights
+from moefold.spec.quantised import quantised_weight_names
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
@@ -95,11 +95,11 @@ def held(case: Case, rank: int) -> list[Weight]:
     found = [w for place in layers for w in place_weights(case, place)]
     ends = has(case, rank, "loss")
     if has(case, rank, "embedding") or (ends and case.decoder.tied):
-        found.insert(0, embedding(case.decoder))
+        found.insert(0, embedding_weight(case.decoder))
     if ends:
-        found.append(last_norm(case.decoder))
+        found.append(final_norm_weight(case.decoder))
         if not case.decoder.tied:
-            found.append(head(case.decoder))
+            found.append(head_weight(case.decoder))
     return found
 
 
@@ -114,7 +114,7 @@ def levels(case: Case, kind: str) -> tuple[int, int]:
 def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
     """Return the rows of elements that data ranks share."""
     alike: dict[tuple[str, str, bool, bool], list[Weight]] = {}
-    narrow = narrow_weights(case.decoder) if _kind(case) in CODES else {}
+    narrow = quantised_weight_names(case.decoder) if _kind(case) in CODES else {}
     for weight in weights:
         if levels(case, copies_of(weight))[0] > 1:
             wide = len(weight.shape) < 2 or weight.name.endswith(WIDE)
@@ -173,7 +173,7 @@ def _amaxes(case: Case, bucket: Bucket, group: str) -> Iterator[Call]:
     assert isinstance(record, Quantise)
     blocks = matrices = 0
     for weight, *_ in bucket.weights:
-        shape, lead = list(weight.shape), int(weight.expert)
+        shape, lead = list(weight.shape), int(weight.is_expert)
         for dim, units in weight.cuts:
             shape[dim] //= sizes[units.axis]
         count, rows, columns = prod(shape[:lead]), prod(shape[lead:-1]), shape[-1]
@@ -228,7 +228,7 @@ def _uses(case: Case, rank: int, unit: str) -> int:
 
 def copies_of(weight: Weight) -> str:
     """Return the kind of group over which copies of a parameter run."""
-    return "edp" if weight.expert else "dp_cp"
+    return "edp" if weight.is_expert else "dp_cp"
 
 
 def _unit(name: str) -> str:

@@ -73,9 +73,9 @@ def _matrices(
     case: Case, weight: Weight, runs: tuple[tuple[int, int], ...] | None
 ) -> Iterator[Matrix]:
     """Yield the matrices of a parameter as a rank holds them."""
-    axis: Axis = "etp" if weight.expert else "tp"
+    axis: Axis = "etp" if weight.is_expert else "tp"
     ways, dims = getattr(case.sizes, axis), len(weight.shape)
-    dim = weight.dim(axis)
+    dim = weight.cut_dim(axis)
     cut = dim is not None and dim >= dims - 2 and ways > 1
     whole = round(elements_here(case, weight))
     size = prod(weight.shape[-2:]) // (ways if cut else 1)

@@ -189,7 +189,7 @@ def pipeline(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     count = dict.fromkeys(((way, what) for way in ("send", "receive") for what in ways), 0)
     for part in with_transfers(case.table)[stage_of(case, rank)]:
         if isinstance(part, Transfer):
-            count[part.way, part.result.what] += 1
+            count[part.way, part.result.kind] += 1
     for (way, what), times in count.items():
         yield Call("pp", way, row if way == "send" else 0, times, ways[what], "rows")
 

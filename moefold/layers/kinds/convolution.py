@@ -32,7 +32,7 @@ class ShortConvolution(LayerSpec):
     caches = True
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Description of kind and kernel size for the banner."""
         return f"short convolution ({self.taps} taps)"
 
@@ -60,8 +60,8 @@ class ShortConvolution(LayerSpec):
             channels = shape.hidden // shape.tp
             before = 2 * (self.taps - 1) * channels * shape.width
             yield Saved("before", before, module="attention")
-        yield Saved("mixed", size, module="attention", operand=("out.weight",))
+        yield Saved("mixed", size, module="attention", operand_of=("out.weight",))
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return the record itself: its width is that of the model."""
         return self

@@ -83,7 +83,7 @@ class DeltaNet(LayerSpec):
             yield Violation(("key_heads",), self.key_heads, rule, nearest)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Description of kind, heads and decays for the banner."""
         rule = "delta net" if self.delta else "linear attention"
         return f"{rule} ({self.value_heads} heads, decays of each {self.decay})"
@@ -163,7 +163,7 @@ class DeltaNet(LayerSpec):
             if rank is not None:
                 size = rows * rank * width
                 by = (f"{name}_in.weight",)
-                yield Saved(f"{name}_down", size, module="attention", operand=by)
+                yield Saved(f"{name}_down", size, module="attention", operand_of=by)
             if (name, self.gate) != ("gate", "sigmoid"):  # whose output suffices for backward
                 yield Saved(name, rows * part * width, module="attention")
             if name in "qkv":
@@ -175,12 +175,12 @@ class DeltaNet(LayerSpec):
         yield Saved("norm.statistic", rows * heads * STATISTIC, module="norms")
         yield Saved("norm.output", values, frozenset(("norms",)), module="norms")
         yield Saved("gate.active", values, module="attention")
-        yield Saved("gated", values, module="attention", operand=("out.weight",))
+        yield Saved("gated", values, module="attention", operand_of=("out.weight",))
         if shape.cp > 1:
             reach = 2 * (self.taps - 1) * (2 * self.keys + self.values) // shape.tp
             yield Saved("before", reach * width, module="attention")
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a record with few key heads of few dims, each with at most two value heads."""
         heads = small_heads(self.key_heads, by)
         ranks = {n: SMALL_HEAD for n in ("decay_rank", "gate_rank") if getattr(self, n) is not None}

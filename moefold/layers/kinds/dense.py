@@ -19,7 +19,7 @@ from moefold.spec.layer import (
     Shape,
     Units,
     Weight,
-    rounded_up,
+    round_up_to,
 )
 from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
@@ -40,7 +40,7 @@ class Dense(LayerSpec):
     caches = True
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Description of kind and width for the banner."""
         rank = f", rank {self.latent}" if self.latent else ""
         return f"dense (width {self.width}{rank}{f', {self.blocks} blocks' * (self.blocks > 1)})"
@@ -49,7 +49,7 @@ class Dense(LayerSpec):
         """Require that ``blocks`` divides ``width``, and ``latent``."""
         if self.width % self.blocks:
             rule = f"must be a multiple of blocks ({self.blocks})"
-            yield Violation(("width",), self.width, rule, rounded_up(self.width, self.blocks))
+            yield Violation(("width",), self.width, rule, round_up_to(self.width, self.blocks))
         if self.latent is not None:
             yield from self._violations(self.latent)
 
@@ -90,7 +90,7 @@ class Dense(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield residual, normed and latent rows, and the pre-activation."""
-        yield Saved("residual", shape.row)
+        yield Saved("residual", shape.hidden_bytes)
         # Under tp the product reads gathered rows; the norm's output is saved for recompute only.
         gathered: Modules = GATHER if shape.tp > 1 else NOTHING
         again: Modules = frozenset(("ffn",))
@@ -101,14 +101,14 @@ class Dense(LayerSpec):
         if self.latent is not None:
             size = shape.rows * self.latent * shape.width
             part = Saved("ffn.latent", size, again, gathered, module="ffn")
-            yield part if gathered else replace(part, operand=("w_in",))
-            yield Saved("ffn.combined", size, again, module="ffn", operand=("up.weight",))
+            yield part if gathered else replace(part, operand_of=("w_in",))
+            yield Saved("ffn.combined", size, again, module="ffn", operand_of=("up.weight",))
             shape = replace(shape, hidden=self.latent)
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a record with a small width, which tp divides, and a small latent."""
         blocks = min(self.blocks, 2)
-        width = blocks * rounded_up(SMALL_WIDTH // blocks, by.tp)
+        width = blocks * round_up_to(SMALL_WIDTH // blocks, by.tp)
         latent = self.latent and SMALL_WIDTH // 2
         return self.model_copy(update={"width": width, "latent": latent, "blocks": blocks})

@@ -177,15 +177,15 @@ class Gqa(LayerSpec):
         # Outputs of a last norm are recomputed with norms; no product reads an ungated output.
         last = ("q", "k") if self.norm_after_rope and self.qk_norm != "none" else ()
         for part in saved_attention(self.core, shape):
-            dropped = part.dropped | NORMS if part.name in last else part.dropped
-            yield replace(part, dropped=dropped, operand=() if self.gate else part.operand)
+            dropped = part.freed_by | NORMS if part.name in last else part.freed_by
+            yield replace(part, freed_by=dropped, operand_of=() if self.gate else part.operand_of)
         if not self.gate:
             return
         size = shape.piece * self.heads // shape.tp * self.value_dim * shape.width
         yield Saved("out_gate", size, module="attention")
-        yield Saved("gated", size, module="attention", operand=("o.weight",))
+        yield Saved("gated", size, module="attention", operand_of=("o.weight",))
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a record with few key-value heads of four dims, each with at most two query heads.
 
         A separate ``v_dim`` becomes two; a ``fraction`` below 1 becomes a half.
@@ -233,10 +233,10 @@ class Windowed(Gqa):
         if self.sinks:
             yield Saved("sinks", self.heads // shape.tp * STATISTIC, module="attention")
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a small record with a window shorter than documents."""
         window = None if self.window is None else min(self.window, SMALL_WINDOW)
-        return super().shrunk(by).model_copy(update={"window": window})
+        return super().shrink(by).model_copy(update={"window": window})
 
 
 @ATTENTION.register
@@ -264,10 +264,10 @@ class Chunked(Gqa):
             return
         for part in super().saved(shape):
             last = part.name == "q"  # scaled by temperature, so that a norm cannot recompute it
-            yield replace(part, dropped=part.dropped - NORMS) if last else part
+            yield replace(part, freed_by=part.freed_by - NORMS) if last else part
         yield Saved("temperature", shape.piece * shape.width, module="attention")
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a small record with chunks and temperature steps shorter than documents."""
         few: dict[str, Any] = {
             "chunk": None if self.chunk is None else min(self.chunk, SMALL_WINDOW)
@@ -275,4 +275,4 @@ class Chunked(Gqa):
         if self.temperature is not None:
             every = min(self.temperature.every, SMALL_WINDOW)
             few["temperature"] = self.temperature.model_copy(update={"every": every})
-        return super().shrunk(by).model_copy(update=few)
+        return super().shrink(by).model_copy(update=few)

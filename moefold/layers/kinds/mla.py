@@ -138,11 +138,11 @@ class Mla(LayerSpec):
                 yield Saved(name, size, module="attention")
         yield from self._saved_latents(shape)
         for part in saved_attention(self.core, shape, UP):
-            yield replace(part, operand=() if self.gate else part.operand)
+            yield replace(part, operand_of=() if self.gate else part.operand_of)
         if self.gate:
             size = shape.piece * self.heads // shape.tp * shape.width
             yield Saved("out_gate", size, module="attention")
-            yield Saved("gated", size * self.v_dim, module="attention", operand=("o.weight",))
+            yield Saved("gated", size * self.v_dim, module="attention", operand_of=("o.weight",))
 
     def _saved_latents(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed latents that up-projections read, gathered under tp."""
@@ -163,10 +163,10 @@ class Mla(LayerSpec):
             for latent, weights in read:
                 size = shape.piece * latent * shape.width
                 part = Saved("latents.gathered", size, GATHER, module="attention")
-                beside = None if weights == gate else replace(part, only=UP)
-                yield replace(part, operand=weights, beside=beside)
+                beside = None if weights == gate else replace(part, needed_by=UP)
+                yield replace(part, operand_of=weights, also_saved=beside)
 
-    def shrunk(self, by: Sizes) -> Self:
+    def shrink(self, by: Sizes) -> Self:
         """Return a record with few heads of four dims, values of six, and latents of rank eight."""
         changed = {
             "heads": small_heads(self.heads, by),

@@ -86,7 +86,7 @@ class AdapterSite:
     @property
     def experts(self) -> int:
         """Number of experts; 1 for other weights."""
-        return self.weight.shape[0] if self.weight.expert else 1
+        return self.weight.shape[0] if self.weight.is_expert else 1
 
     @property
     def target(self) -> str:
@@ -108,7 +108,7 @@ def adapter_sites(decoder: Decoder) -> list[AdapterSite]:
     found: list[AdapterSite] = []
     for name, (mapping, layer) in find_mappings(family_of(decoder).tensors, weights).items():
         weight = weights[name]
-        is_linear = name == "head.weight" or weight.counted == "attention"
+        is_linear = name == "head.weight" or weight.category == "attention"
         if mapping.joined:  # one matrix of several weights, for which PEFT has a single A
             continue
         for piece in pieces(mapping, layer, weight.shape, "packed"):
@@ -116,9 +116,9 @@ def adapter_sites(decoder: Decoder) -> list[AdapterSite]:
             if piece.perm:  # stored as [in, out], which names of adapters do not express
                 continue
             *lead, outputs, inputs = piece.shape
-            experts = weight.shape[: 1 if weight.expert else 0]
+            experts = weight.shape[: 1 if weight.is_expert else 0]
             if tuple(lead) == experts and (
-                weight.expert or len(weight.shape) - len(piece.index) < 3
+                weight.is_expert or len(weight.shape) - len(piece.index) < 3
             ):
                 linear = is_linear and module.rpartition(".")[2] not in _EXPERT_MODULES
                 parameter = None if linear else leaf

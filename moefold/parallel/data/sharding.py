@@ -38,7 +38,7 @@ from moefold.parallel.data.offload import (
     units_to_offload,
 )
 from moefold.parallel.data.qk_clip import ClippedOptimizer
-from moefold.spec.decoder import rows_of_heads
+from moefold.spec.decoder import heads_by_weight
 
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 
@@ -110,7 +110,7 @@ class ShardedState:
         self._stale = True
         narrow = quantised_weights(placed.model).items()
         self.histories = {name: one.history for name, one in narrow if one.history is not None}
-        self._heads = rows_of_heads(placed.model.record)
+        self._heads = heads_by_weight(placed.model.record)
         """Number of heads of weights whose rows are divided into heads, by name."""
         state = layout.state
         self.offload: StateOffload | None = None

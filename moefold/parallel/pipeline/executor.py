@@ -143,7 +143,7 @@ class Executor:
         stage, micro = self._stage_and_micro(action)
         if action.kind == "F":
             held = self._in_flight[stage, micro] = self._start_pass(action)
-            needs = self.plan.table.needs(self.plan.rank, action)
+            needs = self.plan.table.action_inputs(self.plan.rank, action)
             inputs = [self._messages.wait_for(need).requires_grad_() for need in needs]
             return Chain(tuple(inputs), held.chunk_pass.forward())
         held = self._in_flight[stage, micro]
@@ -195,14 +195,14 @@ class Executor:
             if self._graphs is not None and held.graphs is not None:
                 self._graphs.release(held.graphs)
             del self._in_flight[stage, micro]
-        result = self.plan.table.gives(self.plan.rank, action)
-        if result is not None and self.plan.table.reader(result) is not None:
+        result = self.plan.table.action_result(self.plan.rank, action)
+        if result is not None and self.plan.table.reader_rank(result) is not None:
             (rows_TD,) = state
             assert rows_TD is not None, "no gradient reaches the chunk's input"
             self._messages.send(result, rows_TD.detach())
 
     def _stage_and_micro(self, action: Action) -> tuple[int, int]:
-        return self.plan.table.stage(self.plan.rank, action.chunk), action.micro
+        return self.plan.table.stage_of(self.plan.rank, action.chunk), action.micro
 
     def _buffer(self, micro: int) -> Tensor:
         """Allocate a tensor for a micro-batch's rows [T, D] from another stage."""

@@ -55,24 +55,24 @@ class RankPlan:
 def plan_rank(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
     """Return the plan of a pipeline rank for a step of ``micro_batches`` on this data rank."""
     table = layout.table(micro_batches)
-    stages = [table.stage(rank, chunk) for chunk in range(table.chunks)]
+    stages = [table.stage_of(rank, chunk) for chunk in range(table.chunks)]
     near = {stage + way for stage in stages for way in (-1, 1)} & set(range(table.stages))
-    queues: dict[int, list[ActionResult]] = {table.home(stage): [] for stage in near}
+    queues: dict[int, list[ActionResult]] = {table.rank_of(stage): [] for stage in near}
     produced_at: dict[ActionResult, int] = {}
     read_at: dict[ActionResult, int] = {}
     for peer in queues.keys() - {rank}:
         for at, step in enumerate(table.lines[peer]):
-            sent = [r for r in table.step_gives(peer, step) if table.reader(r) == rank]
+            sent = [r for r in table.step_results(peer, step) if table.reader_rank(r) == rank]
             queues[peer] += sent
             produced_at.update(dict.fromkeys(sent, at))
-            needs = table.step_needs(peer, step)
-            read_at.update({need: at for need in needs if table.home(need.stage) == rank})
+            needs = table.step_inputs(peer, step)
+            read_at.update({need: at for need in needs if table.rank_of(need.stage) == rank})
     posts = []
     posted: set[ActionResult] = set()
     for step in table.lines[rank]:
         now: list[ActionResult] = []
-        for need in table.step_needs(rank, step):
-            source = table.home(need.stage)
+        for need in table.step_inputs(rank, step):
+            source = table.rank_of(need.stage)
             while source != rank and need not in posted:
                 now.append(queues[source].pop(0))
                 posted.add(now[-1])
@@ -89,13 +89,13 @@ def held_messages(plan: RankPlan) -> Iterator[int]:
     for step in plan.line:
         held.update(next(posts, ()))
         for action in (action for action in actions_of(step) if action.kind != "W"):
-            own = table.stage(rank, action.chunk)
-            for need in (need for need in table.needs(rank, action) if need.stage != own):
+            own = table.stage_of(rank, action.chunk)
+            for need in (need for need in table.action_inputs(rank, action) if need.stage != own):
                 held.remove(need)
-                peer, at = table.home(need.stage), plan.produced_at.get(need, -1)
+                peer, at = table.rank_of(need.stage), plan.produced_at.get(need, -1)
                 sent = [entry for entry in sent if entry[0] != peer or entry[1] > at]
-        for result in table.step_gives(rank, step):
-            reader = table.reader(result)
+        for result in table.step_results(rank, step):
+            reader = table.reader_rank(result)
             if reader == rank:
                 held.add(result)
             elif reader is not None:
@@ -123,7 +123,7 @@ class P2PMessages:
         for results in self._plan.posts[self._posted : until]:
             for result in results:
                 buffer = self._buffer(result.micro)
-                source = self._ranks.ranks[self._plan.table.home(result.stage)]
+                source = self._ranks.ranks[self._plan.table.rank_of(result.stage)]
                 self._incoming[result] = buffer, receive(buffer, source, self._ranks)
         self._posted = max(self._posted, until)
 
@@ -134,7 +134,7 @@ class P2PMessages:
         buffer, pending = self._incoming.pop(result)
         pending.wait()
         # Free messages that the peer must have read before it produced this one.
-        peer, produced_at = self._plan.table.home(result.stage), self._plan.produced_at[result]
+        peer, produced_at = self._plan.table.rank_of(result.stage), self._plan.produced_at[result]
         sent = self._sent.pop(peer, [])
         for read_at, message, _ in sent:
             if read_at <= produced_at:
@@ -144,7 +144,7 @@ class P2PMessages:
 
     def send(self, result: ActionResult, tensor: Tensor) -> None:
         """Pass a result to the stage that reads it: send it, or store it for this rank."""
-        reader = self._plan.table.reader(result)
+        reader = self._plan.table.reader_rank(result)
         assert reader is not None, "no rank reads the result"
         if reader == self._plan.rank:
             self._local[result] = tensor

@@ -66,7 +66,7 @@ def next_logits(
         with unsharded_head(placed):
             logits_PV = linear(_gather_rows(x_TD, flow, last_P), model.head_operand())
         logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
-    last_rank = placed.table.home(placed.table.stages - 1)
+    last_rank = placed.table.rank_of(placed.table.stages - 1)
     return broadcast_(logits_PV, world.group("pp"), last_rank)
 
 
@@ -80,11 +80,11 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
     model, ranks = placed.model, placed.world.group("pp")
     table, rank = placed.table, placed.world.attention.pp
     chunk_by_stage = {
-        table.stage(rank, number): chunk for number, chunk in enumerate(placed.chunks)
+        table.stage_of(rank, number): chunk for number, chunk in enumerate(placed.chunks)
     }
     x_TD: Tensor | None = None
     for stage in range(table.stages):
-        source, owner = table.home(max(stage - 1, 0)), table.home(stage)
+        source, owner = table.rank_of(max(stage - 1, 0)), table.rank_of(stage)
         if source != owner and rank == source:
             assert x_TD is not None
             send(x_TD, ranks.ranks[owner], ranks).wait()
@@ -102,7 +102,7 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
         x_TD, _ = model.run(flow, x_TD, chunk.layers)
         if chunk.has_head:
             x_TD = model.finish(flow, x_TD)
-    return x_TD if table.home(table.stages - 1) == rank else None
+    return x_TD if table.rank_of(table.stages - 1) == rank else None
 
 
 def unsharded_head(placed: ModelParts) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from moefold.data.config import Chat, FileSource, Preferences
 from moefold.layers.config import Size
 from moefold.model.families.base import ParsedConfig
 from moefold.model.families.folder import read_config
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import model_needs
 
 LOSS = Slot("loss")
 
@@ -111,7 +111,7 @@ class Distill(LossRecord):
                 yield Violation(("train", "loss", "stored"), self.stored, rule, REMOVE)
         layout = self.layout(run.layout)
         if not any(run.layout.rules()) and layout.constrains_model:
-            for violation in layout.violations(needs(teacher, run.data.seq)):
+            for violation in layout.violations(model_needs(teacher, run.data.seq)):
                 rule = f"does not fit layout.{'.'.join(map(str, violation.path))}: {violation.rule}"
                 yield Violation(path, self.teacher, rule)
 

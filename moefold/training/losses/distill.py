@@ -37,7 +37,7 @@ from moefold.model.init import initialise
 from moefold.parallel.apply import ModelParts, build_flow, build_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import forward, score, unsharded_head
-from moefold.spec.tuning import freeze, trainable
+from moefold.spec.tuning import freeze, without_tuning
 from moefold.training.losses.base import Objective, segment_digests
 from moefold.training.losses.config import Distill
 from moefold.training.model_checkpoint import fill_from_folder
@@ -70,7 +70,7 @@ class Distillation(Objective):
                     f"{{kind: file, path: {folder}}}"
                 )
         config, layout = record.read_config(), record.layout(job.run.layout)
-        decoder, precision = freeze(trainable(config.decoder), ("*",)), job.precision.precision
+        decoder, precision = freeze(without_tuning(config.decoder), ("*",)), job.precision.precision
         data = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
             fill_from_folder(imported, data)
@@ -79,7 +79,7 @@ class Distillation(Objective):
 
     def for_proof(self, placed: ModelParts, subject: Any) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
-        decoder = freeze(trainable(subject.decoder), ("*",))
+        decoder = freeze(without_tuning(subject.decoder), ("*",))
         parts = build_parts(decoder, placed.model.recipe.precision, placed.layout, placed.world)
         initialise(parts.model, decoder, subject.seed + 1, parts.shards)
         self.teacher = ShardedState(parts).placed
