@@ -76,7 +76,7 @@ def _fills_groups(m: int, p: int, group: int) -> bool:
 class VShapedSchedule(Schedule):
     """A schedule whose stages form a V: from the first rank to the last and back."""
 
-    way = "v"
+    stage_mapping = "v"
 
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """There are two chunks, and enough micro-batches to fill both directions."""
@@ -138,7 +138,7 @@ class DualPipeV(VShapedSchedule):
     """Two chunks in a V, with forwards overlapping backwards. v = 2, m >= 2 p."""
 
     kind: Literal["dualpipe_v"] = "dualpipe_v"
-    paired = True
+    overlaps_passes = True
     owner = "moefold.schedule.v_shape:dualpipe_v"
 
 
@@ -147,7 +147,7 @@ class Merged(GroupedSchedule):
     """1F1B with forwards overlapping backwards; with v > 1, m fills groups. Any p, 1 too."""
 
     kind: Literal["merged"] = "merged"
-    paired = True
+    overlaps_passes = True
     owner = "moefold.schedule.one_f_one_b:merged"
 
 

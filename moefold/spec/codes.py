@@ -69,7 +69,7 @@ def coded_blocks(decoder: Decoder) -> tuple[Block, ...]:
         at = f"layers.{number}."
         narrow = tuple(name.removeprefix(at) for name in names if name.startswith(at))
         if narrow:
-            block = CodedBlock.model_construct(**dict(block), codes=record, narrow=narrow)
+            block = CodedBlock.model_construct(**dict(block), recipe=record, coded_names=narrow)
         found.append(block)
     return tuple(found)
 
