@@ -19,7 +19,7 @@ SCHEDULE = Slot("pipeline schedule")
 
 
 class Schedule(Record):
-    """A pipeline schedule; its owner is ``table(record, p, v, m) -> Table``."""
+    """A pipeline schedule; its owner is a function ``(record, p, v, m) -> Table``."""
 
     stage_mapping: ClassVar[StageMapping] = "round"
     """How stages map to ranks."""
@@ -57,20 +57,14 @@ class GroupedSchedule(Schedule):
         if self.group is not None and self.group < p:
             rule = f"must be at least the number of pipeline ranks ({p})"
             yield Violation(("group",), self.group, rule, group)
-        if not _fills_groups(m, p, group):
+        sizes = range(max(1, m - group), m + group + 1)
+        legal = [n for n in sizes if n % group == 0 or n % group >= p]
+        if m not in legal:
             rule = f"vpp{v} needs micro-batches in groups of {group}"
             if group > p:
                 rule += f", of which the last may have as few as {p}"
-            near = (
-                n for n in range(max(1, m - group), m + group + 1) if _fills_groups(n, p, group)
-            )
-            nearest = min(near, key=lambda n: (abs(n - m), -n))  # the larger in a tie
+            nearest = min(legal, key=lambda n: (abs(n - m), -n))  # the larger in a tie
             yield Violation(("micro_batches",), m, rule, nearest)
-
-
-def _fills_groups(m: int, p: int, group: int) -> bool:
-    rest = m % group
-    return rest == 0 or rest >= p
 
 
 class VShapedSchedule(Schedule):
@@ -157,10 +151,9 @@ def build_table(schedule: Schedule, p: int, v: int, m: int) -> Table:
     Raises:
         RunError: outside its domain, with the nearest legal values.
     """
-    named = (("pp", p), ("vpp", v), ("micro_batches", m))
-    wrong = [Violation((name,), size, "must be at least 1", 1) for name, size in named if size < 1]
-    wrong = wrong or list(schedule.violations(p, v, m))
-    if wrong:
-        said = f"schedule {schedule.name} with pp{p} vpp{v}, {m} micro-batches"
-        raise RunError(wrong, source=said)
+    sizes = {"pp": p, "vpp": v, "micro_batches": m}
+    violations = [Violation((n,), s, "must be at least 1", 1) for n, s in sizes.items() if s < 1]
+    if violations := violations or list(schedule.violations(p, v, m)):
+        source = f"schedule {schedule.name} with pp{p} vpp{v}, {m} micro-batches"
+        raise RunError(violations, source=source)
     return build(schedule, p, v, m)

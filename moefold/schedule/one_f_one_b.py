@@ -23,7 +23,7 @@ def gpipe(record: GPipe, p: int, v: int, m: int) -> Table:
     the next chunk's. Bubble (p - 1)(F + B) for m >= p; all m * v chunks are in flight before the
     first backward. Every rank has the same line.
     """
-    return Table((_one_f_one_b_line(m * v, v, m, m),) * p, v, m)
+    return Table((_build_line(m * v, v, m, m),) * p, v, m)
 
 
 def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:
@@ -32,7 +32,7 @@ def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:
     Each backward runs as early as possible. Bubble (p - 1)(F + B), as GPipe's; rank r has
     min(m, p - r) micro-batches in flight.
     """
-    return Table(tuple(_one_f_one_b_line(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
+    return Table(tuple(_build_line(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
 
 
 def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
@@ -44,8 +44,8 @@ def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
     group = record.group_size(p, m)
     # An output passes all later ranks and its gradient returns before the rank's first backward:
     # two forwards per later rank. With a single chunk it is one.
-    num_warmup = [p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * group for r in range(p)]
-    return Table(tuple(_one_f_one_b_line(count, v, m, group) for count in num_warmup), v, m)
+    warmups = [p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * group for r in range(p)]
+    return Table(tuple(_build_line(count, v, m, group) for count in warmups), v, m)
 
 
 def merged(record: Merged, p: int, v: int, m: int) -> Table:
@@ -58,23 +58,17 @@ def merged(record: Merged, p: int, v: int, m: int) -> Table:
     before it ends. In flight on rank 0: (v - 1) g + 2 (p - 1) + 2 chunks. Works on one rank too.
     """
     group = record.group_size(p, m)
-    num_warmup = [2 * (p - r - 1) + (v - 1) * group + 1 for r in range(p)]
-    return Table(
-        tuple(_one_f_one_b_line(count, v, m, group, paired=True) for count in num_warmup), v, m
-    )
+    warmups = [2 * (p - r - 1) + (v - 1) * group + 1 for r in range(p)]
+    return Table(tuple(_build_line(count, v, m, group, paired=True) for count in warmups), v, m)
 
 
-def _one_f_one_b_line(num_warmup: int, v: int, m: int, group: int, paired: bool = False) -> Line:
-    """Return a line: ``ahead`` forwards, then a forward and a backward in turn or ``paired``."""
-    forward, backward = _ordered_passes(v, m, group)
-    num_warmup = min(num_warmup, m * v)
-    both = zip(forward[num_warmup:], backward, strict=False)
-    steady = itertools.starmap(Pair, both) if paired else itertools.chain.from_iterable(both)
-    return (
-        *forward[:num_warmup],
-        *steady,
-        *backward[m * v - num_warmup :],
-    )  # warm-up, steady, drain
+def _build_line(warmup: int, v: int, m: int, group: int, paired: bool = False) -> Line:
+    """Return a line: ``warmup`` forwards, then a forward and a backward in turn or ``paired``."""
+    forwards, backwards = _ordered_passes(v, m, group)
+    warmup = min(warmup, m * v)
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    steady = itertools.starmap(Pair, pairs) if paired else itertools.chain.from_iterable(pairs)
+    return (*forwards[:warmup], *steady, *backwards[m * v - warmup :])  # warm-up, steady, drain
 
 
 def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
@@ -90,8 +84,8 @@ def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
     lines: list[Line] = []
     for rank in range(p):
         forward, weights = deque(forwards), deque[Action]()
-        ahead = min((v - 1) * group + p - rank - 1, m * v)
-        line = [forward.popleft() for _ in range(ahead)]  # 1. warm-up
+        warmup = min((v - 1) * group + p - rank - 1, m * v)
+        line = [forward.popleft() for _ in range(warmup)]  # 1. warm-up
         for backward in backwards:
             if forward:  # 2. steady: forward, input gradient, an earlier weight gradient
                 line.append(forward.popleft())
@@ -114,4 +108,4 @@ def _ordered_passes(v: int, m: int, group: int) -> tuple[list[Action], list[Acti
         for chunk in range(v)
         for micro in range(start, min(start + group, m))
     ]
-    return forwards, [Action("B", v - 1 - one.chunk, one.micro) for one in forwards]
+    return forwards, [Action("B", v - 1 - f.chunk, f.micro) for f in forwards]

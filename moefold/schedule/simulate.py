@@ -26,9 +26,8 @@ class StageCosts:
 
     def duration_of(self, kind: str) -> float:
         """Return the time of an action."""
-        weight = self.backward_weight
-        whole = self.backward_input + weight
-        return {"F": self.forward, "I": self.backward_input, "W": weight, "B": whole}[kind]
+        inputs, weights = self.backward_input, self.backward_weight
+        return {"F": self.forward, "I": inputs, "W": weights, "B": inputs + weights}[kind]
 
 
 @dataclass(frozen=True)
@@ -67,20 +66,18 @@ def simulate(table: Table, costs: StageCosts | Sequence[StageCosts] | None = Non
         Deadlock: if the table cannot run to its end.
     """
     costs = StageCosts() if costs is None else costs
-    each = [costs] * table.stages if isinstance(costs, StageCosts) else costs
-    if len(each) != table.stages:
-        raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
+    per_stage = [costs] * table.stages if isinstance(costs, StageCosts) else costs
+    if len(per_stage) != table.stages:
+        raise ValueError(f"costs of {len(per_stage)} stages, but the table has {table.stages}")
     spans: list[list[Span]] = [[] for _ in range(table.ranks)]
-    ended: dict[ActionResult, float] = {}
+    available_at: dict[ActionResult, float] = {}
     for rank, step in topological_steps(table):
-        before = spans[rank][-1].end if spans[rank] else 0.0
-        start = max([before, *(ended[need] for need in table.step_inputs(rank, step))])
-        took = (
-            each[table.stage_of(rank, one.chunk)].duration_of(one.kind) for one in actions_of(step)
-        )
-        end = start + sum(took)
+        idle_from = spans[rank][-1].end if spans[rank] else 0.0
+        start = max([idle_from, *(available_at[x] for x in table.step_inputs(rank, step))])
+        passes = ((table.stage_of(rank, action.chunk), action.kind) for action in actions_of(step))
+        end = start + sum(per_stage[stage].duration_of(kind) for stage, kind in passes)
         spans[rank].append(Span(step, start, end))
-        ended.update(dict.fromkeys(table.step_results(rank, step), end))
+        available_at.update(dict.fromkeys(table.step_results(rank, step), end))
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -99,7 +96,7 @@ def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
         line = table.lines[rank]
         while position[rank] < len(line):
             step = line[position[rank]]
-            missing = next((n for n in table.step_inputs(rank, step) if n not in available), None)
+            missing = next((x for x in table.step_inputs(rank, step) if x not in available), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
@@ -108,12 +105,12 @@ def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
             for result in table.step_results(rank, step):
                 available.add(result)
                 ready.extend(waiting.pop(result, ()))
-    stuck = sorted((rank, need) for need, ranks in waiting.items() for rank in ranks)
+    stuck = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)
     if stuck:
         raise Deadlock(
             "; ".join(
                 f"rank {rank} stays at {table.lines[rank][position[rank]]} and waits for "
-                f"the {need.kind} of stage {need.stage}, micro-batch {need.micro}"
-                for rank, need in stuck
+                f"the {missing.kind} of stage {missing.stage}, micro-batch {missing.micro}"
+                for rank, missing in stuck
             )
         )

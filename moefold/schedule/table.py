@@ -89,7 +89,7 @@ class Table:
     def stage_of(self, rank: int, chunk: int) -> int:
         """Return the stage number of a rank's chunk."""
         start = chunk * self.ranks
-        return start + self.rank_of(start + rank)  # the mapping of each turn is its own inverse
+        return start + self.rank_of(start + rank)  # each chunk's mapping is its own inverse
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that has a stage."""
@@ -110,19 +110,17 @@ class Table:
         """Return an action's result for other stages; None for weight gradients."""
         if action.kind == "W":
             return None
-        what = "output" if action.kind == "F" else "gradient"
-        return ActionResult(what, self.stage_of(rank, action.chunk), action.micro)
+        kind = "output" if action.kind == "F" else "gradient"
+        return ActionResult(kind, self.stage_of(rank, action.chunk), action.micro)
 
     def step_inputs(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
         """Return the results that a step needs before it starts, for a pair those of both."""
-        return tuple(
-            need for action in actions_of(step) for need in self.action_inputs(rank, action)
-        )
+        return tuple(x for action in actions_of(step) for x in self.action_inputs(rank, action))
 
     def step_results(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
         """Return a step's results, available once it has ended."""
-        given = (self.action_result(rank, action) for action in actions_of(step))
-        return tuple(result for result in given if result is not None)
+        results = (self.action_result(rank, action) for action in actions_of(step))
+        return tuple(result for result in results if result is not None)
 
     def reader_rank(self, result: ActionResult) -> int | None:
         """Return the rank that reads a result; None at either end of the model."""

@@ -25,9 +25,9 @@ def zb_v(record: ZeroBubbleV, p: int, v: int, m: int) -> Table:
         line.add("F0", 2 * below - 1)  # 1. down the V
         line.add("F1 F0", rank)  # 2. the first micro-batches return
         line.add("F1 I1 W", below)  # 3. their gradients go down
-        full = m - (2 * p - rank - 1)  # 4. steady: a forward and a whole backward of each chunk
-        line.add("F0 I0 W F1 I1 W", full)
-        line.add("I0 W F1 I1 W", m - p - full)
+        steady = m - (2 * p - rank - 1)  # 4. a forward and all of a backward of each chunk
+        line.add("F0 I0 W F1 I1 W", steady)
+        line.add("I0 W F1 I1 W", m - p - steady)
         line.add("I0 I1", rank)  # 5. gradients go down and up, weight gradients are delayed
         line.add("I0 W", below)  # 6. gradients go up, weight gradients fill the gaps
         line.add("W", 2 * rank)  # 7. the remaining weight gradients
@@ -54,10 +54,10 @@ def dualpipe_v(record: DualPipeV, p: int, v: int, m: int) -> Table:
         line.add("F0+B1 F1+B0", m - 2 * p + rank)
         line.add("B1 F1+B0", below)  # 5. the last forwards
         # 6. backwards of both chunks; in the second half weights wait
-        whole, half = divmod(rank + 1, 2)
-        line.add("B1 B0", whole)
-        line.add("B1 I0", half)
-        line.add("I1 I0", whole)
+        half, odd = divmod(rank + 1, 2)
+        line.add("B1 B0", half)
+        line.add("B1 I0", odd)
+        line.add("I1 I0", half)
         line.add("W I0", below)  # 7. the last gradients go up, weight gradients fill the gaps
         line.add("W", rank + 1)  # 8. the remaining weight gradients
         lines.append(line.build())
@@ -81,15 +81,15 @@ class LineBuilder:
         ``I0`` delays a weight gradient, ``W`` is the oldest delayed one; ``F0+B1`` is a pair.
         """
         for word in words.split() * times:
-            one, *other = map(self._action, word.split("+"))
-            self._steps.append(Pair(one, *other) if other else one)
+            first, *second = map(self._next_action, word.split("+"))
+            self._steps.append(Pair(first, *second) if second else first)
 
     def build(self) -> Line:
-        """Return the line; no weight gradient may still be delayed."""
+        """Return the line; no weight gradient may be left over."""
         assert not self._weights, "weight gradients are left over"
         return tuple(self._steps)
 
-    def _action(self, word: str) -> Action:
+    def _next_action(self, word: str) -> Action:
         if word == "W":
             return self._weights.popleft()
         key = "F" if word[0] == "F" else "B", word[1:]
