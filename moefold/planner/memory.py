@@ -172,9 +172,7 @@ def rank_totals(case: Case, limit: float = inf) -> Iterator[float]:
     """
     estimator, software = _chunk_estimator(case), software_bytes(case)
     fragmentation = software_overheads(case.cluster.device).fragmentation
-    m = equivalent_micro_batches(case.schedule, case.sizes.pp, case.num_micro_batches)
-    candidates = peak_candidates(case.schedule, case.sizes.pp, case.sizes.vpp, m)
-    for rank, actions in enumerate(candidates):
+    for rank, actions in enumerate(peak_candidates(case)):
         stage = stage_bytes(case, rank, estimator)
         constant = stage.state.total - stage.state.gradients
         peak = stage.state.gradients + stage.state_update

@@ -5,7 +5,6 @@ They follow from the names and global shapes of parameters, which are those of t
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from math import gcd
 from operator import add
 from typing import Literal, NamedTuple
@@ -207,8 +206,9 @@ class StateEstimator:
         """
         if not self.sharding.numbers.optimizer.elementwise:
             return self.rank_state(held).offloaded
-        inner = (part for part, count in layers_and_norm(held) for _ in range(min(count, 2)))
-        units = (self.part_state(part).offloaded for part in chain(inner, self._ends(held)))
+        parts = list(self._ends(held))
+        parts += [part for part, count in layers_and_norm(held) for _ in range(min(count, 2))]
+        units = (self.part_state(part).offloaded for part in parts)
         return sum(sorted(units)[-2:])
 
     def _ends(self, held: StageContents) -> Iterator[Part]:

@@ -5,7 +5,7 @@ from itertools import chain
 from operator import ge
 from typing import NamedTuple
 
-from moefold.planner.case import schedule_table
+from moefold.planner.case import Case, equivalent_micro_batches, schedule_table
 from moefold.planner.memoize import memoize
 from moefold.schedule.config import Schedule
 from moefold.schedule.table import Line, actions_of
@@ -64,13 +64,18 @@ def running_actions(line: Line, chunks: int) -> Iterator[RunningAction]:
             begun |= {backward} if running.computes_weight_gradients else set()
 
 
+Candidates = tuple[tuple[RunningAction, ...], ...]
+"""Actions of each rank, one of which is its peak; the likely one first."""
+
+
+def peak_candidates(case: Case) -> Candidates:
+    """Return for each rank the actions that no other dominates; a cached object."""
+    m = equivalent_micro_batches(case.schedule, case.sizes.pp, case.num_micro_batches)
+    return _candidates(case.schedule, case.sizes.pp, case.sizes.vpp, m)
+
+
 @memoize(1024)
-def peak_candidates(
-    schedule: Schedule, p: int, v: int, m: int
-) -> tuple[tuple[RunningAction, ...], ...]:
-    """Return for each of p ranks, with v chunks each and m micro-batches, the actions that no other
-    dominates; one of them is the peak, the likely one first.
-    """
+def _candidates(schedule: Schedule, p: int, v: int, m: int) -> Candidates:
     ranks = list[tuple[RunningAction, ...]]()
     for line in schedule_table(schedule, p, v, m).lines:
         by_passes: dict[tuple[int | None, int | None, str], list[RunningAction]] = {}

@@ -23,37 +23,34 @@ OffloadTarget = Literal["offload", "disk"] | None
 
 
 def choose_recompute(
-    case: Case, limit: float | None = None, place: OffloadTarget = None
+    case: Case, limit: float | None = None, to: OffloadTarget = None
 ) -> MemoryPolicy:
-    """Return the fastest choice of recompute and offload with at most ``limit`` bytes per device;
-    None is the device's memory less the reserve.
+    """Return the fastest choice of recompute and of offload ``to`` a target with at most ``limit``
+    bytes per device; None is the device's memory less the reserve.
 
     Raises:
         ValueError: none fits; the message states the least that is needed.
     """
-    limit = resolve_memory_limit(case, limit, place)
+    limit = resolve_memory_limit(case, limit, to)
     best: tuple[float, MemoryPolicy] | None = None
-    seconds = {again: _seconds(_with_policy(case, again)) for again in _recompute_sets(case)}
-    for again in sorted(seconds, key=lambda one: (seconds[one], len(one))):
+    seconds = {modules: _seconds(_with_policy(case, modules)) for modules in _recompute_sets(case)}
+    for recompute in sorted(seconds, key=lambda modules: (seconds[modules], len(modules))):
         # Offloading only adds time.
-        if best is not None and seconds[again] >= best[0]:
+        if best is not None and seconds[recompute] >= best[0]:
             break
-        away = [
-            _with_policy(case, again, place, kinds) for kinds in _offload_sets(case, again, place)
-        ]
-        took = {one.memory_policy: _seconds(one) if place else seconds[again] for one in away}
-        for one in sorted(away, key=lambda one: took[one.memory_policy]):
-            if best is not None and took[one.memory_policy] >= best[0]:
+        offloads = _offload_sets(case, recompute, to)
+        cases = [_with_policy(case, recompute, to, offload) for offload in offloads]
+        timed = [(_seconds(trial) if to else seconds[recompute], trial) for trial in cases]
+        for took, trial in sorted(timed, key=lambda pair: pair[0]):
+            if best is not None and took >= best[0]:
                 break
-            if peak_within(one, limit) is not None:
-                best = took[one.memory_policy], one.memory_policy
+            if peak_within(trial, limit) is not None:
+                best = took, trial.memory_policy
     assert best is not None
     return best[1]
 
 
-def resolve_memory_limit(
-    case: Case, limit: float | None = None, place: OffloadTarget = None
-) -> float:
+def resolve_memory_limit(case: Case, limit: float | None = None, to: OffloadTarget = None) -> float:
     """Check that some choice of recompute and offload needs at most ``limit`` bytes per device, and
     return the limit; None is the device's memory less the reserve.
 
@@ -61,49 +58,46 @@ def resolve_memory_limit(
         ValueError: none does; the message states the least that is needed.
     """
     room = case.cluster.device.memory_bytes * (1 - MEMORY_RESERVE) if limit is None else limit
-    most = list(_recompute_sets(case))[::-1]
+    by_memory = list(_recompute_sets(case))[::-1]
     # With offload, the sets that recompute most need least memory. Offloading everything need not
     # be the minimum, as activations are fetched layers before they are read.
-    tries = chain(
-        ((again, NOTHING) for again in most),
-        ((again, away) for again in most[:2] for away in _offload_sets(case, again, place)),
+    trials = chain(
+        ((recompute, NOTHING) for recompute in by_memory),
+        ((again, offload) for again in by_memory[:2] for offload in _offload_sets(case, again, to)),
     )
     least = inf
-    for again, away in tries:
-        found = peak_within(_with_policy(case, again, place, away), least)
-        least = least if found is None else found
+    for recompute, offload in trials:
+        peak = peak_within(_with_policy(case, recompute, to, offload), least)
+        least = least if peak is None else peak
         if least <= room:
             return room
-    size, more = f"{room / 1e9:.4g} GB", "raise the limit, or "
+    size, advice = f"{room / 1e9:.4g} GB", "raise the limit, or "
     stated = f"layout.recompute.limit {size}"
     if limit is None:
-        stated, more = (
-            f"layout.recompute auto with {size} (memory less {100 * MEMORY_RESERVE:.0f} %)",
-            "",
-        )
+        reserve, advice = f"memory less {100 * MEMORY_RESERVE:.0f} %", ""
+        stated = f"layout.recompute auto with {size} ({reserve})"
     raise ValueError(
         f"{stated}: whatever is recomputed, the fullest rank needs {least / 1e9:.4g} GB; "
-        f"{more}use a smaller micro-batch or more ranks"
+        f"{advice}use a smaller micro-batch or more ranks"
     )
 
 
 def _recompute_sets(case: Case) -> Iterator[Modules]:
     """Yield every set of modules whose recompute saves memory, and whole blocks."""
-    rows = [
-        part for block in distinct_blocks(case.decoder)[0] for part in saved_tensors_of(case, block)
-    ]
-    dropped = frozenset(chain.from_iterable(part.freed_by for part in rows))
+    blocks, _ = distinct_blocks(case.decoder)
+    saved = (tensor for block in blocks for tensor in saved_tensors_of(case, block))
+    dropped = frozenset(chain.from_iterable(tensor.freed_by for tensor in saved))
     yield from _subsets([kind for kind in get_args(RecomputeKind) if kind in dropped])
     yield frozenset(("block",))
 
 
-def _offload_sets(case: Case, again: Modules, place: OffloadTarget) -> Iterator[Modules]:
+def _offload_sets(case: Case, recompute: Modules, to: OffloadTarget) -> Iterator[Modules]:
     """Yield every set of modules with saved activations that could be offloaded."""
-    rows = [
-        part for block in distinct_blocks(case.decoder)[0] for part in saved_tensors_of(case, block)
-    ]
-    stay = {part.module for part in rows if part.is_saved_under(again)} - (again & {"norms"})
-    yield from _subsets([kind for kind in get_args(OffloadKind) if place and kind in stay])
+    blocks, _ = distinct_blocks(case.decoder)
+    saved = (tensor for block in blocks for tensor in saved_tensors_of(case, block))
+    movable = {tensor.module for tensor in saved if tensor.is_saved_under(recompute)}
+    movable -= recompute & {"norms"}
+    yield from _subsets([kind for kind in get_args(OffloadKind) if to and kind in movable])
 
 
 def _subsets(kinds: list[Module]) -> Iterator[Modules]:
@@ -113,15 +107,16 @@ def _subsets(kinds: list[Module]) -> Iterator[Modules]:
 
 
 def _with_policy(
-    case: Case, again: Modules, place: OffloadTarget = None, away: Modules = NOTHING
+    case: Case, recompute: Modules, to: OffloadTarget = None, offload: Modules = NOTHING
 ) -> Case:
-    given = {place: away} if place else {}
-    return replace(case, memory_policy=replace(case.memory_policy, recompute=again, **given))
+    offloaded = {to: offload} if to else {}
+    policy = replace(case.memory_policy, recompute=recompute, **offloaded)
+    return replace(case, memory_policy=policy)
 
 
 def _seconds(case: Case) -> float:
-    here = case.cluster
-    if here.devices > 1 and not here.device.link_bandwidth:
-        priced = device_by_name(FALLBACK_DEVICE)
-        case = replace(case, cluster=Cluster(priced, here.devices, 8, priced.domain))
+    cluster = case.cluster
+    if cluster.devices > 1 and not cluster.device.link_bandwidth:
+        device = device_by_name(FALLBACK_DEVICE)
+        case = replace(case, cluster=Cluster(device, cluster.devices, 8, device.domain))
     return estimate_time(case).seconds

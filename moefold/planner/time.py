@@ -4,8 +4,8 @@ parallelism and the optimizer.
 The time of a pipeline is a closed form, which tests compare with a simulation of the table that
 training executes; a schedule without a closed form is simulated.
 
-    took = estimate(case)
-    took.seconds, took.tflops_per_gpu, took.parts, took.binds, took.uncertainty
+    step = estimate_time(case)
+    step.seconds, step.tflops_per_gpu, step.parts, step.bottleneck, step.uncertainty
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from moefold.planner.time_layer import (
     KernelSetting,
     WorkTime,
     build_setting,
-    end_time,
+    head_or_join_time,
     layer_time,
 )
 from moefold.planner.time_work import LayerPolicy, RankShare
@@ -64,7 +64,7 @@ BOTTLENECKS = {
 HOST_ADAM_RATE = 0.6e9
 """Parameters per second that one rank's share of a host updates, copies included: Qwen3-30B-A3B on
 16 H100 takes 3.19 s more with all of 1.9 G parameters per rank there (Megatron-Bridge)."""
-HOST_OVERLAP_NORM = 4.0
+HOST_NORM = 4.0
 """Exponent of the norm that combines device and host time; infinity would be the maximum, which
 needs a host that always runs ahead."""
 STEADY_SCHEDULES = (OneFOneB, Interleaved, Merged, GPipe)
@@ -99,14 +99,12 @@ class StepTime:
     @property
     def seconds_by_bottleneck(self) -> dict[str, float]:
         """Seconds by bottleneck."""
-        return {
-            wall: sum(self.parts[name] for name in names) for wall, names in BOTTLENECKS.items()
-        }
+        return {key: sum(map(self.parts.__getitem__, names)) for key, names in BOTTLENECKS.items()}
 
     @property
     def bottleneck(self) -> str:
         """Bottleneck that takes the largest share of the step."""
-        return max(self.seconds_by_bottleneck.items(), key=lambda wall: wall[1])[0]
+        return max(self.seconds_by_bottleneck.items(), key=lambda item: item[1])[0]
 
     @cached_property
     def tflops_per_gpu(self) -> float:
@@ -123,36 +121,33 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     """Return the time of a step.
 
     Args:
-        given: constants of devices and software; default is those of the package.
+        constants: constants of devices and software; default is those of the package.
 
     Raises:
         ValueError: a layer has no description.
     """
     software, numbers = case.software, case.number_formats
-    setting = build_setting(
-        case.cluster, software, numbers.recipe, numbers.recipe_options, constants
-    )
+    products = numbers.recipe, numbers.recipe_options
+    setting = build_setting(case.cluster, software, *products, constants)
     rates, m = setting.rates, case.num_micro_batches
-    made = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
-    ranks = [made.layers_time(held) for held in case.rank_contents]
-    spans = [made.micro_batch_time(rank, software.overlaps.ep) for rank in ranks]
-    slow = max(range(len(ranks)), key=lambda rank: spans[rank].seconds)
-    span = spans[slow]
-    inner = pipeline_seconds(case.schedule, m, case.sizes.vpp, [one.seconds for one in spans])
-    parts = {name: m * seconds for name, seconds in span.parts.items()}
+    passes = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
+    work = [passes.layers_time(held) for held in case.rank_contents]
+    ranks = [passes.micro_batch_time(time, software.overlaps.ep) for time in work]
+    slow = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
+    slowest, held = ranks[slow], case.rank_contents[slow]
+    seconds = pipeline_seconds(case.schedule, m, case.sizes.vpp, [rank.seconds for rank in ranks])
+    parts = {name: m * part for name, part in slowest.parts.items()}
     if software.overlaps.ep:
         # Exchanges of the first pass have no compute to overlap with.
-        parts["dispatch"] += span.hidden / case.sizes.vpp
-    parts["bubble"] = inner - m * span.seconds
-    parts["dp"], covered = data_parallel_seconds(
-        case, ranks[slow], case.rank_contents[slow], span, rates
-    )
-    parts["optimizer"] = _optimizer_seconds(case, case.rank_contents[slow], rates)
-    parts["optimizer"] += orthogonal_seconds(case, slow, rates)
+        parts["dispatch"] += slowest.hidden / case.sizes.vpp
+    parts["bubble"] = seconds - m * slowest.seconds
+    parts["dp"], hidden = data_parallel_seconds(case, work[slow], held, slowest, rates)
+    parts["optimizer"] = _optimizer_seconds(case, held, rates)
+    parts["optimizer"] += newton_schulz_seconds(case, slow, rates)
     parts["step"] = rates.step_s
     return StepTime(
-        case, sum(parts.values()), parts, tuple((one.forward, one.backward) for one in spans),
-        {"dispatch": m * span.hidden, "dp": covered}, setting.uncertainty,
+        case, sum(parts.values()), parts, tuple((rank.forward, rank.backward) for rank in ranks),
+        {"dispatch": m * slowest.hidden, "dp": hidden}, setting.uncertainty,
     )  # fmt: skip
 
 
@@ -180,110 +175,106 @@ class PassTime:
     ) -> None:
         """Store the model, a rank's part of a micro-batch, and the setting."""
         self.decoder, self.blocks = decoder, distinct_blocks(decoder)[0]
-        self.fixed = (embedding_weight(decoder) if decoder.tied else head_weight(decoder)).frozen
-        self.how, self.rates = (share, setting, policy), setting.rates
-        self._known: dict[StageContents, WorkTime] = {}
+        head = embedding_weight(decoder) if decoder.tied else head_weight(decoder)
+        self.frozen_head = head.frozen
+        self.inputs, self.rates = (share, setting, policy), setting.rates
+        self._by_content: dict[StageContents, WorkTime] = {}
 
     def layers_time(self, held: StageContents) -> WorkTime:
         """Return the time of a rank's layers; a cached object that must not be modified."""
-        if held not in self._known:
-            made = WorkTime()
+        if held not in self._by_content:
+            time = WorkTime()
             for kind, count in held.layers:
-                made.add(layer_time(self.blocks[kind], *self.how), count)
+                time.add(layer_time(self.blocks[kind], *self.inputs), count)
             if held.multi_token:
-                made.add(end_time(None, *self.how), held.multi_token)
-            losses = held.multi_token + held.loss
-            if losses:
-                end = end_time(self.decoder.vocab, *self.how, self.fixed)
-                made.add(end, losses)
-                made.weights -= (losses - 1) * end.weights  # all losses share the head
-            self._known[held] = made
-        return self._known[held]
+                time.add(head_or_join_time(None, *self.inputs), held.multi_token)
+            if num_losses := held.multi_token + held.loss:
+                end = head_or_join_time(self.decoder.vocab, *self.inputs, self.frozen_head)
+                time.add(end, num_losses)
+                time.weights -= (num_losses - 1) * end.weights  # all losses share the head
+            self._by_content[held] = time
+        return self._by_content[held]
 
     def micro_batch_time(self, time: WorkTime, overlaps_dispatch: bool) -> MicroBatchTime:
         """Combine device and host time of a micro-batch.
 
-        Args:
-            paired: whether exchanges overlap with compute of another micro-batch.
+        ``overlaps_dispatch``: exchanges overlap with compute of another micro-batch.
         """
-        spans, hidden = [], 0.0
+        passes, hidden = list[float](), 0.0
         parts: dict[str, float] = dict.fromkeys((*PARTS, "host"), 0.0)
-        for seconds, host in (
-            (time.forward, time.host_forward),
-            (time.backward, time.host_backward),
-        ):
-            work = sum(seconds.values())
-            exchange = seconds.get("dispatch", 0.0)
-            under = 0.0
-            if overlaps_dispatch:
-                under = min(exchange * self.rates.hidden, 0.8 * (work - exchange))
-            device = work - under + EXCHANGE_SM_COST * under
-            whole = (
-                (device**HOST_OVERLAP_NORM + host**HOST_OVERLAP_NORM) ** (1 / HOST_OVERLAP_NORM)
-                if device
-                else host
-            )
-            for name, value in seconds.items():
-                parts[name] += value
-            parts["dispatch"] -= under
-            parts["experts"] += EXCHANGE_SM_COST * under
-            parts["host"] += whole - device
-            spans.append(whole)
-            hidden += under
-        return MicroBatchTime(spans[0], spans[1], parts, hidden)
+        for by_part, host in (
+            (time.forward, time.host_forward), (time.backward, time.host_backward)
+        ):  # fmt: skip
+            work, exchange = sum(by_part.values()), by_part.get("dispatch", 0.0)
+            overlap = min(exchange * self.rates.hidden, 0.8 * (work - exchange))
+            overlap = overlap if overlaps_dispatch else 0.0
+            device = work - overlap + EXCHANGE_SM_COST * overlap
+            combined = (device**HOST_NORM + host**HOST_NORM) ** (1 / HOST_NORM) if device else host
+            for name, seconds in by_part.items():
+                parts[name] += seconds
+            parts["dispatch"] -= overlap
+            parts["experts"] += EXCHANGE_SM_COST * overlap
+            parts["host"] += combined - device
+            passes.append(combined)
+            hidden += overlap
+        return MicroBatchTime(passes[0], passes[1], parts, hidden)
 
 
 def data_parallel_seconds(
-    case: Case, rank: WorkTime, held: StageContents, span: MicroBatchTime, rates: Rates
+    case: Case, work: WorkTime, held: StageContents, passes: MicroBatchTime, rates: Rates
 ) -> tuple[float, float]:
-    """Return exposed and hidden seconds of data-parallel communication per step.
+    """Return exposed and hidden seconds of data-parallel communication per step on a rank.
 
     For stacks other than Moefold the exchanged bytes are those of weights in products.
+
+    Args:
+        work: the rank's layers, whose weights are counted.
+        held: the rank's parts of the model.
+        passes: seconds of a micro-batch on the rank.
     """
     cluster, m, overlaps = case.cluster, case.num_micro_batches, case.software.overlaps
     if case.software.stack == "moefold":
-        work = collective_seconds(case, held, rates)
-        return exposed_seconds(case, work, held, (span.forward, span.backward), rates)
+        collectives = collective_seconds(case, held, rates)
+        return exposed_seconds(case, collectives, held, (passes.forward, passes.backward), rates)
     sizes, folding = case.sizes, case.folding
-    dense = rank.weights - rank.experts
-    copies = strided_reach(cluster, folding.dp * sizes.cp, sizes.tp)
-    expert = strided_reach(cluster, folding.edp, sizes.ep * sizes.etp)
-
-    def ring(each: float) -> float:
-        return ring_seconds(dense * each, copies, cluster, rates) + ring_seconds(
-            rank.experts * each, expert, cluster, rates
-        )
-
-    gather, times = ring(2.0), (1, m if case.memory_policy.zero == 2 else 1)
-    backward = (
-        ring(case.number_formats.gradient_bytes),
-        ONCE_HIDDEN_SHARE * overlaps.gradients * span.backward,
+    weights = (
+        (work.weights - work.experts, strided_reach(cluster, folding.dp * sizes.cp, sizes.tp)),
+        (work.experts, strided_reach(cluster, folding.edp, sizes.ep * sizes.etp)),
     )
-    forward = gather, ONCE_HIDDEN_SHARE * overlaps.parameters * span.forward
+
+    def ring(width: float) -> float:
+        return sum(ring_seconds(count * width, group, cluster, rates) for count, group in weights)
+
+    # Each pair is the seconds of a collective and the compute that can hide it.
+    gathers, reductions = 1, m if case.memory_policy.zero == 2 else 1
+    forward = ring(2.0), ONCE_HIDDEN_SHARE * overlaps.parameters * passes.forward
+    hiding = ONCE_HIDDEN_SHARE * overlaps.gradients * passes.backward
+    backward = ring(case.number_formats.gradient_bytes), hiding
     if case.memory_policy.zero == 3 and sizes.pp == 1:
         # Weights are gathered and gradients reduced in every micro-batch.
-        times, free = (m, m), rates.hidden_shards * overlaps.parameters
-        backward, forward = (2 * gather, free * span.backward), (gather, free * span.forward)
-    hidden = times[0] * min(forward) + times[1] * min(backward)
-    return times[0] * forward[0] + times[1] * backward[0] - hidden, hidden
+        gathers, reductions, share = m, m, rates.hidden_shards * overlaps.parameters
+        forward = forward[0], share * passes.forward
+        backward = 2 * forward[0], share * passes.backward
+    hidden = gathers * min(forward) + reductions * min(backward)
+    return gathers * forward[0] + reductions * backward[0] - hidden, hidden
 
 
 def _optimizer_seconds(case: Case, held: StageContents, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update on device, host and disk."""
     numbers, keeping, device = case.number_formats, case.memory_policy, case.cluster.device
-    local, own = collective_counter(case.decoder, StateSharding.of(case)).trained_elements(held)
-    each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
-    summed = own if keeping.zero > 1 else local
-    moved = own * (each + numbers.weight_bytes) + summed * 2 * numbers.gradient_bytes
-    here = moved / (device.memory_bandwidth * rates.memory)
-    away = own * keeping.optimizer_offload
+    local, updated = collective_counter(case.decoder, StateSharding.of(case)).trained_elements(held)
+    state = numbers.master_bytes + 2 * numbers.matrix_moment_bytes
+    moved = updated * (2 * state + 2 * numbers.gradient_bytes + numbers.weight_bytes)
+    moved += (updated if keeping.zero > 1 else local) * 2 * numbers.gradient_bytes
+    on_device = moved / (device.memory_bandwidth * rates.memory)
+    offloaded = updated * keeping.optimizer_offload
     # Elementwise updates fetch parts while others are stored; other updates fetch all, then store.
-    ways = 1 if numbers.optimizer.elementwise else 2
-    moved = ways * away * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes)
-    took = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
+    transfers = 1 if numbers.optimizer.elementwise else 2
+    moved = transfers * offloaded * state
+    disk = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
     if keeping.state_step == "device":
-        return here + (took + moved / (device.host_bandwidth or device.memory_bandwidth))
-    return here + (took + away / HOST_ADAM_RATE)
+        return on_device + (disk + moved / (device.host_bandwidth or device.memory_bandwidth))
+    return on_device + (disk + offloaded / HOST_ADAM_RATE)
 
 
 # ----------------------------------------------------------------------------- pipelines
@@ -292,21 +283,21 @@ def _optimizer_seconds(case: Case, held: StageContents, rates: Rates) -> float:
 def pipeline_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) -> float:
     """Return the seconds of m micro-batches in a pipeline.
 
-    Apart from filling and draining, each micro-batch takes the slowest rank's time. With ``STEADY``
-    schedules, filling and draining take the time of one chunk on each other rank.
+    Apart from filling and draining, each micro-batch takes the slowest rank's time. With
+    ``STEADY_SCHEDULES``, filling and draining take the time of one chunk on each other rank.
 
     Args:
         v: chunks per rank.
         ranks: seconds of a micro-batch's forward and backward over all chunks of each rank.
     """
-    p, slowest, whole = len(ranks), max(ranks), sum(ranks)
+    p, slowest, total = len(ranks), max(ranks), sum(ranks)
     if isinstance(schedule, STEADY_SCHEDULES):
-        passed = (whole - slowest) / v
-        return m * slowest + passed + _startup_idle(schedule, p, v, m) * whole / p
-    return m * slowest + idle_share(schedule, p, v, m) * whole / p
+        filling = (total - slowest) / v
+        return m * slowest + filling + _startup_idle(schedule, p, v, m) * total / p
+    return m * slowest + idle_micro_batches(schedule, p, v, m) * total / p
 
 
-def idle_share(schedule: Schedule, p: int, v: int, m: int) -> float:
+def idle_micro_batches(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return a rank's idle time with equal stages, in units of a micro-batch's time."""
     if p == 1:
         return 0.0
@@ -329,30 +320,30 @@ def _startup_idle(schedule: Schedule, p: int, v: int, m: int) -> float:
 @memoize(1024)
 def _simulated_idle(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return the simulated idle time of a table with at most ``4 * p`` micro-batches."""
-    short = min(m, 4 * p)
-    table = schedule_table(schedule, p, v, short)
-    return simulate(table, StageCosts(*(FORWARD_SHARE / v,) * 3)).makespan - short
+    simulated = min(m, 4 * p)
+    table = schedule_table(schedule, p, v, simulated)
+    return simulate(table, StageCosts(*(FORWARD_SHARE / v,) * 3)).makespan - simulated
 
 
 # ----------------------------------------------------------------------------- Muon
 
 
-def orthogonal_flops(decoder: Decoder, rule: Record) -> int:
+def newton_schulz_flops(decoder: Decoder, optimizer: Record) -> int:
     """Return the FLOPs of a step's Newton-Schulz iterations, each matrix computed once.
 
     With sides s <= l, an iteration has two products of s * s * l and one of s cubed.
     """
-    if not isinstance(rule, Muon):
+    if not isinstance(optimizer, Muon):
         return 0
     total = 0
     for weight in model_weights(decoder):
-        if rule.orthogonalises(weight.name, weight.shape):
+        if optimizer.orthogonalises(weight.name, weight.shape):
             short, long = sorted(weight.shape[-2:])
             total += prod(weight.shape[:-2]) * (2 * short * short * long + short**3)
-    return 2 * rule.ns_steps * total
+    return 2 * optimizer.ns_steps * total
 
 
-def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
+def newton_schulz_seconds(case: Case, stage: int, rates: Rates) -> float:
     """Return the seconds of Newton-Schulz on one rank of a pipeline stage.
 
     Data ranks divide the matrices; each tensor rank computes a matrix that tp cuts as a whole.
@@ -361,16 +352,15 @@ def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
     if not isinstance(rule, Muon):
         return 0.0
     peak, total = case.cluster.device.peak("bf16"), 0.0
-    for part, times in layers_and_norm(case.rank_contents[stage]):
-        for weight in part_weights(case.decoder, part) if times else ():
+    for part, copies in layers_and_norm(case.rank_contents[stage]):
+        for weight in part_weights(case.decoder, part) if copies else ():
             if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):
                 continue
             short, long = sorted(weight.shape[-2:])
-            matrices = times * prod(weight.shape[:-2]) / (case.sizes.ep if weight.is_expert else 1)
+            matrices = copies * prod(weight.shape[:-2]) / (case.sizes.ep if weight.is_expert else 1)
             matrices /= StateSharding.of(case).shards_and_replicas(weight.is_expert)[0]
-            products = (
-                Product(short, short, long, 2 * matrices),
-                Product(short, short, short, matrices),
-            )
-            total += sum(product_seconds(one, rates, peak, False) for one in products)
+            products = [
+                Product(short, short, *p) for p in ((long, 2 * matrices), (short, matrices))
+            ]
+            total += sum(product_seconds(product, rates, peak, False) for product in products)
     return rule.ns_steps * total

@@ -6,14 +6,15 @@ of a micro-batch; its gradients are summed once per step, or from ZeRO 2 on afte
 ``tests/traffic`` counts these bytes independently and compares them with those of real ranks.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, cast
+from itertools import chain
+from typing import Literal, NamedTuple
 
 from moefold.mesh.config import ORDERS
 from moefold.mesh.partition import aligned
 from moefold.model.config import Decoder
-from moefold.planner.case import Case, StageContents, equivalent_micro_batches
+from moefold.planner.case import Case, StageContents
 from moefold.planner.curves import Rates
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_state import (
@@ -29,8 +30,9 @@ from moefold.spec.codes import CodedWeight
 from moefold.spec.layer import Weight
 
 CopyGroup = Literal["dp_cp", "edp", "tp", "stages"]
+"""Ranks with copies of a weight: ``stages`` are those with the embedding table."""
 ONCE_HIDDEN_SHARE = 0.8
-"""Share of a micro-batch's pass behind which collectives of once per step can be hidden."""
+"""Share of a micro-batch's pass behind which collectives that run once per step can be hidden."""
 
 
 class Collective(NamedTuple):
@@ -48,9 +50,8 @@ class Collective(NamedTuple):
 
     def per_micro_batch(self, zero: int) -> bool:
         """Return whether a ZeRO stage runs it for each micro-batch, not once per step."""
-        return self.overlaps_with != "end" and zero >= (
-            2 if self.overlaps_with == "gradients" else 3
-        )
+        stage = 2 if self.overlaps_with == "gradients" else 3
+        return self.overlaps_with != "end" and zero >= stage
 
 
 class DataSeconds(NamedTuple):
@@ -68,34 +69,35 @@ class DataSeconds(NamedTuple):
 class CollectiveCounter:
     """Data-parallel collectives of a layout's ranks by their layers; equal parts are counted."""
 
-    def __init__(self, decoder: Decoder, split: StateSharding) -> None:
-        self.decoder, self.split = decoder, split
-        self._parts: dict[Part, PartCollectives] = {}
-        self._known: dict[StageContents, Counter[Collective]] = {}
+    def __init__(self, decoder: Decoder, sharding: StateSharding) -> None:
+        self.decoder, self.sharding = decoder, sharding
+        self._by_part: dict[Part, PartCollectives] = {}
+        self._by_content: dict[StageContents, Counter[Collective]] = {}
 
     def collectives(self, held: StageContents) -> Counter[Collective]:
         """Return the collectives of a rank and their numbers, per micro-batch for those that run in
         each. Those of groups of one rank send nothing. A cached object: do not modify.
         """
-        if held in self._known:
-            return self._known[held]
-        found, joined = Counter[Collective](), dict[tuple[CopyGroup, bool], float]()
-        for part, number, once in self.part_uses(held):
-            for one in part.buckets:
-                found[one] += number if one.per_micro_batch(self.split.zero) else once
+        if held in self._by_content:
+            return self._by_content[held]
+        counts, sums = Counter[Collective](), defaultdict[tuple[CopyGroup, bool], float](float)
+        for part, uses, copies in self.part_uses(held):
+            for bucket in part.buckets:
+                counts[bucket] += uses if bucket.per_micro_batch(self.sharding.zero) else copies
             for group, elements in part.all_reduced.items():
-                joined[group] = joined.get(group, 0.0) + once * elements
-        size = self.split.numbers.gradient_bytes
-        for group, elements in joined.items():
+                sums[group] += copies * elements
+        size = self.sharding.numbers.gradient_bytes
+        for group, elements in sums.items():
             if elements:
-                found[Collective(*group, "all_reduce", elements * size, "end")] += 1
-        self._known[held] = found
-        return found
+                counts[Collective(*group, "all_reduce", elements * size, "end")] += 1
+        self._by_content[held] = counts
+        return counts
 
     def trained_elements(self, held: StageContents) -> tuple[float, float]:
         """Return the trained elements in a rank's passes, and those that the rank updates."""
-        parts = [(once, part) for part, _, once in self.part_uses(held)]
-        return sum(n * one.trained for n, one in parts), sum(n * one.updated for n, one in parts)
+        parts = [(copies, part) for part, _, copies in self.part_uses(held)]
+        trained = sum(copies * part.trained for copies, part in parts)
+        return trained, sum(copies * part.updated for copies, part in parts)
 
     def part_uses(self, held: StageContents) -> Iterator[tuple["PartCollectives", int, int]]:
         """Yield parts, the number of uses of each in a micro-batch, and the number of such parts.
@@ -103,17 +105,17 @@ class CollectiveCounter:
         A tied table is also the head, and each multi-token layer looks up rows of it.
         """
         tied = self.decoder.tied
-        table = held.embedding + held.multi_token + (held.loss and tied)
-        parts: list[tuple[Part, int]] = [*layers_and_norm(held), ("embedding", table)]
-        parts.append(("head", int(held.loss and not tied)))
-        for part, number in parts:
-            if number:
-                if part not in self._parts:
-                    self._parts[part] = PartCollectives.of(self.decoder, part, self.split)
-                yield self._parts[part], number, 1 if part == "embedding" else number
+        lookups = held.embedding + held.multi_token + (held.loss and tied)
+        ends: list[tuple[Part, int]] = [("embedding", lookups), ("head", held.loss and not tied)]
+        for part, count in (*layers_and_norm(held), *ends):
+            if count:
+                if part not in self._by_part:
+                    self._by_part[part] = PartCollectives.of(self.decoder, part, self.sharding)
+                yield self._by_part[part], count, 1 if part == "embedding" else count
 
 
 collective_counter = memoize(1 << 10)(CollectiveCounter)
+"""Return the cached :class:`CollectiveCounter` of a model and a sharding."""
 
 
 class PartCollectives(NamedTuple):
@@ -121,63 +123,55 @@ class PartCollectives(NamedTuple):
 
     buckets: tuple[Collective, ...]
     all_reduced: dict[tuple[CopyGroup, bool], float]
-    """Gradient elements that are all-reduced together, by group: of unsharded copies, of parameters
-    that tp does not cut, and of a table on two stages."""
+    """Gradient elements that are all-reduced together, by group and ``across_shards``: of unsharded
+    copies, of parameters that tp does not cut, and of a table on two stages."""
     trained: float
     """Trained elements on a rank."""
     updated: float
     """Trained elements that the rank updates."""
 
     @classmethod
-    def of(cls, decoder: Decoder, part: Part, split: StateSharding) -> "PartCollectives":
+    def of(cls, decoder: Decoder, part: Part, sharding: StateSharding) -> "PartCollectives":
         """Return the collectives of a part."""
-        joined, trained, own = dict[tuple[CopyGroup, bool], float](), 0.0, 0.0
+        sums, trained, updated = defaultdict[tuple[CopyGroup, bool], float](float), 0.0, 0.0
         for weight in part_weights(decoder, part):
-            inner = split.shards_and_replicas(weight.is_expert)[0]
-            here = round(weight.local_elements(*split.tp_ep_etp)) * (not weight.frozen)
-            trained, own = trained + here, own + here / inner
-            kinds: dict[CopyGroup, float] = {
-                "edp" if weight.is_expert else "dp_cp": here * (inner == 1),
-                "tp": here / inner * (not weight.cuts),
-                "stages": here / inner * (part == "embedding"),
-            }
-            for kind, elements in kinds.items():
-                group = kind, kind in ("dp_cp", "edp")
-                joined[group] = joined.get(group, 0.0) + elements
-        return cls(tuple(_buckets(decoder, part, split)), joined, trained, own)
+            shards, _ = sharding.shards_and_replicas(weight.is_expert)
+            local = round(weight.local_elements(*sharding.tp_ep_etp)) * (not weight.frozen)
+            trained, updated = trained + local, updated + local / shards
+            sums["edp" if weight.is_expert else "dp_cp", True] += local * (shards == 1)
+            sums["tp", False] += local / shards * (not weight.cuts)
+            sums["stages", False] += local / shards * (part == "embedding")
+        return cls(tuple(_buckets(decoder, part, sharding)), sums, trained, updated)
 
 
-def _buckets(decoder: Decoder, part: Part, split: StateSharding) -> Iterator[Collective]:
+def _buckets(decoder: Decoder, part: Part, sharding: StateSharding) -> Iterator[Collective]:
     """Yield the collectives of a part's buckets."""
-    buckets = Counter[tuple[bool, bool, bool, float]]()
+    buckets, zero3 = Counter[tuple[bool, bool, bool, float]](), sharding.zero == 3
     for weight in part_weights(decoder, part):
-        if split.shards_and_replicas(weight.is_expert)[0] > 1 and (
-            split.zero == 3 or not weight.frozen
-        ):
-            elements = aligned(round(weight.local_elements(*split.tp_ep_etp)))
-            buckets[weight.is_expert, weight.frozen, *_gather_format(weight, split)] += elements
+        shards, _ = sharding.shards_and_replicas(weight.is_expert)
+        if shards > 1 and (zero3 or not weight.frozen):
+            elements = aligned(round(weight.local_elements(*sharding.tp_ep_etp)))
+            buckets[weight.is_expert, weight.frozen, *_gather_format(weight, sharding)] += elements
     for (expert, frozen, _, width), elements in buckets.items():
-        (inner, outer), kind = (
-            split.shards_and_replicas(expert),
-            cast("CopyGroup", "edp" if expert else "dp_cp"),
-        )
-        length = aligned(-(-elements // inner))
-        whole = length * inner
-        ends = split.zero == 3 and part in ("embedding", "head")
-        way = "between" if ends else "forward"
-        yield Collective(kind, False, "all_gather", whole * width, way)
-        if split.zero == 3 and not ends:
-            yield Collective(kind, False, "all_gather", whole * width, "backward")
+        shards, replicas = sharding.shards_and_replicas(expert)
+        group: CopyGroup = "edp" if expert else "dp_cp"
+        shard = aligned(-(-elements // shards))
+        bucket = shard * shards
+        ends = zero3 and part in ("embedding", "head")
+        overlap = "between" if ends else "forward"
+        yield Collective(group, False, "all_gather", bucket * width, overlap)
+        if zero3 and not ends:
+            yield Collective(group, False, "all_gather", bucket * width, "backward")
         if not frozen:
-            size = split.numbers.gradient_bytes
-            yield Collective(kind, False, "reduce_scatter", whole * size, "gradients")
-            if outer > 1:
-                yield Collective(kind, True, "all_reduce", length * size, "end")
+            size = sharding.numbers.gradient_bytes
+            yield Collective(group, False, "reduce_scatter", bucket * size, "gradients")
+            if replicas > 1:
+                yield Collective(group, True, "all_reduce", shard * size, "end")
 
 
-def _gather_format(weight: Weight, split: StateSharding) -> tuple[bool, float]:
+def _gather_format(weight: Weight, sharding: StateSharding) -> tuple[bool, float]:
     """Return whether a weight is gathered as codes, and the bytes per element."""
-    numbers = split.numbers
+    numbers = sharding.numbers
     wide, narrow = numbers.master_bytes, numbers.weight_bytes or numbers.master_bytes
     codes = GATHERED_CODE_BYTES.get(weight.recipe.kind) if isinstance(weight, CodedWeight) else None
     if codes is not None:
@@ -187,41 +181,38 @@ def _gather_format(weight: Weight, split: StateSharding) -> tuple[bool, float]:
     return False, wide if weight.is_master_matrix or len(weight.shape) < 2 else narrow
 
 
-def collective_reach(case: Case, one: Collective) -> GroupReach:
+def collective_reach(case: Case, collective: Collective) -> GroupReach:
     """Return the distribution of a collective's group over domains."""
     sizes, folding, cluster = case.sizes, case.folding, case.cluster
-    if one.group == "tp":
+    if collective.group == "tp":
         return strided_reach(cluster, sizes.tp, 1)
-    if one.group == "stages":  # stages that hold the embedding table
+    if collective.group == "stages":
         tied, stages = case.decoder.tied, enumerate(case.rank_contents)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
         return listed_reach(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
-    inner, outer = StateSharding.of(case).shards_and_replicas(one.group == "edp")
+    expert, across = collective.group == "edp", collective.across_shards
+    shards, replicas = StateSharding.of(case).shards_and_replicas(expert)
     if case.order != ORDERS[0]:  # pipeline ranks lie between data ranks
-        ranks = folding.group(one.group, 0)
-        return listed_reach(cluster, ranks[::inner] if one.across_shards else ranks[:inner])
-    stride = sizes.ep * sizes.etp if one.group == "edp" else sizes.tp
-    return strided_reach(
-        cluster, *((outer, stride * inner) if one.across_shards else (inner, stride))
-    )
+        ranks = folding.group(collective.group, 0)
+        return listed_reach(cluster, ranks[::shards] if across else ranks[:shards])
+    stride = sizes.ep * sizes.etp if expert else sizes.tp
+    return strided_reach(cluster, *((replicas, stride * shards) if across else (shards, stride)))
 
 
 def collective_seconds(case: Case, held: StageContents, rates: Rates) -> DataSeconds:
     """Return the seconds of a rank's collectives over copies."""
-    found: dict[str, float] = dict.fromkeys(DataSeconds._fields, 0.0)
-    for one, number in (
-        collective_counter(case.decoder, StateSharding.of(case)).collectives(held).items()
-    ):
-        ways = 2 if one.op == "all_reduce" else 1
-        group = collective_reach(case, one)
-        found[one.overlaps_with] += (
-            number * ways * ring_seconds(one.bytes, group, case.cluster, rates)
-        )
-    return DataSeconds(**found)
+    seconds: dict[str, float] = dict.fromkeys(DataSeconds._fields, 0.0)
+    counter = collective_counter(case.decoder, StateSharding.of(case))
+    for collective, count in counter.collectives(held).items():
+        group, runs = collective_reach(case, collective), count
+        runs *= 2 if collective.op == "all_reduce" else 1
+        ring = ring_seconds(collective.bytes, group, case.cluster, rates)
+        seconds[collective.overlaps_with] += runs * ring
+    return DataSeconds(**seconds)
 
 
 def exposed_seconds(
-    case: Case, work: DataSeconds, held: StageContents, passes: tuple[float, float], rates: Rates
+    case: Case, data: DataSeconds, held: StageContents, passes: tuple[float, float], rates: Rates
 ) -> tuple[float, float]:
     """Return exposed and hidden seconds of a step's collectives over copies.
 
@@ -230,40 +221,38 @@ def exposed_seconds(
     gradients are complete together, when no compute of their chunk is left to overlap with.
 
     Args:
-        work: seconds of collectives.
+        data: seconds of collectives.
         held: layers of the rank.
         passes: seconds of a micro-batch's forward and backward on the rank.
     """
     zero, v = case.memory_policy.zero, case.sizes.vpp
-    gathers, sums = _runs_per_step(zero, case.num_micro_batches)
+    gathers, reductions = _runs_per_step(zero, case.num_micro_batches)
     once, each = ONCE_HIDDEN_SHARE, rates.hidden_shards
     layers = held.num_layers + held.multi_token
     ahead = 1 - min(1.0, v / max(layers, 1)) if zero == 3 else 1.0
     if case.software.cuda_graphs == "full":
         ahead = 0.0  # a step in one graph begins when all weights are gathered
-    schedule, pp = case.schedule, case.sizes.pp
-    lines = peak_candidates(
-        schedule, pp, v, equivalent_micro_batches(schedule, pp, case.num_micro_batches)
-    )
-    waits = schedule.overlaps_passes or any(step.kind == "W" for line in lines for step in line)
-    going = 1.0 if not waits else 1 - 1 / v if sums == 1 else 0.0
-    free = (each if zero == 3 else once) * passes[0], (each if zero > 1 else once) * passes[1]
-    hidden = gathers * min(ahead * work.forward, free[0])
-    hidden += sums * min(ahead * work.backward + going * work.gradients, free[1])
-    sent = (
-        gathers * (work.forward + work.backward + work.between) + sums * work.gradients + work.end
-    )
-    return sent - hidden, hidden
+    actions = chain.from_iterable(peak_candidates(case))
+    defers = case.schedule.overlaps_passes or any(action.kind == "W" for action in actions)
+    during = 1.0 if not defers else 1 - 1 / v if reductions == 1 else 0.0
+    forward, backward = passes
+    forward *= each if zero == 3 else once
+    backward *= each if zero > 1 else once
+    hidden = gathers * min(ahead * data.forward, forward)
+    hidden += reductions * min(ahead * data.backward + during * data.gradients, backward)
+    total = gathers * (data.forward + data.backward + data.between) + reductions * data.gradients
+    total += data.end
+    return total - hidden, hidden
 
 
 def min_exposed_seconds(
-    work: DataSeconds, zero: int, m: int, seconds: float, rates: Rates
+    data: DataSeconds, zero: int, m: int, seconds: float, rates: Rates
 ) -> float:
     """Return a lower bound of the exposed seconds; a micro-batch computes for ``seconds``."""
-    gathers, sums = _runs_per_step(zero, m)
-    moved = gathers * (work.forward + work.backward) + sums * work.gradients
-    free = max(gathers, sums) * max(ONCE_HIDDEN_SHARE, rates.hidden_shards) * seconds
-    return gathers * work.between + work.end + max(0.0, moved - free)
+    gathers, reductions = _runs_per_step(zero, m)
+    total = gathers * (data.forward + data.backward) + reductions * data.gradients
+    hiding = max(gathers, reductions) * max(ONCE_HIDDEN_SHARE, rates.hidden_shards) * seconds
+    return gathers * data.between + data.end + max(0.0, total - hiding)
 
 
 def _runs_per_step(zero: int, m: int) -> tuple[int, int]:

@@ -1,8 +1,6 @@
 """Seconds of one layer and one micro-batch on one rank, by part: the work of ``time_work`` at the
-rates of ``curves``, and the layer's collectives by ``network``.
-
-Results are cached for all layouts: halves of a layer by their own shapes, whole layers by all
-inputs.
+rates of ``curves``, and the layer's collectives by ``network``. Results are cached for all layouts:
+halves of a layer by their own shapes, whole layers by all inputs.
 """
 
 from collections.abc import Mapping
@@ -58,7 +56,7 @@ TIME_PART = {"attention": "attention", "mla_up": "attention", "core": "attention
 """Part of the time by part of the work."""
 CAPTURED = frozenset(("norms", "attention", "mla_up", "core", "router", "shared", "latent", "ffn"))
 """Parts of the work in partial CUDA graphs: all but dispatch, experts and combine."""
-GRAPH_PARTS: dict[str, frozenset[str]] = {
+CAPTURED_WORK: dict[str, frozenset[str]] = {
     "partial": CAPTURED, "experts": CAPTURED | {"experts", "moe_act"}
 }  # fmt: skip
 """Parts of the work in graphs of parts of blocks; each has one launch."""
@@ -122,16 +120,13 @@ def build_setting(
     Args:
         given: constants of devices and software; default is those of the package.
     """
-    given, device, graphs = given or constants(), cluster.device, software.cuda_graphs
-    fused = graphs == "full" and software.stack != "moefold"
-    known = (
-        device.name, software.stack, software.release[:5], dict(device.rates).get(recipe, ())
-    )  # fmt: skip
+    given, device, stack = given or constants(), cluster.device, software.stack
+    fused = software.cuda_graphs == "full" and stack != "moefold"
+    key = device.name, stack, software.release[:5], dict(device.rates).get(recipe, ())
     return _setting(
-        cluster, given.rates(*known), given.uncertainty(*known), recipe, narrowed, graphs,
-        software.host_speed, given.values["common.fused"] if fused else 1.0,
-        software.overlaps.tp, software.loss_chunk if software.stack == "moefold" else None,
-        software.stack,
+        cluster, given.rates(*key), given.uncertainty(*key), recipe, narrowed,
+        software.cuda_graphs, software.host_speed, given.values["common.fused"] if fused else 1.0,
+        software.overlaps.tp, software.loss_chunk if stack == "moefold" else None, stack,
     )  # fmt: skip
 
 
@@ -158,15 +153,15 @@ class WorkTime:
         self.forward[name] = self.forward.get(name, 0.0) + forward
         self.backward[name] = self.backward.get(name, 0.0) + backward
 
-    def add(self, other: "WorkTime", times: float = 1.0) -> None:
-        """Add another time, multiplied by ``times``."""
-        for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
-            for name, seconds in theirs.items():
-                mine[name] = mine.get(name, 0.0) + seconds * times
-        self.host_forward += other.host_forward * times
-        self.host_backward += other.host_backward * times
-        self.weights += other.weights * times
-        self.experts += other.experts * times
+    def add(self, other: "WorkTime", count: float = 1.0) -> None:
+        """Add another time, multiplied by ``count``."""
+        for total, added in ((self.forward, other.forward), (self.backward, other.backward)):
+            for name, seconds in added.items():
+                total[name] = total.get(name, 0.0) + seconds * count
+        self.host_forward += other.host_forward * count
+        self.host_backward += other.host_backward * count
+        self.weights += other.weights * count
+        self.experts += other.experts * count
 
 
 @memoize(1 << 15)
@@ -174,30 +169,32 @@ def layer_time(
     block: Block, share: RankShare, setting: KernelSetting, policy: LayerPolicy
 ) -> WorkTime:
     """Return the time of a block with its exchanges: a cached object that must not be modified."""
-    plain, parts, once = _block_time(block, share, setting, policy.dispatch, policy.rows_per_hop)
+    inputs = block, share, setting
+    compute, parts, exchanges = _block_time(*inputs, policy.dispatch, policy.rows_per_hop)
     # Copies of rows received from other ranks are never recomputed, as nothing else stores them.
-    idle = {"permute"} if share.ep * share.etp > 1 else set[str]()
-    made = _add_recompute(plain, parts, policy.recompute - idle)
+    received = {"permute"} if share.ep * share.etp > 1 else set[str]()
+    time = _add_recompute(compute, parts, policy.recompute - received)
     if share.tp > 1:
-        made.add_part("tp", *tensor_seconds(block, share, setting, policy.recompute))
+        time.add_part("tp", *tensor_seconds(*inputs, policy.recompute))
     if share.cp > 1 and "core" in parts:
-        core = made.forward["attention"], made.backward["attention"]
+        attention = time.forward["attention"], time.backward["attention"]
         sent = _context_bytes(block.attention, share, setting.width)
-        ahead, back = context_seconds(sent, core, share, setting, policy.context)
-        again = ahead if policy.recompute & {"block", "attention"} else 0.0
-        made.add_part("cp", ahead, back + again)
+        forward, backward = context_seconds(sent, attention, share, setting, policy.context)
+        again = forward if policy.recompute & {"block", "attention"} else 0.0
+        time.add_part("cp", forward, backward + again)
     if policy.offload or policy.disk or policy.spill:
-        _add_offload(made, block, share, setting, policy)
+        _add_offload(time, *inputs, policy)
     if policy.pages:
         # Rows are copied to pages in forward, and back in backward.
-        wider = setting.width / BF16
-        moved = 2 * wider * offload_bytes((half_work(block.ffn, share),), frozenset({"experts"}))
+        rows = offload_bytes((half_work(block.ffn, share),), frozenset({"experts"}))
+        moved = 2 * (setting.width / BF16) * rows
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
-        made.add_part("memory", copying, copying)
+        time.add_part("memory", copying, copying)
     if policy.clones:
-        made.add_part("dispatch", *_clone_seconds(block, share, setting, policy.clones))
-    made.add_part("dispatch", once, once * (2 if policy.recompute & {"block", "moe"} else 1))
-    return made
+        time.add_part("dispatch", *_clone_seconds(*inputs, policy.clones))
+    runs = 2 if policy.recompute & {"block", "moe"} else 1
+    time.add_part("dispatch", exchanges, exchanges * runs)
+    return time
 
 
 @memoize(1 << 15)
@@ -205,33 +202,33 @@ def _block_time(
     block: Block, share: RankShare, setting: KernelSetting, dispatch: str, hops: tuple[int, ...]
 ) -> tuple[WorkTime, Mapping[str, WorkTime], float]:
     """Return a block's compute time without recompute, its parts, and the seconds of exchanges."""
-    present = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
+    num_norms = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
     parts: dict[str, WorkTime] = {}
-    for name, record in sublayers(block):
-        at = f"{record.prefix or name}."
-        frozen = frozenset(one.removeprefix(at) for one in block.frozen if one.startswith(at))
-        for part, made in _half_parts(record, share.of_half(record), setting, frozen).items():
-            parts.setdefault(part, WorkTime()).add(made)
-    parts |= _norm_parts(share.dense, present, setting)
-    sent, routing = 0.0, as_layer_spec(block.ffn).routing
+    for half, record in sublayers(block):
+        path = f"{record.prefix or half}."
+        frozen = frozenset(w.removeprefix(path) for w in block.frozen if w.startswith(path))
+        for part, time in _half_parts(record, share.of_half(record), setting, frozen).items():
+            parts.setdefault(part, WorkTime()).add(time)
+    parts |= _time_parts(norm_work(share.dense, num_norms), setting)
+    exchanges, routing = 0.0, as_layer_spec(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
         rows = dispatched_rows(routing, share, setting.width)
-        ways = [rows, rows]  # to the experts and back, and their gradients
+        inputs = share, setting, dispatch, hops
+        combine = dispatch_seconds(rows, *inputs)
         if setting.recipe in QUANTISE_BYTES and "rows" in setting.narrowed:
-            ways[0] = replace(rows, bytes=rows.bytes * CODED_ROW_BYTES / BF16)
-        sent = sum(dispatch_seconds(one, share, setting, dispatch, hops) for one in ways)
-    return _sum_parts(parts), parts, sent
+            rows = replace(rows, bytes=rows.bytes * CODED_ROW_BYTES / BF16)
+        exchanges = dispatch_seconds(rows, *inputs) + combine
+    return _sum_parts(parts), parts, exchanges
 
 
 def half_seconds(record: Record, share: RankShare, setting: KernelSetting) -> float:
     """Return device seconds of a half of a layer: one forward and one backward."""
-    return sum(
-        one.device_seconds for one in _half_parts(record, share.of_half(record), setting).values()
-    )
+    parts = _half_parts(record, share.of_half(record), setting)
+    return sum(part.device_seconds for part in parts.values())
 
 
 @memoize(1 << 12)
-def end_time(
+def head_or_join_time(
     vocab: int | None,
     share: RankShare,
     setting: KernelSetting,
@@ -241,34 +238,32 @@ def end_time(
     """Return the time of head and loss over a vocabulary or, without one, of the projection that
     joins a multi-token layer's inputs: a cached object. ``frozen``: the head is not trained.
     """
-    work = (
-        join_work(share) if vocab is None else head_work(vocab, share, setting.loss_chunk, frozen)
-    )
+    head = vocab is not None
+    work = head_work(vocab, share, setting.loss_chunk, frozen) if head else join_work(share)
     parts = _time_parts(work, setting)
     return _add_recompute(_sum_parts(parts), parts, policy.recompute)
 
 
 def _sum_parts(parts: Mapping[str, WorkTime]) -> WorkTime:
-    made = WorkTime()
-    for one in parts.values():
-        made.add(one)
-    return made
+    total = WorkTime()
+    for part in parts.values():
+        total.add(part)
+    return total
 
 
 def _add_recompute(
-    plain: WorkTime, parts: Mapping[str, WorkTime], recompute: frozenset[str]
+    time: WorkTime, parts: Mapping[str, WorkTime], recompute: frozenset[str]
 ) -> WorkTime:
     """Return a time that includes the parts of the work that backward recomputes."""
     shares = dict.fromkeys(parts, 1.0 if "block" in recompute else 0.0)
     for module in recompute:
         for name, share in RECOMPUTED_WORK.get(module, {module: 1}).items():
             shares[name] = max(shares.get(name, 0.0), share)
-    again = [(one, shares[name]) for name, one in parts.items() if shares[name]]
-    seconds = sum(share * sum(one.forward.values()) for one, share in again)
-    host = plain.host_backward + sum(share * one.host_forward for one, share in again)
-    backward = {**plain.backward, "recompute": seconds}
-    sizes = plain.weights, plain.experts
-    return WorkTime(dict(plain.forward), backward, plain.host_forward, host, *sizes)
+    repeated = [(part, shares[name]) for name, part in parts.items() if shares[name]]
+    seconds = sum(share * sum(part.forward.values()) for part, share in repeated)
+    host = time.host_backward + sum(share * part.host_forward for part, share in repeated)
+    backward = {**time.backward, "recompute": seconds}
+    return replace(time, forward=dict(time.forward), backward=backward, host_backward=host)
 
 
 @memoize(1 << 15)
@@ -276,11 +271,6 @@ def _half_parts(
     record: Record, share: RankShare, setting: KernelSetting, frozen: frozenset[str] = frozenset()
 ) -> dict[str, WorkTime]:
     return _time_parts(half_work(record, share, frozen), setting)
-
-
-@memoize(1 << 12)
-def _norm_parts(share: RankShare, number: int, setting: KernelSetting) -> dict[str, WorkTime]:
-    return _time_parts(norm_work(share, number), setting)
 
 
 def _time_parts(parts: Mapping[str, Work], setting: KernelSetting) -> dict[str, WorkTime]:
@@ -294,42 +284,34 @@ def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
         not work.bf16_only or (name == "head" and "head" in setting.narrowed)
     )
     trained = work.weights * work.trained_share
-    made = WorkTime(weights=trained, experts=trained if name == "experts" else 0.0)
-    made.add_part(TIME_PART.get(name, "memory"), *_matmul_seconds(work, setting, narrow))
+    time = WorkTime(weights=trained, experts=trained if name == "experts" else 0.0)
+    time.add_part(TIME_PART.get(name, "memory"), *_matmul_seconds(work, setting, narrow))
     scanned = work.scanned_bytes * rates.scan
-    wider = setting.width / BF16
     fused = setting.fused_quantise if name in ("permute", "moe_act") else 1.0
-    made.add_part(
-        "memory",
-        _moved_seconds(fused * wider * (work.moved + scanned), setting),
-        # Gradients of weights are added to an fp32 buffer.
-        _moved_seconds(
-            fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * trained, setting
-        ),
-    )
+    factor = fused * (setting.width / BF16)
+    forward = factor * (work.moved + scanned)
+    # Gradients of weights are added to an fp32 buffer.
+    backward = factor * (work.moved_backward + 2 * scanned) + 8.0 * trained
+    time.add_part("memory", _move_seconds(forward, setting), _move_seconds(backward, setting))
     if narrow:
         # With delayed scaling no pass over the values for their maximum is needed.
-        once = BF16 if "delayed" in setting.narrowed else 0
-        each = (QUANTISE_BYTES[setting.recipe] - once) * rates.quantise * setting.fused_quantise
-        inward, outward = work.quantised_elements
-        made.add_part(
-            "quantise",
-            _moved_seconds(each * inward, setting),
-            _moved_seconds(each * outward, setting),
-        )
+        unread = BF16 if "delayed" in setting.narrowed else 0
+        each = (QUANTISE_BYTES[setting.recipe] - unread) * rates.quantise * setting.fused_quantise
+        passes = (_move_seconds(each * count, setting) for count in work.quantised_elements)
+        time.add_part("quantise", *passes)
     kernels = work.launches
     if setting.recipe in QUANTISE_BYTES and not work.bf16_only:
-        kernels += NARROW_LAUNCHES * sum(one.count for one in work.products)
+        kernels += NARROW_LAUNCHES * sum(product.count for product in work.products)
     if name == "experts":
         kernels *= setting.fused_quantise
     launch = kernels * rates.kernel_s * rates.device
-    made.add_part("launch", launch, 2 * launch)
+    time.add_part("launch", launch, 2 * launch)
     if setting.graphs != "full":
-        held = name in GRAPH_PARTS.get(setting.graphs, ())
-        launches = 1.0 if held else kernels * rates.launches
-        made.host_forward = launches * rates.launch_s / setting.host_speed
-        made.host_backward = 2 * made.host_forward
-    return made
+        captured = name in CAPTURED_WORK.get(setting.graphs, ())
+        launches = 1.0 if captured else kernels * rates.launches
+        time.host_forward = launches * rates.launch_s / setting.host_speed
+        time.host_backward = 2 * time.host_forward
+    return time
 
 
 def _matmul_seconds(work: Work, setting: KernelSetting, narrow: bool) -> tuple[float, float]:
@@ -337,18 +319,19 @@ def _matmul_seconds(work: Work, setting: KernelSetting, narrow: bool) -> tuple[f
     rates, device = setting.rates, setting.cluster.device
     wide_peak = device.peak("fp32" if setting.recipe == "fp32" else "bf16")
     peak = device.peak(FORMAT_OF[setting.recipe]) if narrow else wide_peak
-    products = sum(product_seconds(one, rates, peak, narrow) for one in work.products)
-    forward, backward = products, (1 + work.trained_share) * products
-    faster = rates.narrow_attention if narrow and "attention" in setting.narrowed else 1.0
+    forward = sum(product_seconds(product, rates, peak, narrow) for product in work.products)
+    backward = (1 + work.trained_share) * forward
+    speedup = rates.narrow_attention if narrow and "attention" in setting.narrowed else 1.0
     for flops, length, dim in work.cores:
-        forward += attention_seconds(flops, length, dim, rates, wide_peak, False) / faster
+        forward += attention_seconds(flops, length, dim, rates, wide_peak, False) / speedup
         # Backward recomputes the scores: five products instead of two.
-        backward += attention_seconds(2.5 * flops, length, dim, rates, wide_peak, True) / faster
+        backward += attention_seconds(2.5 * flops, length, dim, rates, wide_peak, True) / speedup
     return forward, backward
 
 
-def _moved_seconds(count: float, setting: KernelSetting) -> float:
-    seconds = memory_seconds(count, setting.rates, setting.cluster.device.memory_bandwidth)
+def _move_seconds(size: float, setting: KernelSetting) -> float:
+    """Return the seconds in which element-wise kernels read and write ``size`` bytes."""
+    seconds = memory_seconds(size, setting.rates, setting.cluster.device.memory_bandwidth)
     return seconds * setting.rates.device
 
 
@@ -357,17 +340,17 @@ def dispatch_seconds(
     share: RankShare,
     setting: KernelSetting,
     dispatch: str,
-    hops: tuple[int, ...] = (),
+    rows_per_hop: tuple[int, ...] = (),
 ) -> float:
     """Return the seconds of one dispatch or combine, including the all-gather over etp.
 
-    ``hops`` are the rows of each exchange if room is stated; they are equal on all ranks.
+    ``rows_per_hop`` are the rows of each exchange if room is stated; they are equal on all ranks.
     """
     cluster, rates, copies = setting.cluster, setting.rates, rows.rows * rows.top_k
     group, loads = strided_reach(cluster, share.ep, share.etp), [share.load]
-    if hops:
-        dispatch, loads = "alltoall", [sent / copies for sent in hops]
-    seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, one) for one in loads)
+    if rows_per_hop:
+        dispatch, loads = "alltoall", [sent / copies for sent in rows_per_hop]
+    seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, load) for load in loads)
     if share.etp > 1:
         gathered = copies * rows.bytes * share.etp * loads[-1]
         seconds += ring_seconds(gathered, strided_reach(cluster, share.etp, 1), cluster, rates)
@@ -382,25 +365,26 @@ def tensor_seconds(
     Each half of a layer with products that tp cuts gathers their inputs, which are saved unless
     recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
     """
-    how = strided_reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
-    ahead, back, rows = 0.0, 0.0, ring_seconds(share.tokens * share.hidden * setting.width, *how)
+    group = strided_reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
+    scatter = ring_seconds(share.tokens * share.hidden * setting.width, *group)
     if setting.stack != "moefold":
         # Other stacks save a rank's own rows, and gather once more for weight gradients.
-        shown = rows * (0.5 if setting.overlap_tp else 1.0)
-        shown *= sum(spec.routing is None for _, spec in sublayers(block))
-        return 2 * shown, (3 + ("gather" in recompute)) * shown
+        exposed = scatter * (0.5 if setting.overlap_tp else 1.0)
+        exposed *= sum(spec.routing is None for _, spec in sublayers(block))
+        return 2 * exposed, (3 + ("gather" in recompute)) * exposed
+    forward = backward = 0.0
     for name, spec in sublayers(block):
-        gathered, again = _gathered_row_bytes(spec, share.hidden, share.tp, setting.width)
+        gathered, repeating = _gathered_row_bytes(spec, share.hidden, share.tp, setting.width)
         if not gathered:
             continue
-        read = ring_seconds(share.border_rows * gathered, *how)
-        ahead, back = ahead + read + rows, back + read + rows
-        if recompute & again:
-            back += read
+        gather = ring_seconds(share.border_rows * gathered, *group)
+        forward, backward = forward + gather + scatter, backward + gather + scatter
+        if recompute & repeating:
+            backward += gather
         # Recompute skips the reduce-scatter at the end of a block: backward does not read its sum.
         if "block" in recompute and (name != "ffn" or spec.routing is not None):
-            back += rows
-    return ahead, back
+            backward += scatter
+    return forward, backward
 
 
 @memoize(1 << 12)
@@ -410,9 +394,10 @@ def _gathered_row_bytes(
     """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
     gather them again.
     """
-    parts = [one for one in spec.saved(Shape(hidden, 1, tp, width=width)) if one.freed_by >= GATHER]
-    again = frozenset(("block", *(module for part in parts for module in part.freed_by)))
-    return sum(part.bytes for part in parts), again
+    saved = spec.saved(Shape(hidden, 1, tp, width=width))
+    gathered = [tensor for tensor in saved if tensor.freed_by >= GATHER]
+    modules = frozenset(("block",)).union(*(tensor.freed_by for tensor in gathered))
+    return sum(tensor.bytes for tensor in gathered), modules
 
 
 def _clone_seconds(
@@ -425,15 +410,15 @@ def _clone_seconds(
     spec = as_layer_spec(block.ffn)
     if spec.routing is None or share.ep == 1:
         return 0.0, 0.0
-    sizes = share.tp, share.ep, share.etp
-    here = sum(w.local_elements(*sizes) for w in spec.weights(share.hidden) if w.is_expert)
-    sent = here * (1 + slots * share.ep / spec.routing.experts)
-    how = strided_reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates, 1.0
-    once, back = (
-        exchange_seconds(DispatchRows(1.0, sent * size, 1), "alltoall", *how)
-        for size in (setting.width, setting.width + STATISTIC)
+    weights = (weight for weight in spec.weights(share.hidden) if weight.is_expert)
+    local = sum(weight.local_elements(share.tp, share.ep, share.etp) for weight in weights)
+    sent = local * (1 + slots * share.ep / spec.routing.experts)
+    group = strided_reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates
+    forward, backward = (
+        exchange_seconds(DispatchRows(1.0, sent * width, 1), "alltoall", *group, 1.0)
+        for width in (setting.width, setting.width + STATISTIC)
     )
-    return once, back
+    return forward, backward
 
 
 DISK_BANDWIDTH = 2e9
@@ -442,7 +427,7 @@ drives of 4 GB/s."""
 
 
 def _add_offload(
-    made: WorkTime, block: Block, share: RankShare, setting: KernelSetting, policy: LayerPolicy
+    time: WorkTime, block: Block, share: RankShare, setting: KernelSetting, policy: LayerPolicy
 ) -> None:
     """Add the cost of offloading to host and disk: memory traffic, and exposed transfers."""
     device = setting.cluster.device
@@ -456,10 +441,9 @@ def _add_offload(
         return
     # On a CPU host and device are one: a copy runs at memory bandwidth.
     rate = device.host_bandwidth or device.memory_bandwidth
-    for seconds in (made.forward, made.backward):
-        work = sum(seconds.values())
-        copying = max(moved / rate, disk / DISK_BANDWIDTH)
-        seconds["offload"] = max(0.0, copying - 0.8 * work)
+    transfer = max(moved / rate, disk / DISK_BANDWIDTH)
+    for seconds in (time.forward, time.backward):
+        seconds["offload"] = max(0.0, transfer - 0.8 * sum(seconds.values()))
         seconds["memory"] += memory_seconds(moved, setting.rates, device.memory_bandwidth)
 
 
@@ -477,13 +461,13 @@ def context_seconds(
 
     Args:
         sent: bytes of a rank's keys and values, and of its queries and outputs.
-        core: seconds of attention itself, forward and backward.
+        attention: seconds of attention itself, forward and backward.
     """
     cluster, rates, keys = setting.cluster, setting.rates, sent[0]
     if context.gathers:
         group = strided_reach(cluster, share.cp, share.tp)
-        once = ring_seconds(keys * share.cp, group, cluster, rates)
-        return once, once
+        gather = ring_seconds(keys * share.cp, group, cluster, rates)
+        return gather, gather
     heads = context.sharing_heads(share.cp)
     # Queries, keys and values in one exchange, outputs in another.
     group, rows = strided_reach(cluster, heads, share.tp), DispatchRows(1.0, sum(sent) / 2, 1)
@@ -493,22 +477,19 @@ def context_seconds(
         return exchanged, exchanged
     group, device = strided_reach(cluster, ranks, share.tp * heads), cluster.device
     rate = device.link_bandwidth if group.domains == 1 else device.nic_bandwidth
-    once = keys * (ranks - 1) / (rate * rates.nic)
-    ahead, back = (
-        max(once / ranks, once - attention[0]),
-        max(2 * once / ranks, 2 * once - attention[1]),
-    )
-    return exchanged + ahead, exchanged + back
+    ring = keys * (ranks - 1) / (rate * rates.nic)
+    forward = max(ring / ranks, ring - attention[0])
+    return exchanged + forward, exchanged + max(2 * ring / ranks, 2 * ring - attention[1])
 
 
 def _context_bytes(attention: Record, share: RankShare, width: int) -> tuple[float, float]:
     """Return the bytes of a rank's keys and values, and of its queries and outputs; 0 for layers
     without attention.
     """
-    each = share.tokens * width / share.tp
-    for one in as_layer_spec(attention).operations(share.hidden):
-        if isinstance(one.core, Attention):
-            return each * one.core.key_value_width, each * one.core.query_width
+    column = share.tokens * width / share.tp
+    for operation in as_layer_spec(attention).operations(share.hidden):
+        if isinstance(core := operation.core, Attention):
+            return column * core.key_value_width, column * core.query_width
     return 0.0, 0.0
 
 

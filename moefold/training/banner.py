@@ -23,7 +23,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
 from moefold.planner.plan import graph_bytes
-from moefold.planner.time import orthogonal_flops
+from moefold.planner.time import newton_schulz_flops
 from moefold.spec.decoder import model_weights
 from moefold.spec.layer import summary_of
 from moefold.spec.quantised import quantised_weight_names
@@ -217,7 +217,7 @@ def _execution(job: Trainer) -> Iterator[Row]:
     yield "attention", "scaled_dot_product_attention within each document"
     for index, (kind, text) in enumerate(job.optimizer.describe().items()):
         yield "" if index else "optimizer", f"{kind}: {text}"
-    extra = orthogonal_flops(job.decoder, job.run.optim)
+    extra = newton_schulz_flops(job.decoder, job.run.optim)
     if extra:
         step = tokens_per_step(job) * job.counts.flops_per_token(job.run.data.seq, causal=True)
         share = f"{100 * extra / step:.0f} % of the model's FLOP"

@@ -31,7 +31,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, NumberFormats
 from moefold.planner.hardware import Machine
 from moefold.planner.task import task_from_run
-from moefold.planner.time import estimate_time, orthogonal_seconds
+from moefold.planner.time import estimate_time, newton_schulz_seconds
 from moefold.planner.time_layer import build_setting
 from moefold.run import Run
 from moefold.schedule.config import OneFOneB
@@ -285,7 +285,7 @@ def planned_seconds(case: Case) -> list[float]:
     software, numbers, parts = case.software, case.number_formats, estimate_time(case).parts
     setting = build_setting(case.cluster, software, numbers.recipe, numbers.recipe_options)
     compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
-    update = orthogonal_seconds(case, 0, setting.rates)
+    update = newton_schulz_seconds(case, 0, setting.rates)
     return [
         compute + update, parts["memory"], parts["launch"], parts["optimizer"] - update, 1e-3
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from moefold.planner.curves import constants
 from moefold.planner.hardware import Machine, default_machine_file, parse_cluster
 from moefold.planner.memory import GPU_OVERHEADS, software_overheads
 from moefold.planner.task import task_from_run
-from moefold.planner.time import estimate_time, orthogonal_seconds
+from moefold.planner.time import estimate_time, newton_schulz_seconds
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
 
@@ -148,8 +148,8 @@ def test_orthogonal_updates_take_their_products_by_hand() -> None:
     for sides, count in [*((sides, 1) for sides in matrices), ((128, 128), 24)]:
         short, long = sorted(sides)
         flops += count * (4 * short * short * long + 2 * short**3)
-    assert orthogonal_seconds(one, 0, rates) == pytest.approx(2 * 5 * flops / 4e11)
-    assert orthogonal_seconds(case(optimizer=AdamW(lr=1e-3)), 0, rates) == 0
+    assert newton_schulz_seconds(one, 0, rates) == pytest.approx(2 * 5 * flops / 4e11)
+    assert newton_schulz_seconds(case(optimizer=AdamW(lr=1e-3)), 0, rates) == 0
 
 
 @pytest.mark.parametrize("bf16", [1.1e9, 4e11])

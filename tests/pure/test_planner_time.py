@@ -41,7 +41,13 @@ from moefold.planner.network import (
     strided_reach,
 )
 from moefold.planner.search_space import SCHEDULES
-from moefold.planner.time import PassTime, estimate_time, idle_share, model_flops, pipeline_seconds
+from moefold.planner.time import (
+    PassTime,
+    estimate_time,
+    idle_micro_batches,
+    model_flops,
+    pipeline_seconds,
+)
 from moefold.planner.time_layer import build_setting, layer_time
 from moefold.planner.time_work import LayerPolicy, RankShare, half_work
 from moefold.schedule.config import (
@@ -173,7 +179,11 @@ def test_a_schedule_without_a_closed_form_is_simulated():
 
     outside, known = Outside(), ZeroBubbleV()
     for m in (8, 9, 48):
-        assert idle_share(outside, 4, 2, m) == pytest.approx(idle_share(known, 4, 2, m)) != 0
+        assert (
+            idle_micro_batches(outside, 4, 2, m)
+            == pytest.approx(idle_micro_batches(known, 4, 2, m))
+            != 0
+        )
 
 
 TABLE_7 = {
