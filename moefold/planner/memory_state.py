@@ -206,7 +206,7 @@ class StateEstimator:
         """
         if not self.sharding.numbers.optimizer.elementwise:
             return self.rank_state(held).offloaded
-        parts = list(self._ends(held))
+        parts: list[Part] = [*self._ends(held)]
         parts += [part for part, count in layers_and_norm(held) for _ in range(min(count, 2))]
         units = (self.part_state(part).offloaded for part in parts)
         return sum(sorted(units)[-2:])
