@@ -138,10 +138,8 @@ def _cost(job: Trainer) -> Iterator[Row]:
     steps = max(0, job.last_step - job.step_number)
     bound = min_step_time(job)
     tokens = tokens_per_step(job)
-    yield (
-        "work",
-        f"{si(causal)}FLOP per token, forward and backward ({si(full)}FLOP with full attention)",
-    )
+    text = f"{si(causal)}FLOP per token, forward and backward ({si(full)}FLOP with full attention)"
+    yield "work", text
     parts = run.train.batch // run.train.micro_batch
     on_all = "" if job.world.size == 1 else f" on all {job.world.size} ranks"
     yield (
@@ -155,11 +153,8 @@ def _cost(job: Trainer) -> Iterator[Row]:
         f"at least {step_time(bound)} a step and {clock(steps * bound)} in total, if every matrix "
         f"product ran at the best measured rate{on_all}; a forecast follows after 3 steps",
     )
-    yield (
-        "memory",
-        f"{size(state_bytes(job))} of weights, gradients and optimizer state; "
-        "peak memory is measured after 3 steps",
-    )
+    memory = f"{size(state_bytes(job))} of weights, gradients and optimizer state"
+    yield "memory", f"{memory}; peak memory is measured after 3 steps"
 
 
 def _device(job: Trainer) -> str:
@@ -234,10 +229,8 @@ def _execution(job: Trainer) -> Iterator[Row]:
         yield "recompute", f"{kind} {modules}".strip()
     offload = job.run.layout.offload
     for destination, offload_part in ({} if offload is None else offload.destinations).items():
-        yield (
-            f"{'in' if destination == 'pages' else 'on'} {destination}",
-            f"{', '.join(offload_part.modules)} of {offload_part.share:.0%} of the layers",
-        )
+        where = f"{'in' if destination == 'pages' else 'on'} {destination}"
+        yield where, f"{', '.join(offload_part.modules)} of {offload_part.share:.0%} of the layers"
         if spill := getattr(offload_part, "spill", 0):
             yield "on host", f"pages of {spill:.0%} of the layers, until backward"
 

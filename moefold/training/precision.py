@@ -59,25 +59,27 @@ class PrecisionChoice:
             default: Precision = "bf16" if setting == "auto" else setting
             measured = matrix_rates(world.device, default, stored or default).items()
             return {
-                "held": stored,
-                "began": meta.get("precision"),
+                "stored": stored,
+                "initial": meta.get("precision"),
                 "rates": {name: rate.flops_per_s for name, rate in measured},
                 "sources": {name: rate.source for name, rate in measured},
             }
 
         facts = run_on_first(read_or_measure, world.on_host)
-        rates, stored = facts["rates"], facts["held"]
+        rates, stored = facts["rates"], facts["stored"]
         if stored is not None and setting in ("auto", stored):  # Stored run files name the format.
             precision, why = stored, "kept from the run's start"
         elif setting != "auto":
             precision, why = setting, "set explicitly"
         else:
             precision, why = faster_precision(rates), "auto"
-        initial = {"asked": setting, "flops_per_s": rates, "device": device_name(world.device)}
+        initial = facts["initial"] or {}
+        if not (initial or stored):
+            initial = {"asked": setting, "flops_per_s": rates, "device": device_name(world.device)}
         machine = MatrixRate(rates[precision], facts["sources"][precision])
-        choice = cls(precision, why, machine, rates, facts["began"] or ({} if stored else initial))
+        choice = cls(precision, why, machine, rates, initial)
         if memory is not None:
-            memory.format = {**facts, "held": precision, "began": choice.initial}
+            memory.format = {**facts, "stored": precision, "initial": choice.initial}
         if world.rank == 0 and not recovered:
             choice.warn()
         return choice

@@ -163,8 +163,8 @@ def adapter_changes(tensors: ModelTensors) -> tuple[list[str], np.ndarray]:
         squares.setdefault(layer, []).append((product_E, weight_E))
     layers = sorted(squares, key=int)
     shares: list[Tensor] = []
-    for held in map(squares.__getitem__, layers):
-        product_E, weight_E = (torch.stack(parts).sum(0) for parts in zip(*held, strict=True))
+    for pairs in map(squares.__getitem__, layers):
+        product_E, weight_E = (torch.stack(parts).sum(0) for parts in zip(*pairs, strict=True))
         shares.append((product_E / weight_E).sqrt())
     out = np.full((len(layers), max(map(len, shares), default=0)), np.nan)
     for row, share_E in zip(out, shares, strict=True):
