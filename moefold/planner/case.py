@@ -1,8 +1,8 @@
 """A case: all explicit inputs of a plan, and the quantities derived from them.
 
-These are derived by the code that training uses: ranks and groups by :class:`Folding`, parts of
-stages by :class:`Stages`, micro-batches in flight by the schedule's table. Equal layers of a stage
-are counted, so that a deep model costs no more to plan.
+The code that training uses derives them: ranks and groups by :class:`Folding`, parts of stages by
+:class:`Stages`, micro-batches in flight by the schedule's table. Equal layers of a stage are
+counted, so that a deep model costs no more to plan.
 """
 
 from collections import Counter
@@ -79,7 +79,7 @@ def bytes_per_activation(recipe: str) -> int:
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """What is sharded, recomputed or offloaded instead of being stored on the device."""
+    """What is sharded, recomputed or offloaded instead of being stored on each device."""
 
     zero: int = 1
     """ZeRO stage: 1 shards master weights and moments, 2 also gradients, 3 also weights."""
@@ -111,10 +111,8 @@ class MemoryPolicy:
         """Check stage, module names and shares."""
         if self.zero not in ZERO_STAGES:
             raise ValueError(f"zero {self.zero}: must be one of {ZERO_STAGES}")
-        for name, modules in (
-            ("recompute", self.recompute), ("offload", self.offload), ("disk", self.disk)
-        ):  # fmt: skip
-            unknown = sorted(modules - {*get_args(Module)})
+        for name in ("recompute", "offload", "disk"):
+            unknown = sorted(getattr(self, name) - {*get_args(Module)})
             if unknown:
                 raise ValueError(f"{name} {unknown}: must be among {', '.join(get_args(Module))}")
         for name in ("offload_share", "disk_share", "spill", "optimizer_offload"):
@@ -154,10 +152,11 @@ class StageContents(NamedTuple):
     """Parts of the model in one pipeline chunk, or in all chunks of a rank."""
 
     layers: tuple[tuple[int, int], ...] = ()
-    """Kinds of blocks, as numbered by :func:`kinds`, with the number of each."""
+    """Kinds of blocks, as numbered by :func:`distinct_blocks`, with the number of each."""
     multi_token: int = 0
     """Number of multi-token prediction layers among them, each with its own loss."""
     embedding: bool = False
+    """Whether it contains the embedding."""
     loss: bool = False
     """Whether it contains the last norm, the head and the loss."""
 
@@ -168,23 +167,20 @@ class StageContents(NamedTuple):
 
     @classmethod
     def from_parts(
-        cls, places: Iterable[StagePart], order: tuple[int, ...], main: int
+        cls, parts: Iterable[StagePart], order: tuple[int, ...], main: int
     ) -> "StageContents":
-        """Count places; ``order`` is the kind of each layer, the ``main`` layers first."""
-        layers: Counter[int] = Counter()
-        others: Counter[str] = Counter()
-        for place in places:
-            if place.kind == "layer":
-                layers[order[place.index]] += 1
-            elif place.kind == "multi_token":
-                layers[order[main + place.index]] += 1
-            others[place.kind] += 1
-        ends = others["embedding"] > 0, others["loss"] > 0
-        return cls(tuple(sorted(layers.items())), others["multi_token"], *ends)
+        """Count parts; ``order`` is the kind of each layer, the ``main`` layers first."""
+        layers, kinds = Counter[int](), Counter[str]()
+        for part in parts:
+            kinds[part.kind] += 1
+            if part.kind in ("layer", "multi_token"):
+                layers[order[part.index + (main if part.kind == "multi_token" else 0)]] += 1
+        ends = kinds["embedding"] > 0, kinds["loss"] > 0
+        return cls(tuple(sorted(layers.items())), kinds["multi_token"], *ends)
 
 
 class PipelineContents(NamedTuple):
-    """Parts of the model on each pipeline rank: places by chunk, counts by chunk and by rank."""
+    """Parts of the model on each pipeline rank by chunk, and their counts by chunk and by rank."""
 
     parts: tuple[tuple[tuple[StagePart, ...], ...], ...]
     chunks: tuple[tuple[StageContents, ...], ...]
@@ -210,13 +206,10 @@ def pipeline_contents(
     decoder: Decoder, stages: Stages, pp: int, way: StageMapping
 ) -> PipelineContents:
     """Return the parts of the model on each pipeline rank, by chunk and in total."""
-    places, given = stages.table(pp, way), (distinct_blocks(decoder)[1], layer_counts(decoder)[0])
-    chunks = tuple(
-        tuple(StageContents.from_parts(chunk, *given) for chunk in rank) for rank in places
-    )
-    return PipelineContents(
-        places, chunks, tuple(StageContents.from_parts(chain(*rank), *given) for rank in places)
-    )
+    parts, layers = stages.table(pp, way), (distinct_blocks(decoder)[1], layer_counts(decoder)[0])
+    chunks = tuple(tuple(StageContents.from_parts(c, *layers) for c in rank) for rank in parts)
+    ranks = tuple(StageContents.from_parts(chain(*rank), *layers) for rank in parts)
+    return PipelineContents(parts, chunks, ranks)
 
 
 MAX_LOAD_WITH_CLONES = (inf, 1.42, 1.07, 1.04, 1.005)
@@ -260,9 +253,9 @@ class Case:
 
     def __post_init__(self) -> None:
         """Check that a run could have these values."""
-        count = self.sizes.pp * self.sizes.vpp
-        if len(self.stages.letters) != count:
-            raise ValueError(f"{len(self.stages.letters)} stages, but pp * vpp is {count}")
+        num_stages = self.sizes.pp * self.sizes.vpp
+        if len(self.stages.letters) != num_stages:
+            raise ValueError(f"{len(self.stages.letters)} stages, but pp * vpp is {num_stages}")
         layers, ahead = layer_counts(self.decoder)
         if self.stages.layers != layers:
             raise ValueError(f"stages hold {self.stages.layers} layers, but the model has {layers}")
@@ -271,16 +264,16 @@ class Case:
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
             raise ValueError(f"batch {self.batch} must be a multiple of dp * micro_batch = {share}")
-        order = self.sizes.pp, self.sizes.vpp, self.num_micro_batches
-        if broken := list(self.schedule.violations(*order)):
-            said = "schedule {} with pp{} vpp{}, {} micro-batches on each data rank"
-            raise RunError(broken, source=said.format(self.schedule.name, *order))
+        shape = self.sizes.pp, self.sizes.vpp, self.num_micro_batches
+        if violations := list(self.schedule.violations(*shape)):
+            source = "schedule {} with pp{} vpp{}, {} micro-batches on each data rank"
+            raise RunError(violations, source=source.format(self.schedule.name, *shape))
         if self.load < 1:
             raise ValueError(f"load {self.load}: must be at least 1, the mean of all expert ranks")
         if not isinstance(self.context, Ring):
             heads = model_needs(self.decoder, self.seq).heads
-            for found in self.context.violations(self.sizes, heads):
-                raise ValueError(f"layout.context: {found.rule}")
+            for violation in self.context.violations(self.sizes, heads):
+                raise ValueError(f"layout.context: {violation.rule}")
 
     @property
     def world(self) -> int:
@@ -299,7 +292,7 @@ class Case:
 
     @property
     def fixed_dispatch(self) -> FixedShape | None:
-        """The dispatcher's record if its room is stated, else None."""
+        """The dispatcher's record with ``max_rows`` if it has fixed shapes, else None."""
         record = DISPATCH.kinds[self.dispatch]
         if self.max_rows is None or not issubclass(record, FixedShape):
             return None
@@ -364,10 +357,10 @@ def equivalent_micro_batches(schedule: Schedule, p: int, m: int) -> int:
     run the result. Only with all forwards first (GPipe) does the peak grow with m.
     """
     period = getattr(schedule, "group", None) or p
-    full = 3 * max(p, period)
-    if m <= full + period or isinstance(schedule, GPipe):
+    warm_up = 3 * max(p, period)
+    if m <= warm_up + period or isinstance(schedule, GPipe):
         return m
-    return full + (m - full) % period
+    return warm_up + (m - warm_up) % period
 
 
 def recompute_modules(record: Record | None) -> Modules:
@@ -391,13 +384,11 @@ def offload_fields(record: Offload | None) -> dict[str, Any]:
     """Return the fields of :class:`MemoryPolicy` for a run file's offloaded activations."""
     if record is None:
         return {}
-    found: dict[str, Any] = {"in_flight": record.in_flight}
-    for name, share, to in (
-        ("offload", "offload_share", record.host), ("disk", "disk_share", record.disk)
-    ):  # fmt: skip
-        if to is not None:
-            found |= {name: frozenset(to.modules), share: to.share}
-    if record.pages is not None:
-        pages = record.pages
-        found |= {"page": pages.page, "page_load": pages.load, "spill": pages.spill}
-    return found
+    fields: dict[str, Any] = {"in_flight": record.in_flight}
+    if record.host is not None:
+        fields |= {"offload": frozenset(record.host.modules), "offload_share": record.host.share}
+    if record.disk is not None:
+        fields |= {"disk": frozenset(record.disk.modules), "disk_share": record.disk.share}
+    if (pages := record.pages) is not None:
+        fields |= {"page": pages.page, "page_load": pages.load, "spill": pages.spill}
+    return fields

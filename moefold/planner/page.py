@@ -25,14 +25,14 @@ MAX_SPANS = 2600
 """Most actions of a drawn timeline; of longer steps the beginning is shown."""
 MAX_MOMENTS = 500
 SCALINGS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
-EXCHANGES = ("tp", "cp", "dispatch", "offload")
+EXCHANGE_PARTS = ("tp", "cp", "dispatch", "offload")
 
 
 def plan_json(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return a plan as JSON data. Times are in seconds, memory in GB."""
     task, best = plan.task, plan.best
     cluster, device, software = task.cluster, task.cluster.device, task.software
-    expected = plan.expected_goodput
+    goodput = plan.expected_goodput
     return {
         "run": task.name,
         "cluster": {
@@ -56,29 +56,27 @@ def plan_json(plan: Plan, tokens: float) -> dict[str, Any]:
         "given": _layout_json(plan.given) if plan.given else None,
         "given_problem": plan.given_problem,
         "best": _layout_json(best) if best else None,
-        "layouts": [_layout_json(one) for one in plan.layouts],
+        "layouts": list(map(_layout_json, plan.layouts)),
         "today": _layout_json(plan.trainable) if plan.trainable else None,
         "today_problem": plan.trainable_problem,
-        "same_format": [_layout_json(one) for one in plan.same_format],
-        "published": [_layout_json(one) for one in plan.published],
+        "same_format": list(map(_layout_json, plan.same_format)),
+        "published": list(map(_layout_json, plan.published)),
         "changes": [
             {
-                "what": change.description,
-                "faster": change.saved_share,
-                "saved_gb": change.saved_bytes / GB,
-                "fits": change.fits,
+                "what": change.description, "faster": change.saved_share,
+                "saved_gb": change.saved_bytes / GB, "fits": change.fits,
             }
             for change in plan.changes
         ],
         "run_file": plan.run_file,
         "goodput": {
-            "ettr": expected.ettr,
-            "save_every_s": finite_or_none(expected.save_interval_s),
-            "hours_between_failures": finite_or_none(expected.mtbf_s / 3600),
-            "lost": expected.lost_shares,
+            "ettr": goodput.ettr,
+            "save_every_s": finite_or_none(goodput.save_interval_s),
+            "hours_between_failures": finite_or_none(goodput.mtbf_s / 3600),
+            "lost": goodput.lost_shares,
             **vars(plan.faults),
         },
-        "whole_run": vars(plan.cost(best, tokens)) if best and expected.ettr else None,
+        "whole_run": vars(plan.cost(best, tokens)) if best and goodput.ettr else None,
     }  # fmt: skip
 
 
@@ -249,7 +247,7 @@ def _timeline(one: PlannedLayout) -> dict[str, Any]:
         short = case.num_micro_batches
     table = replace(case, batch=case.folding.dp * case.micro_batch * short).table
     slow = max(sum(span) for span in one.time.ranks)
-    sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGES) / case.num_micro_batches
+    sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGE_PARTS) / case.num_micro_batches
     homes = (one.time.ranks[table.rank_of(stage)] for stage in range(table.stages))
     costs = [StageCosts(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in homes]
     made = simulate(table, costs)

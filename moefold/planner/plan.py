@@ -18,8 +18,7 @@ from moefold.moe.dispatch.config import DISPATCH, FixedShape
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
 from moefold.planner.goodput import Faults, Goodput, Price, RunCost, goodput, run_cost
-from moefold.planner.hardware import Cluster, with_memory
-from moefold.planner.hardware import parse_cluster as cluster_of
+from moefold.planner.hardware import Cluster, parse_cluster, with_memory
 from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
 from moefold.planner.published import find_model, published_entries, published_model
 from moefold.planner.search import Search
@@ -76,26 +75,24 @@ class PlannedLayout:
     @property
     def policies(self) -> str:
         """What the layout does besides its sizes, in words."""
-        choice, keeping, sizes = self.choice, self.choice.memory_policy, self.choice.sizes
-        tier = "disk" if keeping.state_on_disk else "host"
-        again, away, disk = (
-            "+".join(sorted(modules))
-            for modules in (keeping.recompute, keeping.offload, keeping.disk)
-        )
-        said = {
-            f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {keeping.zero}": True,
+        choice, policy, sizes = self.choice, self.choice.memory_policy, self.choice.sizes
+        tier = "disk" if policy.state_on_disk else "host"
+        modules = policy.recompute, policy.offload, policy.disk
+        recomputed, offloaded, on_disk = ("+".join(sorted(names)) for names in modules)
+        applies = {
+            f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {policy.zero}": True,
             choice.schedule.name: sizes.pp > 1 or choice.schedule.overlaps_passes,
             choice.dispatch: sizes.ep * sizes.etp > 1,
             f"max_rows {choice.max_rows}": self.case.fixed_dispatch,
             f"clones {choice.clones}": choice.clones,
             f"graphs {choice.graphs}": choice.graphs != "none",
-            f"recompute {again}": again,
-            f"offload {away}": away,
-            f"{disk} on disk": disk,
-            f"optimizer on the {tier}": keeping.optimizer_offload,
-            f"updated by the {keeping.state_step}": keeping.state_step,
+            f"recompute {recomputed}": recomputed,
+            f"offload {offloaded}": offloaded,
+            f"{on_disk} on disk": on_disk,
+            f"optimizer on the {tier}": policy.optimizer_offload,
+            f"updated by the {policy.state_step}": policy.state_step,
         }
-        return ", ".join(words for words, there in said.items() if there)
+        return ", ".join(text for text, applicable in applies.items() if applicable)
 
     @property
     def step_time_s(self) -> float:
@@ -145,8 +142,8 @@ class PlannedLayout:
     @property
     def unsupported(self) -> tuple[str, ...]:
         """Features of the layout that training cannot execute yet, or only with another package."""
-        last = self.case.stages.letters[-1].count("m")
-        more = [] if self.case.multi_token == last else [SEPARATE_MULTI_TOKEN]
+        beside_loss = self.case.stages.letters[-1].count("m")
+        more = [] if self.case.multi_token == beside_loss else [SEPARATE_MULTI_TOKEN]
         if self.case.decoder.quantise is not None and self.quantised_rows is None:
             more.append(f"precision {self.choice.recipe}")
         return (*self.choice.unsupported, *untrained_kinds(self.case.decoder), *more)
@@ -252,41 +249,39 @@ def plan(
             number is not legal.
     """
     require_positive(batch=batch, seq=seq, load=load, memory_gb=memory_gb, top=top)
-    where = cluster_of(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(cluster, str):
+        cluster = parse_cluster(cluster)
     if memory_gb is not None:
-        where = replace(where, device=with_memory(where.device, round(memory_gb * GB)))
-    task, choice, made = _resolve_task(run, where, batch, seq, load, overrides)
-    given, given_problem = _given_layout(task, choice, made)
-    search, space = Search(task), full_space(task)
-    best = _search_layouts(search, space, top)
-    own = task.number_formats.recipe
-    formats = [] if {one.choice.recipe for one in best} == {own} else [own]
-    same = [
-        one for form in formats for one in _search_layouts(search, replace(space, recipes=(form,)))
-    ]
-    found, today_problem = _trainable_layout(search, made)
+        cluster = replace(cluster, device=with_memory(cluster.device, round(memory_gb * GB)))
+    task, choice, loaded = _resolve_task(run, cluster, batch, seq, load, overrides)
+    given, given_problem = _given_layout(task, choice, loaded)
+    search, space, recipe = Search(task), full_space(task), task.number_formats.recipe
+    layouts, same_format = _search_layouts(search, space, top), ()
+    if {layout.choice.recipe for layout in layouts} != {recipe}:
+        same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
+    trainable, trainable_problem = _trainable_layout(search, loaded)
     return Plan(
         task=task,
         given=given,
         given_problem=given_problem,
-        layouts=best,
-        trainable=found,
-        trainable_problem=today_problem,
-        same_format=tuple(same),
+        layouts=layouts,
+        trainable=trainable,
+        trainable_problem=trainable_problem,
+        same_format=same_format,
         published=tuple(_published_layouts(task)),
         faults=faults or Faults(),
         price=price or Price(),
-        run=made,
+        run=loaded,
     )
 
 
-def require_positive(**given: float | None) -> None:
+def require_positive(**numbers: float | None) -> None:
     """Check that all numbers other than None are finite and positive.
 
     Raises:
         ValueError: a number is not; the message has its name.
     """
-    for name, value in given.items():
+    for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} {value:g}: must be a finite number above 0")
 
@@ -305,35 +300,33 @@ def _resolve_task(
     if isinstance(run, Run) or Path(run).exists() or str(run) in recipes():
         if seq is not None:
             raise ValueError(f"seq {seq} is for published models; in a run override data.seq={seq}")
-        made = run if isinstance(run, Run) else load_run(run, overrides)
-        return *task_from_run(made, cluster, batch, load), made
-    known = find_model(str(run))
-    if known is None:
-        near = get_close_matches(str(run), [*published_entries(), *recipes()], 3, 0.4)
+        loaded = run if isinstance(run, Run) else load_run(run, overrides)
+        return *task_from_run(loaded, cluster, batch, load), loaded
+    name = find_model(str(run))
+    if name is None:
+        similar = get_close_matches(str(run), [*published_entries(), *recipes()], 3, 0.4)
         raise ValueError(
             f"{run} is not a run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
-            "published model" + (f"; similar names: {', '.join(near)}" if near else "")
+            "published model" + (f"; similar names: {', '.join(similar)}" if similar else "")
         )
     if overrides:
-        raise ValueError(f"{known} is a published model: it takes no override {overrides[0]}")
+        raise ValueError(f"{name} is a published model: it takes no override {overrides[0]}")
     if batch is None:
-        raise ValueError(f"{known} is a published model: it needs --batch (sequences per step)")
-    return (
-        task_from_model(published_model(known), cluster, batch, seq or DEFAULT_SEQ, load),
-        None,
-        None,
-    )
+        raise ValueError(f"{name} is a published model: it needs --batch (sequences per step)")
+    task = task_from_model(published_model(name), cluster, batch, seq or DEFAULT_SEQ, load)
+    return task, None, None
 
 
 def _given_layout(
     task: TrainingTask, choice: LayoutChoice | None, run: Run | None
 ) -> tuple[PlannedLayout | None, str]:
+    """Return the run's own layout, or None and why it cannot be planned."""
     if choice is None or run is None:
         return None, "a published model has no layout of its own"
     try:
         case = choice.build_case(task)
-        if broken := list(run.layout.world_violations(task.cluster.devices)):
-            raise RunError(broken, source="layout")
+        if violations := list(run.layout.world_violations(task.cluster.devices)):
+            raise RunError(violations, source="layout")
         return PlannedLayout(choice, case, "run"), ""
     except ValueError as error:
         return None, str(error)
@@ -346,14 +339,14 @@ def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | 
     task, refused = search.task, ""
     if task.untrained_kinds:
         return None, f"training does not support the model's {', '.join(task.untrained_kinds)}"
-    for one in search.iter_fitting(trainable_space(task)):
-        layout = PlannedLayout(one.choice, one.case, "search")
+    for found in search.iter_fitting(trainable_space(task)):
+        layout = PlannedLayout(found.choice, found.case, "search")
         if layout.unsupported:
             continue
-        broken = None if run is None else next(_run_violations(run, layout), None)
-        if broken is None:
+        violation = None if run is None else next(_run_violations(run, layout), None)
+        if violation is None:
             return layout, ""
-        refused = refused or f"{layout.layout}, breaks {dotted(broken.path)}: {broken.rule}"
+        refused = refused or f"{layout.layout}, breaks {dotted(violation.path)}: {violation.rule}"
     if refused:
         return None, f"the run's own rules refuse every layout that fits; the fastest, {refused}"
     return None, f"no layout that training supports fits in {task.number_formats.recipe}"
@@ -361,55 +354,61 @@ def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | 
 
 def _run_violations(run: Run, layout: PlannedLayout) -> Iterator[Violation]:
     """Yield the rules of a run that it breaks in a layout."""
-    said = _run_overrides(run, layout)
-    update: dict[str, Any] = {name: said["train"][name] for name in ("batch", "micro_batch")}
+    fragment, rows = _run_overrides(run, layout), {"rows": layout.quantised_rows}
+    train: dict[str, Any] = {name: fragment["train"][name] for name in ("batch", "micro_batch")}
     if run.train.quantise is not None:
-        update["quantise"] = run.train.quantise.model_copy(update={"rows": layout.quantised_rows})
-    placed = Layout.model_validate(to_dict(run.layout) | said["layout"])
-    update = {"layout": placed, "train": run.train.model_copy(update=update)}
+        train["quantise"] = run.train.quantise.model_copy(update=rows)
+    update = {
+        "layout": Layout.model_validate(to_dict(run.layout) | fragment["layout"]),
+        "train": run.train.model_copy(update=train),
+    }
     return run.model_copy(update=update).rules()
 
 
 def _run_overrides(run: Run, layout: PlannedLayout) -> dict[str, Any]:
     """Return a layout's fragment for merging over a run: what only the run sets is reset."""
-    said, own, usual = run_file_fragment(layout), to_dict(run.layout), to_dict(Layout())
-    for name, value in own.items():
-        mine = said["layout"].get(name)
-        if mine is None and name != "experts" and value != usual[name]:
-            said["layout"][name] = usual[name]
-        elif isinstance(mine, dict) and isinstance(value, dict) and "kind" in mine:
-            kept = value if value.get("kind") == mine["kind"] else {}
-            said["layout"][name] = dict.fromkeys(kept) | mine
-    return said
+    fragment, defaults = run_file_fragment(layout), to_dict(Layout())
+    fields = fragment["layout"]
+    for name, own in to_dict(run.layout).items():
+        planned = fields.get(name)
+        if planned is None and name != "experts" and own != defaults[name]:
+            fields[name] = defaults[name]
+        elif isinstance(planned, dict) and isinstance(own, dict) and "kind" in planned:
+            same_kind = own if own.get("kind") == planned["kind"] else {}
+            fields[name] = dict.fromkeys(same_kind) | planned
+    return fragment
 
 
 def _search_layouts(search: Search, space: SearchSpace, top: int = 1) -> tuple[PlannedLayout, ...]:
-    return tuple(PlannedLayout(one.choice, one.case, "search") for one in search.best(space, top))
+    """Return the fastest layouts of a space that fit."""
+    found = search.best(space, top)
+    return tuple(PlannedLayout(layout.choice, layout.case, "search") for layout in found)
 
 
 def _published_layouts(task: TrainingTask) -> list[PlannedLayout]:
     """Return published layouts of the model that are legal on the cluster, its device's first."""
-    name = find_model(task.name)
+    name, cluster = find_model(task.name), task.cluster
     rows = [row for row in published_layouts(name) if row.seq == task.seq] if name else []
-    here = task.cluster.device.name
 
-    def far(row: PublishedLayout) -> tuple[bool, float]:
-        ratio = row.devices / task.cluster.devices
-        return row.device != here, max(ratio, 1 / ratio)
+    def distance(row: PublishedLayout) -> tuple[bool, float]:
+        ratio = row.devices / cluster.devices
+        return row.device != cluster.device.name, max(ratio, 1 / ratio)
 
-    found, alone = [], replace(task, decoder=with_multi_token(task.decoder, ()))
-    for row in sorted(rows, key=far):
+    layouts, main_task = [], replace(task, decoder=with_multi_token(task.decoder, ()))
+    for row in sorted(rows, key=distance):
         choice = row.choice
-        if not task.multi_token and choice.stages and "m" in choice.stages.text:
-            bare = tuple(stage.replace("m", "") for stage in choice.stages.letters)
-            choice = replace(choice, stages=replace(choice.stages, letters=bare))
+        further = choice.stages is not None and "m" in choice.stages.text
+        if choice.stages and further and not task.multi_token:
+            letters = tuple(stage.replace("m", "") for stage in choice.stages.letters)
+            choice = replace(choice, stages=replace(choice.stages, letters=letters))
+            further = False
         try:
-            case = choice.build_case(task if choice.stages and "m" in choice.stages.text else alone)
+            case = choice.build_case(task if further else main_task)
         except ValueError:
             continue
-        told = f"{row.source} ({row.device} x {row.devices})"
-        found.append(PlannedLayout(choice, case, told, row.tflops_per_gpu))
-    return found[:3]
+        source = f"{row.source} ({row.device} x {row.devices})"
+        layouts.append(PlannedLayout(choice, case, source, row.tflops_per_gpu))
+    return layouts[:3]
 
 
 def graph_bytes(run: Run, world: int) -> list[float]:
@@ -418,7 +417,7 @@ def graph_bytes(run: Run, world: int) -> list[float]:
     Raises:
         ValueError: the planner does not know a record of the run.
     """
-    task, choice = task_from_run(run, cluster_of(f"h100x{world}"))
+    task, choice = task_from_run(run, parse_cluster(f"h100x{world}"))
     case = choice.build_case(task)
     return [stage_bytes(case, rank).state.graphs for rank in range(case.sizes.pp)]
 
@@ -431,46 +430,47 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
     """
     if layout.unsupported:
         raise ValueError(f"training does not support {', '.join(layout.unsupported)}")
-    choice, keeping = layout.choice, layout.choice.memory_policy
-    said: dict[str, Any] = {"sizes": choice.sizes.text}
+    case, choice, policy = layout.case, layout.choice, layout.choice.memory_policy
+    fields: dict[str, Any] = {"sizes": choice.sizes.text}
     if choice.stages is not None:
-        said["stages"] = choice.stages.text
+        fields["stages"] = choice.stages.text
     if choice.sizes.pp > 1 or choice.schedule.overlaps_passes:
-        said["schedule"] = {"kind": choice.schedule.name}
-    said["zero"] = keeping.zero
+        fields["schedule"] = {"kind": choice.schedule.name}
+    fields["zero"] = policy.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
-        each = choice.sizes.ep // layout.case.num_expert_domains
-        node = {"node": each} if choice.dispatch == "two_level" else {}
-        fixed = issubclass(DISPATCH.kinds[choice.dispatch], FixedShape)
-        room = {"max_rows": choice.max_rows} if fixed else {}
-        said["dispatch"] = {"kind": choice.dispatch, **node, **room}
+        fields["dispatch"] = {"kind": choice.dispatch}
+        if choice.dispatch == "two_level":
+            fields["dispatch"]["node"] = choice.sizes.ep // case.num_expert_domains
+        if issubclass(DISPATCH.kinds[choice.dispatch], FixedShape):
+            fields["dispatch"]["max_rows"] = choice.max_rows
     if choice.clones:
-        said["clones"] = {"slots": choice.clones}
+        fields["clones"] = {"slots": choice.clones}
     if choice.graphs != "none":
-        said["graphs"] = choice.graphs
-    if "block" in keeping.recompute:
-        said["recompute"] = {"kind": "full"}
-    elif again := keeping.recompute & model_needs(layout.case.decoder).recomputable(
+        fields["graphs"] = choice.graphs
+    if "block" in policy.recompute:
+        fields["recompute"] = {"kind": "full"}
+    elif modules := policy.recompute & model_needs(case.decoder).recomputable(
         choice.sizes.tp
     ):
-        said["recompute"] = {"kind": "selective", "modules": sorted(again)}
-    if keeping.state_step is not None:
-        at = {"at": "disk", "folder": "./scratch"} if keeping.state_on_disk else {"at": "host"}
-        said["state"] = {**at, "step": keeping.state_step, "share": keeping.optimizer_offload}
-    away = dict[str, Any]()
-    for name, modules, share, to in (
-        ("host", keeping.offload, keeping.offload_share, {}),
-        ("disk", keeping.disk, keeping.disk_share, {"folder": "./scratch"}),
+        fields["recompute"] = {"kind": "selective", "modules": sorted(modules)}
+    if policy.state_step is not None:
+        at = {"at": "disk", "folder": "./scratch"} if policy.state_on_disk else {"at": "host"}
+        fields["state"] = {**at, "step": policy.state_step, "share": policy.optimizer_offload}
+    offload = dict[str, Any]()
+    for target, modules, share, folder in (
+        ("host", policy.offload, policy.offload_share, {}),
+        ("disk", policy.disk, policy.disk_share, {"folder": "./scratch"}),
     ):
         if modules:
             part = {} if share == 1 else {"share": share}
-            away[name] = {"modules": sorted(modules), **to, **part}
-    if keeping.page:
-        away["pages"] = {"page": keeping.page, "load": keeping.page_load, "spill": keeping.spill}
-    said |= {"offload": away} if away else {}
-    train: dict[str, Any] = {"batch": layout.case.batch, "micro_batch": choice.micro_batch}
-    record = layout.case.decoder.quantise
+            offload[target] = {"modules": sorted(modules), **folder, **part}
+    if policy.page:
+        offload["pages"] = {"page": policy.page, "load": policy.page_load, "spill": policy.spill}
+    if offload:
+        fields["offload"] = offload
+    train: dict[str, Any] = {"batch": case.batch, "micro_batch": choice.micro_batch}
+    record = case.decoder.quantise
     train["precision"] = choice.recipe if record is None else "bf16"
     if record is not None:
         train["quantise"] = to_dict(record) | {"rows": layout.quantised_rows}
-    return {"train": train, "layout": said}
+    return {"train": train, "layout": fields}

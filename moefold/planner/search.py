@@ -3,14 +3,14 @@
 A layout is decided in four steps: the two grids with micro-batch and number format; the pipeline's
 depth with what is sharded, recomputed and offloaded; schedule and dispatcher; stages. Each step
 computes a lower bound of the seconds of a partial layout and drops what cannot fit; the partial
-layout with the lowest bound is extended next. So :func:`moefold.planner.time.estimate` and
+layout with the lowest bound is extended next. So :func:`planner.time.estimate_time` and
 ``planner.memory`` evaluate few of millions of layouts, and the first evaluated one that fits is the
 fastest.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice, product
 from typing import Any, NamedTuple
@@ -67,27 +67,26 @@ MEMORY_SLACK = 1.1
 """Memory of balanced stages over the limit at which stages of equal time are still tried."""
 
 RecomputeOffload = tuple[Modules, Modules]
-"""What is recomputed, and what is offloaded to the host."""
-NOTHING: RecomputeOffload = (frozenset(), frozenset())
+"""Modules that are recomputed, and modules whose activations are offloaded to the host."""
+NO_RECOMPUTE_OFFLOAD: RecomputeOffload = (frozenset(), frozenset())
 UNLIMITED_OVERLAP = MicroBatchTime(1e9, 1e9, {}, 0.0)
 """A micro-batch long enough to hide all communication that can overlap with compute."""
-_HeapEntry = tuple[float, int, int, Any]
-"""A partial layout: bound of its seconds, a tie breaker, index of the next step, and the layout."""
 
 
 @dataclass(frozen=True)
 class FoundLayout:
-    """A layout that fits."""
+    """A layout that fits in memory."""
 
     choice: LayoutChoice
     case: Case = field(repr=False)
     seconds: float
+    """Planned seconds of a step."""
     peak_bytes: float
-    """Memory of the fullest rank."""
+    """Peak memory of the fullest rank."""
 
 
 class Grids(NamedTuple):
-    """Inputs of a micro-batch's work except dispatcher, recompute and offload."""
+    """Format, micro-batch and the sizes of both grids without pipeline."""
 
     recipe: Recipe
     micro_batch: int
@@ -97,19 +96,20 @@ class Grids(NamedTuple):
     etp: int = 1
 
     def sizes(self, pp: int, vpp: int = 1) -> Sizes:
-        """Return the sizes with a pipeline, without checks, as the search tries only legal ones."""
+        """Return the sizes with a pipeline; unchecked, as the search tries only legal ones."""
         tp, cp, ep, etp = self[2:]
         return Sizes.model_construct(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
 
 
 class PipelineDepth(NamedTuple):
-    """Grids in a pipeline of some depth, with alternatives of recompute and offload."""
+    """Grids with a pipeline's depth, sharding, and alternatives of recompute and offload."""
 
     grids: Grids
     pp: int
     num_micro_batches: int
     """Micro-batches per data rank."""
     zero: int
+    """ZeRO stage."""
     host_share: float
     """Share of optimizer state on the host."""
     alternatives: tuple[RecomputeOffload, ...]
@@ -120,23 +120,25 @@ class Search:
     """Searches of one task, with a common cache."""
 
     def __init__(self, task: TrainingTask) -> None:
+        """Count the task's layers, and separate routed experts from the rest of their layers."""
         self.task, self.foldings = task, Foldings.for_task(task)
         blocks, order = distinct_blocks(task.decoder)
         layers = Counter(order)
         self.most_common = layers.most_common(1)[0]
         """The most common kind of layer, and its number."""
         self.all_layers = StageContents(tuple(sorted(layers.items())), task.multi_token, True, True)
-        self.blocks = [(blocks[kind], number) for kind, number in layers.items()]
+        self.block_counts = [(blocks[kind], number) for kind, number in layers.items()]
         """The kinds of layers with their numbers, multi-token ones included."""
-        routed = [(one, number) for one, number in self.blocks if has_routing(one.ffn)]
+        routed = [(block, n) for block, n in self.block_counts if has_routing(block.ffn)]
         # The time of shared experts depends on the attention grid, that of routed ones on theirs.
-        self.mixtures = [
-            (one.ffn, one.ffn.model_copy(update={"shared": None}), number) for one, number in routed
-        ]
-        self.dense = [(make_block(one.attention, AbsentLayer()), number) for one, number in routed]
-        self.routed = [(one, *bare) for (one, _), bare in zip(routed, self.dense, strict=True)]
-        self.dense += [(one, number) for one, number in self.blocks if not has_routing(one.ffn)]
-        self.parameters = sum(weight.elements for weight in model_weights(task.decoder))
+        self.moe_ffns = [(b.ffn, b.ffn.model_copy(update={"shared": None}), n) for b, n in routed]
+        """MoE feed-forwards with shared experts and without, and their numbers."""
+        bare = [(make_block(block.attention, AbsentLayer()), n) for block, n in routed]
+        self.moe_blocks = [(block, *rest) for (block, _), rest in zip(routed, bare, strict=True)]
+        """MoE blocks, these without a feed-forward, and their numbers."""
+        dense = [(block, n) for block, n in self.block_counts if not has_routing(block.ffn)]
+        self.dense_blocks = bare + dense
+        self.num_parameters = sum(weight.elements for weight in model_weights(task.decoder))
         self._cache: dict[Any, Any] = {}
 
     def best(self, space: SearchSpace, top: int = 5) -> list[FoundLayout]:
@@ -150,134 +152,129 @@ class Search:
 
     def iter_fitting(self, space: SearchSpace) -> Iterator[FoundLayout]:
         """Yield the layouts of a space that fit, one per folding, the fastest first."""
-        room = self.task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
-        found = set[tuple[int, ...]]()
+        limit = self.task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
         steps = (self.depths, self.schedules, self.stages)
-        heap: list[_HeapEntry] = []
-        tie = count()
-
-        def push(items: Iterator[tuple[float, int, Any]]) -> None:
-            for bound, step, item in items:
-                heapq.heappush(heap, (bound, next(tie), step, item))
-
-        push(self.grids(space))
-        while heap:
-            bound, _, step, item = heapq.heappop(heap)
-            if step >= 2 and item.folding_sizes in found:
+        yielded, tie_breaker = set[tuple[int, ...]](), count()
+        # Partial layouts: lower bound of seconds, tie breaker, index of the next step, layout.
+        heap: list[tuple[float, int, int, Any]] = []
+        extended: Iterable[tuple[float, int, Any]] = self.grids(space)
+        while True:
+            for bound, step, layout in extended:
+                heapq.heappush(heap, (bound, next(tie_breaker), step, layout))
+            if not heap:
+                return
+            bound, _, step, layout = heapq.heappop(heap)
+            extended = ()
+            if step >= 2 and layout.folding_sizes in yielded:
                 continue
             if step < len(steps):
-                push(steps[step](space, item, room))
+                extended = steps[step](space, layout, limit)
                 continue
-            case = item.build_case(self.task)
-            needed = peak_within(case, room)
-            if needed is not None:
-                found.add(item.folding_sizes)
-                yield FoundLayout(item, case, bound, needed)
+            case = layout.build_case(self.task)
+            peak = peak_within(case, limit)
+            if peak is not None:
+                yielded.add(layout.folding_sizes)
+                yield FoundLayout(layout, case, bound, peak)
 
     # --------------------------------------------------------------------------- steps
 
     def grids(self, space: SearchSpace) -> Iterator[tuple[float, int, Grids]]:
         """Yield every format, micro-batch and pair of grids, with a lower bound of step time."""
         foldings = self.foldings
-        for recipe, size, (tp, cp) in product(
+        for recipe, micro_batch, (tp, cp) in product(
             space.recipes, space.micro_batches, foldings.attention_grids
         ):
-            attention = Grids(recipe, size, tp, cp)
+            attention = Grids(recipe, micro_batch, tp, cp)
             if not any(self.num_micro_batches(attention, pp) for pp in foldings.pp):
                 continue
-            # Runs of a rank's share of layers times that share, which does not depend on pp.
-            turns = self.task.batch * tp * cp / (foldings.world * size)
+            # A rank's micro-batches times its share of the layers, which does not depend on pp.
+            passes = self.task.batch * tp * cp / (foldings.world * micro_batch)
             dense, experts = self._dense_seconds(attention), self._expert_seconds(space, attention)
             for ep, etp in foldings.expert_grids(tp, cp):
-                bound = (dense + experts[ep, etp]) * turns + self._fixed_seconds(attention, 0.0)
-                yield bound, 0, Grids(recipe, size, tp, cp, ep, etp)
+                bound = (dense + experts[ep, etp]) * passes + self._fixed_seconds(attention, 0.0)
+                yield bound, 0, Grids(recipe, micro_batch, tp, cp, ep, etp)
 
     def depths(
-        self, space: SearchSpace, grids: Grids, room: float
+        self, space: SearchSpace, grids: Grids, limit: float
     ) -> Iterator[tuple[float, int, PipelineDepth]]:
         """Yield every pipeline depth with the recompute and offload choices that could fit."""
         software = software_overheads(self.task.cluster.device)
         options = self._recompute_options(space, grids)
-        tensors = (room - software.context) / (1 + software.fragmentation)
+        tensor_limit = (limit - software.context) / (1 + software.fragmentation)
         for pp in self.foldings.pipeline_sizes(grids.tp, grids.cp, grids.ep, grids.etp):
             m = self.num_micro_batches(grids, pp)
-            for zero, on_host in space.zero_and_host_shares(pp) if m else ():
-                left = tensors * pp - self._state_bytes(grids, pp, m, zero, on_host)
-                kept = tuple(one for one, size in options if size * min(m, pp) <= left)
-                if kept:
-                    depth = PipelineDepth(grids, pp, m, zero, on_host, kept)
+            for zero, host_share in space.zero_and_host_shares(pp) if m else ():
+                free = tensor_limit * pp - self._state_bytes(grids, pp, m, zero, host_share)
+                fitting = tuple(option for option, size in options if size * min(m, pp) <= free)
+                if fitting:
+                    depth = PipelineDepth(grids, pp, m, zero, host_share, fitting)
                     yield self.lower_bound(space, depth), 1, depth
 
     def schedules(
-        self, space: SearchSpace, depth: PipelineDepth, room: float
+        self, space: SearchSpace, depth: PipelineDepth, limit: float
     ) -> Iterator[tuple[float, int, Any]]:
         """Yield every schedule with virtual stages and dispatcher, and a depth that saves less."""
         grids, pp, m = depth.grids, depth.pp, depth.num_micro_batches
-        (again, away), *others = depth.alternatives
+        option, *others = depth.alternatives
         if others:
-            less = depth._replace(alternatives=tuple(others))
-            yield self.lower_bound(space, less), 1, less
-        keeping = MemoryPolicy(
-            depth.zero, recompute=again, offload=away, optimizer_offload=depth.host_share
+            other = depth._replace(alternatives=tuple(others))
+            yield self.lower_bound(space, other), 1, other
+        policy = MemoryPolicy(
+            depth.zero, recompute=option[0], offload=option[1], optimizer_offload=depth.host_share
         )
         for dispatch, paired in self._fastest_dispatchers(space, grids):
-            work, slowest = self._pass_bounds(grids, dispatch, paired, (again, away), pp)
-            ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
-            outside = self._fixed_seconds(grids, depth.host_share) + self._data_parallel_bound(
-                depth, slowest
-            )
+            total, slowest = self._pass_bounds(grids, dispatch, paired, option, pp)
+            ranks = [slowest] + [(total - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [total]
+            outside = self._outside_seconds(depth, slowest)
             for schedule in space.schedules:
                 if schedule.overlaps_passes != paired and dispatch != "local":
                     continue
                 for vpp in self._virtual_stages(schedule, pp, m):
-                    sizes = grids.sizes(pp, vpp)
                     choice = LayoutChoice(
-                        sizes, schedule, grids.micro_batch, dispatch, grids.recipe, keeping
-                    )
+                        grids.sizes(pp, vpp), schedule, grids.micro_batch, dispatch, grids.recipe,
+                        policy,
+                    )  # fmt: skip
                     yield pipeline_seconds(schedule, m, vpp, ranks) + outside, 2, choice
 
     def stages(
-        self, space: SearchSpace, choice: LayoutChoice, room: float
+        self, space: SearchSpace, choice: LayoutChoice, limit: float
     ) -> Iterator[tuple[float, int, LayoutChoice]]:
         """Yield a layout and its step time, where it may fit: with balanced stages, with stages of
         equal time, and with these but multi-token layers off the stage of the loss.
         """
         case, sizes = choice.build_case(self.task), choice.sizes
-        if peak_within(case, room * MEMORY_SLACK) is None:
+        if peak_within(case, limit * MEMORY_SLACK) is None:
             return
-        took = estimate_time(case)
-        yield took.seconds, 3, choice
-        each = [sum(span) for span in took.ranks]
-        held = [one.num_layers for one in case.rank_contents]
-        home = 0 if case.schedule.stage_mapping == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
-        plain = [each[rank] / n for rank, n in enumerate(held) if n and rank != home]
-        if not plain:  # also without a pipeline
+        step_time = estimate_time(case)
+        yield step_time.seconds, 3, choice
+        seconds = [sum(passes) for passes in step_time.ranks]
+        layers = [contents.num_layers for contents in case.rank_contents]
+        loss_rank = 0 if case.schedule.stage_mapping == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
+        per_layer = [seconds[rank] / n for rank, n in enumerate(layers) if n and rank != loss_rank]
+        if not per_layer:  # also without a pipeline
             return
-        layer = max(plain)
-        last = round((each[home] - held[home] * layer) / layer, 1)
-        first = 0.0 if home == 0 else round((each[0] - held[0] * layer) / layer, 1)
-        layers, more = self.foldings.layers, self.task.multi_token
-        made = balanced_stages(
-            sizes.pp, sizes.vpp, layers, more, case.schedule.stage_mapping, (first, last)
-        )
-        for stages in filter(
-            None, (made, with_separate_multi_token(made) if space.separate_multi_token else None)
-        ):
-            seconds = estimate_time(replace(case, stages=stages)).seconds
-            yield seconds, 3, replace(choice, stages=stages)
+        layer = max(per_layer)
+        last = round((seconds[loss_rank] - layers[loss_rank] * layer) / layer, 1)
+        first = 0.0 if loss_rank == 0 else round((seconds[0] - layers[0] * layer) / layer, 1)
+        equal_time = balanced_stages(
+            sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token, case.schedule.stage_mapping,
+            (first, last),
+        )  # fmt: skip
+        separate = with_separate_multi_token(equal_time) if space.separate_multi_token else None
+        for stages in filter(None, (equal_time, separate)):
+            step_time = estimate_time(replace(case, stages=stages))
+            yield step_time.seconds, 3, replace(choice, stages=stages)
 
     def _virtual_stages(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
         """Yield the numbers of virtual stages that a schedule can run."""
-        if pp == 1:
-            if not isinstance(schedule, (VShapedSchedule, ZeroBubbleH1, Interleaved)):
+        if pp == 1 or isinstance(schedule, OneFOneB):
+            if pp > 1 or not isinstance(schedule, (VShapedSchedule, ZeroBubbleH1, Interleaved)):
                 yield 1
-        elif isinstance(schedule, OneFOneB):
-            yield 1
-        else:
-            first = 2 if isinstance(schedule, Interleaved) else 1
-            for vpp in range(first, min(MAX_VIRTUAL_STAGES, self.foldings.layers // pp) + 1):
-                if not any(schedule.violations(pp, vpp, m)):
-                    yield vpp
+            return
+        first = 2 if isinstance(schedule, Interleaved) else 1
+        for vpp in range(first, min(MAX_VIRTUAL_STAGES, self.foldings.layers // pp) + 1):
+            if not any(schedule.violations(pp, vpp, m)):
+                yield vpp
 
     # --------------------------------------------------------------------------- time
 
@@ -288,44 +285,41 @@ class Search:
 
     def _dense_seconds(self, grids: Grids) -> float:
         """Return device seconds of one micro-batch without routed experts."""
-        how = self._layer_inputs(grids, "local")
-        ends = (
-            PassTime(self.task.decoder, *how)
-            .layers_time(StageContents((), 0, True, True))
-            .device_seconds
-        )
-        total = (1 + self.task.multi_token) * ends
-        total += sum(number * layer_time(one, *how).device_seconds for one, number in self.dense)
-        for mixture, bare, number in self.mixtures:
-            shared = half_seconds(mixture, *how[:2]) - half_seconds(bare, *how[:2])
-            total += number * shared
-        for whole, bare, number in self.routed if grids.tp > 1 else ():
-            sent, less = (sum(tensor_seconds(one, *how[:2], NOTHING[0])) for one in (whole, bare))
-            total += number * (sent - less)
+        inputs = self._layer_inputs(grids, "local")
+        ends = PassTime(self.task.decoder, *inputs).layers_time(StageContents((), 0, True, True))
+        total = (1 + self.task.multi_token) * ends.device_seconds
+        total += sum(n * layer_time(b, *inputs).device_seconds for b, n in self.dense_blocks)
+        for ffn, routed_only, n in self.moe_ffns:
+            shared = half_seconds(ffn, *inputs[:2]) - half_seconds(routed_only, *inputs[:2])
+            total += n * shared
+        for *blocks, n in self.moe_blocks if grids.tp > 1 else ():
+            both, attention = (sum(tensor_seconds(b, *inputs[:2], frozenset())) for b in blocks)
+            total += n * (both - attention)
         return total
 
     def _expert_seconds(self, space: SearchSpace, attention: Grids) -> dict[tuple[int, int], float]:
         """Return, for each (ep, etp), device seconds of routed experts and least exposed seconds of
         exchanges; cached for all attention grids with equally many rows per rank.
         """
-        rows, sides = attention.micro_batch / (attention.tp * attention.cp), _paired_values(space)
-        key = "experts", attention.recipe, rows, space.dispatchers, *sides
+        rows = attention.micro_batch / (attention.tp * attention.cp)
+        key = "experts", attention.recipe, rows, space.dispatchers, *space.paired_values
         if key not in self._cache:
-            found = {}
+            seconds = {}
             for ep, etp in product(self.foldings.ep, self.foldings.etp):
                 grids = attention._replace(ep=ep, etp=etp)
                 share, setting, _ = self._layer_inputs(grids, PERMUTING_DISPATCHERS[0])
-                hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if True in sides else 0.0
-                took, sent = 0.0, dict.fromkeys(space.dispatchers, 0.0)
-                for _, bare, number in self.mixtures:
-                    routing = as_layer_spec(bare).routing
+                overlap = True in space.paired_values
+                hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if overlap else 0.0
+                experts, exchanges = 0.0, dict.fromkeys(space.dispatchers, 0.0)
+                for _, ffn, n in self.moe_ffns:
+                    routing = as_layer_spec(ffn).routing
                     assert routing is not None
-                    rows_out = dispatched_rows(routing, share, setting.width)
-                    took += number * half_seconds(bare, share, setting)
-                    for name in sent:
-                        sent[name] += number * dispatch_seconds(rows_out, share, setting, name)
-                found[ep, etp] = took + 4 * min(sent.values()) * (1.0 - hidden)
-            self._cache[key] = found
+                    sent = dispatched_rows(routing, share, setting.width)
+                    experts += n * half_seconds(ffn, share, setting)
+                    for dispatch in exchanges:
+                        exchanges[dispatch] += n * dispatch_seconds(sent, share, setting, dispatch)
+                seconds[ep, etp] = experts + 4 * min(exchanges.values()) * (1.0 - hidden)
+            self._cache[key] = seconds
         return self._cache[key]
 
     def _fastest_dispatchers(
@@ -334,114 +328,99 @@ class Search:
         """Return the fastest dispatchers without and with overlap with another micro-batch."""
         if grids.ep * grids.etp == 1:
             return [("local", False)]
-        key = "ways", grids, space.dispatchers, *_paired_values(space)
+        key = "dispatchers", grids, space.dispatchers, *space.paired_values
         if key not in self._cache:
-            self._cache[key] = [
-                (
-                    min(
-                        space.dispatchers,
-                        key=lambda n: self._pass_bounds(grids, n, side, NOTHING, 1),
-                    ),
-                    side,
-                )
-                for side in _paired_values(space)
-            ]
+            self._cache[key] = []
+            for paired in space.paired_values:
+                bounds = {
+                    dispatch: self._pass_bounds(grids, dispatch, paired, NO_RECOMPUTE_OFFLOAD, 1)
+                    for dispatch in space.dispatchers
+                }
+                self._cache[key].append((min(bounds, key=bounds.__getitem__), paired))
         return self._cache[key]
 
     def _pass_bounds(
-        self, grids: Grids, dispatch: Dispatcher, paired: bool, kept: RecomputeOffload, pp: int
+        self, grids: Grids, dispatch: Dispatcher, paired: bool, option: RecomputeOffload, pp: int
     ) -> tuple[float, float]:
         """Return a micro-batch's seconds in all layers, and a lower bound of the slowest rank's.
 
         Some rank has its share of the most common layers, rounded up.
         """
-        key = "work", grids, dispatch, kept
+        key = "passes", grids, dispatch, option
         if key not in self._cache:
-            made = PassTime(self.task.decoder, *self._layer_inputs(grids, dispatch, kept))
-            times = [
-                made.layers_time(held)
-                for held in (self.all_layers, StageContents(((self.most_common[0], 1),)))
-            ]
+            passes = PassTime(self.task.decoder, *self._layer_inputs(grids, dispatch, option))
+            one_layer = StageContents(((self.most_common[0], 1),))
+            times = [passes.layers_time(contents) for contents in (self.all_layers, one_layer)]
             self._cache[key] = [
-                [made.micro_batch_time(time, side).seconds for time in times]
-                for side in (False, True)
+                [passes.micro_batch_time(time, overlap).seconds for time in times]
+                for overlap in (False, True)
             ]
-        work, layer = self._cache[key][paired]
-        return work, max(work / pp, -(-self.most_common[1] // pp) * layer)
+        total, layer = self._cache[key][paired]
+        return total, max(total / pp, -(-self.most_common[1] // pp) * layer)
 
     def lower_bound(self, space: SearchSpace, depth: PipelineDepth) -> float:
         """Return a lower bound of a depth's seconds with any schedule."""
-        grids, pp, kept = depth.grids, depth.pp, depth.alternatives[0]
-        ways = (
-            self._pass_bounds(grids, *way, kept, pp)
-            for way in self._fastest_dispatchers(space, grids)
+        grids, pp, option = depth.grids, depth.pp, depth.alternatives[0]
+        slowest = min(
+            self._pass_bounds(grids, dispatch, paired, option, pp)[1]
+            for dispatch, paired in self._fastest_dispatchers(space, grids)
         )
-        slowest = min(slowest for _, slowest in ways)
-        return (
-            slowest * depth.num_micro_batches
-            + self._fixed_seconds(grids, depth.host_share)
-            + self._data_parallel_bound(depth, slowest)
-        )
+        return slowest * depth.num_micro_batches + self._outside_seconds(depth, slowest)
 
-    def _data_parallel_bound(self, depth: PipelineDepth, slowest: float) -> float:
-        """Return a lower bound of exposed data-parallel seconds, if the slowest rank's passes take
-        ``slowest`` or longer: a longer pass hides less than it adds.
+    def _outside_seconds(self, depth: PipelineDepth, slowest: float) -> float:
+        """Return a lower bound of seconds outside passes, with exposed data-parallel communication,
+        if the slowest rank's passes take ``slowest`` or longer: a longer pass hides less than it
+        adds.
 
         A pipeline's slowest rank has at least its share of the layers' time, without model ends.
         """
-        grids, pp, key = depth.grids, depth.pp, ("shared", depth.grids, depth.pp, depth.zero)
-        how = self._layer_inputs(grids, "local")
-        rates = how[1].rates
+        grids, pp, key = depth.grids, depth.pp, ("data", depth.grids, depth.pp, depth.zero)
+        inputs = self._layer_inputs(grids, "local")
+        rates = inputs[1].rates
         if key not in self._cache:
-            made = PassTime(self.task.decoder, *how)
-            whole, layers = (
-                made.layers_time(self.all_layers),
-                made.layers_time(StageContents(self.all_layers.layers)),
-            )
-            part = (
-                max(0.0, whole.device_seconds / pp - (whole.device_seconds - layers.device_seconds))
-                / layers.device_seconds
-            )
-            held, part = (
-                (StageContents(self.all_layers.layers), part) if pp > 1 else (self.all_layers, 1.0)
-            )
+            passes = PassTime(self.task.decoder, *inputs)
+            contents, share = self.all_layers, 1.0
+            if pp > 1:
+                contents = StageContents(self.all_layers.layers)
+                model = passes.layers_time(self.all_layers).device_seconds
+                layers = passes.layers_time(contents).device_seconds
+                share = max(0.0, model / pp - (model - layers)) / layers
             case = self._one_batch_case(grids, MemoryPolicy(depth.zero), pp)
             if self.task.software.stack == "moefold":
-                work = collective_seconds(case, held, rates)
-                self._cache[key] = DataSeconds(*(part * seconds for seconds in work))
+                work = collective_seconds(case, contents, rates)
+                self._cache[key] = DataSeconds(*(share * seconds for seconds in work))
             else:
                 rank = WorkTime()
-                rank.add(made.layers_time(held), part)
-                seconds = data_parallel_seconds(case, rank, held, UNLIMITED_OVERLAP, rates)[0]
+                rank.add(passes.layers_time(contents), share)
+                seconds = data_parallel_seconds(case, rank, contents, UNLIMITED_OVERLAP, rates)[0]
                 self._cache[key] = DataSeconds(**{"between" if depth.zero == 3 else "end": seconds})
-        return min_exposed_seconds(
-            self._cache[key], depth.zero, depth.num_micro_batches, slowest, rates
-        )
+        m = depth.num_micro_batches
+        exposed = min_exposed_seconds(self._cache[key], depth.zero, m, slowest, rates)
+        return self._fixed_seconds(grids, depth.host_share) + exposed
 
-    def _fixed_seconds(self, grids: Grids, on_host: float) -> float:
+    def _fixed_seconds(self, grids: Grids, host_share: float) -> float:
         """Return a lower bound of seconds outside layers, including updates on the host."""
         step = self._layer_inputs(grids, "local")[1].rates.step_s
-        return step + on_host * self.parameters / self.foldings.world / HOST_ADAM_RATE
+        return step + host_share * self.num_parameters / self.foldings.world / HOST_ADAM_RATE
 
     # --------------------------------------------------------------------------- memory
 
-    def _state_bytes(self, grids: Grids, pp: int, m: int, zero: int, on_host: float) -> float:
+    def _state_bytes(self, grids: Grids, pp: int, m: int, zero: int, host_share: float) -> float:
         """Return the bytes of state on all ranks of a pipeline at the peak of activations, with
         gradients unless the first backward, after the peak of few micro-batches, allocates them.
         """
-        key = "lasting", grids._replace(micro_batch=1, cp=1), pp, zero, on_host
+        key = "state", grids._replace(micro_batch=1, cp=1), pp, zero, host_share
         if key not in self._cache:
-            case = self._one_batch_case(grids, MemoryPolicy(zero, optimizer_offload=on_host), pp)
-            split = StateSharding.of(case)
-            state = state_estimator(case.decoder, split).rank_state(self.all_layers)
-            self._cache[key] = (
-                state,
-                sum(map(two_largest, unsharded_units(case.decoder, split, self.all_layers))),
-            )
-        state, passing = self._cache[key]
-        later = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
+            case = self._one_batch_case(grids, MemoryPolicy(zero, optimizer_offload=host_share), pp)
+            sharding = StateSharding.of(case)
+            units = unsharded_units(case.decoder, sharding, self.all_layers)
+            state = state_estimator(case.decoder, sharding).rank_state(self.all_layers)
+            self._cache[key] = state, sum(map(two_largest, units))
+        state, unsharded = self._cache[key]
+        late_gradients = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
+        constant = state.total - (state.gradients if late_gradients else 0.0)
         # Unsharded tensors of a pass are in use at the peak; a pipeline's rank has a part of them.
-        return state.total - (state.gradients if later else 0.0) + (passing if pp == 1 else 0.0)
+        return constant + (unsharded if pp == 1 else 0.0)
 
     def _recompute_options(
         self, space: SearchSpace, grids: Grids
@@ -449,60 +428,50 @@ class Search:
         """Return recompute and offload choices by rising work, with falling bytes of all layers."""
         # All ep > 1 are alike; with ep = 1 there are also copies of rows that recompute drops.
         wide = grids._replace(ep=max(self.foldings.ep)) if grids.ep * grids.etp > 1 else grids
-        key = "options", wide, space.recompute_offload_pairs
+        key = "recompute", wide, space.recompute_offload_pairs
         if key not in self._cache:
             case = self._one_batch_case(grids, MemoryPolicy())
-            parts = [
-                (one, number) for b, number in self.blocks for one in saved_tensors_of(case, b)
-            ]
-            found: list[tuple[float, float, RecomputeOffload]] = []
+            saved = [(part, n) for b, n in self.block_counts for part in saved_tensors_of(case, b)]
+            by_work: list[tuple[float, float, RecomputeOffload]] = []
             sizes: dict[RecomputeOffload, float] = {}
-            for again, away in space.recompute_offload_pairs:
-                size = sum(
-                    part.bytes * number
-                    for part, number in parts
-                    if part.module not in away and part.is_saved_under(again)
+            for recompute, offload in space.recompute_offload_pairs:
+                option = recompute, offload
+                size = sizes[option] = sum(
+                    part.bytes * n
+                    for part, n in saved
+                    if part.module not in offload and part.is_saved_under(recompute)
                 )
-                sizes[again, away] = size
-                if any(sizes.get((again - {one}, away)) == size for one in again):
+                if any(sizes.get((recompute - {module}, offload)) == size for module in recompute):
                     continue
-                made = PassTime(
-                    self.task.decoder, *self._layer_inputs(wide, "local", (again, away))
-                )
-                work = made.micro_batch_time(made.layers_time(self.all_layers), False).seconds
-                found.append((work, size, (again, away)))
-            best: list[tuple[RecomputeOffload, float]] = []
-            for _, size, kept in sorted(found, key=lambda one: one[:2]):
-                if not best or size < best[-1][1]:
-                    best.append((kept, size))
-            self._cache[key] = best
+                passes = PassTime(self.task.decoder, *self._layer_inputs(wide, "local", option))
+                work = passes.micro_batch_time(passes.layers_time(self.all_layers), False).seconds
+                by_work.append((work, size, option))
+            options: list[tuple[RecomputeOffload, float]] = []
+            for _, size, option in sorted(by_work, key=lambda entry: entry[:2]):
+                if not options or size < options[-1][1]:
+                    options.append((option, size))
+            self._cache[key] = options
         return self._cache[key]
 
-    # --------------------------------------------------------------------------- samples
+    # --------------------------------------------------------------------------- inputs
 
     def _layer_inputs(
-        self, grids: Grids, dispatch: Dispatcher, kept: RecomputeOffload = NOTHING
+        self, grids: Grids, dispatch: Dispatcher, option: RecomputeOffload = NO_RECOMPUTE_OFFLOAD
     ) -> tuple[RankShare, KernelSetting, LayerPolicy]:
         """Return the inputs of a layer's time; settings are cached by format."""
         task, recipe = self.task, grids.recipe
         if recipe not in self._cache:
-            narrowed = task.number_formats.recipe_options
-            self._cache[recipe] = build_setting(task.cluster, task.software, recipe, narrowed)
+            options = task.number_formats.recipe_options
+            self._cache[recipe] = build_setting(task.cluster, task.software, recipe, options)
         share = RankShare(
             task.decoder.hidden, task.seq, *grids[1:], task.load, dispatch in PERMUTING_DISPATCHERS
         )  # fmt: skip
-        return share, self._cache[recipe], LayerPolicy(dispatch, *kept)
+        return share, self._cache[recipe], LayerPolicy(dispatch, *option)
 
-    def _one_batch_case(self, grids: Grids, keeping: MemoryPolicy, pp: int = 1) -> Case:
+    def _one_batch_case(self, grids: Grids, policy: MemoryPolicy, pp: int = 1) -> Case:
         """Return a case with one micro-batch on every data rank."""
         dp = self.foldings.world // (grids.tp * grids.cp * pp)
         task = replace(self.task, batch=dp * grids.micro_batch)
-        choice = LayoutChoice(
-            grids.sizes(pp), SCHEDULES[0], grids.micro_batch, "alltoall", grids.recipe
-        )
-        return replace(choice, memory_policy=keeping).build_case(task)
-
-
-def _paired_values(space: SearchSpace) -> list[bool]:
-    """Return the values of ``paired`` (exchanges overlap with compute) among the schedules."""
-    return sorted({schedule.overlaps_passes for schedule in space.schedules})
+        return LayoutChoice(
+            grids.sizes(pp), SCHEDULES[0], grids.micro_batch, "alltoall", grids.recipe, policy
+        ).build_case(task)

@@ -62,6 +62,11 @@ class SearchSpace:
         return product((1, 2, 3) if pp == 1 else (1,), self.optimizer_offloads)
 
     @cached_property
+    def paired_values(self) -> list[bool]:
+        """Values of ``paired`` (exchanges overlap with compute) among the schedules."""
+        return sorted({schedule.paired for schedule in self.schedules})
+
+    @cached_property
     def recompute_offload_pairs(self) -> tuple[tuple[Modules, Modules], ...]:
         """Pairs of recompute and offload in which no module is both."""
         pairs = product(self.recomputes, self.offloads)

@@ -139,22 +139,21 @@ class LayoutChoice:
         Raises:
             ValueError: the layout is not legal for the task.
         """
-        wide = self.recipe == "fp32"
-        numbers = replace(
-            task.number_formats,
-            recipe=self.recipe,
-            weight_bytes=0 if wide else task.number_formats.weight_bytes,
-        )
+        formats, software = replace(task.number_formats, recipe=self.recipe), task.software
+        if self.recipe == "fp32":
+            formats = replace(formats, weight_bytes=0)
         overlaps, stages = (
-            replace(task.software.overlaps, ep=self.schedule.overlaps_passes),
+            replace(software.overlaps, ep=self.schedule.overlaps_passes),
             self.stages,
         )
-        ours = task.software.stack == "moefold"
         if stages is None:
             layers, way = layer_counts(task.decoder), self.schedule.stage_mapping
             stages = balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, way)
+        decoder = task.decoder
+        if software.stack == "moefold":
+            decoder = quantised_decoder(decoder, self.recipe)
         return Case(
-            decoder=quantised_decoder(task.decoder, self.recipe) if ours else task.decoder,
+            decoder=decoder,
             seq=task.seq,
             batch=task.batch,
             micro_batch=self.micro_batch,
@@ -164,9 +163,9 @@ class LayoutChoice:
             schedule=self.schedule,
             dispatch="local" if self.sizes.ep * self.sizes.etp == 1 else self.dispatch,
             load=load_with_clones(task.load, self.clones),
-            number_formats=numbers,
+            number_formats=formats,
             memory_policy=self.memory_policy,
-            software=replace(task.software, overlaps=overlaps, cuda_graphs=self._cuda_graphs(task)),
+            software=replace(software, overlaps=overlaps, cuda_graphs=self._cuda_graphs(task)),
             context=self.context,
             order=self.order,
             max_rows=self.max_rows,
@@ -177,30 +176,32 @@ class LayoutChoice:
         """Return the CUDA graphs; they include experts if all passes have equally many rows."""
         if self.graphs == "none" or task.cluster.device.cpu:
             return task.software.cuda_graphs
-        fixed = issubclass(DISPATCH.kinds[self.dispatch], FixedShape)
-        known = fixed or self.sizes.ep * self.sizes.etp == 1
-        return "full" if self.graphs == "step" else "experts" if known else "partial"
+        fixed_shape = issubclass(DISPATCH.kinds[self.dispatch], FixedShape)
+        equal_rows = fixed_shape or self.sizes.ep * self.sizes.etp == 1
+        return "full" if self.graphs == "step" else "experts" if equal_rows else "partial"
 
     @property
     def unsupported(self) -> tuple[str, ...]:
         """Policies of this layout that training cannot execute yet, or only with other packages."""
-        found = []
+        policy, policies = self.memory_policy, []
         if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in THIRD_PARTY_DISPATCHERS:
-            found.append(f"dispatch {self.dispatch}")
-        known = {*get_args(RecomputeKind), "block"}
-        found += [f"recompute {name}" for name in sorted(self.memory_policy.recompute - known)]
-        away = self.memory_policy.offload | self.memory_policy.disk
-        found += [f"offload {name}" for name in sorted(away - {*get_args(OffloadKind)})]
-        if self.memory_policy.optimizer_offload and self.memory_policy.state_step is None:
-            found.append("optimizer on the host")
-        return tuple(found)
+            policies.append(f"dispatch {self.dispatch}")
+        recompute = policy.recompute - {*get_args(RecomputeKind), "block"}
+        policies += [f"recompute {name}" for name in sorted(recompute)]
+        offload = (policy.offload | policy.disk) - {*get_args(OffloadKind)}
+        policies += [f"offload {name}" for name in sorted(offload)]
+        if policy.optimizer_offload and policy.state_step is None:
+            policies.append("optimizer on the host")
+        return tuple(policies)
 
 
 def untrained_kinds(decoder: Decoder) -> tuple[str, ...]:
     """Return the names of a model's kinds of layers that only other stacks execute."""
-    records = (r for block in distinct_blocks(decoder)[0] for r in (block.attention, block.ffn))
-    named = (record.untrained for record in records if isinstance(record, LayerSpec))
-    return tuple(dict.fromkeys(name for name in named if name))
+    halves = (
+        half for block in distinct_blocks(decoder)[0] for half in (block.attention, block.ffn)
+    )
+    names = (half.untrained for half in halves if isinstance(half, LayerSpec))
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 quantised_decoder = memoize(256)(with_recipe)
@@ -215,30 +216,30 @@ def task_from_run(
     Raises:
         ValueError: the planner does not know a record of the run, or nothing fits its memory limit.
     """
-    task, choice = _task_and_choice(run, cluster, batch, load)
-    asked = _auto_recompute_inputs(run, task, choice)
-    return task, choice if asked is None else replace(
-        choice, memory_policy=choose_recompute(*asked)
-    )
+    task, choice, recompute_inputs = _parse_run(run, cluster, batch, load)
+    if recompute_inputs is not None:
+        choice = replace(choice, memory_policy=choose_recompute(*recompute_inputs))
+    return task, choice
 
 
-def _task_and_choice(
-    run: Run, cluster: Cluster, batch: int | None = None, load: float = DEFAULT_LOAD
-) -> tuple[TrainingTask, LayoutChoice]:
-    """Return a run's task and layout, leaving ``auto`` recompute undecided."""
-    asked = run.train.precision
-    if asked == "fp64":
+def _parse_run(
+    run: Run, cluster: Cluster, batch: int | None, load: float
+) -> tuple[TrainingTask, LayoutChoice, tuple[Case, float | None, OffloadTarget] | None]:
+    """Return a run's task and layout and, where ``auto`` recompute is to be decided, its inputs:
+    the case without recompute, the memory limit, and the target of offload.
+    """
+    precision, quantise, loss = run.train.precision, run.train.quantise, run.train.loss
+    if precision == "fp64":
         raise ValueError("train.precision fp64 is for proofs, not for plans: use bf16 or fp32")
-    found = faster_precision(dict(cluster.device.peaks)) if asked == "auto" else asked
-    narrow = run.train.quantise
-    precision = cast("Recipe", narrow.kind if isinstance(narrow, Quantise) else found)
-    narrowed: set[Any] = set()
-    if isinstance(narrow, Quantise):
-        narrowed |= {"rows"} if narrow.wire == "codes" else set()
-        narrowed |= {"delayed"} if narrow.scaling == "delayed" else set()
-    size = batch or run.train.batch
-    notes = (NCCL_EP_NOTE,) if _dispatcher(run.layout.dispatch) == "nccl_ep" else ()
-    loss = run.train.loss
+    if precision == "auto":
+        precision = faster_precision(dict(cluster.device.peaks))
+    recipe, options = cast("Recipe", precision), set[Any]()
+    if isinstance(quantise, Quantise):
+        recipe = cast("Recipe", quantise.kind)
+        options |= {"rows"} if quantise.wire == "codes" else set()
+        options |= {"delayed"} if quantise.scaling == "delayed" else set()
+    choice = layout_choice(run.layout, run.train.micro_batch, recipe)
+    notes = (NCCL_EP_NOTE,) if choice.dispatch == "nccl_ep" else ()
     if isinstance(loss, Distill) and loss.stored is None:
         notes = (*notes, TEACHER_NOTE)
     if isinstance(loss, Dpo) and loss.reference != "stored":
@@ -247,27 +248,24 @@ def _task_and_choice(
         name=run.name,
         decoder=run.decoder(),
         seq=run.data.seq,
-        batch=size,
+        batch=batch or run.train.batch,
         cluster=cluster,
-        number_formats=NumberFormats(precision, run.optim, recipe_options=frozenset(narrowed)),
+        number_formats=NumberFormats(recipe, run.optim, recipe_options=frozenset(options)),
         load=load,
         software=Software(loss_chunk=run.train.loss_chunk),
         notes=(*notes, *step_notes(run)),
         tokens=float(run.train.steps) * run.train.batch * run.data.seq,
     )
-    return task, layout_choice(run.layout, run.train.micro_batch, precision)
-
-
-def _auto_recompute_inputs(
-    run: Run, task: TrainingTask, choice: LayoutChoice
-) -> tuple[Case, float | None, OffloadTarget] | None:
-    """Return the inputs of ``auto`` recompute: case without recompute, limit, and offload place."""
-    record = run.layout.recompute
-    if not isinstance(record, Auto):
-        return None
-    bare = replace(choice, memory_policy=replace(choice.memory_policy, recompute=frozenset()))
-    place: OffloadTarget = "offload" if record.host else "disk" if record.disk else None
-    return bare.build_case(task), record.bytes, place
+    auto = run.layout.recompute
+    if not isinstance(auto, Auto):
+        return task, choice, None
+    policy = replace(choice.memory_policy, recompute=frozenset())
+    target: OffloadTarget = "offload" if auto.host else "disk" if auto.disk else None
+    return (
+        task,
+        choice,
+        (replace(choice, memory_policy=policy).build_case(task), auto.bytes, target),
+    )
 
 
 def resolve_memory_policy(run: Run, cluster: Cluster) -> MemoryPolicy:
@@ -285,63 +283,62 @@ def require_recompute_limit(run: Run, cluster: Cluster) -> None:
     Raises:
         ValueError: none fits; the message states the least that is needed.
     """
-    asked = _auto_recompute_inputs(run, *_task_and_choice(run, cluster, load=_planned_load(run)))
-    if asked is not None:
-        resolve_memory_limit(*asked)
+    recompute_inputs = _parse_run(run, cluster, None, _planned_load(run))[2]
+    if recompute_inputs is not None:
+        resolve_memory_limit(*recompute_inputs)
 
 
 def _planned_load(run: Run) -> float:
     return DEFAULT_LOAD if run.layout.split.ep > 1 else 1.0
 
 
-def with_memory_policy(run: Run, keeping: MemoryPolicy) -> Run:
+def with_memory_policy(run: Run, policy: MemoryPolicy) -> Run:
     """Return a run in which a plan's recompute and offload records replace ``auto``."""
-    auto, again, layout = run.layout.recompute, keeping.recompute, run.layout
+    auto, modules, targets = run.layout.recompute, policy.recompute, dict[str, Any]()
     if not isinstance(auto, Auto):
         return run
-    record: Record | None = Full() if "block" in again else None
-    if again and record is None:
-        record = Selective.model_validate({"modules": sorted(again)})
-    update: dict[str, Any] = {"recompute": record}
-    to: dict[str, Any] = {}
-    if auto.host and keeping.offload:
-        to["host"] = {"modules": sorted(keeping.offload)}
-    if auto.disk and keeping.disk:
-        to["disk"] = {"modules": sorted(keeping.disk), "folder": auto.disk}
-    if to:
-        update["offload"] = Offload.model_validate({"in_flight": keeping.in_flight, **to})
-    return run.model_copy(update={"layout": layout.model_copy(update=update)})
+    update: dict[str, Any] = {"recompute": None}
+    if modules:
+        selective = {"modules": sorted(modules)}
+        full = "block" in modules
+        update["recompute"] = Full() if full else Selective.model_validate(selective)
+    if auto.host and policy.offload:
+        targets["host"] = {"modules": sorted(policy.offload)}
+    if auto.disk and policy.disk:
+        targets["disk"] = {"modules": sorted(policy.disk), "folder": auto.disk}
+    if targets:
+        update["offload"] = Offload.model_validate({"in_flight": policy.in_flight, **targets})
+    return run.model_copy(update={"layout": run.layout.model_copy(update=update)})
 
 
-def layout_choice(layout: Layout, micro_batch: int, precision: Recipe) -> LayoutChoice:
+def layout_choice(layout: Layout, micro_batch: int, recipe: Recipe) -> LayoutChoice:
     """Convert a run file's layout to the planner's form.
 
     Raises:
         ValueError: the planner does not know one of its records.
     """
-    sizes = layout.split
-    context = layout.context
+    context, dispatch, state = layout.context, layout.dispatch, layout.state
     if not isinstance(context, Context):
         raise ValueError(f"layout.context: {type(context).__name__} cannot be planned")
     return LayoutChoice(
-        sizes=sizes,
+        sizes=layout.split,
         schedule=layout.resolved_schedule,
         micro_batch=micro_batch,
-        dispatch=_dispatcher(layout.dispatch),
-        recipe=precision,
+        dispatch=_dispatcher(dispatch),
+        recipe=recipe,
         memory_policy=MemoryPolicy(
             zero=layout.zero,
             zero_ranks=layout.zero_ranks,
             recompute=recompute_modules(layout.recompute),
-            optimizer_offload=layout.state.share if layout.state.is_offloaded else 0.0,
-            state_step=layout.state.step if layout.state.is_offloaded else None,
-            state_on_disk=layout.state.at == "disk",
+            optimizer_offload=state.share if state.is_offloaded else 0.0,
+            state_step=state.step if state.is_offloaded else None,
+            state_on_disk=state.at == "disk",
             **offload_fields(layout.offload),
         ),
         stages=None if layout.stages is None else Stages.parse(layout.stages),
         context=context,
         order=layout.order,
-        max_rows=layout.dispatch.max_rows if isinstance(layout.dispatch, FixedShape) else None,
+        max_rows=dispatch.max_rows if isinstance(dispatch, FixedShape) else None,
         clones=0 if layout.clones is None else layout.clones.slots,
         graphs=layout.graphs,
     )
@@ -364,18 +361,17 @@ def task_from_model(
     seq: int = DEFAULT_SEQ,
     load: float = DEFAULT_LOAD,
 ) -> TrainingTask:
-    """Return the pre-training task of a published model; with foreign layers it is Megatron's."""
+    """Return the pre-training task of a published model, in Megatron-Core where moefold does not
+    train all of its layers.
+    """
     notes = (f"assumed: {model.assumed}",) if model.assumed else ()
-    further = (MultiToken(),) * model.num_multi_token
-    task = TrainingTask(
-        model.name, with_multi_token(model.decoder, further), seq, batch, cluster,
-        load=load, notes=notes,
-    )  # fmt: skip
+    decoder = with_multi_token(model.decoder, (MultiToken(),) * model.num_multi_token)
+    task = TrainingTask(model.name, decoder, seq, batch, cluster, load=load, notes=notes)
     if not task.untrained_kinds:
         return task
-    said = "moefold does not train all layers of this model yet: planned as in Megatron-Core"
+    note = "moefold does not train all layers of this model yet: planned as in Megatron-Core"
     overlaps = Overlaps(gradients=True, parameters=True)
-    return replace(task, software=Software("megatron", overlaps=overlaps), notes=(*notes, said))
+    return replace(task, software=Software("megatron", overlaps=overlaps), notes=(*notes, note))
 
 
 @dataclass(frozen=True)
@@ -395,7 +391,8 @@ class PublishedLayout:
 def published_layouts(name: str) -> tuple[PublishedLayout, ...]:
     """Return the published layouts of a model by its full name."""
     text = files("moefold.planner").joinpath("published_layouts.json").read_text("utf-8")
-    found = list[PublishedLayout]()
+    layouts = list[PublishedLayout]()
+    columns = "id", "source", "device", "devices", "batch", "seq", "tflops_per_gpu"
     for row in json.loads(text):
         if row["model"] != name:
             continue
@@ -408,10 +405,6 @@ def published_layouts(name: str) -> tuple[PublishedLayout, ...]:
             memory_policy=MemoryPolicy(zero=row["zero"], recompute=frozenset(row["recompute"])),
             stages=Stages.parse(row["stages"]),
         )
-        found.append(
-            PublishedLayout(
-                row["id"], row["source"], choice, row["device"], row["devices"], row["batch"],
-                row["seq"], row.get("tflops_per_gpu"),
-            )
-        )  # fmt: skip
-    return tuple(found)
+        values = {column: row.get(column) for column in columns}
+        layouts.append(PublishedLayout(choice=choice, **values))
+    return tuple(layouts)
