@@ -77,16 +77,16 @@ class Counts:
             lengths: tokens of each sequence.
             causal: whether only unmasked pairs of attention count, or all pairs.
         """
-        found = (6 * self.total.multiplied - 2 * self.total.frozen) * sum(lengths)
+        total = (6 * self.total.multiplied - 2 * self.total.frozen) * sum(lengths)
         for core, layers in self.cores:
             if isinstance(core, Scan):
-                found += round(6 * layers * core.products * sum(lengths))
+                total += round(6 * layers * core.products * sum(lengths))
                 continue
             for length in lengths:
                 # Twice the pairs of a sequence, which is a whole number.
-                seen = round(2 * length * core.pairs(length)) if causal else 2 * length**2
-                found += 3 * layers * core.query_width * seen
-        return found
+                twice_pairs = round(2 * length * core.pairs(length)) if causal else 2 * length**2
+                total += 3 * layers * core.query_width * twice_pairs
+        return total
 
     def flops_per_token(self, seq: int, causal: bool = True) -> float:
         """Return the FLOPs per token of one sequence of ``seq`` tokens (:meth:`flops`)."""
@@ -103,41 +103,40 @@ def count(decoder: Decoder) -> Counts:
     parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
     fixed = (embedding_weight(decoder) if decoder.tied else head_weight(decoder)).frozen
     parts["head"] = PartCounts(0 if decoder.tied else matrix, 0, matrix, matrix * fixed)
-    of_head = (
-        sum(w.elements for w in with_adapters((head_weight(decoder),), decoder.adapters)) - matrix
-    )
-    if of_head:
-        parts["adapters"] = PartCounts(of_head, 0, of_head)
+    head_weights = with_adapters((head_weight(decoder),), decoder.adapters)
+    head_adapters = sum(weight.elements for weight in head_weights) - matrix
+    if head_adapters:
+        parts["adapters"] = PartCounts(head_adapters, 0, head_adapters)
     cores = Counter[Attention | Scan]()
     blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
     for block, repeat in blocks:
-        found = _block_counts(block, hidden)
+        counts = _block_counts(block, hidden)
         if block.multi_token is not None:
             read = PartCounts(0, 0, matrix, matrix * fixed)
-            found = {"multi_token": sum(found.values(), read)}
-        for name, part in found.items():
+            counts = {"multi_token": sum(counts.values(), read)}
+        for name, part in counts.items():
             parts[name] = parts.get(name, PartCounts()) + part.times(repeat)
         for _, spec in sublayers(block):
-            for one in spec.operations(hidden):
-                if one.core is not None:
-                    cores[one.core] += repeat
+            for operation in spec.operations(hidden):
+                if operation.core is not None:
+                    cores[operation.core] += repeat
     return Counts(parts, tuple(cores.items()))
 
 
 def _block_counts(block: Block, hidden: int) -> dict[str, PartCounts]:
-    """Count a block by kind of part (``Weight.counted``)."""
-    found, routing = dict[str, PartCounts](), as_layer_spec(block.ffn).routing
-    names = [f"layers.0.{one}.weight" for one in ("embed_norm", "row_norm", "join", "norm")]
+    """Count a block by kind of part (``Weight.category``)."""
+    counts, routing = dict[str, PartCounts](), as_layer_spec(block.ffn).routing
+    names = [f"layers.0.{norm}.weight" for norm in ("embed_norm", "row_norm", "join", "norm")]
     for name, spec in sublayers(block):
-        read = (w for one, _, ws in spec.products(hidden) if not one.wide for w in ws)
+        read = (w for op, _, ws in spec.products(hidden) if not op.wide for w in ws)
         names += (f"layers.0.{spec.prefix or name}.{weight.name}" for weight in read)
     multiplied = {name + end for name in names for end in ("", LORA_A, LORA_B)}
     for weight in block_weights(block, hidden, 0):
         size = used = weight.elements
-        if weight.is_expert and routing is not None:
+        if weight.expert and routing is not None:
             used = size // routing.experts * min(routing.top_k, routing.experts)
         # The convention counts the norm of a latent, unlike other norms, as a product.
         counted = used if weight.name in multiplied or weight.latent else 0
         part = PartCounts(size, size - used, counted, counted * weight.frozen)
-        found[weight.category] = found.get(weight.category, PartCounts()) + part
-    return found
+        counts[weight.category] = counts.get(weight.category, PartCounts()) + part
+    return counts

@@ -63,8 +63,9 @@ class Goodput:
     ettr: float
     """Share of time that trains, from 0 to 1."""
     mtbf_s: float
+    """Mean seconds between failures; infinite without failures."""
     lost_shares: dict[str, float]
-    """Shares of time lost to saving, to restarts and to repeated work; unclipped."""
+    """Shares of time lost to saving, to restarts and to repeated work (``again``); unclipped."""
 
 
 def optimal_save_interval(stall_s: float, rate: float) -> float:
@@ -75,12 +76,12 @@ def optimal_save_interval(stall_s: float, rate: float) -> float:
 def goodput(devices: int, faults: Faults = Faults()) -> Goodput:
     """Return the expected goodput of ``devices`` devices that all stop when one fails."""
     rate = faults.failures_per_second(devices)
-    every = optimal_save_interval(faults.stall_s, rate)
-    saving = faults.stall_s / every if every else 0.0
-    again = rate * every / 2 if rate else 0.0
-    lost = {"saving": saving, "restarts": rate * faults.restart_s, "again": again}
+    interval = optimal_save_interval(faults.stall_s, rate)
+    saving = faults.stall_s / interval if interval else 0.0
+    repeated = rate * interval / 2 if rate else 0.0
+    lost = {"saving": saving, "restarts": rate * faults.restart_s, "again": repeated}
     ettr = min(1.0, max(0.0, 1.0 - sum(lost.values())))
-    return Goodput(every, ettr, 1 / rate if rate else math.inf, lost)
+    return Goodput(interval, ettr, 1 / rate if rate else math.inf, lost)
 
 
 @dataclass(frozen=True)
@@ -136,18 +137,18 @@ def scaling_curve(
     """Return a layout's points on its smallest number of devices, doubled up to ``MAX_DEVICES``."""
     points, devices = list[ScalingPoint](), choice.sizes.smallest_world
     while devices <= MAX_DEVICES:
-        share = devices // (choice.sizes.tp * choice.sizes.cp * choice.sizes.pp)
-        grain = share * choice.micro_batch
-        grown = max(1, round(task.batch * devices / task.cluster.devices / grain)) * grain
-        batch = task.batch if kind == "strong" else grown
+        data_ranks = devices // (choice.sizes.tp * choice.sizes.cp * choice.sizes.pp)
+        multiple = data_ranks * choice.micro_batch
+        scaled = max(1, round(task.batch * devices / task.cluster.devices / multiple)) * multiple
+        batch = task.batch if kind == "strong" else scaled
         other = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
         # No point where a data rank has too few micro-batches for the layout or the schedule.
         with suppress(ValueError):
-            took, expected = estimate_time(choice.build_case(other)), goodput(devices, faults)
-            speed = batch * task.seq / took.seconds
+            step, expected = estimate_time(choice.build_case(other)), goodput(devices, faults)
+            speed = batch * task.seq / step.seconds
             points.append(
                 ScalingPoint(
-                    devices, batch, took.seconds, took.tflops_per_gpu, speed,
+                    devices, batch, step.seconds, step.tflops_per_gpu, speed,
                     speed * expected.ettr, expected.ettr, expected.save_interval_s,
                 )
             )  # fmt: skip

@@ -18,30 +18,30 @@ def run_notes(run: Run) -> tuple[str, ...]:
 
     Each is a line that begins with the path of its setting.
     """
-    found = step_notes(run)
+    notes = step_notes(run)
     if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**DEFAULT_DATA),):
-        said = (
+        no_data = (
             "data.train: no data is given, so the source code of Python's standard library is "
             "used; give your own with data.train=[{source: jsonl, files: [chats.jsonl]}]"
         )
-        return (*found, said)
-    return found
+        return (*notes, no_data)
+    return notes
 
 
 def step_notes(run: Run) -> tuple[str, ...]:
     """Return the notes that do not depend on the training data."""
     decoder, seq = run.decoder(), run.data.seq
-    found = list(_useless_recompute_notes(run, decoder))
+    notes = list(_useless_recompute_notes(run, decoder))
     ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
-    scaled = [one for rope in ropes if rope is not None for one in (rope.yarn, rope.bands) if one]
-    known = [round(one.factor * one.original_length) for one in scaled]
-    known += [] if decoder.context is None else [decoder.context]
-    if known and seq > max(known):
-        found.append(
-            f"data.seq: {seq} tokens exceed the model's context of {max(known)}, RoPE scaling "
-            f"included; use data.seq={max(known)}"
+    scalings = [s for rope in ropes if rope is not None for s in (rope.yarn, rope.bands) if s]
+    contexts = [round(scaling.factor * scaling.original_length) for scaling in scalings]
+    contexts += [] if decoder.context is None else [decoder.context]
+    if contexts and seq > max(contexts):
+        notes.append(
+            f"data.seq: {seq} tokens exceed the model's context of {max(contexts)}, RoPE scaling "
+            f"included; use data.seq={max(contexts)}"
         )
-    return tuple(found)
+    return tuple(notes)
 
 
 def _useless_recompute_notes(run: Run, decoder: Decoder) -> Iterator[str]:

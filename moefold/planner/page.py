@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.mesh.grid import Grid
+from moefold.mesh.pipeline import StagePart
 from moefold.planner.case import load_with_clones
 from moefold.planner.goodput import scaling_curve
 from moefold.planner.memory import estimate_memory, rank_totals, with_fewest_micro_batches
@@ -23,7 +24,8 @@ MAX_CELLS = 24
 """Most ranks along one side of a drawn grid; the rest is left out."""
 MAX_SPANS = 2600
 """Most actions of a drawn timeline; of longer steps the beginning is shown."""
-MAX_MOMENTS = 500
+MAX_ACTIONS = 500
+"""Most points of a line of memory; of several actions the peak is shown."""
 SCALINGS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 EXCHANGE_PARTS = ("tp", "cp", "dispatch", "offload")
 
@@ -92,10 +94,11 @@ FIGURES = (
 """Properties of a layout that JSON has under the names of :class:`PlannedLayout`."""
 
 
-def _layout_json(one: PlannedLayout) -> dict[str, Any]:
-    case, choice, keeping, took = one.case, one.choice, one.choice.memory_policy, one.time
+def _layout_json(layout: PlannedLayout) -> dict[str, Any]:
+    case, choice, time, memory = layout.case, layout.choice, layout.time, layout.memory
+    policy = choice.memory_policy
     return {
-        **{name: getattr(one, name) for name in FIGURES},
+        **{name: getattr(layout, name) for name in FIGURES},
         "sizes": {**dict(choice.sizes), "dp": case.folding.dp, "edp": case.folding.edp},
         "micro_batch": choice.micro_batch,
         "micro_batches": case.num_micro_batches,
@@ -106,20 +109,20 @@ def _layout_json(one: PlannedLayout) -> dict[str, Any]:
         "max_rows": choice.max_rows,
         "clones": choice.clones,
         "graphs": choice.graphs,
-        "zero": keeping.zero,
-        "recompute": sorted(keeping.recompute),
-        "offload": sorted(keeping.offload),
-        "disk": sorted(keeping.disk),
-        "away_gb": {name: value / GB for name, value in one.memory.offloaded_activations.items()},
-        "optimizer_offload": keeping.optimizer_offload,
-        "state_step": keeping.state_step,
-        "uncertainty": took.uncertainty,
-        "not_yet": list(one.unsupported),
-        "fullest_rank": one.memory.rank,
-        "memory_parts_gb": {name: value / GB for name, value in one.memory.parts.items()},
-        "elsewhere_gb": {name: value / GB for name, value in one.memory.offloaded_state.items()},
-        "time_parts_s": dict(took.parts),
-        "hidden_s": dict(took.hidden),
+        "zero": policy.zero,
+        "recompute": sorted(policy.recompute),
+        "offload": sorted(policy.offload),
+        "disk": sorted(policy.disk),
+        "away_gb": {name: size / GB for name, size in memory.offloaded_activations.items()},
+        "optimizer_offload": policy.optimizer_offload,
+        "state_step": policy.state_step,
+        "uncertainty": time.uncertainty,
+        "not_yet": list(layout.unsupported),
+        "fullest_rank": memory.rank,
+        "memory_parts_gb": {name: size / GB for name, size in memory.parts.items()},
+        "elsewhere_gb": {name: size / GB for name, size in memory.offloaded_state.items()},
+        "time_parts_s": dict(time.parts),
+        "hidden_s": dict(time.hidden),
     }
 
 
@@ -143,46 +146,43 @@ def render_page(plan: Plan, tokens: float) -> str:
 
 
 def page_data(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Return the facts and the data of the page's drawings of the given and the best layout."""
+    """Return the plan as JSON data, with data to draw its main layouts and their scaling."""
     best, scaling = plan.best, None
-    close = {"given": plan.given, "fastest": best}
-    if plan.trainable and plan.trainable.choice not in [
-        one.choice for one in close.values() if one
-    ]:
-        close["fastest today"] = plan.trainable
+    layouts = {"given": plan.given, "fastest": best}
+    if plan.trainable and plan.trainable.choice not in [x.choice for x in layouts.values() if x]:
+        layouts["fastest today"] = plan.trainable
     if best is not None:
-        curves = {
-            kind: scaling_curve(plan.task, best.choice, kind, plan.faults) for kind in SCALINGS
-        }
         scaling = {
-            kind: [vars(p) | {"save_every_s": finite_or_none(p.save_every_s)} for p in points]
-            for kind, points in curves.items()
+            kind: [
+                vars(point) | {"save_every_s": finite_or_none(point.save_every_s)}
+                for point in scaling_curve(plan.task, best.choice, kind, plan.faults)
+            ]
+            for kind in SCALINGS
         }
-    return plan_json(plan, tokens) | {
-        "close": {name: _layout_details(one) for name, one in close.items() if one},
-        "scaling": scaling,
-    }
+    details = {name: _layout_details(layout) for name, layout in layouts.items() if layout}
+    return plan_json(plan, tokens) | {"close": details, "scaling": scaling}
 
 
-def _layout_details(one: PlannedLayout) -> dict[str, Any]:
-    case = one.case
-    folding, imbalance = case.folding, []
+def _layout_details(layout: PlannedLayout) -> dict[str, Any]:
+    """Return a layout's JSON data with that of its drawings."""
+    case, folding, imbalance = layout.case, layout.case.folding, []
     for load in SHOWN_LOADS:
-        other = replace(case, load=load_with_clones(load, case.clones))
-        needed = max(rank_totals(other))
+        loaded = replace(case, load=load_with_clones(load, case.clones))
+        peak = max(rank_totals(loaded))
         imbalance.append(
             {
                 "load": load,
-                "step_time_s": estimate_time(other).seconds,
-                "memory_gb": needed / GB,
-                "fits": needed <= case.cluster.device.memory_bytes,
+                "step_time_s": estimate_time(loaded).seconds,
+                "memory_gb": peak / GB,
+                "fits": peak <= case.cluster.device.memory_bytes,
             }
         )
     return {
-        **_layout_json(one),
-        "capacity_gb": one.device_memory_gb,
+        **_layout_json(layout),
+        "capacity_gb": layout.device_memory_gb,
         "walls": {
-            wall: took / one.step_time_s for wall, took in one.time.seconds_by_bottleneck.items()
+            name: seconds / layout.step_time_s
+            for name, seconds in layout.time.seconds_by_bottleneck.items()
         },
         "grids": {
             "attention": _grid(folding.attention, ("tp", "cp", "dp", "pp")),
@@ -193,8 +193,8 @@ def _layout_details(one: PlannedLayout) -> dict[str, Any]:
             {name: value / GB for name, value in rank.parts.items()}
             for rank in estimate_memory(with_fewest_micro_batches(case))
         ],
-        "memory_line": _memory_line(one),
-        "timeline": _timeline(one),
+        "memory_line": _memory_line(layout),
+        "timeline": _timeline(layout),
         "imbalance": imbalance,
     }
 
@@ -202,68 +202,69 @@ def _layout_details(one: PlannedLayout) -> dict[str, Any]:
 def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
     """Return a grid as drawn: the last axis downwards, the others to the right."""
     sizes = [grid.sizes[axis] for axis in axes]
-    kept, room = [], MAX_CELLS
+    shown, cells = [], MAX_CELLS
     for size in sizes[:3]:
-        kept.append(min(size, room))
-        room = max(1, room // kept[-1])
-    kept.append(min(sizes[3], MAX_CELLS))
-    columns = [tuple(reversed(at)) for at in product(*map(range, reversed(kept[:3])))]
+        shown.append(min(size, cells))
+        cells = max(1, cells // shown[-1])
+    shown.append(min(sizes[3], MAX_CELLS))
+    columns = [tuple(reversed(column)) for column in product(*map(range, reversed(shown[:3])))]
     ranks = [
-        [grid.rank(dict(zip(axes, (*at, row), strict=True))) for at in columns]
-        for row in range(kept[3])
+        [grid.rank(dict(zip(axes, (*column, row), strict=True))) for column in columns]
+        for row in range(shown[3])
     ]
-    return {"axes": list(axes), "sizes": sizes, "kept": kept, "ranks": ranks}
+    return {"axes": list(axes), "sizes": sizes, "kept": shown, "ranks": ranks}
 
 
-def _chunk_label(chunk: Any) -> str:
-    kinds = [place.kind for place in chunk]
-    layers = [place.index for place in chunk if place.kind == "layer"]
-    said = ["embedding"] if "embedding" in kinds else []
+def _chunk_label(chunk: tuple[StagePart, ...]) -> str:
+    kinds = [part.kind for part in chunk]
+    layers = [part.index for part in chunk if part.kind == "layer"]
+    names = ["embedding"] if "embedding" in kinds else []
     if layers:
-        said.append(f"layers {layers[0]}–{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
-    said += ["multi-token"] if "multi_token" in kinds else []
-    return ", ".join([*said, *(["head, loss"] if "loss" in kinds else [])]) or "nothing"
+        many = len(layers) > 1
+        names.append(f"layers {layers[0]}–{layers[-1]}" if many else f"layer {layers[0]}")
+    names += ["multi-token"] if "multi_token" in kinds else []
+    names += ["head, loss"] if "loss" in kinds else []
+    return ", ".join(names) or "nothing"
 
 
-def _memory_line(one: PlannedLayout) -> list[list[Any]]:
+def _memory_line(layout: PlannedLayout) -> list[list[Any]]:
     """Return the fullest rank's memory during the step: label and GB of each part, per action."""
-    moments = one.memory.actions
-    step = max(1, -(-len(moments) // MAX_MOMENTS))
-    kept = [max(moments[i : i + step], key=lambda m: m.total) for i in range(0, len(moments), step)]
-    return [
-        [
-            m.label,
-            *(round(v / GB, 3) for v in (m.activations, m.operands, m.temporaries, m.gradients)),
-        ]
-        for m in kept
-    ]
+    actions = layout.memory.actions
+    step = max(1, -(-len(actions) // MAX_ACTIONS))
+    groups = (actions[start : start + step] for start in range(0, len(actions), step))
+    line = []
+    for group in groups:
+        peak = max(group, key=lambda action: action.total)
+        sizes = peak.activations, peak.operands, peak.temporaries, peak.gradients
+        line.append([peak.label, *(round(size / GB, 3) for size in sizes)])
+    return line
 
 
-def _timeline(one: PlannedLayout) -> dict[str, Any]:
+def _timeline(layout: PlannedLayout) -> dict[str, Any]:
     """Return the timeline of all pipeline ranks, for a step with few micro-batches."""
-    case, vpp = one.case, one.case.sizes.vpp
-    short = min(case.num_micro_batches, max(3 * case.sizes.pp, 4))
-    if any(case.schedule.violations(case.sizes.pp, vpp, short)):
-        short = case.num_micro_batches
-    table = replace(case, batch=case.folding.dp * case.micro_batch * short).table
-    slow = max(sum(span) for span in one.time.ranks)
-    sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGE_PARTS) / case.num_micro_batches
-    homes = (one.time.ranks[table.rank_of(stage)] for stage in range(table.stages))
-    costs = [StageCosts(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in homes]
-    made = simulate(table, costs)
-    most = MAX_SPANS // max(1, len(made.spans))
+    case, time, (pp, vpp) = layout.case, layout.time, (layout.case.sizes.pp, layout.case.sizes.vpp)
+    drawn = min(case.num_micro_batches, max(3 * pp, 4))
+    if any(case.schedule.violations(pp, vpp, drawn)):
+        drawn = case.num_micro_batches
+    table = replace(case, batch=case.folding.dp * case.micro_batch * drawn).table
+    slowest = max(map(sum, time.ranks))
+    exchanges = sum(time.parts.get(part, 0.0) for part in EXCHANGE_PARTS) / case.num_micro_batches
+    passes = (time.ranks[table.rank_of(stage)] for stage in range(table.stages))
+    costs = [StageCosts(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in passes]
+    simulated = simulate(table, costs)
+    max_spans = MAX_SPANS // max(1, len(simulated.spans))
     # Activations and gradients that are sent to another rank.
     actions = ((rank, action) for rank in range(table.ranks) for action in table.actions(rank))
     results = ((rank, table.action_result(rank, action)) for rank, action in actions)
     readers = ((rank, table.reader_rank(result)) for rank, result in results if result)
     transfers = sum(reader is not None and reader != rank for rank, reader in readers)
     return {
-        "spans": [[_timeline_entry(one) for one in line[:most]] for line in made.spans],
-        "micro_batches": short,
+        "spans": [[_timeline_entry(span) for span in line[:max_spans]] for line in simulated.spans],
+        "micro_batches": drawn,
         "of": case.num_micro_batches,
-        "length": made.makespan,
-        "exchange_share": min(0.9, sent / slow) if slow else 0.0,
-        "idle": 1 - sum(made.busy) / (made.makespan * len(made.busy)),
+        "length": simulated.makespan,
+        "exchange_share": min(0.9, exchanges / slowest) if slowest else 0.0,
+        "idle": 1 - sum(simulated.busy) / (simulated.makespan * len(simulated.busy)),
         "transfers": transfers,
     }
 

@@ -449,9 +449,7 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
         fields["graphs"] = choice.graphs
     if "block" in policy.recompute:
         fields["recompute"] = {"kind": "full"}
-    elif modules := policy.recompute & model_needs(case.decoder).recomputable(
-        choice.sizes.tp
-    ):
+    elif modules := policy.recompute & model_needs(case.decoder).recomputable(choice.sizes.tp):
         fields["recompute"] = {"kind": "selective", "modules": sorted(modules)}
     if policy.state_step is not None:
         at = {"at": "disk", "folder": "./scratch"} if policy.state_on_disk else {"at": "host"}

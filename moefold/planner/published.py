@@ -41,24 +41,23 @@ class PublishedModel:
 def published_entries() -> dict[str, dict[str, Any]]:
     """Return every model's dimensions by name; ``assumed`` describes those that are assumed."""
     folder = files("moefold.planner")
-    found = json.loads(folder.joinpath("published_models.json").read_text("utf-8"))
-    filled = json.loads(folder.joinpath("assumed_models.json").read_text("utf-8"))["models"]
-    for name, more in filled.items():
-        more = {**more, "assumed": more["why"]}
-        known = {key: value for key, value in found.get(name, {}).items() if value is not None}
-        alike = found[more["like"]] if "like" in more else {}
-        found[name] = {**alike, **known, **more}
-    return found
+    models = json.loads(folder.joinpath("published_models.json").read_text("utf-8"))
+    assumed = json.loads(folder.joinpath("assumed_models.json").read_text("utf-8"))["models"]
+    for name, entry in assumed.items():
+        stated = {key: value for key, value in models.get(name, {}).items() if value is not None}
+        similar = models[entry["like"]] if "like" in entry else {}
+        models[name] = {**similar, **stated, **entry, "assumed": entry["why"]}
+    return models
 
 
 def find_model(name: str) -> str | None:
     """Return the full name of a model, ignoring case and punctuation, or None."""
-    wanted = _normalise_name(name)
-    return next((known for known in published_entries() if _normalise_name(known) == wanted), None)
 
+    def normalise(text: str) -> str:
+        return "".join(filter(str.isalnum, text.lower()))
 
-def _normalise_name(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    key = normalise(name)
+    return next((model for model in published_entries() if normalise(model) == key), None)
 
 
 @cache
@@ -66,13 +65,12 @@ def published_model(name: str) -> PublishedModel:
     """Return a published model by its full name.
 
     Raises:
-        Undescribed: there is no such model, or a dimension is missing.
+        UndescribedModel: there is no such model, or a dimension is missing.
     """
     entry = published_entries().get(name)
     if entry is None:
-        raise UndescribedModel(
-            f"{name} is not a published model; known are {', '.join(published_entries())}"
-        )
+        known = ", ".join(published_entries())
+        raise UndescribedModel(f"{name} is not a published model; known are {known}")
     try:
         blocks = _hybrid_blocks(entry) if "hybrid_pattern" in entry else _blocks(name, entry)
         decoder = Decoder(
@@ -88,16 +86,16 @@ def published_model(name: str) -> PublishedModel:
 
 def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:
     """Return the blocks of a transformer, dense ones first or alternating."""
-    mixture = _moe(entry, biased=name.startswith("GPT-OSS"))
-    dense = entry.get("dense_layers", 0)
-    kinds = [make_block(attention, mixture) for attention in _attention_pattern(name, entry)]
-    found = [kinds[i % len(kinds)] for i in range(dense + entry["moe_layers"])]
-    if dense:
-        plain = make_block(kinds[0].attention, Dense(width=entry["dense_ffn"]))
-        step = 2 if dense == entry["moe_layers"] else 1
-        for i in range(0, dense * step, step):
-            found[i] = plain
-    return found
+    moe = _moe(entry, biased=name.startswith("GPT-OSS"))
+    num_dense, num_moe = entry.get("dense_layers", 0), entry["moe_layers"]
+    pattern = [make_block(attention, moe) for attention in _attention_pattern(name, entry)]
+    blocks = [pattern[i % len(pattern)] for i in range(num_dense + num_moe)]
+    if num_dense:
+        dense = make_block(pattern[0].attention, Dense(width=entry["dense_ffn"]))
+        step = 2 if num_dense == num_moe else 1
+        for i in range(0, num_dense * step, step):
+            blocks[i] = dense
+    return blocks
 
 
 def _attention_pattern(name: str, entry: dict[str, Any]) -> list[Record]:
@@ -138,20 +136,20 @@ def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
     )
     shared = Shared(width=entry["shared_ffn"]) if entry.get("shared_experts") else None
     if entry.get("gated_mlp", True):
-        kind = BiasedMoe if biased else Moe
-        return kind(width=entry["moe_ffn"], router=router, shared=shared)
+        record = BiasedMoe if biased else Moe
+        return record(width=entry["moe_ffn"], router=router, shared=shared)
     return UngatedMoe(
         width=entry["moe_ffn"], router=router, shared=shared, latent=entry.get("moe_latent")
     )
 
 
 def _hybrid_blocks(entry: dict[str, Any]) -> list[Block]:
-    """Return the blocks of a letter pattern: M state space, * attention, E experts."""
+    """Return the blocks of a pattern of letters: M state space, * attention, E experts."""
     attention = Gqa(**{key: entry[key] for key in ("heads", "kv_heads", "head_dim")})
     mixers = {"M": Mamba2(**entry["mamba"]), "*": attention}
-    letters, mixture, nothing = entry["hybrid_pattern"], _moe(entry), AbsentLayer()
+    letters, moe, no_layer = entry["hybrid_pattern"], _moe(entry), AbsentLayer()
     return [
-        make_block(mixers[letter], mixture if after == "E" else nothing)
+        make_block(mixers[letter], moe if after == "E" else no_layer)
         for letter, after in zip(letters, letters[1:] + "-", strict=True)
         if letter != "E"
     ]
