@@ -133,7 +133,7 @@ def _block_counts(block: Block, hidden: int) -> dict[str, PartCounts]:
     multiplied = {name + end for name in names for end in ("", LORA_A, LORA_B)}
     for weight in block_weights(block, hidden, 0):
         size = used = weight.elements
-        if weight.expert and routing is not None:
+        if weight.is_expert and routing is not None:
             used = size // routing.experts * min(routing.top_k, routing.experts)
         # The convention counts the norm of a latent, unlike other norms, as a product.
         counted = used if weight.name in multiplied or weight.latent else 0

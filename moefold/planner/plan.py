@@ -438,11 +438,12 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
         fields["schedule"] = {"kind": choice.schedule.name}
     fields["zero"] = policy.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
-        fields["dispatch"] = {"kind": choice.dispatch}
+        dispatch: dict[str, Any] = {"kind": choice.dispatch}
         if choice.dispatch == "two_level":
-            fields["dispatch"]["node"] = choice.sizes.ep // case.num_expert_domains
+            dispatch["node"] = choice.sizes.ep // case.num_expert_domains
         if issubclass(DISPATCH.kinds[choice.dispatch], FixedShape):
-            fields["dispatch"]["max_rows"] = choice.max_rows
+            dispatch["max_rows"] = choice.max_rows
+        fields["dispatch"] = dispatch
     if choice.clones:
         fields["clones"] = {"slots": choice.clones}
     if choice.graphs != "none":

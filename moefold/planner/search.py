@@ -257,8 +257,8 @@ class Search:
         last = round((seconds[loss_rank] - layers[loss_rank] * layer) / layer, 1)
         first = 0.0 if loss_rank == 0 else round((seconds[0] - layers[0] * layer) / layer, 1)
         equal_time = balanced_stages(
-            sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token, case.schedule.stage_mapping,
-            (first, last),
+            sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token,
+            case.schedule.stage_mapping, (first, last),
         )  # fmt: skip
         separate = with_separate_multi_token(equal_time) if space.separate_multi_token else None
         for stages in filter(None, (equal_time, separate)):

@@ -64,7 +64,7 @@ class SearchSpace:
     @cached_property
     def paired_values(self) -> list[bool]:
         """Values of ``paired`` (exchanges overlap with compute) among the schedules."""
-        return sorted({schedule.paired for schedule in self.schedules})
+        return sorted({schedule.overlaps_passes for schedule in self.schedules})
 
     @cached_property
     def recompute_offload_pairs(self) -> tuple[tuple[Modules, Modules], ...]:
