@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moefold.spec.layer import round_up
+
 IGNORE_INDEX = -100
 """Label of rows without a label."""
 ROW_TENSORS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
@@ -205,11 +207,6 @@ def assemble(
         sources=tuple(sources),
         first=int(numbers[0]) if rows else 0,
     )
-
-
-def round_up(rows: int, multiple: int) -> int:
-    """Return ``rows`` rounded up to a multiple of ``multiple``."""
-    return -(-rows // multiple) * multiple
 
 
 def pack(

@@ -18,12 +18,13 @@ from itertools import chain, islice, repeat
 
 import numpy as np
 
-from moefold.data.batch import IGNORE_INDEX, MicroBatch, SegmentOrigin, assemble, pack, round_up
+from moefold.data.batch import IGNORE_INDEX, MicroBatch, SegmentOrigin, assemble, pack
 from moefold.data.config import DataError
 from moefold.data.index import DocumentPiece
 from moefold.data.order import Mixture, evenly_spaced
 from moefold.data.packing import build_sequences
 from moefold.data.prepare import PreparedData, PreparedPart
+from moefold.spec.layer import round_up
 
 _ORDER_VERSION = 1
 

@@ -24,7 +24,7 @@ from moefold.spec.layer import (
     Traffic,
     Units,
     Weight,
-    round_up_to,
+    round_up,
 )
 from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
@@ -251,8 +251,8 @@ class MoeSpec(LayerSpec):
         if groups and router.experts % count:
             count = groups.count
         # Both ep and the groups divide the number of experts.
-        experts = max(round_up_to(min(router.experts, SMALL_EXPERTS), lcm(by.ep, count)), top_k)
-        experts = round_up_to(experts, lcm(by.ep, count))
+        experts = max(round_up(min(router.experts, SMALL_EXPERTS), lcm(by.ep, count)), top_k)
+        experts = round_up(experts, lcm(by.ep, count))
         small: dict[str, Any] = {"experts": experts, "top_k": top_k}
         if router.idle_experts is not None:
             few = {name: min(number, 2) for name, number in router.idle_experts}
@@ -262,12 +262,12 @@ class MoeSpec(LayerSpec):
             keep = max(1, groups.keep * count // groups.count, -(-top_k // size))
             kept = {"count": count, "keep": min(keep, count), "best": min(groups.best, size)}
             small["groups"] = groups.model_copy(update=kept)
-        changed: dict[str, Any] = {"width": round_up_to(SMALL_WIDTH, by.etp)}
+        changed: dict[str, Any] = {"width": round_up(SMALL_WIDTH, by.etp)}
         changed["router"] = router.model_copy(update=small)
         if self.latent is not None:
             changed["latent"] = SMALL_WIDTH // 2
         if self.shared is not None:
-            width = round_up_to(SMALL_WIDTH, by.tp)
+            width = round_up(SMALL_WIDTH, by.tp)
             changed["shared"] = self.shared.model_copy(update={"width": width})
         return self.model_copy(update=changed)
 

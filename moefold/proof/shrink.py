@@ -19,7 +19,7 @@ from moefold.optim.config import Optim
 from moefold.parallel.config import Layout
 from moefold.proof.case import Subject
 from moefold.run import Run
-from moefold.spec.layer import LayerSpec, round_up_to
+from moefold.spec.layer import LayerSpec, round_up
 from moefold.spec.quantised import cut_violations, moment_violations
 
 HIDDEN, VOCAB, ROWS = 16, 64, 32
@@ -59,7 +59,7 @@ class SizeRequirements:
 def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -> Subject:
     """Return the shrunk subject of a run's proof, for which all of ``layouts`` are legal."""
     needs = SizeRequirements.of(layouts)
-    rows = round_up_to(ROWS, needs.divisors.tp * 2 * needs.divisors.cp)
+    rows = round_up(ROWS, needs.divisors.tp * 2 * needs.divisors.cp)
     decoder, optim = small_decoder(for_proof(run.decoder()), needs), small_optimizer(run.optim)
     # Use the first sizes of quantised blocks, and of groups of moments, that no layout cuts.
     quantise = decoder.quantise
@@ -109,7 +109,7 @@ def small_decoder(decoder: Decoder, needs: SizeRequirements) -> Decoder:
         for b in blocks
     )
     changed = {
-        "vocab": round_up_to(VOCAB, needs.divisors.tp),
+        "vocab": round_up(VOCAB, needs.divisors.tp),
         "hidden": HIDDEN,
         "stacks": to_stacks(small),
         "init_std": STD,

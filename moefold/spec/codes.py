@@ -61,25 +61,25 @@ def with_recipe(decoder: Decoder, recipe: str) -> Decoder:
 
 def coded_blocks(decoder: Decoder) -> tuple[Block, ...]:
     """Return the blocks of a decoder, those with quantised products as :class:`CodedBlock`."""
-    record, blocks, found = decoder.quantise, decoder.blocks, list[Block]()
-    if not isinstance(record, Quantise):
-        return blocks
+    recipe, blocks = decoder.quantise, list(decoder.blocks)
+    if not isinstance(recipe, Quantise):
+        return decoder.blocks
     names = list(quantised_weight_names(decoder))
     for number, block in enumerate(blocks):
-        at = f"layers.{number}."
-        narrow = tuple(name.removeprefix(at) for name in names if name.startswith(at))
-        if narrow:
-            block = CodedBlock.model_construct(**dict(block), recipe=record, coded_names=narrow)
-        found.append(block)
-    return tuple(found)
+        prefix = f"layers.{number}."
+        coded = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        if coded:
+            fields = dict(block) | {"recipe": recipe, "coded_names": coded}
+            blocks[number] = CodedBlock.model_construct(**fields)
+    return tuple(blocks)
 
 
-def with_codes(weights: tuple[Weight, ...], block: Block, at: str) -> tuple[Weight, ...]:
-    """Return a block's weights, quantised ones as :class:`CodedWeight`; ``at``: name prefix."""
+def with_codes(weights: tuple[Weight, ...], block: Block, prefix: str) -> tuple[Weight, ...]:
+    """Return a block's weights, named with a prefix, quantised ones as :class:`CodedWeight`."""
     if not isinstance(block, CodedBlock):
         return weights
-    narrow, record = {at + name for name in block.coded_names}, block.recipe
-    return tuple(CodedWeight(**vars(w), recipe=record) if w.name in narrow else w for w in weights)
+    coded, recipe = {prefix + name for name in block.coded_names}, block.recipe
+    return tuple(CodedWeight(**vars(w), recipe=recipe) if w.name in coded else w for w in weights)
 
 
 class WeightProduct(NamedTuple):
@@ -95,21 +95,21 @@ class WeightProduct(NamedTuple):
 
 def weight_products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
     """Return the products of a block, each with its weight's name, which may occur twice."""
-    found = list[tuple[str, WeightProduct]]()
-    for half, spec in sublayers(block):
+    products = list[tuple[str, WeightProduct]]()
+    for sublayer, spec in sublayers(block):
         for _, matmul, weights in spec.products(shape.hidden):
             rows, runs = num_rows(matmul.rows, spec, shape), 1
             if matmul.rows == "routed" and isinstance(block, CodedBlock):
-                # One for each expert and micro-batch.
+                # One for each expert and each micro-batch that meets in a group of expert ranks.
                 assert spec.routing is not None
-                together = shape.ep * shape.etp // (shape.tp * shape.cp)
-                micro_batches = max(together, 1) if block.recipe.scales_per_run else 1
+                micro_batches = max(shape.ep * shape.etp // (shape.tp * shape.cp), 1)
+                micro_batches = micro_batches if block.recipe.scales_per_run else 1
                 runs = max(spec.routing.experts // shape.ep, 1) * micro_batches
             for weight in weights:
                 outputs, inputs, _ = weight.local_matrix(shape.tp, shape.ep, shape.etp)
-                one = WeightProduct(weight, rows, runs, outputs, inputs)
-                found.append((f"{spec.prefix or half}.{weight.name}", one))
-    return found
+                product = WeightProduct(weight, rows, runs, outputs, inputs)
+                products.append((f"{spec.prefix or sublayer}.{weight.name}", product))
+    return products
 
 
 def num_rows(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
@@ -171,41 +171,35 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     if not isinstance(block, CodedBlock):
         yield from parts
         return
-    known, record = dict(weight_products(block, shape)), block.recipe
-    first, sent = "moe.experts.w_in", shape.ep * shape.etp > 1
-    if record.scales_per_run and sent and first in block.coded_names:
-        yield Saved("experts.order", known[first].rows * INDEX, module="moe")
-    # Inputs for recomputing gathered rows that nothing saves.
-    gone = {
-        part.name.replace(".gathered", "_norm.output")
-        for part in parts
-        if part.operand_of
-        and set(part.operand_of) <= {*block.coded_names}
-        and part.also_saved is None
-    }
+    products, record = dict(weight_products(block, shape)), block.recipe
+    coded, w_in = {*block.coded_names}, "moe.experts.w_in"
+    if record.scales_per_run and shape.ep * shape.etp > 1 and w_in in coded:
+        yield Saved("experts.order", products[w_in].rows * INDEX, module="moe")
+    # Inputs for recomputing gathered rows, which codes replace.
+    only_codes = (p for p in parts if coded.issuperset(p.operand_of) and p.also_saved is None)
+    unneeded = {p.name.replace(".gathered", "_norm.output") for p in only_codes if p.operand_of}
     for part in parts:
-        narrow = [name for name in part.operand_of if name in block.coded_names]
-        if part.needed_by and part.name in gone:
+        readers = [name for name in part.operand_of if name in coded]
+        if part.needed_by and part.name in unneeded:
             part = replace(part, needed_by=part.needed_by - GATHER)
             if not part.needed_by:
                 continue
-        if part.needed_by and part.name == "latent.rows" and first in block.coded_names:
+        if part.needed_by and part.name == "latent.rows" and w_in in coded:
             part = part if record.wgrad == "wide" else _CopiedRows(**vars(part))
         if part.name == f"{part.module}.hidden":
-            yield _saved_hidden(part, block, known)
+            yield _saved_hidden(part, block, products)
             continue
-        if narrow and part.name == "offsets":  # ends of experts, not rows
+        if readers and part.name == "offsets":  # ends of experts, not rows
             continue
-        if not narrow or record.wgrad == "wide":
+        if not readers or record.wgrad == "wide":
             # Wide weight gradients also save the activation, which only forward quantises.
-            yield replace(part, from_forward=True) if narrow else part
+            yield replace(part, from_forward=True) if readers else part
             continue
-        others = tuple(name for name in part.operand_of if name not in block.coded_names)
-        if others:
+        if others := tuple(name for name in part.operand_of if name not in coded):
             yield replace(part, operand_of=others)
         elif part.also_saved is not None:
             yield part.also_saved
-        yield _saved_codes(part.name, narrow, known[narrow[0]], record)
+        yield _saved_codes(part.name, readers, products[readers[0]], record)
 
 
 @dataclass(frozen=True)
@@ -217,14 +211,14 @@ class _CopiedRows(Saved):
         return "experts" in recompute and super().is_saved_under(recompute)
 
 
-def _saved_hidden(part: Saved, block: CodedBlock, known: Mapping[str, WeightProduct]) -> Saved:
+def _saved_hidden(part: Saved, block: CodedBlock, products: Mapping[str, WeightProduct]) -> Saved:
     """Return a pre-activation as it is saved: wide, or as codes with scales."""
     path = {"experts": "moe.experts.w_in", "shared": "moe.shared.w_in"}.get(part.module, "ffn.w_in")
     length = block.recipe.hidden_block
     if not length or path not in block.coded_names:
         return part
-    one = known[path]
-    size = one.rows * (one.outputs + 2 * ceil(one.outputs / 2 / length) * SCALE["fp8_block"])
+    rows, outputs = products[path].rows, products[path].outputs
+    size = rows * (outputs + 2 * ceil(outputs / 2 / length) * SCALE["fp8_block"])
     return replace(part, bytes=round(size))
 
 
@@ -232,6 +226,6 @@ def _saved_codes(name: str, weights: list[str], product: WeightProduct, record: 
     """Return the saved codes of the rows that ``weights`` read."""
     size = code_bytes(record, product.inputs, product.rows, product.runs)
     path = weights[0].split(".")
-    module = next((one for one in CHECKPOINTED if one in path), path[0])
-    dropped = frozenset((module,)) if module in CHECKPOINTED else NOTHING
-    return Saved(f"{name}.codes", size, dropped, module=module, operand_of=tuple(weights))  # type: ignore[arg-type]
+    module = next((kind for kind in CHECKPOINTED if kind in path), path[0])
+    freed_by = frozenset((module,)) if module in CHECKPOINTED else NOTHING
+    return Saved(f"{name}.codes", size, freed_by, module=module, operand_of=tuple(weights))  # type: ignore[arg-type]

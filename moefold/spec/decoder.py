@@ -3,6 +3,7 @@ sizes, saved tensors, and the weights that QK-clip scales."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 from typing import Any
 
 from moefold.config.base import Record
@@ -44,8 +45,8 @@ class ModelNeeds:
     @property
     def modules(self) -> frozenset[str]:
         """Kinds of module that save tensors for backward."""
-        one = Shape(hidden=1, rows=1)
-        return frozenset({"block", *(part.module for s in self.specs for part in s.saved(one))})
+        shape = Shape(hidden=1, rows=1)
+        return frozenset({"block", *(part.module for s in self.specs for part in s.saved(shape))})
 
     def recomputable(self, tp: int) -> frozenset[str]:
         """Kinds of module whose recompute frees saved tensors, given the size of tp."""
@@ -62,12 +63,12 @@ class ModelNeeds:
     @property
     def heads(self) -> tuple[int, ...]:
         """Distinct numbers of heads and key-value heads of the layers."""
-        return tuple(dict.fromkeys(need.number for need in self.units if need.heads))
+        return tuple(dict.fromkeys(units.number for units in self.units if units.heads))
 
     @property
     def experts(self) -> tuple[int, ...]:
         """Distinct numbers of experts of the layers."""
-        stated = tuple(need.number for need in self.units if need.axis == "ep")
+        stated = tuple(units.number for units in self.units if units.axis == "ep")
         return stated if any(self.moe_layers) else ()
 
 
@@ -78,24 +79,24 @@ def model_needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     from either end, so that all have equal work under a causal mask. A plug-in layer without a
     description has no rules.
     """
-    found = [Units("tp", decoder.vocab, "the vocabulary size")]
+    units = [Units("tp", decoder.vocab, "the vocabulary size")]
     if seq is not None:
         rule = f"cp must be 1, or 2 * cp must divide the sequence length ({seq})"
-        found.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
-    routed, specified, outside = list[bool](), dict[LayerSpec, None](), False
+        units.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
+    routed, distinct, undescribed = list[bool](), dict[LayerSpec, None](), False
     for stack in decoder.stacks:
         for block in stack.blocks:
             specs = [r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec)]
-            outside |= len(specs) < 2
+            undescribed |= len(specs) < 2
             for spec in specs:
-                found += spec.units(decoder.hidden)
-                specified[spec] = None
+                units += spec.units(decoder.hidden)
+                distinct[spec] = None
         routed += [has_routing(block.ffn) for block in stack.blocks] * stack.repeat
     if not any(routed):
-        found.append(Units("ep", 1, "experts", said="ep needs layers with experts"))
-        found.append(Units("etp", 1, "experts", said="etp needs layers with experts"))
-    mixtures, ahead = tuple(routed[: decoder.layers]), len(routed) - decoder.layers
-    return ModelNeeds(tuple(dict.fromkeys(found)), mixtures, tuple(specified), outside, ahead)
+        for axis in ("ep", "etp"):
+            units.append(Units(axis, 1, "experts", said=f"{axis} needs layers with experts"))
+    moe_layers, mtp = tuple(routed[: decoder.layers]), len(routed) - decoder.layers
+    return ModelNeeds(tuple(dict.fromkeys(units)), moe_layers, tuple(distinct), undescribed, mtp)
 
 
 def has_routing(record: Record) -> bool:
@@ -147,7 +148,7 @@ def known_weights(decoder: Decoder) -> Iterator[Weight]:
 
 
 def sublayers(block: Block) -> Iterator[tuple[str, LayerSpec]]:
-    """Yield the halves that a block has, each with its name, ``attention`` or ``ffn``.
+    """Yield the sublayers that a block has, each with its name, ``attention`` or ``ffn``.
 
     Raises:
         ValueError: if a plug-in layer has no description.
@@ -159,39 +160,37 @@ def sublayers(block: Block) -> Iterator[tuple[str, LayerSpec]]:
 
 
 def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
-    """Yield descriptions of the parameters of one block, the norms of a half first.
+    """Yield descriptions of the parameters of one block, the norms of a sublayer first.
 
-    Absent halves and those without a description have none. A multi-token prediction block also has
-    the matrix that joins its inputs (arXiv 2412.19437, section 2.2), not cut by tp, and its norms.
+    Absent sublayers and those without a description have none. A multi-token prediction block has
+    also the matrix that joins its inputs (arXiv 2412.19437, section 2.2), not cut by tp, and norms.
     """
-    found = list[Weight]()
+    weights = list[Weight]()
     for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
         if isinstance(spec, LayerSpec) and not spec.absent:
-            found += (
-                norm(f"{one}.weight", hidden, start="norm") for one in norm_names(block, name)
-            )
-            half = spec.prefix or name
-            found += (replace(w, name=f"{half}.{w.name}") for w in spec.weights(hidden))
+            norms, prefix = norm_names(block, name), spec.prefix or name
+            weights += (norm(f"{norm_name}.weight", hidden, start="norm") for norm_name in norms)
+            weights += (replace(w, name=f"{prefix}.{w.name}") for w in spec.weights(hidden))
     if block.multi_token is not None:
-        found += (norm(f"{one}_norm.weight", hidden, start="norm") for one in ("embed", "row"))
-        found.append(Weight("join.weight", (hidden, 2 * hidden), category="multi_token"))
-        found.append(norm("norm.weight", hidden, start="norm"))
-    for weight in with_adapters(found, block.adapters):
+        weights += (norm(f"{rows}_norm.weight", hidden, start="norm") for rows in ("embed", "row"))
+        weights.append(Weight("join.weight", (hidden, 2 * hidden), category="multi_token"))
+        weights.append(norm("norm.weight", hidden, start="norm"))
+    for weight in with_adapters(weights, block.adapters):
         name = f"layers.{layer}.{weight.name}"
         yield replace(weight, name=name, frozen=weight.name in block.frozen)
 
 
-def norm_names(block: Block, half: str) -> tuple[str, ...]:
-    """Return the names of the norms of half ``attention`` or ``ffn``."""
-    there = zip((f"{half}_norm", f"{half}_out_norm"), block.norm_positions(half), strict=True)
-    return tuple(name for name, present in there if present)
+def norm_names(block: Block, sublayer: str) -> tuple[str, ...]:
+    """Return the names of the norms of sublayer ``attention`` or ``ffn``."""
+    names = f"{sublayer}_norm", f"{sublayer}_out_norm"
+    return tuple(compress(names, block.norm_positions(sublayer)))
 
 
 def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
-    """Yield what a block saves for backward: its input and what its halves state.
+    """Yield what a block saves for backward: its input and what its sublayers state.
 
-    Layers state what a half saves with a norm before it. Without that norm, products read the saved
-    residual rows; halves that share a norm save its output once. Norms after halves save an input.
+    Layers state what sublayers save after a norm. Without a norm, products read the saved residual
+    rows; sublayers that share a norm save its output once; norms after one save their input.
     """
     if block.multi_token is not None:  # schedules never split such a block
         shape = replace(shape, separate_exchanges=False)
@@ -199,10 +198,10 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     for name, record in (("attention", block.attention), ("ffn", block.ffn)):
         spec = as_layer_spec(record)
         for part in spec.saved(shape):  # with names of weights relative to the block
-            names = tuple(f"{spec.prefix or name}.{one}" for one in part.operand_of)
+            names = tuple(f"{spec.prefix or name}.{weight}" for weight in part.operand_of)
             parts[name].append(replace(part, operand_of=names) if names else part)
     normed = ("attention_norm.output", "ffn_norm.output")
-    outputs = {one.name: one for half in parts.values() for one in half if one.name in normed}
+    outputs = {part.name: part for part in chain(*parts.values()) if part.name in normed}
     shared = block.norms == "shared" and outputs.get("ffn_norm.output")
     for name, (before, after) in ((name, block.norm_positions(name)) for name in parts):
         output = outputs.get(f"{name}_norm.output")
@@ -212,13 +211,12 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             if shared and part.name == "residual":
                 continue
             if shared and part is output:
-                only = (
-                    part.needed_by | shared.needed_by
-                    if part.needed_by and shared.needed_by
-                    else NOTHING
+                kinds, others = part.needed_by, shared.needed_by
+                kinds = kinds | others if kinds and others else NOTHING
+                names = part.operand_of + shared.operand_of
+                part = replace(
+                    part, needed_by=kinds, operand_of=names, also_saved=shared.also_saved
                 )
-                read = part.operand_of + shared.operand_of
-                part = replace(part, needed_by=only, operand_of=read, also_saved=shared.also_saved)
             elif block.norms == "after" and part.name in ("input", "residual") and output:
                 part = replace(part, operand_of=output.operand_of, also_saved=part)
             yield part
@@ -256,35 +254,31 @@ def adapter_weights(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     initially adds nothing.
     """
     lead, last = weight.shape[: 1 if weight.is_expert else -2], len(weight.shape) - 1
-    kept = tuple((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
-    a_cuts = tuple((len(lead) + 1 if dim == last else dim, units) for dim, units in kept)
+    shared_cuts = ((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
+    a_cuts = tuple((len(lead) + 1 if dim == last else dim, units) for dim, units in shared_cuts)
     b_cuts = tuple((dim, units) for dim, units in weight.cuts if dim != last)
     shape_a, shape_b = (*lead, rank, weight.shape[-1]), (*weight.shape[:-1], rank)
-    usual: dict[str, Any] = {"category": "adapters", "product": weight.product}
+    common: dict[str, Any] = {"category": "adapters", "product": weight.product}
     return (
-        Weight(weight.name + LORA_A, shape_a, a_cuts, start=(3 * shape_a[-1]) ** -0.5, **usual),
-        Weight(weight.name + LORA_B, shape_b, b_cuts, start="zeros", **usual),
+        Weight(weight.name + LORA_A, shape_a, a_cuts, start=(3 * shape_a[-1]) ** -0.5, **common),
+        Weight(weight.name + LORA_B, shape_b, b_cuts, start="zeros", **common),
     )
 
 
 def heads_by_weight(decoder: Decoder) -> dict[str, int]:
     """Return the number of heads of each weight that tp cuts along dim 0 by heads."""
-    found = dict[str, int]()
-    for weight in known_weights(decoder):
-        by_rows = [units for dim, units in weight.cuts if dim == 0 and units.heads]
-        found |= {weight.name: by_rows[0].number} if by_rows else {}
-    return found
+    cuts = ((weight.name, *cut) for weight in known_weights(decoder) for cut in weight.cuts)
+    return {name: units.number for name, dim, units in cuts if dim == 0 and units.heads}
 
 
-def qk_clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
-    """Yield why QK-clip cannot bound a decoder's logits: norms, or weights that are not stated or
-    not trained."""
+def qk_clip_violations(decoder: Decoder, qk_clip: Record) -> Iterator[Violation]:
+    """Yield why QK-clip cannot bound a decoder's logits: norms, or unknown or frozen weights."""
     for number, block in enumerate(decoder.blocks):
         spec = block.attention
         if not isinstance(spec, LayerSpec):
             continue
-        cores = [one.core for one in spec.operations(decoder.hidden)]
-        cores = [core for core in cores if isinstance(core, Attention)]
+        operations = spec.operations(decoder.hidden)
+        cores = [op.core for op in operations if isinstance(op.core, Attention)]
         if not cores:
             continue
         names = [f"attention.{rows.weight}" for rows in spec.logits]
@@ -298,12 +292,12 @@ def qk_clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
             rule = f"must be off: query or key weights of layer {number} are not trained"
         else:
             continue
-        yield Violation(("qk_clip",), given, rule, None)
+        yield Violation(("qk_clip",), qk_clip, rule, None)
         return
 
 
 def with_multi_token(decoder: Decoder, losses: Sequence[MultiToken]) -> Decoder:
     """Return a decoder with a copy of its last layer appended for each multi-token loss."""
     main = decoder.blocks[: decoder.layers]
-    more = (main[-1].model_copy(update={"multi_token": one}) for one in losses)
-    return decoder.model_copy(update={"stacks": to_stacks((*main, *more))})
+    added = (main[-1].model_copy(update={"multi_token": loss}) for loss in losses)
+    return decoder.model_copy(update={"stacks": to_stacks((*main, *added))})

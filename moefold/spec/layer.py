@@ -1,10 +1,10 @@
 """Descriptions of layers without torch: weights, operations, and tensors saved for backward.
 
-Each kind of layer is a record (:class:`LayerSpec`) that states these three once. All code that does
-not run the layer derives from them: legal layouts, cuts of parameters, counts and FLOPs, planned
+Each kind of layer is a record (:class:`LayerSpec`) that states these three. Everything that does
+not run the layer is derived from them: legal layouts, cuts of parameters, counts and FLOPs, planned
 memory and time, and the small models of ``verify``.
 
-T rows of a rank between sub-layers, P rows of its tensor group, R rows after dispatch, D hidden.
+T rows of a rank between sublayers, P rows of its tensor group, R rows after dispatch, D hidden.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -109,7 +109,7 @@ class Weight:
 
     @property
     def resolved_start(self) -> Start:
-        """``start``, or its default."""
+        """Initial values: ``start``, or its default."""
         if self.start is not None:
             return self.start
         if len(self.shape) == 1:
@@ -150,11 +150,11 @@ class Weight:
 
     def local_matrix(self, tp: int, ep: int, etp: int) -> tuple[float, float, float]:
         """Return outputs, inputs and number of the weight's matrices on one rank."""
-        sizes, local = {"tp": tp, "ep": ep, "etp": etp}, [float(size) for size in self.shape]
+        sizes, shape = {"tp": tp, "ep": ep, "etp": etp}, [float(size) for size in self.shape]
         for dim, units in self.cuts:
-            local[dim] *= units.fraction(sizes[units.axis])
-        first = 1 if self.is_expert else 0
-        return prod(local[first:-1]), local[-1], local[0] if self.is_expert else 1.0
+            shape[dim] *= units.fraction(sizes[units.axis])
+        matrices = shape.pop(0) if self.is_expert else 1.0
+        return prod(shape[:-1]), shape[-1], matrices
 
 
 def norm(
@@ -206,8 +206,8 @@ class Attention:
     def pairs(self, seq: int) -> float:
         """Return the average number of tokens that a row of a sequence attends to."""
         if self.chunk is not None and self.chunk < seq:
-            whole, rest = divmod(seq, self.chunk)
-            return (whole * self.chunk**2 + rest**2) / (2 * seq)
+            chunks, rest = divmod(seq, self.chunk)
+            return (chunks * self.chunk**2 + rest**2) / (2 * seq)
         window = min(self.window or seq, seq)
         return window - window**2 / (2 * seq)
 
@@ -330,7 +330,7 @@ class Shape:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of T rows."""
+        """Bytes of T rows of the hidden state."""
         return self.rows * self.hidden * self.width
 
     @property
@@ -365,12 +365,12 @@ class LogitRows(NamedTuple):
 
 
 class LayerSpec(Record):
-    """Base record of every kind of layer: one half of a block, attention or feed-forward."""
+    """Base record of every kind of layer: one sublayer of a block, attention or feed-forward."""
 
     prefix: ClassVar[str | None] = None
     """Name of the module in a block; None is ``attention`` or ``ffn``."""
     absent: ClassVar[bool] = False
-    """Whether the half, with its norm, does not exist."""
+    """Whether the sublayer, with its norm, does not exist."""
     untrained: ClassVar[str | None] = None
     """Description of a kind that can be planned but not trained; None for others."""
     caches: ClassVar[bool] = False
@@ -399,8 +399,8 @@ class LayerSpec(Record):
     def activation_width(self, shape: Shape) -> float:
         """Return the input width, on a rank, of the last product that is not wide, of dispatched
         rows or, where none are, of the tensor group's."""
-        found = {m.rows: w for one, m, w in self.products(shape.hidden) if not one.wide}
-        last = next((found[rows] for rows in ("routed", "group", "own") if rows in found), None)
+        weights = {m.rows: w for op, m, w in self.products(shape.hidden) if not op.wide}
+        last = next((weights[r] for r in ("routed", "group", "own") if r in weights), None)
         return last[0].local_matrix(shape.tp, shape.ep, shape.etp)[1] if last else 0.0
 
     @property
@@ -434,9 +434,9 @@ class LayerSpec(Record):
         By default, integers above the small width become that width, rounded up to a multiple of
         all axes; if the record's rules refuse the result, the record itself is returned.
         """
-        least = round_up_to(SMALL_WIDTH, lcm(by.tp, by.cp, by.ep, by.etp))
-        wide = {n: least for n, v in self if type(v) is int and v > least}
-        small = self.model_copy(update=wide)
+        width = round_up(SMALL_WIDTH, lcm(by.tp, by.cp, by.ep, by.etp))
+        changes = {name: width for name, value in self if type(value) is int and value > width}
+        small = self.model_copy(update=changes)
         return self if any(True for _ in small.rules()) else small
 
     def without_discrete_choices(self) -> Self:
@@ -469,7 +469,7 @@ def as_layer_spec(record: Record) -> LayerSpec:
 
 
 def summary_of(record: Record) -> str:
-    """Return ``words`` of a record; its class name if it is no :class:`LayerSpec`."""
+    """Return ``summary`` of a record; its class name if it is no :class:`LayerSpec`."""
     return record.summary if isinstance(record, LayerSpec) else type(record).__name__
 
 
@@ -481,7 +481,7 @@ def _undescribed_error(record: Record) -> ValueError:
     )
 
 
-def round_up_to(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     """Return the least multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
 
@@ -491,5 +491,4 @@ def small_heads(heads: int, by: Sizes) -> int:
 
     Context ranks may divide the heads of a tensor rank further.
     """
-    few = round_up_to(min(heads, 2), gcd(by.tp * by.cp, heads))
-    return round_up_to(few, by.tp)
+    return round_up(round_up(min(heads, 2), gcd(by.tp * by.cp, heads)), by.tp)

@@ -25,31 +25,31 @@ def saved_norm(
     name: str,
     width: int,
     shape: Shape,
-    operand: tuple[str, ...],
-    only: Modules = NOTHING,
-    again: Modules = NOTHING,
+    operand_of: tuple[str, ...],
+    needed_by: Modules = NOTHING,
+    also_needed_by: Modules = NOTHING,
 ) -> Iterator[Saved]:
-    """Yield a norm's statistic and its output, which weights read, or recompute of ``only``."""
+    """Yield a norm's statistic, and its output, which weights or a recompute read."""
     yield Saved(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
     size = shape.rows * width * shape.width
-    output = Saved(f"{name}.output", size, NORMS, only, module="norms")
-    beside = replace(output, needed_by=again) if again else None
-    yield output if only else replace(output, operand_of=operand, also_saved=beside)
+    output = Saved(f"{name}.output", size, NORMS, needed_by, module="norms")
+    also_saved = replace(output, needed_by=also_needed_by) if also_needed_by else None
+    yield output if needed_by else replace(output, operand_of=operand_of, also_saved=also_saved)
 
 
-def saved_rows(operand: tuple[str, ...], shape: Shape) -> Iterator[Saved]:
+def saved_attention_rows(operand_of: tuple[str, ...], shape: Shape) -> Iterator[Saved]:
     """Yield what the norm before attention saves, and the rows that projections read.
 
     Under tp the gathered rows are saved in place of the norm's output.
     """
-    only = GATHER if shape.tp > 1 else NOTHING
-    yield from saved_norm("attention_norm", shape.hidden, shape, operand, only)
+    gather = GATHER if shape.tp > 1 else NOTHING
+    yield from saved_norm("attention_norm", shape.hidden, shape, operand_of, gather)
     if shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved("attention.gathered", size, GATHER, module="attention", operand_of=operand)
+        yield Saved("attention.gathered", size, GATHER, module="attention", operand_of=operand_of)
 
 
-def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
+def saved_attention(core: Attention, shape: Shape, freed_by: Modules = NOTHING) -> Iterator[Saved]:
     """Yield queries, keys, values, the output of attention and its statistics.
 
     If context ranks gather or exchange these, attention saves the moved copies, and the originals
@@ -62,17 +62,15 @@ def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -
     ):  # fmt: skip
         ranks = 1 if name == "q" else shape.num_gathered
         moved = ranks > 1 or shape.exchanges_heads
-        only = CORE if moved else NOTHING
+        core_input = CORE if moved else NOTHING
         size = rows * features * width
-        yield Saved(name, size, dropped, needed_by=only, module="attention")
+        yield Saved(name, size, freed_by, needed_by=core_input, module="attention")
         if moved:
             yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
     attended = rows * heads * core.v_dim * width
     part = Saved("attended", attended, module="attention", operand_of=("o.weight",))
-    yield replace(
-        part,
-        also_saved=None if shape.exchanges_heads else replace(part, freed_by=CORE, operand_of=()),
-    )
+    by_core = None if shape.exchanges_heads else replace(part, freed_by=CORE, operand_of=())
+    yield replace(part, also_saved=by_core)
     yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
     if shape.exchanges_heads:
         yield Saved("attended.moved", attended, CORE, module="attention")
@@ -85,17 +83,17 @@ def saved_feed_forward(
 
     The activation is always recomputed. ``rows``: number of dispatched rows of routed experts.
     """
-    dropped: Modules = frozenset((module,))
+    freed_by: Modules = frozenset((module,))
     at = "" if module == "ffn" else f"{module}."
-    read: Any = {"module": module, "operand_of": (f"{at}w_in",)}
+    operand: Any = {"module": module, "operand_of": (f"{at}w_in",)}
     if rows is None and shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved(f"{module}.gathered", size, dropped | GATHER, **read)
+        yield Saved(f"{module}.gathered", size, freed_by | GATHER, **operand)
     size = (shape.piece if rows is None else rows) * features * shape.width
     room = 0 if rows is None or shape.room is None else rows
-    yield Saved(f"{module}.hidden", 2 * size, dropped, module=module, rows=room)
-    read["operand_of"] = (f"{at}w_out",)
-    yield Saved(f"{module}.activation", size, dropped, **read, from_forward=False)
+    yield Saved(f"{module}.hidden", 2 * size, freed_by, module=module, rows=room)
+    operand["operand_of"] = (f"{at}w_out",)
+    yield Saved(f"{module}.activation", size, freed_by, **operand, from_forward=False)
 
 
 def gated_traffic(

@@ -38,21 +38,19 @@ def quantised_weight_names(decoder: Decoder) -> dict[str, int]:
 
 def _quantises_experts(decoder: Decoder) -> bool:
     """Return whether products of routed experts are quantised."""
-    narrow = quantised_weight_names(decoder)
-    return any(
-        weight.is_expert and name in narrow for name, weight, _ in _quantisable_weights(decoder)
-    )
+    names, weights = quantised_weight_names(decoder), _quantisable_weights(decoder)
+    return any(weight.is_expert and name in names for name, weight, _ in weights)
 
 
 def _quantisable_weights(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
     """Yield name, description and rows of each weight that may be quantised."""
     for number, block in enumerate(decoder.blocks):
-        for half, spec in sublayers(block):
-            at = f"layers.{number}.{spec.prefix or half}."
+        for sublayer, spec in sublayers(block):
+            prefix = f"layers.{number}.{spec.prefix or sublayer}."
             for operation, matmul, weights in spec.products(decoder.hidden):
                 for weight in weights:
                     if not (operation.wide or weight.stacked):
-                        yield at + weight.name, weight, matmul.rows
+                        yield prefix + weight.name, weight, matmul.rows
 
 
 class _QuantisedCuts(NamedTuple):
@@ -68,39 +66,40 @@ class _QuantisedCuts(NamedTuple):
     @classmethod
     def of(cls, decoder: Decoder, record: Quantise, seq: int) -> "_QuantisedCuts":
         """Derive the cuts from the descriptions of quantised weights."""
-        names, found = set(quantised_weight_names(decoder)), list[Units]()
+        names, distinct = set(quantised_weight_names(decoder)), dict[Units, None]()
         block = record.block or record.block_length or 1
         along_rows = block if record.wgrad == "narrow" else 1
-        own = experts = False
+        has_own_rows = has_experts = False
         for name, weight, rows in _quantisable_weights(decoder):
             if name not in names:
                 continue
-            own, experts = own or rows == "own", experts or weight.is_expert
-            outputs = lcm(block, record.hidden_block or 1) if name.endswith(".w_in") else block
+            has_own_rows |= rows == "own"
+            has_experts |= weight.is_expert
+            multiple = lcm(block, record.hidden_block or 1) if name.endswith(".w_in") else block
             for dim, units in weight.cuts:
-                if units.axis != "ep" and outputs > 1:
-                    size = weight.shape[dim]
+                if units.axis != "ep" and multiple > 1:
+                    axis, size = units.axis, weight.shape[dim]
                     what = f"{weight.name} ({size} wide)"
-                    rule = f"{units.axis} must be 1, or {units.axis} * {outputs} must divide {what}"
-                    whole = size // outputs if size % outputs == 0 else 1
-                    found.append(Units(units.axis, whole, what, said=f"{rule}: {CUT}"))
+                    rule = f"{axis} must be 1, or {axis} * {multiple} must divide {what}: {CUT}"
+                    number = size // multiple if size % multiple == 0 else 1
+                    distinct[Units(axis, number, what, said=rule)] = None
         if not record.scales_per_run:
-            return cls(tuple(dict.fromkeys(found)), 0, False)
+            return cls(tuple(distinct), 0, False)
         if along_rows > 1:
-            whole = seq // (2 * block) if seq % (2 * block) == 0 else 1
+            number = seq // (2 * block) if seq % (2 * block) == 0 else 1
             rule = f"cp must be 1, or 2 * cp * {block} must divide the sequence length ({seq})"
-            found.append(Units("cp", whole, "blocks of rows", said=f"{rule}: {CUT}"))
-        tensor_wide = record.has_matrix_scale or along_rows > 1
-        bands = along_rows if own and along_rows > 1 else 0
-        return cls(tuple(dict.fromkeys(found)), bands, experts and tensor_wide)
+            distinct[Units("cp", number, "blocks of rows", said=f"{rule}: {CUT}")] = None
+        share_scales = record.has_matrix_scale or along_rows > 1
+        block_rows = along_rows if has_own_rows and along_rows > 1 else 0
+        return cls(tuple(distinct), block_rows, has_experts and share_scales)
 
     def violated_rules(self, sizes: Sizes, seq: int) -> Iterator[str]:
         """Yield the rules that the sizes of a layout violate."""
-        asked = dict(sizes)
-        yield from (one.rule for one in self.units if one.number % asked[one.axis])
+        by_axis = dict(sizes)
+        yield from (units.rule for units in self.units if units.number % by_axis[units.axis])
         if self.block_rows and sizes.tp > 1 and seq % (sizes.tp * sizes.cp * self.block_rows):
-            whole = f"tp * cp * {self.block_rows} must divide the sequence length ({seq})"
-            yield f"tp must be 1, or {whole}, as tensor ranks project own rows to latents: {CUT}"
+            rule = f"tp * cp * {self.block_rows} must divide the sequence length ({seq})"
+            yield f"tp must be 1, or {rule}, as tensor ranks project own rows to latents: {CUT}"
         if self.whole_experts and (sizes.ep * sizes.etp) % (sizes.tp * sizes.cp):
             yield (
                 f"tp * cp ({sizes.tp * sizes.cp}) must divide ep * etp ({sizes.ep * sizes.etp}): "
@@ -112,26 +111,26 @@ class _QuantisedCuts(NamedTuple):
         """Yield the rules that a layout violates, with the nearest sizes that satisfy all."""
         sizes = layout.split
         if rules := list(self.violated_rules(sizes, seq)):
-            nearest = self.nearest(sizes, model_needs(decoder, seq), seq).text
+            nearest = self.nearest_sizes(sizes, model_needs(decoder, seq), seq).text
             yield from (Violation(("sizes",), sizes.text, rule, nearest) for rule in rules)
 
-    def nearest(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
+    def nearest_sizes(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
         """Return the legal sizes with the least product of ratios to the given ones."""
-        axes, kept = ("tp", "cp", "ep", "etp"), list[list[int]]()
+        axes, divisors = ("tp", "cp", "ep", "etp"), list[list[int]]()
         for axis in axes:
-            most = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
-            shared = [u.number for u in (*model.units, *self.units) if u.axis == axis]
-            kept.append([n for n in range(1, most + 1) if not any(m % n for m in shared)])
-        tried = (dict(zip(axes, one, strict=True)) for one in product(*kept))
-        found = (sizes.model_copy(update=one) for one in tried)
-        legal = (one for one in found if not any(self.violated_rules(one, seq)))
+            largest = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
+            numbers = [u.number for u in (*model.units, *self.units) if u.axis == axis]
+            divisors.append([n for n in range(1, largest + 1) if not any(m % n for m in numbers)])
+        updates = (dict(zip(axes, values, strict=True)) for values in product(*divisors))
+        candidates = (sizes.model_copy(update=update) for update in updates)
+        legal = (one for one in candidates if not any(self.violated_rules(one, seq)))
 
-        def change(found: Sizes) -> tuple[float, int, int]:
-            pairs = [(getattr(found, axis), getattr(sizes, axis)) for axis in axes]
+        def distance(other: Sizes) -> tuple[float, int, int]:
+            pairs = [(getattr(other, axis), getattr(sizes, axis)) for axis in axes]
             ratio = prod(max(a / b, b / a) for a, b in pairs)
-            return ratio, -found.smallest_world, found.etp
+            return ratio, -other.smallest_world, other.etp
 
-        return min(legal, key=change)
+        return min(legal, key=distance)
 
 
 def legal_rows_setting(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
@@ -150,15 +149,16 @@ def legal_rows_setting(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
 
 
 def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
-    """Yield parts of a layout that would cut blocks of codes, or rows with one scale of a whole
-    matrix, or that do not transport the row numbers needed for random numbers."""
+    """Yield parts of a layout that would cut blocks of codes or rows that share a matrix's scale,
+    or that do not transport the row numbers needed for random numbers."""
     record = decoder.quantise
     if any(layout.rules()):
         return
     if not isinstance(record, Quantise):
-        adapters = [one for at in (decoder, *decoder.blocks) for one in at.adapters if one.dropout]
+        records = (decoder, *decoder.blocks)
+        adapters = [adapter for r in records for adapter in r.adapters if adapter.dropout]
         if adapters:
-            experts = any("experts." in one.weight for one in adapters)
+            experts = any("experts." in adapter.weight for adapter in adapters)
             yield from _draw_violations(layout, "adapter.dropout", experts, experts)
             if layout.clones is not None and experts:
                 rule = "cannot be used with adapter.dropout, which needs the clones' expert numbers"
@@ -175,8 +175,8 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
     yield from _draw_violations(layout, "train.quantise", cuts.whole_experts, experts)
     dispatch, sizes = layout.dispatch, layout.split
-    moves = getattr(dispatch, "supports_codes", False) or sizes.ep * sizes.etp == 1
-    if record.wire == "codes" and not (moves or isinstance(dispatch, ThirdParty)):
+    sends_codes = getattr(dispatch, "supports_codes", False) or sizes.ep * sizes.etp == 1
+    if record.wire == "codes" and not (sends_codes or isinstance(dispatch, ThirdParty)):
         rule = "cannot send quantised rows, which train.quantise.wire: codes requires"
         yield Violation(("dispatch",), getattr(dispatch, "kind", ""), rule, "alltoall")
 
@@ -185,34 +185,34 @@ def moment_violations(
     decoder: Decoder, optim: Optim, layout: Layout, seq: int
 ) -> Iterator[Violation]:
     """Yield axes that would cut a group of elements whose optimizer moments share a scale."""
-    group, found = optim.group, list[Units]()
+    group, distinct = optim.group, dict[tuple[str, int], Units]()
     if not group or any(layout.rules()):
         return
     for weight in model_weights(decoder):
         size, last = weight.shape[-1], len(weight.shape) - 1
         for cut in (units for dim, units in weight.cuts if dim == last > 0):
-            axis, name = cut.axis, f"{weight.name} ({size} wide)"
-            rule = f"{axis} must be 1, or {axis} * {group} must divide {name}: "
+            axis, what = cut.axis, f"{weight.name} ({size} wide)"
+            rule = f"{axis} must be 1, or {axis} * {group} must divide {what}: "
             rule += "groups of optim.moments cannot be split"
-            found.append(Units(axis, size // group if size % group == 0 else 1, name, said=rule))
-    # Report only one weight for each axis and number of units.
-    named = {(units.axis, units.number): units for units in reversed(found)}
-    yield from _QuantisedCuts(tuple(named.values()), 0, False).violations(decoder, layout, seq)
+            number = size // group if size % group == 0 else 1
+            # Report only the first weight for each axis and number of units.
+            distinct.setdefault((axis, number), Units(axis, number, what, said=rule))
+    yield from _QuantisedCuts(tuple(distinct.values()), 0, False).violations(decoder, layout, seq)
 
 
 def _draw_violations(
-    layout: Layout, what: str, together: bool, experts: bool
+    layout: Layout, what: str, one_round: bool, experts: bool
 ) -> Iterator[Violation]:
     """Yield parts of a layout in which rows' numbers, and thus random numbers, are unknown.
 
-    ``experts``: whether it concerns routed experts; ``together``: whether their rows must also
+    ``experts``: whether it concerns routed experts; ``one_round``: whether their rows must also
     arrive in one round.
     """
     if layout.graphs != "none":
         rule = f"replays a recorded step, but {what} has row positions or draws from the host"
         yield Violation(("graphs",), layout.graphs, rule, "none")
-    again = isinstance(layout.dispatch, FixedShape) and layout.dispatch.on_overflow == "again"
-    if again and together and layout.split.ep * layout.split.etp > 1:
+    repeats = isinstance(layout.dispatch, FixedShape) and layout.dispatch.on_overflow == "again"
+    if repeats and one_round and layout.split.ep * layout.split.etp > 1:
         rule = f"repeats a step in rounds that send no row numbers, which {what} needs"
         yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
     if isinstance(layout.dispatch, ThirdParty) and experts:
@@ -225,43 +225,40 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
     record = decoder.quantise
     if not isinstance(record, Quantise):
         return
-    kind = record.kind
-    at = ("train", "quantise")
-    if any(one.adapters for one in (decoder, *decoder.blocks)):
-        yield Violation(at, kind, "cannot be combined with adapters", REMOVE)
+    kind, path = record.kind, ("train", "quantise")
+    if any(part.adapters for part in (decoder, *decoder.blocks)):
+        yield Violation(path, kind, "cannot be combined with adapters", REMOVE)
     if any(getattr(block.ffn, "has_expert_variant", False) for block in decoder.blocks):
         rule = "needs experts with plain SwiGLU, without biases, and with weigh: output"
-        yield Violation(at, kind, rule, REMOVE)
+        yield Violation(path, kind, rule, REMOVE)
     if record.scaling == "delayed" and not isinstance(record, Fp8Tensor):
         rule = "needs fp8_tensor, the only kind with a single scale per matrix"
-        yield Violation((*at, "scaling"), record.scaling, rule, "current")
+        yield Violation((*path, "scaling"), record.scaling, rule, "current")
     if record.wire == "codes" and (record.has_matrix_scale or record.scale_rule == "fp32"):
         rule = "needs blocks with powers of two as scales: mxfp8, or fp8_block with scales: power"
-        yield Violation((*at, "wire"), record.wire, rule, "wide")
+        yield Violation((*path, "wire"), record.wire, rule, "wide")
     if record.wire == "codes" and not _quantises_experts(decoder):
         rule = "needs experts with quantised products, and the model has none"
-        yield Violation((*at, "wire"), record.wire, rule, "wide")
-    if record.hidden == "codes" and not any(
-        n.endswith(".w_in") for n in quantised_weight_names(decoder)
-    ):
+        yield Violation((*path, "wire"), record.wire, rule, "wide")
+    quantised = quantised_weight_names(decoder)
+    if record.hidden == "codes" and not any(name.endswith(".w_in") for name in quantised):
         rule = "needs a feed-forward with quantised products, and the model has none"
-        yield Violation((*at, "hidden"), record.hidden, rule, "wide")
+        yield Violation((*path, "hidden"), record.hidden, rule, "wide")
     names = [name for name, *_ in _quantisable_weights(decoder)]
-    for place, pattern in enumerate(record.keep):
+    for index, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):
             rule = "must match a weight that would otherwise be quantised"
-            yield Violation((*at, "keep", place), pattern, rule, nearest_name(pattern, names))
+            yield Violation((*path, "keep", index), pattern, rule, nearest_name(pattern, names))
     for name in names:
         pair = name.removesuffix("w_in") + "w_out"
         if name.endswith(".w_in") and matches(name, record.keep) != matches(pair, record.keep):
             rule = "must match both matrices of a feed-forward, or neither"
             nearest = [*record.keep, name.replace("w_in", "*")]
-            yield Violation((*at, "keep"), list(record.keep), rule, nearest)
+            yield Violation((*path, "keep"), list(record.keep), rule, nearest)
             break
-    most, first, last = len(decoder.blocks) - 1, record.keep_first, record.keep_last
-    if first + last > most:
-        rule = f"must leave one of the {most + 1} blocks to quantise"
-        end, kept, other = (
-            ("keep_first", first, last) if last <= most else ("keep_last", last, first)
-        )
-        yield Violation((*at, end), kept, rule, max(0, most - other))
+    limit, first, last = len(decoder.blocks) - 1, record.keep_first, record.keep_last
+    if first + last > limit:
+        rule = f"must leave one of the {limit + 1} blocks to quantise"
+        values = ("keep_first", first, last) if last <= limit else ("keep_last", last, first)
+        field, value, other = values
+        yield Violation((*path, field), value, rule, max(0, limit - other))

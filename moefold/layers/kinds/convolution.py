@@ -17,7 +17,7 @@ from moefold.spec.layer import (
     Units,
     Weight,
 )
-from moefold.spec.parts import saved_rows
+from moefold.spec.parts import saved_attention_rows
 
 
 @ATTENTION.register
@@ -53,7 +53,7 @@ class ShortConvolution(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed or gathered rows, projected rows, and the convolution's output."""
-        yield from saved_rows(("w_in",), shape)
+        yield from saved_attention_rows(("w_in",), shape)
         size = shape.piece * shape.hidden // shape.tp * shape.width
         yield Saved("gates", 3 * size, module="attention")
         if shape.cp > 1:

@@ -24,7 +24,7 @@ from moefold.spec.layer import (
     norm,
     small_heads,
 )
-from moefold.spec.parts import saved_rows
+from moefold.spec.parts import saved_attention_rows
 
 CHUNK = 64
 
@@ -156,7 +156,7 @@ class DeltaNet(LayerSpec):
         """
         given = list(self._projections())
         read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in given)
-        yield from saved_rows(read, shape)
+        yield from saved_attention_rows(read, shape)
         rows, width = shape.piece, shape.width
         for name, features, rank in given:
             part = features // shape.tp

@@ -19,7 +19,7 @@ from moefold.spec.layer import (
     Shape,
     Units,
     Weight,
-    round_up_to,
+    round_up,
 )
 from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
@@ -49,7 +49,7 @@ class Dense(LayerSpec):
         """Require that ``blocks`` divides ``width``, and ``latent``."""
         if self.width % self.blocks:
             rule = f"must be a multiple of blocks ({self.blocks})"
-            yield Violation(("width",), self.width, rule, round_up_to(self.width, self.blocks))
+            yield Violation(("width",), self.width, rule, round_up(self.width, self.blocks))
         if self.latent is not None:
             yield from self._violations(self.latent)
 
@@ -109,6 +109,6 @@ class Dense(LayerSpec):
     def shrink(self, by: Sizes) -> Self:
         """Return a record with a small width, which tp divides, and a small latent."""
         blocks = min(self.blocks, 2)
-        width = blocks * round_up_to(SMALL_WIDTH // blocks, by.tp)
+        width = blocks * round_up(SMALL_WIDTH // blocks, by.tp)
         latent = self.latent and SMALL_WIDTH // 2
         return self.model_copy(update={"width": width, "latent": latent, "blocks": blocks})

@@ -27,7 +27,7 @@ from moefold.spec.layer import (
     norm,
     small_heads,
 )
-from moefold.spec.parts import saved_attention, saved_rows
+from moefold.spec.parts import saved_attention, saved_attention_rows
 
 SMALL_WINDOW = 4
 """Window in the small models of ``verify``: shorter than their documents."""
@@ -162,7 +162,7 @@ class Gqa(LayerSpec):
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed or gathered rows, inputs of query and key norms, and the core's tensors."""
         read = ("q.weight", "k.weight", "v.weight", *(["out_gate.weight"] if self.gate else []))
-        yield from saved_rows(read, shape)
+        yield from saved_attention_rows(read, shape)
         if self.qk_norm != "none":
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp

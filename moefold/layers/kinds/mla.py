@@ -130,7 +130,7 @@ class Mla(LayerSpec):
             again = UP
         if self.gate and shape.tp == 1:
             down.append("out_gate.weight")
-        yield from saved_norm("attention_norm", shape.hidden, shape, (*down,), again=again)
+        yield from saved_norm("attention_norm", shape.hidden, shape, (*down,), also_needed_by=again)
         latents = {"kv_down": self.kv_rank + self.rope_dim, "q_down": self.q_rank}
         for name, rank in latents.items():
             if rank is not None:
