@@ -96,12 +96,12 @@ class Cluster:
 def catalogue() -> dict[str, Device]:
     """Return every known device by name."""
     text = files("moefold.planner").joinpath("devices.json").read_text("utf-8")
-    found = dict[str, Device]()
+    devices = dict[str, Device]()
     for name, entry in json.loads(text)["devices"].items():
         # Every value of an entry is ``[number, source]``.
         peaks = tuple((key, pair[0]) for key, pair in entry.pop("peaks").items())
-        found[name] = Device(name, peaks, **{key: pair[0] for key, pair in entry.items()})
-    return found
+        devices[name] = Device(name, peaks, **{key: pair[0] for key, pair in entry.items()})
+    return devices
 
 
 def device_by_name(name: str) -> Device:
@@ -110,10 +110,10 @@ def device_by_name(name: str) -> Device:
     Raises:
         ValueError: there is none; the message lists all devices.
     """
-    known = {key.lower(): found for key, found in catalogue().items()}
-    if name.lower() not in known:
+    devices = {key.lower(): device for key, device in catalogue().items()}
+    if name.lower() not in devices:
         raise ValueError(f"unknown device {name!r}; known are {', '.join(catalogue())}")
-    return known[name.lower()]
+    return devices[name.lower()]
 
 
 def find_device(name: str) -> Device | None:
@@ -124,7 +124,7 @@ def find_device(name: str) -> Device | None:
     words = re.split(r"[^A-Z0-9]+", name.upper())
     if {"PCIE", "NVL"} & {*words}:
         return None
-    return next((one for key, one in catalogue().items() if key.upper() in words), None)
+    return next((device for key, device in catalogue().items() if key.upper() in words), None)
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -141,9 +141,11 @@ def parse_cluster(text: str) -> Cluster:
     parts = re.fullmatch(r"(.+)x(\d*[1-9]\d*)", text, re.IGNORECASE)
     name, number = (parts[1], int(parts[2])) if parts else (text, 1)
     if text.lower() == "cpu" or name.endswith(".json"):
-        found = Machine.read(default_machine_file() if text.lower() == "cpu" else Path(name)).device
+        device = Machine.read(
+            default_machine_file() if text.lower() == "cpu" else Path(name)
+        ).device
     elif parts:
-        found = device_by_name(name)
+        device = device_by_name(name)
     else:
         raise ValueError(
             f"cluster {text!r}: must be a device, x and a number, such as h100x256; or cpu or a "
@@ -151,10 +153,10 @@ def parse_cluster(text: str) -> Cluster:
         )
     if number > MAX_DEVICES:
         raise ValueError(f"cluster {text!r}: must have at most {MAX_DEVICES:,} devices")
-    if number > 1 and not found.link_bandwidth:
-        raise ValueError(f"cluster {text!r}: must be one {found.name}, as no link rate is known")
-    host = 4 if found.name in GRACE_DEVICES else min(8, found.domain)
-    return Cluster(found, number, host, found.domain)
+    if number > 1 and not device.link_bandwidth:
+        raise ValueError(f"cluster {text!r}: must be one {device.name}, as no link rate is known")
+    per_node = 4 if device.name in GRACE_DEVICES else min(8, device.domain)
+    return Cluster(device, number, per_node, device.domain)
 
 
 GRACE_DEVICES = ("GB200", "GB300")
@@ -207,14 +209,14 @@ class Machine:
     @property
     def device(self) -> Device:
         """The machine as a device with measured rates."""
-        found = cpu_device(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
+        rates = tuple((recipe, tuple(by_name.items())) for recipe, by_name in self.rates.items())
+        device = cpu_device(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
         if self.gpu:
             sold = find_device(self.name) or Device(self.name, (), 0, 0.0)
-            peaks = tuple((dict(sold.peaks) | dict(found.peaks)).items())
-            sizes = found.memory_bytes, found.memory_bandwidth
-            found = replace(sold, peaks=peaks, memory_bytes=sizes[0], memory_bandwidth=sizes[1])
-        rates = tuple((recipe, tuple(known.items())) for recipe, known in self.rates.items())
-        return replace(found, rates=rates)
+            peaks = tuple((dict(sold.peaks) | dict(device.peaks)).items())
+            memory, bandwidth = self.memory_bytes, self.bandwidth
+            device = replace(sold, peaks=peaks, memory_bytes=memory, memory_bandwidth=bandwidth)
+        return replace(device, rates=rates)
 
     @property
     def cluster(self) -> Cluster:
@@ -240,21 +242,24 @@ class Machine:
             stored = json.loads(file.read_text("utf-8"))
             if stored.pop("form") != MACHINE_FILE_VERSION:
                 raise KeyError("form")
-            found = cls(**stored)
-            names = ("fp32", "bf16", "bandwidth", "memory_bytes")
-            known = {name: getattr(found, name) for name in names}
-            for recipe, rates in found.device.rates:
-                known |= {f"rates.{recipe}.{name}": rate for name, rate in rates}
+            machine = cls(**stored)
+            values = {n: getattr(machine, n) for n in ("fp32", "bf16", "bandwidth", "memory_bytes")}
+            for recipe, rates in machine.device.rates:
+                values |= {f"rates.{recipe}.{name}": rate for name, rate in rates}
             # Work is divided by all rates but seconds and sizes.
-            least = {name: not name.endswith(("_s", "half")) for name in known}
-            wrong = [n for n, v in known.items() if not 0 <= v < math.inf or (least[n] and not v)]
+            divisors = {name for name in values if not name.endswith(("_s", "half"))}
+            invalid = [
+                name
+                for name, value in values.items()
+                if not 0 <= value < math.inf or (name in divisors and not value)
+            ]
         except (ValueError, AttributeError, KeyError, TypeError):
             text = f"{file} is not a valid machine file: run `moefold bench` again"
             raise ValueError(text) from None
-        for name in wrong:
-            need = f"must be finite and {'above' if least[name] else 'at least'} 0"
-            raise ValueError(f"{file}: {name} {known[name]} {need}: run `moefold bench` again")
-        return found
+        for name in invalid:
+            need = f"must be finite and {'above' if name in divisors else 'at least'} 0"
+            raise ValueError(f"{file}: {name} {values[name]} {need}: run `moefold bench` again")
+        return machine
 
 
 def default_machine_file() -> Path:

@@ -90,7 +90,7 @@ def saved_tensors(
     widths, saved = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
     for _, spec in sublayers(block):
         saved.append(Saved("residual" if saved else "input", shape.hidden_bytes))
-        saved += _megatron_half(spec, shape, widths)
+        saved += _megatron_sublayer(spec, shape, widths)
     return tuple(saved)
 
 
@@ -141,7 +141,7 @@ def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
     """Return the products whose outputs are only summed, so that they share one gradient tensor.
 
     They do not under tp, whose ranks gather it for each product, nor with a factor, a norm or a
-    border between graphs in between. Both halves count only if they share a norm.
+    border between graphs in between. Both sublayers count only if they share a norm.
     """
     scaled = block.residual_scale != 1 or block.norms not in ("before", "shared")
     if shape.tp > 1 or shape.separate_exchanges or scaled:
@@ -151,10 +151,10 @@ def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
         separate |= {*block.coded_names}
     return [
         name
-        for half, spec in sublayers(block)
-        if half != "attention" or block.norms == "shared"
+        for sublayer, spec in sublayers(block)
+        if sublayer != "attention" or block.norms == "shared"
         for weight in spec.weights(shape.hidden)
-        if weight.added and (name := f"{spec.prefix or half}.{weight.name}") not in separate
+        if weight.added and (name := f"{spec.prefix or sublayer}.{weight.name}") not in separate
     ]
 
 
@@ -167,8 +167,8 @@ def local_expert_elements(spec: LayerSpec, shape: Shape) -> float:
 # ----------------------------------------------------------------------------- Megatron-Core
 
 
-def _megatron_half(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
-    """Yield what one half of a block saves besides its residual."""
+def _megatron_sublayer(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
+    """Yield what one sublayer of a block saves besides its residual."""
     routing = spec.routing
     # The router reads the norm's output too, in the compute dtype.
     code = shape.width if routing else widths.code

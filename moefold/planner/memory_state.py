@@ -206,9 +206,9 @@ class StateEstimator:
         """
         if not self.sharding.numbers.optimizer.elementwise:
             return self.rank_state(held).offloaded
-        parts: list[Part] = [*self._ends(held)]
-        parts += [part for part, count in layers_and_norm(held) for _ in range(min(count, 2))]
-        units = (self.part_state(part).offloaded for part in parts)
+        units = [self.part_state(part).offloaded for part in self._ends(held)]
+        for part, count in layers_and_norm(held):
+            units += [self.part_state(part).offloaded] * min(count, 2)
         return sum(sorted(units)[-2:])
 
     def _ends(self, held: StageContents) -> Iterator[Part]:

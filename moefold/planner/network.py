@@ -38,8 +38,8 @@ def strided_reach(cluster: Cluster, size: int, stride: int) -> GroupReach:
     """Return the distribution of a group over domains. A group that fits into a domain but does not
     divide it may straddle two; it counts as divided into the largest parts that never do.
     """
-    most = max(1, _domain_size(cluster) // stride)
-    return GroupReach(size, gcd(size, most) if size <= most else most)
+    fitting = max(1, _domain_size(cluster) // stride)
+    return GroupReach(size, gcd(size, fitting) if size <= fitting else fitting)
 
 
 def even_domains(cluster: Cluster, size: int, stride: int) -> int:
@@ -71,22 +71,17 @@ def ring_seconds(moved: float, group: GroupReach, cluster: Cluster, rates: Rates
     """
     if group.size == 1 or not moved:
         return 0.0
-    device = cluster.device
-    links = (
-        moved
-        * (group.ranks_per_domain - 1)
-        / group.ranks_per_domain
-        / (device.link_bandwidth * RING_EFFICIENCY)
-    )
-    if group.domains == 1:
+    device, inside, domains = cluster.device, group.ranks_per_domain, group.domains
+    links = moved * (inside - 1) / inside / (device.link_bandwidth * RING_EFFICIENCY)
+    if domains == 1:
         return links + LINK_LATENCY
-    share = moved * (group.domains - 1) / group.domains / group.ranks_per_domain
-    return max(links, share / (device.nic_bandwidth * rates.nic)) + NIC_LATENCY
+    nic = moved * (domains - 1) / domains / inside
+    return max(links, nic / (device.nic_bandwidth * rates.nic)) + NIC_LATENCY
 
 
-def expected_distinct(count: int, chosen: float) -> float:
-    """Return the expected number of distinct places among ``chosen`` independent choices."""
-    return count * (1.0 - (1.0 - 1.0 / count) ** chosen)
+def expected_distinct(count: int, draws: float) -> float:
+    """Return the expected number of distinct items, of ``count``, in independent ``draws``."""
+    return count * (1.0 - (1.0 - 1.0 / count) ** draws)
 
 
 @dataclass(frozen=True)
@@ -107,14 +102,15 @@ class DispatchRows:
         """
         if self.groups_kept is None or count > self.groups:
             return expected_distinct(count, self.top_k)
-        per, missed = self.groups // count, 1.0
+        per_domain, missed = self.groups // count, 1.0
         for i in range(self.groups_kept):
-            missed *= max(0.0, (self.groups - per - i) / (self.groups - i))
-        hit = expected_distinct(self.groups_kept, self.top_k) / self.groups_kept
-        return count * (1.0 - missed) * hit
+            missed *= max(0.0, (self.groups - per_domain - i) / (self.groups - i))
+        used = expected_distinct(self.groups_kept, self.top_k) / self.groups_kept
+        return count * (1.0 - missed) * used
 
 
 DEDUPLICATING = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
+"""Dispatchers that send a row once to each rank, whatever the number of its experts there."""
 
 
 def exchange_seconds(
@@ -125,29 +121,27 @@ def exchange_seconds(
     rates: Rates,
     load: float,
 ) -> float:
-    """Return the seconds of one dispatch or one combine.
-
-    Args:
-        load: rows of the fullest rank over the mean; the other ranks wait for it.
+    """Return the seconds of one dispatch or one combine; ``load`` is the rows of the fullest rank,
+    for which the others wait, over the mean.
     """
     if group.size == 1:
         return 0.0
-    device, n = cluster.device, group.size
+    device, ranks = cluster.device, group.size
     if dispatcher == "allgather":
-        return ring_seconds(rows.rows * rows.bytes * n, group, cluster, rates)
+        return ring_seconds(rows.rows * rows.bytes * ranks, group, cluster, rates)
     if dispatcher == "spread":
         return 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, load)
-    fused = dispatcher in DEDUPLICATING
-    share = rates.link_fused if fused else rates.link
+    deduplicates = dispatcher in DEDUPLICATING
+    efficiency = rates.link_fused if deduplicates else rates.link
     if dispatcher == "deep_ep":
-        share = rates.link_deepep
+        efficiency = rates.link_deepep
     volume = rows.rows * rows.bytes * load
-    spread = expected_distinct(n, rows.top_k) if fused else rows.top_k
-    inside = 1.0 if fused else group.ranks_per_domain / n
-    seconds = volume * spread * (n - 1) / n * inside / (device.link_bandwidth * share)
-    if group.domains > 1:
-        d = group.domains
-        away = rows.expected_domains(d) if fused and dispatcher != "alltoall_once" else spread
-        far = volume * away * (d - 1) / d / (device.nic_bandwidth * rates.nic)
-        return max(seconds, far) + NIC_LATENCY
-    return seconds + LINK_LATENCY
+    copies = expected_distinct(ranks, rows.top_k) if deduplicates else rows.top_k
+    inside = 1.0 if deduplicates else group.ranks_per_domain / ranks
+    seconds = volume * copies * (ranks - 1) / ranks * inside / (device.link_bandwidth * efficiency)
+    if (domains := group.domains) == 1:
+        return seconds + LINK_LATENCY
+    if deduplicates and dispatcher != "alltoall_once":
+        copies = rows.expected_domains(domains)
+    across = volume * copies * (domains - 1) / domains / (device.nic_bandwidth * rates.nic)
+    return max(seconds, across) + NIC_LATENCY

@@ -53,8 +53,8 @@ from moefold.planner.time_layer import (
     build_setting,
     dispatch_seconds,
     dispatched_rows,
-    half_seconds,
     layer_time,
+    sublayer_seconds,
     tensor_seconds,
 )
 from moefold.planner.time_work import PERMUTING_DISPATCHERS, LayerPolicy, RankShare
@@ -290,7 +290,7 @@ class Search:
         total = (1 + self.task.multi_token) * ends.device_seconds
         total += sum(n * layer_time(b, *inputs).device_seconds for b, n in self.dense_blocks)
         for ffn, routed_only, n in self.moe_ffns:
-            shared = half_seconds(ffn, *inputs[:2]) - half_seconds(routed_only, *inputs[:2])
+            shared = sublayer_seconds(ffn, *inputs[:2]) - sublayer_seconds(routed_only, *inputs[:2])
             total += n * shared
         for *blocks, n in self.moe_blocks if grids.tp > 1 else ():
             both, attention = (sum(tensor_seconds(b, *inputs[:2], frozenset())) for b in blocks)
@@ -315,7 +315,7 @@ class Search:
                     routing = as_layer_spec(ffn).routing
                     assert routing is not None
                     sent = dispatched_rows(routing, share, setting.width)
-                    experts += n * half_seconds(ffn, share, setting)
+                    experts += n * sublayer_seconds(ffn, share, setting)
                     for dispatch in exchanges:
                         exchanges[dispatch] += n * dispatch_seconds(sent, share, setting, dispatch)
                 seconds[ep, etp] = experts + 4 * min(exchanges.values()) * (1.0 - hidden)

@@ -1,6 +1,6 @@
 """Seconds of one layer and one micro-batch on one rank, by part: the work of ``time_work`` at the
 rates of ``curves``, and the layer's collectives by ``network``. Results are cached for all layouts:
-halves of a layer by their own shapes, whole layers by all inputs.
+sublayers by their own shapes, whole layers by all inputs.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ from moefold.planner.time_work import (
     LayerPolicy,
     RankShare,
     Work,
-    half_work,
     head_work,
     join_work,
     norm_work,
     offload_bytes,
+    sublayer_work,
 )
 from moefold.spec.decoder import norm_names, sublayers
 from moefold.spec.layer import (
@@ -186,7 +186,7 @@ def layer_time(
         _add_offload(time, *inputs, policy)
     if policy.pages:
         # Rows are copied to pages in forward, and back in backward.
-        rows = offload_bytes((half_work(block.ffn, share),), frozenset({"experts"}))
+        rows = offload_bytes((sublayer_work(block.ffn, share),), frozenset({"experts"}))
         moved = 2 * (setting.width / BF16) * rows
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
         time.add_part("memory", copying, copying)
@@ -204,10 +204,11 @@ def _block_time(
     """Return a block's compute time without recompute, its parts, and the seconds of exchanges."""
     num_norms = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
     parts: dict[str, WorkTime] = {}
-    for half, record in sublayers(block):
-        path = f"{record.prefix or half}."
+    for name, record in sublayers(block):
+        path = f"{record.prefix or name}."
         frozen = frozenset(w.removeprefix(path) for w in block.frozen if w.startswith(path))
-        for part, time in _half_parts(record, share.of_half(record), setting, frozen).items():
+        times = _sublayer_parts(record, share.for_sublayer(record), setting, frozen)
+        for part, time in times.items():
             parts.setdefault(part, WorkTime()).add(time)
     parts |= _time_parts(norm_work(share.dense, num_norms), setting)
     exchanges, routing = 0.0, as_layer_spec(block.ffn).routing
@@ -221,9 +222,9 @@ def _block_time(
     return _sum_parts(parts), parts, exchanges
 
 
-def half_seconds(record: Record, share: RankShare, setting: KernelSetting) -> float:
-    """Return device seconds of a half of a layer: one forward and one backward."""
-    parts = _half_parts(record, share.of_half(record), setting)
+def sublayer_seconds(record: Record, share: RankShare, setting: KernelSetting) -> float:
+    """Return device seconds of a sublayer: one forward and one backward."""
+    parts = _sublayer_parts(record, share.for_sublayer(record), setting)
     return sum(part.device_seconds for part in parts.values())
 
 
@@ -267,10 +268,10 @@ def _add_recompute(
 
 
 @memoize(1 << 15)
-def _half_parts(
+def _sublayer_parts(
     record: Record, share: RankShare, setting: KernelSetting, frozen: frozenset[str] = frozenset()
 ) -> dict[str, WorkTime]:
-    return _time_parts(half_work(record, share, frozen), setting)
+    return _time_parts(sublayer_work(record, share, frozen), setting)
 
 
 def _time_parts(parts: Mapping[str, Work], setting: KernelSetting) -> dict[str, WorkTime]:
@@ -279,10 +280,8 @@ def _time_parts(parts: Mapping[str, Work], setting: KernelSetting) -> dict[str, 
 
 def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
     """Return the time of a part of the work."""
-    rates = setting.rates
-    narrow = setting.recipe in QUANTISE_BYTES and (
-        not work.bf16_only or (name == "head" and "head" in setting.narrowed)
-    )
+    rates, quantises = setting.rates, setting.recipe in QUANTISE_BYTES
+    narrow = quantises and (not work.bf16_only or (name == "head" and "head" in setting.narrowed))
     trained = work.weights * work.trained_share
     time = WorkTime(weights=trained, experts=trained if name == "experts" else 0.0)
     time.add_part(TIME_PART.get(name, "memory"), *_matmul_seconds(work, setting, narrow))
@@ -300,7 +299,7 @@ def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
         passes = (_move_seconds(each * count, setting) for count in work.quantised_elements)
         time.add_part("quantise", *passes)
     kernels = work.launches
-    if setting.recipe in QUANTISE_BYTES and not work.bf16_only:
+    if quantises and not work.bf16_only:
         kernels += NARROW_LAUNCHES * sum(product.count for product in work.products)
     if name == "experts":
         kernels *= setting.fused_quantise
@@ -362,7 +361,7 @@ def tensor_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of gathering and scattering rows over tp, forward and backward.
 
-    Each half of a layer with products that tp cuts gathers their inputs, which are saved unless
+    Each sublayer with products that tp cuts gathers their inputs, which are saved unless
     recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
     """
     group = strided_reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
@@ -431,7 +430,7 @@ def _add_offload(
 ) -> None:
     """Add the cost of offloading to host and disk: memory traffic, and exposed transfers."""
     device = setting.cluster.device
-    parts = half_work(block.attention, share), half_work(block.ffn, share)
+    parts = sublayer_work(block.attention, share), sublayer_work(block.ffn, share)
     host = offload_bytes(parts, policy.offload) * policy.offload_share
     host += offload_bytes(parts, frozenset({"experts"})) * policy.spill
     disk = offload_bytes(parts, policy.disk) * policy.disk_share

@@ -1,8 +1,7 @@
 """Work of a micro-batch in one layer on one rank, independent of rates: products, bytes, launches.
 
 It follows from the layer's description (``moefold/spec/layer.py``). Bytes count each read and write
-of a tensor by an element-wise kernel, in bfloat16. Letters: t tokens of a micro-batch after cp,
-r = t / tp rows between sub-layers.
+of a tensor by an element-wise kernel, in bfloat16.
 """
 
 from collections.abc import Iterable, Mapping
@@ -70,8 +69,8 @@ class Work:
         """Elements that a narrow recipe quantises, forward and backward."""
         if self.bf16_only:
             return 0.0, 0.0
-        ins = sum(one.m * one.k * one.count for one in self.products)
-        return ins, sum(one.m * one.n * one.count for one in self.products)
+        inputs = sum(product.m * product.k * product.count for product in self.products)
+        return inputs, sum(product.m * product.n * product.count for product in self.products)
 
 
 class RankShare(NamedTuple):
@@ -101,11 +100,11 @@ class RankShare(NamedTuple):
 
     @property
     def dense(self) -> "RankShare":
-        """This share for a half without experts, independent of where experts are."""
+        """This share for a sublayer without experts, independent of where experts are."""
         return self._replace(ep=1, etp=1, load=1.0, fused_permute=False)
 
-    def of_half(self, record: Record) -> "RankShare":
-        """Return the share reduced to what a half of a layer depends on."""
+    def for_sublayer(self, record: Record) -> "RankShare":
+        """Return the share reduced to what a sublayer depends on."""
         return self if has_routing(record) else self.dense
 
     @property
@@ -126,7 +125,7 @@ class RankShare(NamedTuple):
 
     @property
     def border_rows(self) -> float:
-        """Rows between sub-layers."""
+        """Rows between sublayers, where tp splits the tokens."""
         return self.tokens / self.tp
 
 
@@ -152,33 +151,34 @@ class LayerPolicy(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
         """Return the policy of a case."""
-        kept = case.memory_policy
-        host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
-        pages = kept.page > 0 and "block" not in kept.recompute
-        hops = case.fixed_dispatch.rows_per_hop(case.sizes.ep) if case.fixed_dispatch else ()
-        more = case.context, case.clones, pages, kept.spill * pages, hops
-        return cls(case.dispatch, kept.recompute, *host, *disk, *more)
+        memory, fixed = case.memory_policy, case.fixed_dispatch
+        pages = memory.page > 0 and "block" not in memory.recompute
+        return cls(
+            case.dispatch, memory.recompute, memory.offload, memory.offload_share, memory.disk,
+            memory.disk_share, case.context, case.clones, pages, memory.spill * pages,
+            fixed.rows_per_hop(case.sizes.ep) if fixed else (),
+        )  # fmt: skip
 
 
 Parts = dict[str, Work]
 
 
 @memoize(1 << 14)
-def half_work(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
-    """Return the parts of a half of a block, a cached object; ``frozen`` names weights in it."""
+def sublayer_work(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
+    """Return the parts of a sublayer, a cached object; ``frozen`` names weights in it."""
     spec = as_layer_spec(record)
     if spec.absent:
         return {}
     routing = spec.routing
     share = share if routing is None else share._replace(top_k=routing.top_k)
     weights, operations = _weights_and_operations(spec, share.hidden)
-    made = {one.name: _operation_work(one, weights, share, frozen) for one in operations}
+    parts = {op.name: _operation_work(op, weights, share, frozen) for op in operations}
     if routing is not None:
         # Kernels that sort rows by expert and back; fewer where the dispatcher sorts them.
-        passes = 4 if share.fused_permute else 8
-        copied = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
-        made["permute"] = Work((), (), copied, copied, 8 if share.fused_permute else 20)
-    return made
+        passes, launches = (4, 8) if share.fused_permute else (8, 20)
+        moved = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
+        parts["permute"] = Work((), (), moved, moved, launches)
+    return parts
 
 
 @memoize(1 << 10)
@@ -187,18 +187,17 @@ def _weights_and_operations(
 ) -> tuple[dict[str, Weight], tuple[Operation, ...]]:
     weights = {weight.name: weight for weight in spec.weights(hidden)}
     operations = tuple(spec.operations(hidden))
-    names = [one.name for one in operations]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    names = [operation.name for operation in operations]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
         kind = type(spec).__name__
-        raise ValueError(f"{kind} describes two operations named {twice}: names must differ")
+        raise ValueError(f"{kind} describes two operations named {repeated}: names must differ")
     return weights, operations
 
 
-def norm_work(share: RankShare, number: int) -> Parts:
-    """Return the work of ``number`` norms of a block, each with a residual sum."""
-    row = share.border_rows * share.hidden * BF16 * number / 2
-    moved, back = NORM_PASSES * row, NORM_PASSES_BACKWARD * row
-    return {"norms": Work(moved=moved, moved_backward=back, launches=2 * number)}
+def norm_work(share: RankShare, count: int) -> Parts:
+    """Return the work of ``count`` norms of a block, each with a residual sum."""
+    size = share.border_rows * share.hidden * BF16 * count / 2
+    return {"norms": Work((), (), NORM_PASSES * size, NORM_PASSES_BACKWARD * size, 2 * count)}
 
 
 def head_work(
@@ -231,32 +230,35 @@ def _operation_work(
     operation: Operation, weights: Mapping[str, Weight], share: RankShare, frozen: frozenset[str]
 ) -> Work:
     """Return the work of one operation of a layer on a rank."""
-    products = tuple(_product(one, weights, share) for one in operation.matmuls)
-    moved = back = 0.0
-    for one in operation.traffic:
-        units = one.units
+    products = tuple(_product(matmul, weights, share) for matmul in operation.matmuls)
+    forward = backward = 0.0
+    for traffic in operation.traffic:
+        units = traffic.units
         part = 1.0 if units is None else units.fraction(share.sizes[units.axis])
-        features = share.rows(one.rows) * one.features * part * BF16
-        moved, back = moved + one.forward * features, back + one.backward * features
+        size = share.rows(traffic.rows) * traffic.features * part * BF16
+        forward, backward = forward + traffic.forward * size, backward + traffic.backward * size
     launches = operation.launches
     if launches is None:
-        launches = sum(one.count for one in products)
-    core, scanned = _core_work(operation.core, share)
-    elements = sum(one.n * one.k * one.count for one in products)
-    read = [weights[name] for one in operation.matmuls for name in one.weights]
-    live = sum(weight.elements for weight in read if weight.name not in frozen)
-    trained = live / (sum(weight.elements for weight in read) or 1)
-    return Work(products, core, moved, back, launches, elements, operation.wide, trained, scanned)
+        launches = sum(product.count for product in products)
+    cores, scanned = _core_work(operation.core, share)
+    local = sum(product.n * product.k * product.count for product in products)
+    read = [weights[name] for matmul in operation.matmuls for name in matmul.weights]
+    trained = sum(weight.elements for weight in read if weight.name not in frozen)
+    trained /= sum(weight.elements for weight in read) or 1
+    return Work(
+        products, cores, forward, backward, launches, local, operation.wide, trained, scanned
+    )
 
 
 def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) -> Product:
     """Return the sizes of a product on a rank; experts have equal numbers of rows."""
-    found = [weights[name].local_matrix(share.tp, share.ep, share.etp) for name in matmul.weights]
-    _, k, count = found[0]
+    sizes = share.tp, share.ep, share.etp
+    matrices = [weights[name].local_matrix(*sizes) for name in matmul.weights]
+    _, k, count = matrices[0]
     rows = share.rows(matmul.rows)
     if matmul.rows == "routed":
         rows = max(1.0, rows / count)
-    return Product(rows, sum(n for n, _, _ in found), k, count)
+    return Product(rows, sum(n for n, _, _ in matrices), k, count)
 
 
 def _core_work(core: Attention | Scan | None, share: RankShare) -> tuple[tuple[Core, ...], float]:
@@ -285,8 +287,8 @@ OFFLOADED_WORK = {
 """Parts of the work whose inputs are offloaded, by module of an offload policy."""
 
 
-def offload_bytes(halves: Iterable[Parts], modules: frozenset[str]) -> float:
+def offload_bytes(sublayers: Iterable[Parts], modules: frozenset[str]) -> float:
     """Return a layer's offloaded bytes in bf16: inputs of products or of activation functions."""
     names = {name for module in modules for name in OFFLOADED_WORK[module]}
-    works = [parts[name] for parts in halves for name in names & set(parts)]
-    return sum(BF16 * one.quantised_elements[0] if one.products else one.moved / 2 for one in works)
+    works = [parts[name] for parts in sublayers for name in names & set(parts)]
+    return sum(BF16 * w.quantised_elements[0] if w.products else w.moved / 2 for w in works)

@@ -49,7 +49,7 @@ from moefold.planner.time import (
     pipeline_seconds,
 )
 from moefold.planner.time_layer import build_setting, layer_time
-from moefold.planner.time_work import LayerPolicy, RankShare, half_work
+from moefold.planner.time_work import LayerPolicy, RankShare, sublayer_work
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
@@ -526,4 +526,4 @@ def test_operations_of_one_name_in_both_halves_are_added_up() -> None:
         more.append(gated.device_seconds - plain.device_seconds)
     assert more[0] == pytest.approx(more[1]) and more[0] > 0
     with pytest.raises(ValueError, match="CoreTwice describes two operations named core"):
-        half_work(CoreTwice(heads=4, kv_heads=2, head_dim=4), share)
+        sublayer_work(CoreTwice(heads=4, kv_heads=2, head_dim=4), share)
