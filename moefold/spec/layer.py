@@ -139,10 +139,6 @@ class Weight:
         """Whether it belongs to routed experts, which ep cuts."""
         return any(units.axis == "ep" for _, units in self.cuts)
 
-    def cut_dim(self, axis: Axis) -> int | None:
-        """Return the dim that an axis cuts; None if it cuts none."""
-        return next((dim for dim, units in self.cuts if units.axis == axis), None)
-
     def local_elements(self, tp: int, ep: int, etp: int) -> float:
         """Return the number of elements on one rank, before sharding over data ranks."""
         sizes = {"tp": tp, "ep": ep, "etp": etp}

@@ -203,7 +203,7 @@ def test_targets_that_match_nothing_and_ranks_that_do_not_divide_are_refused(
     }
     asked = {"kind": "lora", "dropout": 0.1}
     layout = {"graphs": "step", "dispatch": {"kind": "deep_ep"}}
-    with pytest.raises(RunError, match=r"(?s)random numbers, but adapter\.dropout.*row numbers"):
+    with pytest.raises(RunError, match=r"(?s)recorded step, but adapter\.dropout.*row numbers"):
         run_of(tmp_path, adapter=asked, layout=layout)
 
 

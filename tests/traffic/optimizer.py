@@ -75,8 +75,8 @@ def _matrices(
     """Yield the matrices of a parameter as a rank holds them."""
     axis: Axis = "etp" if weight.is_expert else "tp"
     ways, dims = getattr(case.sizes, axis), len(weight.shape)
-    dim = weight.cut_dim(axis)
-    cut = dim is not None and dim >= dims - 2 and ways > 1
+    cut_dims = [dim for dim, units in weight.cuts if units.axis == axis]
+    cut = max(cut_dims, default=-1) >= max(dims - 2, 0) and ways > 1
     whole = round(elements_here(case, weight))
     size = prod(weight.shape[-2:]) // (ways if cut else 1)
     for start in range(0, whole, size):
