@@ -125,9 +125,9 @@ class ChunkedAttention(GroupedQueryAttention):
             factor_T = 1 + temperature.scale * torch.log1p(steps_T.to(wide))
             q_THd = q_THd * factor_T.to(q_THd.dtype)[:, None, None]
             flow.saved_tensors.set_owner("attention", q_THd)
-        seen = flow if chunk is None else flow.chunked(chunk)
+        chunks = flow if chunk is None else flow.chunked(chunk)
         return causal_attention(
-            self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, seen, chunk=chunk
+            self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, chunks, chunk=chunk
         )
 
 
@@ -231,9 +231,9 @@ class LatentAttention(SoftmaxAttention):
         keys_HnC, values_HvC = w_HdC.split((record.nope_dim, record.v_dim), 1)
         nope, rope = self._queries(q, flow).split((record.nope_dim, record.rope_dim), 2)
         q_THd = torch.cat([torch.einsum("thn,hnc->thc", nope, keys_HnC), rope], 2)
-        seen_THC = cache.attend(self, q_THd, k_T1d, record.kv_rank, scale)
-        assert seen_THC is not None
-        return torch.einsum("thc,hvc->thv", seen_THC, values_HvC)
+        latent_out_THC = cache.attend(self, q_THd, k_T1d, record.kv_rank, scale)
+        assert latent_out_THC is not None
+        return torch.einsum("thc,hvc->thv", latent_out_THC, values_HvC)
 
 
 def _norm_and_rotate(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) -> Tensor:
@@ -266,19 +266,21 @@ def causal_attention(
     rows, including itself, and only to its own ``chunk``; in a pass without cache the segments of
     ``flow`` express chunks. ``sinks`` is a learned logit per head whose value is zero.
     """
-    given = [q_THd, k_TGd, v_TGv]
+    inputs = [q_THd, k_TGd, v_TGv]
     if sinks is not None:
-        given.append(read_parameter(flow.operand(sinks, sinks.dtype), flow.sink))
+        inputs.append(read_parameter(flow.operand(sinks, sinks.dtype), flow.sink))
     if flow.cache is not None:
-        seen = flow.cache.attend(layer, q_THd, k_TGd, v_TGv, scale, window, *given[3:], chunk=chunk)
-        if seen is not None:
-            return seen
+        cached_out_THv = flow.cache.attend(
+            layer, q_THd, k_TGd, v_TGv, scale, window, *inputs[3:], chunk=chunk
+        )
+        if cached_out_THv is not None:
+            return cached_out_THv
 
     if flow.training and isinstance(layer, SoftmaxAttention) and layer.max_logit_H is not None:
-        found_H = local_max_logits(q_THd.detach(), k_TGd.detach(), scale, flow, window)
-        torch.maximum(layer.max_logit_H, found_H, out=layer.max_logit_H)
+        pass_max_H = local_max_logits(q_THd.detach(), k_TGd.detach(), scale, flow, window)
+        torch.maximum(layer.max_logit_H, pass_max_H, out=layer.max_logit_H)
 
     def core(q: Tensor, k: Tensor, v: Tensor, *sinks_H: Tensor) -> Tensor:
         return attend(q, k, v, scale, flow, window, *sinks_H)
 
-    return flow.saved_tensors.run("attention", core, *given)
+    return flow.saved_tensors.run("attention", core, *inputs)

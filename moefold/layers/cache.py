@@ -36,9 +36,9 @@ class KeyValueCache:
     @classmethod
     def of(cls, decoder: Decoder) -> Self | None:
         """Return an empty cache; None if any kind of layer does not declare that it caches."""
-        parts = [part for block in decoder.blocks for part in (block.attention, block.ffn)]
+        mixers = [mixer for block in decoder.blocks for mixer in (block.attention, block.ffn)]
         # Not inherited: a plug-in's subclass may mix rows differently.
-        return cls() if all(vars(type(part)).get("caches") for part in parts) else None
+        return cls() if all(vars(type(mixer)).get("caches") for mixer in mixers) else None
 
     def next_rows(self, texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
         """Return the rows of the next pass: the last one of each text, or all."""
@@ -92,16 +92,16 @@ class KeyValueCache:
         if chunk is not None:
             lengths = [(length - 1) % chunk + 1 for length in lengths]
         v_PGLv = k_PGLd[..., :v_TGv] if isinstance(v_TGv, int) else values[0]
-        q_PGRd, seen = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1)), None
+        q_PGRd, mask = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1)), None
         if min(lengths) < k_PGLd.shape[2]:  # columns before the start of a text
             ago_L = torch.arange(k_PGLd.shape[2] - 1, -1, -1, device=q_THd.device)
             length_P = torch.tensor(lengths).to(q_THd.device, non_blocking=True)
-            seen = (ago_L < length_P[:, None])[:, None, None].expand(*q_PGRd.shape[:3], -1)
+            mask = (ago_L < length_P[:, None])[:, None, None].expand(*q_PGRd.shape[:3], -1)
         if sinks_H is None:
-            out_PGRv = F.scaled_dot_product_attention(q_PGRd, k_PGLd, v_PGLv, seen, scale=scale)
+            out_PGRv = F.scaled_dot_product_attention(q_PGRd, k_PGLd, v_PGLv, mask, scale=scale)
         else:
             out_PGRv = _attend_with_sinks(
-                sinks_H, (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale), seen, v_PGLv
+                sinks_H, (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale), mask, v_PGLv
             )
         out_PHv = out_PGRv.flatten(1, 2)
         # Padding rows, added for tensor ranks, attend to nothing.
@@ -110,11 +110,11 @@ class KeyValueCache:
 
 
 def _attend_with_sinks(
-    sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: Tensor
+    sinks_H: Tensor, logits_PGRL: Tensor, mask: Tensor | None, v_PGLv: Tensor
 ) -> Tensor:
     """Return the output of attention with a sink logit per head, whose value is zero."""
-    if seen is not None:
-        logits_PGRL.masked_fill_(~seen, -torch.inf)
+    if mask is not None:
+        logits_PGRL.masked_fill_(~mask, -torch.inf)
     sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(*logits_PGRL.shape[1:3], 1)
     with_sinks = torch.cat([logits_PGRL, sinks_GR1.expand(len(v_PGLv), -1, -1, -1)], -1)
     wide = upcast_dtype(logits_PGRL)
@@ -125,11 +125,11 @@ def _attend_with_sinks(
 class _LayerCache:
     """Cached keys and values of a layer, right-aligned: texts end in one column."""
 
-    def __init__(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> None:
         """Store keys and values of whole texts, with zeros before shorter ones."""
         columns = self._columns = max(lengths)
         self._parts: list[Tensor] = []
-        for x_TGd in parts:
+        for x_TGd in tensors:
             x_PGCd = x_TGd.new_zeros(len(lengths), x_TGd.shape[1], 2 * columns, x_TGd.shape[2])
             for i, x_LGd in enumerate(x_TGd[: sum(lengths)].split(list(lengths))):
                 x_PGCd[i, :, columns - len(x_LGd) : columns] = x_LGd.transpose(0, 1)
@@ -144,8 +144,8 @@ class _LayerCache:
         if self._columns == self._parts[0].shape[2]:
             # Drop columns before the window and double the rest.
             columns = min(self._columns, window or self._columns)
-            kept = (x[:, :, self._columns - columns :] for x in self._parts)
-            self._parts = [F.pad(x_PGLd, (0, 0, 0, columns)) for x_PGLd in kept]
+            window_columns = (x[:, :, self._columns - columns :] for x in self._parts)
+            self._parts = [F.pad(x_PGLd, (0, 0, 0, columns)) for x_PGLd in window_columns]
             self._columns = columns
         for x_PGCd, new_PGd in zip(self._parts, new, strict=True):
             x_PGCd[:, :, self._columns] = new_PGd

@@ -254,12 +254,12 @@ class Selective(Record):
 
     def violations(self, known: Collection[str], tp: int) -> Iterator[Violation]:
         """Yield kinds that the model does not have (not ``known``), and ``gather`` without tp."""
-        there = [kind for kind in self.modules if kind in known]
-        rest = [kind for kind in there if kind != "gather" or tp > 1]
+        present = [kind for kind in self.modules if kind in known]
+        rest = [kind for kind in present if kind != "gather" or tp > 1]
         if absent := [kind for kind in self.modules if kind not in known]:
             rule = f"the model has no modules of kind {', '.join(absent)}"
             yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
-        if len(there) > len(rest):
+        if len(present) > len(rest):
             rule = "gather needs tp2 or more: with tp1 no rows are gathered"
             yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
 
@@ -363,18 +363,18 @@ class Offload(Record):
         if not self.destinations:
             rule = "layout.offload needs pages, host or disk; to offload nothing, leave it out"
             yield Violation(("host",), None, rule, {"modules": ["experts"]})
-        gone = dict[str, str]()
+        place_of = dict[str, str]()
         for place, to in self.destinations.items():
-            twice = [name for name in to.modules if name in gone]
+            twice = [name for name in to.modules if name in place_of]
             if twice:
-                there = ", ".join(f"{name} ({gone[name]})" for name in twice)
+                conflicts = ", ".join(f"{name} ({place_of[name]})" for name in twice)
                 rest = [name for name in to.modules if name not in twice]
-                free = [name for name in get_args(OffloadKind) if name not in gone]
-                rule = f"must leave out kinds that another place offloads: {there}"
+                free = [name for name in get_args(OffloadKind) if name not in place_of]
+                rule = f"must leave out kinds that another place offloads: {conflicts}"
                 nearest = rest or free[:1] or None
                 path = (place, "modules") if nearest else (place,)
                 yield Violation(path, list(to.modules), rule, nearest)
-            gone |= dict.fromkeys(to.modules, place)
+            place_of |= dict.fromkeys(to.modules, place)
 
     @property
     def destinations(self) -> dict[str, OffloadToPages | OffloadToHost]:
@@ -390,21 +390,22 @@ class Offload(Record):
                 rule = f"the model has no modules of kind {', '.join(absent)}"
                 yield self._drop_kinds(name, absent, rule, "attention")
             chosen = recompute.modules if isinstance(recompute, Selective) else ()
-            gone = ["norms"] if isinstance(recompute, Auto) or "norms" in chosen else []
+            recomputed = ["norms"] if isinstance(recompute, Auto) or "norms" in chosen else []
             if isinstance(recompute, Full):
-                gone = [kind for kind in get_args(OffloadKind) if kind != "block"]
-            gone = [kind for kind in to.modules if kind in gone]
-            if gone:
+                recomputed = [kind for kind in get_args(OffloadKind) if kind != "block"]
+            recomputed = [kind for kind in to.modules if kind in recomputed]
+            if recomputed:
                 may = "may recompute" if isinstance(recompute, Auto) else "recomputes"
-                rule = f"layout.recompute {may} {', '.join(gone)}, so there is nothing to offload"
-                yield self._drop_kinds(name, gone, rule, "block")
+                names = ", ".join(recomputed)
+                rule = f"layout.recompute {may} {names}, so there is nothing to offload"
+                yield self._drop_kinds(name, recomputed, rule, "block")
 
-    def _drop_kinds(self, place: str, kinds: Collection[str], rule: str, other: str) -> Violation:
+    def _drop_kinds(self, place: str, kinds: Collection[str], rule: str, default: str) -> Violation:
         """Return a violation of kinds that cannot be offloaded, and suggest the value without."""
         if place == "pages":
             return Violation((place,), self.pages, rule, None)
         modules = self.destinations[place].modules
-        rest = [kind for kind in modules if kind not in kinds] or [other]
+        rest = [kind for kind in modules if kind not in kinds] or [default]
         return Violation((place, "modules"), list(modules), rule, rest)
 
 
@@ -424,7 +425,7 @@ def faster_precision(rates: Mapping[str, float]) -> Precision:
 
 
 def slowdown(precision: str, rates: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the fastest format and its speed-up; None if that is below ``SLOW``."""
+    """Return the fastest format and its speed-up; None if that is below ``SLOW_RATIO``."""
     best = max(rates, key=lambda name: rates[name])
     factor = rates[best] / rates[precision]
     return (best, factor) if factor >= SLOW_RATIO else None

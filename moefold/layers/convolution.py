@@ -85,15 +85,19 @@ def preceding_rows(
 
 
 def _cached_rows(
-    layer: nn.Module, x_TC: Tensor, reach: int, cache: KeyValueCache, of: Callable[[Tensor], Tensor]
+    layer: nn.Module,
+    x_TC: Tensor,
+    reach: int,
+    cache: KeyValueCache,
+    transform: Callable[[Tensor], Tensor],
 ) -> Tensor | None:
     """Cache the last rows of each text; return those before its new row, None for whole texts."""
     texts, key = cache.text_slices(), (layer, "rows")
     before = cache.states.get(key)
     if before is None:
-        last = [F.pad(rows := x_TC[at][-reach:], (0, 0, reach - len(rows), 0)) for at in texts]
-        cache.states[key] = of(torch.stack(last))
+        last = [F.pad(rows := x_TC[span][-reach:], (0, 0, reach - len(rows), 0)) for span in texts]
+        cache.states[key] = transform(torch.stack(last))
         return None
-    new = of(x_TC[: len(texts), None])
+    new = transform(x_TC[: len(texts), None])
     cache.states[key] = torch.cat([before[:, 1:], new], 1)
     return F.pad(before, (0, 0, 0, 0, 0, len(x_TC) - len(texts)))

@@ -54,22 +54,22 @@ class DeltaMixer(nn.Module):
         valid_T, positions_T = whole.valid_T, whole.rows.positions_T
         if valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(valid_T, 0)
-        given = self._convolve(x_TD, positions_T, flow)
-        given.append(self._project("decay", x_TD, whole))
+        inputs = self._convolve(x_TD, positions_T, flow)
+        inputs.append(self._project("decay", x_TD, whole))
         for parameter in (self.a_log, self.dt_bias):
             operand = flow.operand(parameter, parameter.dtype)  # type: ignore[arg-type]
-            given.append(read_parameter(operand, flow.sink))
+            inputs.append(read_parameter(operand, flow.sink))
         if self.record.delta:
-            given.append(self._project("beta", x_TD, whole))
+            inputs.append(self._project("beta", x_TD, whole))
 
-        def scan(*given: Tensor) -> Tensor:
-            out_THv = self._scan(self._split_heads(given, valid_T), positions_T, whole)
+        def scan(*inputs: Tensor) -> Tensor:
+            out_THv = self._scan(self._split_heads(inputs, valid_T), positions_T, whole)
             return out_THv if valid_T is None else out_THv.where(valid_T[:, None, None], 0)
 
         if torch.is_grad_enabled():
             # Only the inputs are saved: chunks take much memory, and less time than projections.
             scan = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
-        out_THv = self.norm(scan(*given).to(x_TD.dtype), whole)
+        out_THv = self.norm(scan(*inputs).to(x_TD.dtype), whole)
         gate_TO = GATES[self.record.gate](self._project("gate", x_TD, whole))
         return flow.scatter(self.out(out_THv.flatten(1) * gate_TO, whole))
 
@@ -84,51 +84,53 @@ class DeltaMixer(nn.Module):
         reach = self.record.taps - 1
         before = preceding_rows(self, torch.cat([*rows.values()], 1), reach, flow)
         widths = [x_TC.shape[1] for x_TC in rows.values()]
-        parts: Any = [None] * 3 if before is None else before.split(widths, 2)
-        found = list[Tensor]()
-        for (name, x_TC), part in zip(rows.items(), parts, strict=True):
+        preceding: Any = [None] * 3 if before is None else before.split(widths, 2)
+        convolved = list[Tensor]()
+        for (name, x_TC), before_PJC in zip(rows.items(), preceding, strict=True):
             taps = getattr(self, f"{name}_taps")
             weight = flow.operand(taps, taps.dtype)
             how = {"n_valid": whole.n_valid, "sink": whole.sink}
-            found.append(short_convolution(x_TC, part, weight, positions_T, gated=False, **how))
-        return found
+            convolved.append(
+                short_convolution(x_TC, before_PJC, weight, positions_T, gated=False, **how)
+            )
+        return convolved
 
-    def _scan(self, parts: ScanInputs, positions_T: Tensor, flow: Flow) -> Tensor:
+    def _scan(self, inputs: ScanInputs, positions_T: Tensor, flow: Flow) -> Tensor:
         """Return the scan's output [T, H, v], with states from the cache or other context ranks."""
         ranks, dims = flow.world.group("cp"), (self.record.value_dim, self.record.key_dim)
         if ranks.size == 1 and flow.cache is not None:
-            return self._scan_cached(parts, positions_T, flow.cache)
+            return self._scan_cached(inputs, positions_T, flow.cache)
         if ranks.size == 1:
-            return chunked_scan(*parts, positions_T)[0]
-        out_THx, state_PHkx = chunked_scan(*parts, positions_T, runs=2)
+            return chunked_scan(*inputs, positions_T)[0]
+        out_THx, state_PHkx = chunked_scan(*inputs, positions_T, runs=2)
         every = undo_zigzag(all_gather(state_PHkx, ranks), ranks.size).flatten(0, 1)
         states = [torch.zeros_like(every[0, ..., : dims[0]])]
         for state_Hkx in every[:-1]:
-            written, kept = state_Hkx.split(dims, -1)
-            states.append(written + kept @ states[-1])
+            written, transition = state_Hkx.split(dims, -1)
+            states.append(written + transition @ states[-1])
         own_PHkv = torch.stack([states[ranks.index], states[2 * ranks.size - 1 - ranks.index]])
         local, read = out_THx.unflatten(0, (2, -1)).split(dims, -1)
         return (local + torch.einsum("pthk,phkv->pthv", read, own_PHkv)).flatten(0, 1)
 
-    def _scan_cached(self, parts: ScanInputs, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
+    def _scan_cached(self, inputs: ScanInputs, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the scan's output for texts in generation, and update their cached states."""
         texts, key = cache.text_slices(), (self, "states")
         state_PHkv, padding = cache.states.get(key), len(positions_T) - texts[-1].stop
         if state_PHkv is not None:
             out_THv, cache.states[key] = recurrent_step(
-                state_PHkv, *_slice_rows(parts, slice(len(texts)))
+                state_PHkv, *_slice_rows(inputs, slice(len(texts)))
             )
         else:
-            each = [chunked_scan(*_slice_rows(parts, at), positions_T[at]) for at in texts]
+            each = [chunked_scan(*_slice_rows(inputs, rows), positions_T[rows]) for rows in texts]
             out_THv = torch.cat([out for out, _ in each])
             cache.states[key] = torch.cat([state for _, state in each])
         return F.pad(out_THv, (0, 0, 0, 0, 0, padding))
 
-    def _split_heads(self, given: tuple[Tensor, ...], valid_T: Tensor | None) -> ScanInputs:
+    def _split_heads(self, projected: tuple[Tensor, ...], valid_T: Tensor | None) -> ScanInputs:
         """Return queries, keys, values, log decays and rates by head, wide and finite."""
-        record, (*rows, a_log_H, dt_bias), beta_TH = self.record, given[:6], None
+        record, (*rows, a_log_H, dt_bias), beta_TH = self.record, projected[:6], None
         if record.delta:
-            rows.append(given[6])
+            rows.append(projected[6])
         if valid_T is not None:
             rows = [x.where(valid_T[:, None], 0) for x in rows]
         q, k, v, step = (upcast(x) for x in rows[:4])
@@ -146,7 +148,6 @@ class DeltaMixer(nn.Module):
         return q_TGk * record.key_dim**-0.5, k_TGk, v_THv, decay_THk, beta_TH
 
 
-def _slice_rows(parts: ScanInputs, at: slice) -> ScanInputs:
-    """Return the rows ``at`` of all parts."""
-    q_TGk, k_TGk, v_THv, decay_THk, beta_TH = parts
-    return q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], None if beta_TH is None else beta_TH[at]
+def _slice_rows(inputs: ScanInputs, rows: slice) -> ScanInputs:
+    """Return these rows of all inputs."""
+    return tuple(None if x is None else x[rows] for x in inputs)  # type: ignore[return-value]

@@ -99,20 +99,20 @@ def compare_top(top_PW: Tensor) -> Compare:
     """Compare with a teacher's largest probabilities, as :func:`top_probabilities` returns them."""
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
-        top_CW, here = top_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
+        top_CW, local_vocab = top_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
         k = top_CW.shape[1] // 2
         ids_Ck, logp_Ck, rest_C1 = top_CW.split([k, k, 1], 1)
-        (mine_Ck, at_Ck), m_C = local_vocab_ids(ids_Ck, here, ranks), rest_C1[:, 0].exp()
-        p_Ck = torch.where(mine_Ck, logp_Ck.exp(), 0)
-        losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, at_Ck))).sum(1)
+        is_local_Ck, local_id_Ck = local_vocab_ids(ids_Ck, local_vocab, ranks)
+        p_Ck = torch.where(is_local_Ck, logp_Ck.exp(), 0)
+        losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, local_id_Ck))).sum(1)
         q_Cv = logq_Cv.exp_()
-        q_Ck = torch.where(mine_Ck, q_Cv.gather(1, at_Ck), 0)
-        q_Cv.scatter_add_(1, at_Ck, -q_Ck)  # exactly 0: only the other tokens' q remain
-        r_C = sum_(q_Cv.sum(1), ranks)
+        q_Ck = torch.where(is_local_Ck, q_Cv.gather(1, local_id_Ck), 0)
+        q_Cv.scatter_add_(1, local_id_Ck, -q_Ck)  # exactly 0: only the other tokens' q remain
+        m_C, r_C = rest_C1[:, 0].exp(), sum_(q_Cv.sum(1), ranks)
         if ranks.index == 0:
             losses_C += torch.xlogy(m_C, m_C) - torch.xlogy(m_C, r_C)
         q_Cv.mul_(1 - torch.where(r_C > 0, m_C / r_C, 0)[:, None])
-        return losses_C, q_Cv.scatter_add_(1, at_Ck, q_Ck - p_Ck)
+        return losses_C, q_Cv.scatter_add_(1, local_id_Ck, q_Ck - p_Ck)
 
     return compare
 
@@ -133,16 +133,18 @@ def top_probabilities(
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
         logp_Cv = _log_softmax(x_PD[rows], head, temperature, ranks)
-        here = logp_Cv.shape[1]
-        best, at = logp_Cv.topk(min(k, here), 1)
-        shares_R2Ck = gather(torch.stack([best, (at + ranks.index * here).to(wide)]), ranks)
+        local_vocab = logp_Cv.shape[1]
+        best, index = logp_Cv.topk(min(k, local_vocab), 1)
+        shares_R2Ck = gather(
+            torch.stack([best, (index + ranks.index * local_vocab).to(wide)]), ranks
+        )
         best, ids = shares_R2Ck.permute(1, 2, 0, 3).flatten(2)
-        best, at = best.topk(k, 1)
-        ids = ids.gather(1, at)
+        best, index = best.topk(k, 1)
+        ids = ids.gather(1, index)
         # Summed, as 1 minus the others would be mere rounding error if few tokens remain.
-        mine, at = local_vocab_ids(ids, here, ranks)
+        is_local, index = local_vocab_ids(ids, local_vocab, ranks)
         p_Cv = logp_Cv.exp_()
-        p_Cv.scatter_add_(1, at, -torch.where(mine, p_Cv.gather(1, at), 0))
+        p_Cv.scatter_add_(1, index, -torch.where(is_local, p_Cv.gather(1, index), 0))
         rest_C1 = sum_(p_Cv.sum(1, keepdim=True), ranks).log_()
         top_PW[rows] = torch.cat([ids, best, rest_C1], 1)
     return top_PW

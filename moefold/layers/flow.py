@@ -98,11 +98,11 @@ class Flow:
     @property
     def shared_tensors(self) -> list[Tensor]:
         """Tensors that all layers of the pass read: rotary angles, and row ids if computed."""
-        found = [one for angles in self._angles.values() for one in angles]
-        found += [self.row_id_T] if "row_id_T" in vars(self) else []
-        held = [vars(one) for one in (self, vars(self).get("_whole", self))]
-        numbers = [one["row_runs"].number_N for one in held if "row_runs" in one]
-        return found + [one for one in numbers if one is not None]
+        tensors = [tensor for angles in self._angles.values() for tensor in angles]
+        tensors += [self.row_id_T] if "row_id_T" in vars(self) else []
+        fields = [vars(flow) for flow in (self, vars(self).get("_whole", self))]
+        numbers = [cached["row_runs"].number_N for cached in fields if "row_runs" in cached]
+        return tensors + [number_N for number_N in numbers if number_N is not None]
 
     @property
     def n_valid(self) -> int | None:
@@ -125,11 +125,11 @@ class Flow:
         assert self.piece is not None
         return replace(self, rows=self.piece, piece=None)
 
-    def shifted(self, by: int) -> "Flow":
-        """Return the pass with ids and labels shifted by ``later`` tokens."""
-        if not by:
+    def shifted(self, tokens: int) -> "Flow":
+        """Return the pass with ids and labels shifted by ``tokens``."""
+        if not tokens:
             return self
-        rows, piece = self.shifted_rows[by - 1]
+        rows, piece = self.shifted_rows[tokens - 1]
         return replace(self, rows=rows, piece=piece)
 
     def with_rows(self, change: Callable[[MicroBatch], MicroBatch]) -> "Flow":
@@ -143,7 +143,9 @@ class Flow:
     def chunked(self, length: int) -> "Flow":
         """Return the pass with segments cut into chunks of ``length`` rows, for attention."""
         cut = (
-            min(length, rows - at) for rows in self.rows.lengths for at in range(0, rows, length)
+            min(length, rows - start)
+            for rows in self.rows.lengths
+            for start in range(0, rows, length)
         )
         return replace(self, rows=replace(self.rows, lengths=tuple(cut)))
 
@@ -155,7 +157,7 @@ class Flow:
         """All-gather several tensors of the same rows in one collective."""
         if self.piece is None:
             return parts_TX
-        return self._gather(*parts_TX).split([part.shape[1] for part in parts_TX], 1)
+        return self._gather(*parts_TX).split([part_TX.shape[1] for part_TX in parts_TX], 1)
 
     def _gather(self, *parts_TX: Tensor) -> Tensor:
         def gather(*parts_TX: Tensor) -> Tensor:
@@ -186,8 +188,8 @@ class Flow:
             group = world.group("_".join(axes)) if axes else SELF_GROUP
             return max_(amax, group, label if role == "gradient" else None)
 
-        found = self.recipe.narrow_operand(weight, narrow, largest, groups)
-        return found._replace(cache=self.saved_tensors.cached)
+        operand = self.recipe.narrow_operand(weight, narrow, largest, groups)
+        return operand._replace(cache=self.saved_tensors.cached)
 
     @cached_property
     def row_runs(self) -> RowRuns:
@@ -216,13 +218,13 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def local_rows(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]:
     """Return this rank's rows of a micro-batch and, if tp > 1, those of its tensor group."""
-    spot, sizes = world.attention, world.folding.sizes
+    coordinates, sizes = world.attention, world.folding.sizes
     piece = batch
     if sizes.cp > 1:
-        piece = batch.select_rows(zigzag_rows(batch.rows, spot.cp, sizes.cp))
+        piece = batch.select_rows(zigzag_rows(batch.rows, coordinates.cp, sizes.cp))
     if sizes.tp == 1:
         return piece, None
-    return piece.select_rows(contiguous_rows(piece.rows, spot.tp, sizes.tp)), piece
+    return piece.select_rows(contiguous_rows(piece.rows, coordinates.tp, sizes.tp)), piece
 
 
 def undo_zigzag(x_RX: Tensor, ranks: int) -> Tensor:

@@ -48,17 +48,17 @@ class AmaxHistory(nn.Module):
             matrices: indices of the matrices in the weight.
             record: whether to add ``amax`` to the history.
         """
-        place, first, end = ROLES.index(role), matrices[0], matrices[0] + len(matrices)
-        seen_M, now_M = self.seen_RM[place], self.past_RMH[place, :, 0]
+        role_index, first, end = ROLES.index(role), matrices[0], matrices[0] + len(matrices)
+        seen_M, now_M = self.seen_RM[role_index], self.past_RMH[role_index, :, 0]
         if list(matrices) == [*range(first, end)]:  # no index tensor to copy to the device
-            noted_M, now_M = seen_M[first:end], now_M[first:end]
+            recorded_M, now_M = seen_M[first:end], now_M[first:end]
             if record:
-                torch.maximum(noted_M, amax.flatten(), out=noted_M)
+                torch.maximum(recorded_M, amax.flatten(), out=recorded_M)
         else:
-            at = torch.tensor(matrices, device=amax.device)
-            now_M = now_M[at]
+            matrix_index = torch.tensor(matrices, device=amax.device)
+            now_M = now_M[matrix_index]
             if record:
-                seen_M.scatter_reduce_(0, at, amax.flatten(), "amax")
+                seen_M.scatter_reduce_(0, matrix_index, amax.flatten(), "amax")
         return torch.where(amax.isfinite(), now_M.view_as(amax), amax)
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ def all_reduce_amax(histories: Collection[AmaxHistory], ranks: Group) -> None:
     """All-reduce the step's amax by maximum over ranks that share the layers."""
     if ranks.size == 1 or not histories:
         return
-    seen = [one.seen_RM for one in histories]
-    flat = max_(torch.cat([one.flatten() for one in seen]), ranks)
-    for one, part in zip(seen, flat.split([one.numel() for one in seen]), strict=True):
-        one.copy_(part.view_as(one))
+    amaxes = [history.seen_RM for history in histories]
+    flat = max_(torch.cat([amax.flatten() for amax in amaxes]), ranks)
+    for amax, reduced in zip(amaxes, flat.split([amax.numel() for amax in amaxes]), strict=True):
+        amax.copy_(reduced.view_as(amax))

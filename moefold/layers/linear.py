@@ -61,9 +61,9 @@ class Adaptable(WeightProducts):
 
         ``row_id_N``: ids of the product's rows, for dropout; by default those of the flow.
         """
-        found = adapted_operand(self, name, flow.recipe, dtype, flow, row_id_N)
-        flow.saved_tensors.keep_on_device(*found.tensors)
-        return found
+        operand = adapted_operand(self, name, flow.recipe, dtype, flow, row_id_N)
+        flow.saved_tensors.keep_on_device(*operand.tensors)
+        return operand
 
 
 def adapted_operand(
@@ -149,20 +149,20 @@ class Embedding(nn.Module):
         """Return this rank's rows [T, hidden] in the compute dtype."""
         table = flow.operand(self.weight, self.weight.dtype)
         whole, ranks = flow.whole, flow.world.group("tp")
-        ids_T, mine_T = whole.rows.ids_T, None
+        ids_T, is_local_T = whole.rows.ids_T, None
         if ranks.size > 1:
-            mine_T, ids_T = local_vocab_ids(ids_T, len(table.value), ranks)
+            is_local_T, ids_T = local_vocab_ids(ids_T, len(table.value), ranks)
         rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
-        if mine_T is not None:  # one rank holds the row of an id; the others add zeros
-            rows = flow.scatter(torch.where(mine_T[:, None], rows, 0))
+        if is_local_T is not None:  # one rank holds the row of an id; the others add zeros
+            rows = flow.scatter(torch.where(is_local_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
 
 
 def local_vocab_ids(ids: Tensor, vocab: int, ranks: Group) -> tuple[Tensor, Tensor]:
     """Return which ids are in this rank's ``vocab`` entries, and their local indices, else 0."""
-    at = ids.long() - ranks.index * vocab
-    mine = (at >= 0) & (at < vocab)
-    return mine, torch.where(mine, at, 0)
+    local_ids = ids.long() - ranks.index * vocab
+    is_local = (local_ids >= 0) & (local_ids < vocab)
+    return is_local, torch.where(is_local, local_ids, 0)
 
 
 class _Lookup(Function):

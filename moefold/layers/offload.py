@@ -64,13 +64,13 @@ class HostStore:
     def write(self, data_N: Tensor) -> "Future[Any]":
         """Start to copy the bytes of a storage; the future returns where they are stored."""
         self.stats.add(data_N.numel())
-        held = [data_N]  # popped, because a job outlives its future for a moment
-        return self._copies.start(lambda: self._write(held.pop()))
+        pending = [data_N]  # popped, because a job outlives its future for a moment
+        return self._copies.start(lambda: self._write(pending.pop()))
 
     def read(self, written: "Future[Any]", into_N: Tensor) -> "Future[None]":
         """Start to copy bytes back, once they are written."""
-        held = [into_N]
-        return self._copies.start(lambda: self._read(written, held.pop()))
+        pending = [into_N]
+        return self._copies.start(lambda: self._read(written, pending.pop()))
 
     def free(self, written: "Future[Any]", size: int) -> None:
         """Release bytes that will not be read any more."""
@@ -78,10 +78,10 @@ class HostStore:
         written.add_done_callback(self._free)
 
     def _write(self, data_N: Tensor) -> Any:
-        kept_N = torch.empty(data_N.numel(), dtype=torch.uint8, pin_memory=data_N.is_cuda)
-        kept_N.copy_(data_N, non_blocking=True)
+        host_N = torch.empty(data_N.numel(), dtype=torch.uint8, pin_memory=data_N.is_cuda)
+        host_N.copy_(data_N, non_blocking=True)
         synchronize(data_N)
-        return kept_N
+        return host_N
 
     def _read(self, written: "Future[Any]", into_N: Tensor) -> None:
         into_N.copy_(written.result(), non_blocking=True)
@@ -106,8 +106,8 @@ class FileStore(HostStore):
 
     def _write(self, data_N: Tensor) -> DiskSlot:
         staged = self._staging_memory(capacity := _slot_size(data_N.numel()))
-        held_N = torch.frombuffer(staged, dtype=torch.uint8, count=data_N.numel())
-        held_N.copy_(data_N, non_blocking=True)
+        staged_N = torch.frombuffer(staged, dtype=torch.uint8, count=data_N.numel())
+        staged_N.copy_(data_N, non_blocking=True)
         synchronize(data_N)
         slot = self._file.allocate("activations", capacity)
         self._file.write(slot, memoryview(staged))
@@ -127,10 +127,10 @@ class FileStore(HostStore):
 
     def _staging_memory(self, capacity: int) -> mmap.mmap:
         """Return this thread's aligned staging memory of at least ``capacity`` bytes."""
-        held: mmap.mmap | None = getattr(self._own, "memory", None)
-        if held is None or len(held) < capacity:
-            held = self._own.memory = mmap.mmap(-1, capacity)
-        return held
+        memory: mmap.mmap | None = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < capacity:
+            memory = self._own.memory = mmap.mmap(-1, capacity)
+        return memory
 
 
 def _slot_size(size: int) -> int:
@@ -155,15 +155,17 @@ class ActivationOffload:
 
     def without_pages(self) -> "ActivationOffload":
         """Return a copy without the paged stash."""
-        other = copy(self)
-        other.stash = None
-        return other
+        unpaged = copy(self)
+        unpaged.stash = None
+        return unpaged
 
-    def store_for(self, kind: str, at: int, of: int, computes_loss: bool) -> HostStore | None:
-        """Return the store of a kind's activations in layer ``at`` of a chunk of ``of`` layers."""
+    def store_for(
+        self, kind: str, layer: int, num_layers: int, computes_loss: bool
+    ) -> HostStore | None:
+        """Return the store of a kind's activations in a layer of a chunk; None to keep them."""
         for store in self.stores.values():
-            if kind in store.record.modules and at < offloaded_layers(
-                store.record.share, of, computes_loss
+            if kind in store.record.modules and layer < offloaded_layers(
+                store.record.share, num_layers, computes_loss
             ):
                 return store
         return None
@@ -249,5 +251,5 @@ class OffloadedLayers:
                 storage.wait_fetched()
 
     def _alive(self, layer: int) -> Iterator[OffloadedStorage | PagedRows]:
-        found = (one() for one in reversed(self._layers.get(layer, ())))
-        return (storage for storage in found if storage is not None)
+        storages = (reference() for reference in reversed(self._layers.get(layer, ())))
+        return (storage for storage in storages if storage is not None)

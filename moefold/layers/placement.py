@@ -16,9 +16,9 @@ Box = tuple[tuple[int, int], ...]
 """Half-open range of indices along each dim of a tensor."""
 
 
-def intersection(one: Box, other: Box) -> Box | None:
+def intersection(left: Box, right: Box) -> Box | None:
     """Return the intersection of two boxes; None if it is empty."""
-    pairs = zip(one, other, strict=True)
+    pairs = zip(left, right, strict=True)
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
     return shared if all(start < end for start, end in shared) else None
 
@@ -80,19 +80,19 @@ def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
         ValueError: if the shape of a parameter differs from its description.
     """
     described = {weight.name: weight for weight in known_weights(decoder)}
-    found: dict[str, Placement] = {}
+    by_name: dict[str, Placement] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         weight = described.get(name)
         if weight is None:
-            found[name] = REPLICATED
+            by_name[name] = REPLICATED
             continue
         if weight.shape != tuple(tensor.shape):
             built = list(tensor.shape)
             raise ValueError(f"{name} has shape {built}; its layer states {list(weight.shape)}")
-        found[name] = Placement(
+        by_name[name] = Placement(
             {units.axis: dim for dim, units in weight.cuts}, weight.is_master_matrix
         )
-    return found
+    return by_name
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,20 @@ class Shard:
 
 
 def shard(
-    name: str, shape: tuple[int, ...], placement: Placement, at: Mapping[str, tuple[int, int]]
+    name: str, shape: tuple[int, ...], placement: Placement, axes: Mapping[str, tuple[int, int]]
 ) -> Shard:
-    """Return the piece of a global tensor on the rank with (coordinate, size) ``at`` each axis.
+    """Return the piece of a global tensor on one rank.
+
+    ``axes`` has the rank's (coordinate, size) on each axis.
 
     Raises:
         ValueError: if the size of an axis does not divide the dim that it cuts.
     """
     box = [(0, size) for size in shape]
     for axis, dim in placement.cuts.items():
-        index, ranks = at[axis]
+        index, ranks = axes[axis]
         if shape[dim] % ranks:
             raise ValueError(f"{name}: {axis}{ranks} does not divide dim {dim} of {list(shape)}")
-        each = shape[dim] // ranks
-        box[dim] = (index * each, (index + 1) * each)
+        shard_size = shape[dim] // ranks
+        box[dim] = (index * shard_size, (index + 1) * shard_size)
     return Shard(name, shape, tuple(box), placement)

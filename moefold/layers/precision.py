@@ -70,7 +70,7 @@ class Narrow(NamedTuple):
         return self._replace(
             inputs=cuts.get(last, ""),
             outputs="".join(cuts.get(dim, "") for dim in range(lead, last)),
-            columns=tuple(range(one * width + start, one * width + end) for one in outer),
+            columns=tuple(range(index * width + start, index * width + end) for index in outer),
             first_expert=shard.box[0][0] if lead else None,
         )
 
@@ -136,9 +136,9 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
             )
         narrow = Narrow(recipe, number, not record.scales_per_run)
         if isinstance(record, Fp8Tensor) and record.scaling == "delayed":
-            held = owner.get_parameter(leaf)
-            matrices, latest = held.shape[0] if name in experts else 1, record.amax != "max"
-            history = AmaxHistory(matrices, record.history, latest, held.device)
+            parameter = owner.get_parameter(leaf)
+            matrices, latest = parameter.shape[0] if name in experts else 1, record.amax != "max"
+            history = AmaxHistory(matrices, record.history, latest, parameter.device)
             owner.add_module(f"{leaf}_history", history)
             narrow = narrow._replace(history=history)
         owner.narrow = {**owner.narrow, leaf: narrow}
@@ -147,8 +147,8 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
 def recipe_of(record: Quantise) -> Recipe:
     """Return the recipe of quantised products for a record."""
     wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
-    more = record.block, wire, record.hidden_block, record.backend
-    return Recipe(record.kind, record.scale_rule, narrow_dw, *more)
+    rest = record.block, wire, record.hidden_block, record.backend
+    return Recipe(record.kind, record.scale_rule, narrow_dw, *rest)
 
 
 def quantised_weights(model: nn.Module) -> dict[str, Narrow]:
@@ -210,10 +210,10 @@ class PrecisionPolicy:
     def codes(self) -> list[Tensor]:
         """Codes and scales of local weights, and their amax under delayed scaling."""
         weights = [weight for *_, weight in self._codes.values()]
-        operands = [operand for weight in weights for operand in weight.operands]
-        parts = [part for one in operands for part in (one.codes, one.scales, one.matrix_scale)]
-        parts += [weight.amax for weight in weights]
-        return [part for part in parts if part is not None]
+        tensors = [weight.amax for weight in weights]
+        for operand in (operand for weight in weights for operand in weight.operands):
+            tensors += [operand.codes, operand.scales, operand.matrix_scale]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return the weight as an operand in the compute dtype, or in ``dtype``.
@@ -229,15 +229,15 @@ class PrecisionPolicy:
             return Operand(weight, _in_dtype(value, weight.dtype, dtype))
         if weight.dtype == dtype:
             return Operand(weight, weight.detach())
-        held = self._copies.get(weight)
-        if held is None or held[2].dtype != dtype or not _is_current(weight, *held[:2]):
+        entry = self._copies.get(weight)
+        if entry is None or entry[2].dtype != dtype or not _is_current(weight, *entry[:2]):
             values = weight.detach()
-            if held is not None and held[2].dtype == dtype and self.in_place_copies:
-                copy = held[2].copy_(values)
+            if entry is not None and entry[2].dtype == dtype and self.in_place_copies:
+                copy = entry[2].copy_(values)
             else:
                 copy = values.to(dtype)
-            held = self._copies[weight] = (weight._version, values, copy)
-        return Operand(weight, held[2])
+            entry = self._copies[weight] = (weight._version, values, copy)
+        return Operand(weight, entry[2])
 
     def refresh_copies(self) -> None:
         """Update the compute copies now instead of on their next use."""
@@ -268,24 +268,24 @@ class PrecisionPolicy:
                 if not isinstance(value, Tensor):
                     return value()
                 return narrowed(_in_dtype(value, weight.dtype, self.dtype))
-            held = self._codes.get(weight)
-            if held is None or held[0] != narrow.version or not _is_current(weight, *held[1:3]):
+            entry = self._codes.get(weight)
+            if entry is None or entry[0] != narrow.version or not _is_current(weight, *entry[1:3]):
                 new = narrowed(weight.detach().to(self.dtype))
-                held = narrow.version, weight._version, weight.detach(), new
-                self._codes[weight] = held
-            return held[3]
+                entry = narrow.version, weight._version, weight.detach(), new
+                self._codes[weight] = entry
+            return entry[3]
 
         def codes() -> QuantisedWeight:
             # Codes are computed once per update; their amax counts in each step that reads them.
-            found = cached()
-            if narrow.history is not None and found.amax is not None:
-                narrow.delayed(found.amax, "weight", range(found.amax.numel()), True)
-            return found
+            quantised = cached()
+            if narrow.history is not None and quantised.amax is not None:
+                narrow.delayed(quantised.amax, "weight", range(quantised.amax.numel()), True)
+            return quantised
 
         note = None if self.non_finite_operands is None else partial(self._note, narrow)
         if note is not None:
-            given = self._sharded_values.get(weight)
-            value = weight.detach() if given is None else given
+            sharded = self._sharded_values.get(weight)
+            value = weight.detach() if sharded is None else sharded
             if not isinstance(value, Tensor):
                 value = value().dequantise(self.dtype)
             for group, matrix in enumerate(value if groups else value[None]):

@@ -23,9 +23,9 @@ class Angles(NamedTuple):
 
         Angles are computed in fp32 for any compute dtype, as in every published model.
         """
-        on = positions_T.device
-        made = _on_device if on.type == "cuda" else _frequencies
-        frequencies = made(rope, dim, on)
+        device = positions_T.device
+        compute = _on_device if device.type == "cuda" else _frequencies
+        frequencies = compute(rope, dim, device)
         angles_Tp = positions_T.float()[:, None] * frequencies
         magnitude = 1.0 if rope.yarn is None else rope.yarn.magnitude
         return cls((angles_Tp.cos() * magnitude).to(dtype), (angles_Tp.sin() * magnitude).to(dtype))
@@ -50,9 +50,9 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     if (bands := rope.bands) is None:
         return plain
     # Divide slow frequencies by ``factor``, leave fast ones, blend between the two boundaries.
-    turns = bands.original_length * plain / (2 * math.pi)
-    kept = ((turns - bands.slow) / (bands.fast - bands.slow)).clamp(0, 1)
-    return (1 - kept) * plain / bands.factor + kept * plain
+    rotations = bands.original_length * plain / (2 * math.pi)
+    fast_weight = ((rotations - bands.slow) / (bands.fast - bands.slow)).clamp(0, 1)
+    return (1 - fast_weight) * plain / bands.factor + fast_weight * plain
 
 
 def _yarn_frequencies(period: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
@@ -61,13 +61,15 @@ def _yarn_frequencies(period: Tensor, yarn: Yarn, theta: float, dim: int) -> Ten
     Operations are rounded as in transformers, so that results are bitwise equal.
     """
 
-    def dim_of(turns: float) -> float:
-        return dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def dim_of(rotations: float) -> float:
+        return (
+            dim * math.log(yarn.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        )
 
     low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high > low else 0.001
-    kept = 1 - ((torch.arange(dim // 2).float() - low) / width).clamp(0, 1)
-    return 1.0 / (yarn.factor * period) * (1 - kept) + 1.0 / period * kept
+    fast_weight = 1 - ((torch.arange(dim // 2).float() - low) / width).clamp(0, 1)
+    return 1.0 / (yarn.factor * period) * (1 - fast_weight) + 1.0 / period * fast_weight

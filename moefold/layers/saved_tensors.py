@@ -90,12 +90,12 @@ class _StorageMap(Generic[Value]):
 
     def get(self, tensor: Tensor) -> Value | None:
         """Return the value of a tensor's storage; None if there is none."""
-        known = self._values.get(tensor.untyped_storage()._cdata)
-        return None if known is None else known[1]
+        entry = self._values.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def prune(self) -> None:
         """Remove values whose storage was freed."""
-        self._values = {key: one for key, one in self._values.items() if not one[0].expired()}
+        self._values = {key: entry for key, entry in self._values.items() if not entry[0].expired()}
 
     def clear(self) -> None:
         """Remove all values."""
@@ -157,8 +157,8 @@ class SavedTensors:
             return function(*tensors)
         with self.scope(kind, *tensors):
             if self.recomputes(kind) and kind not in DISCARDED_KINDS:
-                again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-                return again(function, *tensors)
+                recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+                return recompute(function, *tensors)
             result = function(*tensors)
         outputs = result if isinstance(result, tuple) else (result,)
         if kind == "norms":
@@ -168,8 +168,8 @@ class SavedTensors:
 
     def recomputes(self, kind: str) -> bool:
         """Return whether a kind of module is recomputed in backward."""
-        wanted = self.block if kind == "block" else kind in self.kinds
-        return wanted and torch.is_grad_enabled()
+        chosen = self.block if kind == "block" else kind in self.kinds
+        return chosen and torch.is_grad_enabled()
 
     @contextmanager
     def scope(self, kind: str, *inputs: Tensor, row_ends: Tensor | None = None) -> Iterator[None]:
@@ -196,10 +196,10 @@ class SavedTensors:
         """Return ``make()`` for a tensor and key, computed once per outermost scope."""
         if self._once is None:
             return make()
-        known = self._once.get((id(tensor), key))
-        if known is None:
-            known = self._once[id(tensor), key] = tensor, make()
-        return known[1]
+        entry = self._once.get((id(tensor), key))
+        if entry is None:
+            entry = self._once[id(tensor), key] = tensor, make()
+        return entry[1]
 
     def set_owner(self, kind: str, *outputs: Tensor) -> None:
         """Declare which kind of module owns tensors, regardless of which module saves them."""
@@ -227,12 +227,12 @@ class SavedTensors:
             self._discarded.set(output, discarded)
 
     @contextmanager
-    def layer_hooks(self, at: int = 0, of: int = 1) -> Iterator[None]:
-        """While open, apply the policies to layer ``at`` of the ``of`` layers of a chunk."""
+    def layer_hooks(self, layer: int = 0, num_layers: int = 1) -> Iterator[None]:
+        """While open, apply the policies to a layer of a chunk of ``num_layers`` layers."""
         offloads = self._offload is not None and not self.recomputing and torch.is_grad_enabled()
         if offloads:
-            self._layer = at, of
-            self.offloaded.wait_for_copies(at)
+            self._layer = layer, num_layers
+            self.offloaded.wait_for_copies(layer)
         active = self.kinds & DISCARDED_KINDS or offloads
         with saved_tensors_hooks(self.pack, unpack) if active else nullcontext():
             yield
@@ -276,7 +276,9 @@ class SavedTensors:
         saved, storage = self._saved.get(tensor), tensor.untyped_storage()
         if saved is not None:
             return saved()
-        scopes = (one.kind for one in reversed(self._scopes) if storage._cdata not in one.inputs)
+        scopes = (
+            scope.kind for scope in reversed(self._scopes) if storage._cdata not in scope.inputs
+        )
         owner = self._owners.get(tensor) or next(scopes, "block")  # residual rows have no scope
         if (rows := self._stash_rows(owner, tensor)) is not None:
             self._saved.set(tensor, ref(rows))
@@ -300,11 +302,11 @@ class SavedTensors:
         fills = tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
         if self._layer is None or not fills or tensor.dim() < 2:
             return None
-        at, of = self._layer
-        spills = at < offloaded_layers(stash.record.spill, of, self._computes_loss)
-        rows = stash.save(tensor, ends_E, (self._spilled.prefetch, at) if spills else None)
+        layer, num_layers = self._layer
+        spills = layer < offloaded_layers(stash.record.spill, num_layers, self._computes_loss)
+        rows = stash.save(tensor, ends_E, (self._spilled.prefetch, layer) if spills else None)
         if spills and rows is not None:
-            self._spilled.add(at, rows)
+            self._spilled.add(layer, rows)
         return rows
 
 
@@ -335,8 +337,8 @@ class _SavedView:
     """Offset, in elements, from the start of the loaded tensor."""
 
     def unpack(self) -> Tensor:
-        whole = self.load()
-        return whole.as_strided(self.size, self.stride, int(whole.storage_offset()) + self.offset)
+        loaded = self.load()
+        return loaded.as_strided(self.size, self.stride, int(loaded.storage_offset()) + self.offset)
 
 
 class _Region(NamedTuple):

@@ -64,8 +64,8 @@ class PagedStash:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the stash on the device."""
-        device = [one for ring in self.rings.values() for one in ring.tensors]
-        return device + [one for ring in self.host.values() for one in ring.tensors[1:]]
+        device = [tensor for ring in self.rings.values() for tensor in ring.tensors]
+        return device + [tensor for ring in self.host.values() for tensor in ring.tensors[1:]]
 
     def begin_step(self, key: Hashable, pages: Callable[[], Pages]) -> None:
         """Discard all rows, and allocate the numbers of ``pages()``, computed once per ``key``."""
@@ -103,8 +103,8 @@ class PagedStash:
             self.host[row_format] = PageRing(self._pages.host[size], *args, on_host=True)
         if not self._spilling or self._spilling[-1][0] != spill:
             if len(self._spilling) == self._in_flight:
-                for one in self._spilling.popleft()[1]:
-                    if (rows := one()) is not None:
+                for reference in self._spilling.popleft()[1]:
+                    if (rows := reference()) is not None:
                         rows.wait_offloaded()
             self._spilling.append((spill, []))
         rows = PagedRows(self, row_format, x_RD, ends_E, spill)
@@ -115,8 +115,8 @@ class PagedStash:
         """Return the largest relative shortage of pages over formats, in thousandths."""
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         rings = (*self.rings.values(), *self.host.values())
-        parts = ((one.refused * 1000 + one.pages - 1) // one.pages for one in rings)
-        return torch.stack([none, *parts]).amax()
+        shortages = ((ring.refused * 1000 + ring.pages - 1) // ring.pages for ring in rings)
+        return torch.stack([none, *shortages]).amax()
 
 
 class PagedRows:

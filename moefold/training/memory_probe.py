@@ -175,10 +175,11 @@ def _operands(value: Any) -> Iterator[Tensor]:
 def persistent_tensors(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     """Yield a rank's tensors for parameters and their gradients, each with its part's name."""
     model = data.placed.model
+    yield from (("shared", buffer) for buffer in model.buffers())
+    # After the model's buffers, which include histories: the last part that names a storage counts.
     histories = (history.buffers() for history in data.histories.values())
     weights = chain(model.recipe.copies, model.recipe.codes, *histories)
     yield from (("weights", tensor) for tensor in weights)
-    yield from (("shared", buffer) for buffer in model.buffers())
     for bucket in data.buckets:
         yield from (("weights", tensor) for tensor in bucket.unsharded_tensors)
         yield "master", bucket.master_L

@@ -55,9 +55,9 @@ PLANTS = (
         "a rank with nothing to send or receive leaves its turn out",
         ATTENTION + "test_b32_all_ranks_of_a_group_do_the_same_in_the_same_order",
         "layers/context/ring.py",
-        "        pending = shift(sent_UW, into_UW, by, self._ranks, self._label)\n",
+        "        pending = shift(sent_UW, into_UW, distance, self._ranks, self._label)\n",
         "        if not len(sent_UW) + rows:\n"
         "            return _Transfer(Pending(), into_UW)\n"
-        "        pending = shift(sent_UW, into_UW, by, self._ranks, self._label)\n",
+        "        pending = shift(sent_UW, into_UW, distance, self._ranks, self._label)\n",
     ),
 )

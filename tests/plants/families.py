@@ -308,7 +308,7 @@ PLANTS = (
         "slow bands keep their frequencies",
         B23,
         "layers/rope.py",
-        "(1 - kept) * plain / bands.factor",
-        "(1 - kept) * plain",
+        "(1 - fast_weight) * plain / bands.factor",
+        "(1 - fast_weight) * plain",
     ),
 )

@@ -92,8 +92,8 @@ PLANTS = (
         "the largest probabilities of each share of the vocabulary are taken for the largest",
         VOCABULARY,
         "layers/divergence.py",
-        "best, at = best.topk(k, 1)",
-        "best, at = best[:, :k], torch.arange(k).expand(len(best), k)",
+        "best, index = best.topk(k, 1)",
+        "best, index = best[:, :k], torch.arange(k).expand(len(best), k)",
     ),
     Plant(
         "b77",

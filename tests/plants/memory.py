@@ -28,7 +28,7 @@ PLANTS = (
         "weights leave with the rows they are multiplied by",
         B60,
         "layers/linear.py",
-        "        flow.saved_tensors.keep_on_device(*found.tensors)\n",
+        "        flow.saved_tensors.keep_on_device(*operand.tensors)\n",
         "",
     ),
     Plant(
@@ -69,9 +69,9 @@ PLANTS = (
         "tests/cpu/test_model_edges.py::"
         "test_b60_what_runs_again_reads_the_weights_that_its_forward_read",
         "layers/precision.py",
-        "if held is None or held[2].dtype != dtype or not _is_current(weight, *held[:2]):",
-        "old = not torch.is_grad_enabled() and held and not _is_current(weight, *held[:2])\n"
-        "        if held is None or held[2].dtype != dtype or old:",
+        "if entry is None or entry[2].dtype != dtype or not _is_current(weight, *entry[:2]):",
+        "old = not torch.is_grad_enabled() and entry and not _is_current(weight, *entry[:2])\n"
+        "        if entry is None or entry[2].dtype != dtype or old:",
     ),
     Plant(
         "b60",

@@ -186,7 +186,7 @@ PLANTS = (
         "tests/cpu/test_training_quantise.py::"
         "test_b52_codes_are_those_of_the_weights_that_are_here_now",
         "layers/precision.py",
-        " or held[0] != narrow.version or not _is_current(weight, *held[1:3]):\n"
+        " or entry[0] != narrow.version or not _is_current(weight, *entry[1:3]):\n"
         "                new = narrowed",
         ":\n                new = narrowed",
     ),
@@ -566,8 +566,8 @@ PLANTS = (
         "each weight has codes of its own of what several read",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "layers/flow.py",
-        "return found._replace(cache=self.saved_tensors.cached)",
-        "return found",
+        "return operand._replace(cache=self.saved_tensors.cached)",
+        "return operand",
     ),
     Plant(
         "b55",
@@ -738,7 +738,7 @@ PLANTS = (
         "each weight asks for the largest of what several read",
         "tests/gloo/test_planner_traffic.py::test_b55_a_step_sends_what_is_planned",
         "layers/flow.py",
-        "return found._replace(cache=self.saved_tensors.cached)",
-        "return found",
+        "return operand._replace(cache=self.saved_tensors.cached)",
+        "return operand",
     ),
 )

@@ -25,8 +25,9 @@ PLANTS = (
         "all ranks save their experts under the first rank's numbers",
         LAYOUTS + "test_b25_every_expert_of_every_rank_is_in_its_place",
         "layers/placement.py",
-        "        box[dim] = (index * each, (index + 1) * each)\n",
-        "        box[dim] = (0, each) if axis == 'ep' else (index * each, (index + 1) * each)\n",
+        "        box[dim] = (index * shard_size, (index + 1) * shard_size)\n",
+        "        box[dim] = (index * shard_size, (index + 1) * shard_size)\n"
+        "        box[dim] = (0, shard_size) if axis == 'ep' else box[dim]\n",
     ),
     Plant(
         "b25",

@@ -81,8 +81,8 @@ PLANTS = (
         "A of an adapter is that of another slice of the experts",
         B61_LAYOUTS,
         "layers/placement.py",
-        "        index, ranks = at[axis]\n",
-        "        index, ranks = at[axis]\n"
+        "        index, ranks = axes[axis]\n",
+        "        index, ranks = axes[axis]\n"
         '        index = ranks - 1 - index if axis == "etp" and name.endswith("_a") else index\n',
     ),
     Plant(

@@ -53,35 +53,35 @@ class _RingRounds:
         self._kv_TW = torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1)
         self._visibility, self._ranks, self._label = visibility, ranks, label
 
-    def visible_rows(self, by: int) -> VisibleRows:
-        """Return this rank's query rows, and the rows they attend to, ``by`` places back."""
-        at, size = self._ranks.index, self._ranks.size
-        return self._visibility.visible_rows(at, (at - by) % size)
+    def visible_rows(self, distance: int) -> VisibleRows:
+        """Return this rank's query rows, and the rows they attend to, ``distance`` ranks back."""
+        rank, size = self._ranks.index, self._ranks.size
+        return self._visibility.visible_rows(rank, (rank - distance) % size)
 
-    def tiles(self, by: int) -> list[Tile]:
-        """Return the tiles of local queries and visiting keys from the rank ``by`` places back."""
-        at, first = self._ranks.index, self.visible_rows(by).keys.start
-        owner = (at - by) % self._ranks.size
-        return [tile.shift_keys(-first) for tile in self._visibility.tiles(at, owner)]
+    def tiles(self, distance: int) -> list[Tile]:
+        """Return the tiles of local queries and visiting keys from the rank ``distance`` back."""
+        rank, first = self._ranks.index, self.visible_rows(distance).keys.start
+        owner = (rank - distance) % self._ranks.size
+        return [tile.shift_keys(-first) for tile in self._visibility.tiles(rank, owner)]
 
-    def sent_rows(self, by: int) -> slice:
-        """Return the local rows that the rank ``by`` places on attends to."""
-        at, size = self._ranks.index, self._ranks.size
-        keys = self._visibility.visible_rows((at + by) % size, at).keys
+    def sent_rows(self, distance: int) -> slice:
+        """Return the local rows that the rank ``distance`` further on attends to."""
+        rank, size = self._ranks.index, self._ranks.size
+        keys = self._visibility.visible_rows((rank + distance) % size, rank).keys
         return slice(keys.start, keys.stop)
 
-    def start(self, by: int) -> _Transfer:
-        """Start the transfers of round ``by``; a no-op after the last round."""
-        if by >= self._ranks.size:
+    def start(self, distance: int) -> _Transfer:
+        """Start the transfers of round ``distance``; a no-op after the last round."""
+        if distance >= self._ranks.size:
             return _Transfer(Pending(), self._kv_TW[:0])
-        rows = len(self.visible_rows(by).keys)
-        return self._shift(self._kv_TW[self.sent_rows(by)], rows, by)
+        rows = len(self.visible_rows(distance).keys)
+        return self._shift(self._kv_TW[self.sent_rows(distance)], rows, distance)
 
-    def return_gradients(self, by: int, dk_UGd: Tensor, dv_UGv: Tensor) -> _Transfer:
+    def return_gradients(self, distance: int, dk_UGd: Tensor, dv_UGv: Tensor) -> _Transfer:
         """Send gradients of visiting rows to their owner, and receive those of this rank's rows."""
-        own = self.sent_rows(by)
+        own = self.sent_rows(distance)
         dkv_UW = torch.cat([dk_UGd.flatten(1), dv_UGv.flatten(1)], 1).to(self._kv_TW.dtype)
-        return self._shift(dkv_UW, own.stop - own.start, -by)
+        return self._shift(dkv_UW, own.stop - own.start, -distance)
 
     def wait(self, transfer: _Transfer) -> tuple[Tensor, Tensor]:
         """Wait for a transfer; return its keys and values, or their gradients."""
@@ -89,9 +89,9 @@ class _RingRounds:
         k_UG, v_UG = transfer.into_UW.split([dims.numel() for dims in self._dims], 1)
         return k_UG.unflatten(1, self._dims[0]), v_UG.unflatten(1, self._dims[1])
 
-    def _shift(self, sent_UW: Tensor, rows: int, by: int) -> _Transfer:
+    def _shift(self, sent_UW: Tensor, rows: int, distance: int) -> _Transfer:
         into_UW = sent_UW.new_empty((rows, sent_UW.shape[1]))
-        pending = shift(sent_UW, into_UW, by, self._ranks, self._label)
+        pending = shift(sent_UW, into_UW, distance, self._ranks, self._label)
         return _Transfer(pending, into_UW)
 
 
@@ -112,10 +112,10 @@ class _Ring(Function):
         transfer = rounds.start(1)
         for tile in visibility.tiles(ranks.index, ranks.index):
             merged.update(tile, k_TGd, v_TGv)
-        for by in range(1, ranks.size):
+        for distance in range(1, ranks.size):
             k_UGd, v_UGv = rounds.wait(transfer)
-            transfer = rounds.start(by + 1)
-            for tile in rounds.tiles(by):
+            transfer = rounds.start(distance + 1)
+            for tile in rounds.tiles(distance):
                 merged.update(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, merged.lse_TH, sinks_H)
@@ -132,26 +132,26 @@ class _Ring(Function):
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
         rounds = _RingRounds(k_TGd, v_TGv, ctx.visibility, ctx.ranks, ctx.label)
-        seen = BackwardInputs(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
+        inputs = BackwardInputs(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
         sums = GradientSums(q_THd, k_TGd, v_TGv, lse_TH.dtype)
         transfer = rounds.start(1)
         for tile in ctx.visibility.tiles(ctx.ranks.index, ctx.ranks.index):
-            dq, *dkv = seen.gradients(tile, k_TGd, v_TGv)
+            dq, *dkv = inputs.gradients(tile, k_TGd, v_TGv)
             sums.add_queries(tile.queries, dq)
             sums.add_keys(tile.keys, *dkv)
         returning: _Transfer | None = None
-        for by in range(1, ctx.ranks.size):
+        for distance in range(1, ctx.ranks.size):
             k_UGd, v_UGv = rounds.wait(transfer)
-            transfer = rounds.start(by + 1)
+            transfer = rounds.start(distance + 1)
             dkv = [torch.zeros_like(x, dtype=lse_TH.dtype) for x in (k_UGd, v_UGv)]
-            for tile in rounds.tiles(by):
-                dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
+            for tile in rounds.tiles(distance):
+                dq, dk, dv = inputs.gradients(tile, k_UGd, v_UGv)
                 sums.add_queries(tile.queries, dq)
                 dkv[0][tile.keys] += dk
                 dkv[1][tile.keys] += dv
             if returning is not None:
-                sums.add_keys(rounds.sent_rows(by - 1), *rounds.wait(returning))
-            returning = rounds.return_gradients(by, *dkv)
+                sums.add_keys(rounds.sent_rows(distance - 1), *rounds.wait(returning))
+            returning = rounds.return_gradients(distance, *dkv)
         if returning is not None:
             sums.add_keys(rounds.sent_rows(ctx.ranks.size - 1), *rounds.wait(returning))
-        return *sums.gradients(), seen.sink_gradient(sinks_H), None, None, None
+        return *sums.gradients(), inputs.sink_gradient(sinks_H), None, None, None

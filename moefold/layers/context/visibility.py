@@ -102,14 +102,14 @@ class Visibility:
     def _window_tiles(self, query_rank: int, key_rank: int, window: int) -> Iterator[Tile]:
         """Yield the tiles of a window, by document and pair of pieces."""
         for span in self._segments:
-            keys = list(self._local_pieces(span, key_rank))
-            for (queries, shift), (seen, seen_shift) in product(
-                self._local_pieces(span, query_rank), keys
+            key_pieces = list(self._local_pieces(span, key_rank))
+            for (queries, shift), (keys, key_shift) in product(
+                self._local_pieces(span, query_rank), key_pieces
             ):
-                if queries.start == seen.start:
+                if queries.start == keys.start:
                     yield from _diagonal_tiles(queries, window, shift)
-                elif seen.start < queries.start:
-                    yield from _earlier_piece_tile(queries, seen, window, shift, seen_shift)
+                elif keys.start < queries.start:
+                    yield from _earlier_piece_tile(queries, keys, window, shift, key_shift)
 
     @property
     def _piece(self) -> int:
@@ -176,13 +176,16 @@ def _diagonal_tiles(rows: range, window: int, shift: int) -> Iterator[Tile]:
 
 
 def _earlier_piece_tile(
-    rows: range, seen: range, window: int, shift: int, seen_shift: int
+    queries: range, keys: range, window: int, query_shift: int, key_shift: int
 ) -> Iterator[Tile]:
     """Yield the windowed tile of rows with an earlier piece, given the shifts to local rows."""
-    start, end = max(seen.start, rows.start - window + 1), min(rows.stop, seen.stop - 1 + window)
-    if start < seen.stop and rows.start < end:
-        queries, keys = (
-            slice(rows.start + shift, end + shift),
-            slice(start + seen_shift, seen.stop + seen_shift),
+    start, end = (
+        max(keys.start, queries.start - window + 1),
+        min(queries.stop, keys.stop - 1 + window),
+    )
+    if start < keys.stop and queries.start < end:
+        query_slice, key_slice = (
+            slice(queries.start + query_shift, end + query_shift),
+            slice(start + key_shift, keys.stop + key_shift),
         )
-        yield Tile(queries, keys, 1, Band(rows.start - start, window))
+        yield Tile(query_slice, key_slice, 1, Band(queries.start - start, window))

@@ -118,12 +118,12 @@ class DeltaNet(LayerSpec):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield taps, decays and projections, cut by heads unless to latents; norm; output."""
-        cut, given = ((0, self.head_units),), list(self._projections())
-        for name, width, _ in given[:3]:
+        cut, projections = ((0, self.head_units),), list(self._projections())
+        for name, width, _ in projections[:3]:
             yield Weight(f"{name}_taps", (width, 1, self.taps), cut, product=False, summed=True)
         yield Weight("a_log", (self.value_heads,), cut, product=False, start=_log_rate)
         yield Weight("dt_bias", (self.decays,), cut, product=False, start=_step_bias)
-        for name, width, rank in given:
+        for name, width, rank in projections:
             if rank is not None:
                 yield Weight(f"{name}_down.weight", (rank, hidden))
             yield Weight(f"{name}_in.weight", (width, rank or hidden), cut)
@@ -132,12 +132,14 @@ class DeltaNet(LayerSpec):
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the projections, with convolutions and gate, and the scan."""
-        given = list(self._projections())
-        products = [Matmul(tuple(f"{name}_in.weight" for name, _, rank in given if rank is None))]
-        for name, _, rank in given:
+        projections = list(self._projections())
+        products = [
+            Matmul(tuple(f"{name}_in.weight" for name, _, rank in projections if rank is None))
+        ]
+        for name, _, rank in projections:
             if rank is not None:
                 products += [Matmul((f"{name}_down.weight",)), Matmul((f"{name}_in.weight",))]
-        mixed, width = 2 * self.keys + self.values, sum(width for _, width, _ in given)
+        mixed, width = 2 * self.keys + self.values, sum(width for _, width, _ in projections)
         traffic = (
             Traffic(mixed, 2 + 2 * self.taps, 4 + 4 * self.taps, units=self.head_units),
             Traffic(self.values, 8, 14, units=self.head_units),
@@ -154,20 +156,20 @@ class DeltaNet(LayerSpec):
 
         The scan saves only its inputs, and is recomputed in backward.
         """
-        given = list(self._projections())
-        read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in given)
+        projections = list(self._projections())
+        read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in projections)
         yield from saved_attention_rows(read, shape)
         rows, width = shape.piece, shape.width
-        for name, features, rank in given:
-            part = features // shape.tp
+        for name, features, rank in projections:
+            local_features = features // shape.tp
             if rank is not None:
                 size = rows * rank * width
-                by = (f"{name}_in.weight",)
-                yield Saved(f"{name}_down", size, module="attention", operand_of=by)
+                up = (f"{name}_in.weight",)
+                yield Saved(f"{name}_down", size, module="attention", operand_of=up)
             if (name, self.gate) != ("gate", "sigmoid"):  # whose output suffices for backward
-                yield Saved(name, rows * part * width, module="attention")
+                yield Saved(name, rows * local_features * width, module="attention")
             if name in "qkv":
-                yield Saved(f"{name}.convolved", rows * part * width, module="attention")
+                yield Saved(f"{name}.convolved", rows * local_features * width, module="attention")
         heads, small = self.value_heads // shape.tp, self.value_heads + self.decays
         yield Saved("decays", small // shape.tp * STATISTIC, module="attention")
         values = rows * self.values // shape.tp * width

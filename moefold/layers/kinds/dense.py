@@ -70,11 +70,11 @@ class Dense(LayerSpec):
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield gate and up projection as one weight, down projection, and latent projections."""
         inner, lead = self.latent or hidden, (self.blocks,) * (self.blocks > 1)
-        width, read, at = self.width // self.blocks, inner // self.blocks, len(lead) + 1
-        units, apart, alone = ((at, self._units()),), bool(lead), self.latent is None
+        width, read, width_dim = self.width // self.blocks, inner // self.blocks, len(lead) + 1
+        units, apart, residual = ((width_dim, self._units()),), bool(lead), self.latent is None
         yield Weight("w_in", (*lead, 2, width, read), units, "ffn", stacked=apart)
         shape = (*lead, read, width)
-        yield Weight("w_out", shape, units, "ffn", stacked=apart, start="output", added=alone)
+        yield Weight("w_out", shape, units, "ffn", stacked=apart, start="output", added=residual)
         if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "ffn")
             yield Weight("up.weight", (hidden, inner), (), "ffn", start="normal", added=True)
@@ -93,16 +93,16 @@ class Dense(LayerSpec):
         yield Saved("residual", shape.hidden_bytes)
         # Under tp the product reads gathered rows; the norm's output is saved for recompute only.
         gathered: Modules = GATHER if shape.tp > 1 else NOTHING
-        again: Modules = frozenset(("ffn",))
-        read, only = ("w_in",), gathered | again if gathered else NOTHING
+        recomputed: Modules = frozenset(("ffn",))
+        read, only = ("w_in",), gathered | recomputed if gathered else NOTHING
         if self.latent is not None:
             read, only = ("down.weight",), NOTHING
-        yield from saved_norm("ffn_norm", shape.hidden, shape, read, only, again)
+        yield from saved_norm("ffn_norm", shape.hidden, shape, read, only, recomputed)
         if self.latent is not None:
             size = shape.rows * self.latent * shape.width
-            part = Saved("ffn.latent", size, again, gathered, module="ffn")
-            yield part if gathered else replace(part, operand_of=("w_in",))
-            yield Saved("ffn.combined", size, again, module="ffn", operand_of=("up.weight",))
+            latent = Saved("ffn.latent", size, recomputed, gathered, module="ffn")
+            yield latent if gathered else replace(latent, operand_of=("w_in",))
+            yield Saved("ffn.combined", size, recomputed, module="ffn", operand_of=("up.weight",))
             shape = replace(shape, hidden=self.latent)
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 

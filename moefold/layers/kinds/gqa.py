@@ -176,9 +176,11 @@ class Gqa(LayerSpec):
                 yield Saved(f"{name}_norm.statistic", statistic, module="norms")
         # Outputs of a last norm are recomputed with norms; no product reads an ungated output.
         last = ("q", "k") if self.norm_after_rope and self.qk_norm != "none" else ()
-        for part in saved_attention(self.core, shape):
-            dropped = part.freed_by | NORMS if part.name in last else part.freed_by
-            yield replace(part, freed_by=dropped, operand_of=() if self.gate else part.operand_of)
+        for tensor in saved_attention(self.core, shape):
+            dropped = tensor.freed_by | NORMS if tensor.name in last else tensor.freed_by
+            yield replace(
+                tensor, freed_by=dropped, operand_of=() if self.gate else tensor.operand_of
+            )
         if not self.gate:
             return
         size = shape.piece * self.heads // shape.tp * self.value_dim * shape.width
@@ -262,9 +264,10 @@ class Chunked(Gqa):
         if self.temperature is None:
             yield from super().saved(shape)
             return
-        for part in super().saved(shape):
-            last = part.name == "q"  # scaled by temperature, so that a norm cannot recompute it
-            yield replace(part, freed_by=part.freed_by - NORMS) if last else part
+        for tensor in super().saved(shape):
+            if tensor.name == "q":  # scaled by temperature, so that a norm cannot recompute it
+                tensor = replace(tensor, freed_by=tensor.freed_by - NORMS)
+            yield tensor
         yield Saved("temperature", shape.piece * shape.width, module="attention")
 
     def shrink(self, by: Sizes) -> Self:

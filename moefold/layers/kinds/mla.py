@@ -112,33 +112,35 @@ class Mla(LayerSpec):
         core = self.core
         expanded = self.heads * (2 * core.qk_dim + core.v_dim)
         traffic = [Traffic(latents, 4, 6, "own")]
-        turned = Traffic(expanded, 2, 2, units=self._heads())
+        rotation = Traffic(expanded, 2, 2, units=self._heads())
         if self.gate:
             products.append(Matmul(("out_gate.weight",)))
             traffic.append(Traffic(self.heads * self.v_dim, 2, 4, units=self._heads()))
         yield Operation("attention", tuple(products), traffic=tuple(traffic), launches=16)
-        yield Operation("mla_up", tuple(up), traffic=(turned,), launches=8)
+        yield Operation("mla_up", tuple(up), traffic=(rotation,), launches=8)
         yield Operation("core", core=core, launches=1)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed rows, latents before and after their norms, and the core's tensors."""
-        down, again = ["kv_down.weight"], NOTHING
+        down, needed_by = ["kv_down.weight"], NOTHING
         if self.q_rank is not None:
             down.append("q_down.weight")
         elif shape.tp == 1:
             down.append("q.weight")
-            again = UP
+            needed_by = UP
         if self.gate and shape.tp == 1:
             down.append("out_gate.weight")
-        yield from saved_norm("attention_norm", shape.hidden, shape, (*down,), also_needed_by=again)
+        yield from saved_norm(
+            "attention_norm", shape.hidden, shape, (*down,), also_needed_by=needed_by
+        )
         latents = {"kv_down": self.kv_rank + self.rope_dim, "q_down": self.q_rank}
         for name, rank in latents.items():
             if rank is not None:
                 size = shape.rows * rank * shape.width
                 yield Saved(name, size, module="attention")
         yield from self._saved_latents(shape)
-        for part in saved_attention(self.core, shape, UP):
-            yield replace(part, operand_of=() if self.gate else part.operand_of)
+        for tensor in saved_attention(self.core, shape, UP):
+            yield replace(tensor, operand_of=() if self.gate else tensor.operand_of)
         if self.gate:
             size = shape.piece * self.heads // shape.tp * shape.width
             yield Saved("out_gate", size, module="attention")
@@ -162,9 +164,9 @@ class Mla(LayerSpec):
                 read += [(shape.hidden, gate)] if gate else []
             for latent, weights in read:
                 size = shape.piece * latent * shape.width
-                part = Saved("latents.gathered", size, GATHER, module="attention")
-                beside = None if weights == gate else replace(part, needed_by=UP)
-                yield replace(part, operand_of=weights, also_saved=beside)
+                gathered = Saved("latents.gathered", size, GATHER, module="attention")
+                beside = None if weights == gate else replace(gathered, needed_by=UP)
+                yield replace(gathered, operand_of=weights, also_saved=beside)
 
     def shrink(self, by: Sizes) -> Self:
         """Return a record with few heads of four dims, values of six, and latents of rank eight."""
