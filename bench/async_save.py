@@ -70,7 +70,7 @@ class Bench:
         ]
         self.lock = FolderLock(folder, "bench")
         self.saver = Saver(folder, CheckpointPolicy(asynchronous=True, keep=1), self.lock, world)
-        self.saver.prepare(lambda: assigned_state(self.data, self.optimizer))
+        self.saver.allocate_copies(lambda: assigned_state(self.data, self.optimizer))
         self.number = 0
 
     def step(self) -> tuple[float, float]:

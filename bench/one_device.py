@@ -45,7 +45,7 @@ from moefold.parallel.apply import single_rank_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
-from moefold.training.machine import cpu_name, measure
+from moefold.training.machine import cpu_name, measure_rates
 from moefold.training.step import gradients
 
 RESULTS = Path(__file__).parent / "results"
@@ -147,7 +147,7 @@ def compared(
         link.send(False)
     dtype = DTYPES[precision]
     torch.set_num_threads(threads)
-    machine = measure([dtype], torch.device("cpu"), seconds=1.0)[dtype]
+    machine = measure_rates([dtype], torch.device("cpu"), seconds=1.0)[dtype]
     flops = count(shape).flops_per_token(SEQ)
     alike = [name for name in links if name != "moefold"]
     if precision == "fp32":

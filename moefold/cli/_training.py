@@ -16,7 +16,7 @@ from moefold.comm.config import Survive
 from moefold.comm.environment import RankInfo
 from moefold.comm.worker import Attempt
 from moefold.run import Run
-from moefold.training.banner import Row, panel
+from moefold.training.banner import Row, banner_panel
 from moefold.training.formatting import count
 from moefold.training.hooks.alarms import RoutingCollapse
 from moefold.training.hooks.assemble import assemble
@@ -65,7 +65,7 @@ def train_to_end(
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; resumed at step {job.step_number}", "yellow"))
     else:
-        console.print(panel(job, banner_rows))
+        console.print(banner_panel(job, banner_rows))
     if job.step_number >= job.last_step:
         job.save()
         command = f"--folder {folder} train.steps={2 * job.step_number}{without_fork}"

@@ -213,7 +213,7 @@ def _dry_run(
     """Print the banner of the run as it would start in ``folder``, without writing there."""
     from moefold.cli._training import open_job
     from moefold.comm.agree import broadcast_from_first
-    from moefold.training.banner import banner_facts, panel
+    from moefold.training.banner import banner_facts, banner_panel
 
     with tempfile.TemporaryDirectory(prefix="moefold-dry-run-") as own:
         scratch = Path(own)
@@ -226,7 +226,7 @@ def _dry_run(
             if args.json and job.world.rank == 0:
                 print_json(banner_facts(job))
             elif not args.json:
-                console.print(panel(job))  # the consoles of other ranks discard it
+                console.print(banner_panel(job))  # the consoles of other ranks discard it
     return 0
 
 

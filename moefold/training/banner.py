@@ -67,7 +67,7 @@ def banner_facts(job: Trainer) -> dict[str, Any]:
     }
 
 
-def panel(job: Trainer, extra_rows: Sequence[Row] = ()) -> Panel:
+def banner_panel(job: Trainer, extra_rows: Sequence[Row] = ()) -> Panel:
     """Return the banner for a terminal or a log, with ``extra_rows`` at its end."""
     return card(f"[bold]{job.run.name}[/] · moefold", [*banner_rows(job), *extra_rows], "cyan")
 

@@ -127,7 +127,7 @@ class LocalCopies:
             if sources is None:
                 return None
             own_copies = [copy for copy, holder in sources if holder == ranks.index]
-            loaded = {copy: _read(files[copy]) for copy in own_copies}
+            loaded = {copy: _read_copy(files[copy]) for copy in own_copies}
             damaged = [copy for copy, values in loaded.items() if values is None]
             for copy in damaged:
                 del files[copy]
@@ -251,7 +251,7 @@ def newest_complete(
     return None
 
 
-def _read(paths: Sequence[Path]) -> Tensor | None:
+def _read_copy(paths: Sequence[Path]) -> Tensor | None:
     """Return the bytes of a part from the first of its files that is undamaged, else None."""
     for path in paths:
         try:

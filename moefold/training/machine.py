@@ -40,7 +40,7 @@ class MatrixRate:
     """How the rate was determined."""
 
 
-def measure(
+def measure_rates(
     dtypes: Sequence[torch.dtype], device: torch.device, seconds: float = 0.08
 ) -> dict[torch.dtype, MatrixRate]:
     """Time square products, as in a linear layer, and return the best rate of each dtype.
@@ -83,14 +83,14 @@ def _product_seconds(values: Tensor, side: int) -> float:
     return time.perf_counter() - started
 
 
-measure_cached = cache(measure)
-"""``measure``, cached for the life of the process."""
+measure_rates_cached = cache(measure_rates)
+"""``measure_rates``, cached for the life of the process."""
 
 
 def matrix_rates(device: torch.device, *more: Precision) -> dict[Precision, MatrixRate]:
     """Return the measured rates of bf16, fp32 and ``more``, cached after the first call."""
     names = tuple(dict.fromkeys(("bf16", "fp32", *more)))
-    rates = measure_cached(tuple(DTYPES[name] for name in names), device)
+    rates = measure_rates_cached(tuple(DTYPES[name] for name in names), device)
     return {name: rates[DTYPES[name]] for name in names}
 
 
@@ -141,7 +141,7 @@ class Utilisation:
         per_rank = flops_per_s / self._ranks
         while per_rank > self.machine.flops_per_s and self._remeasures_left:
             self._remeasures_left -= 1
-            remeasured = measure([self._dtype], self._device, REMEASURE_S)[self._dtype]
+            remeasured = measure_rates([self._dtype], self._device, REMEASURE_S)[self._dtype]
             self.machine = max(self.machine, remeasured, key=attrgetter("flops_per_s"))
         shares = {"mfu": per_rank / self.machine.flops_per_s}
         if self.peak is not None:

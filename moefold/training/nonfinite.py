@@ -117,9 +117,9 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
 
 def replay(data: ShardedState, recompute: Callable[[], Any]) -> str:
     """Recompute the gradients in ``data`` on all ranks; say whether their bits are the same."""
-    before = digest(part.tensor for part in data.gradients())
+    before = digest_bytes(part.tensor for part in data.gradients())
     recompute()
-    after = digest(part.tensor for part in data.gradients())
+    after = digest_bytes(part.tensor for part in data.gradients())
     differing = gather_objects(before != after, data.placed.world.on_host)
     ranks = ", ".join(str(rank) for rank, differs in enumerate(differing) if differs)
     if not ranks:
@@ -131,7 +131,7 @@ def replay(data: ShardedState, recompute: Callable[[], Any]) -> str:
     )
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
+def digest_bytes(tensors: Iterable[Tensor]) -> str:
     """Return a SHA-256 of the tensors' bytes."""
     sha = sha256()
     for tensor in tensors:

@@ -98,7 +98,7 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     return out
 
 
-def page(history: History, title: str, subtitle: str) -> str:
+def render_report(history: History, title: str, subtitle: str) -> str:
     """Return the page; raises ``ValueError`` if the run has no metrics yet."""
     facts = summary(history)
     data = {"cards": _cards(facts), "charts": _charts(history), "heat": _heat_map(history)}

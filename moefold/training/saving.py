@@ -48,7 +48,7 @@ class Saver:
         self._publishing = False
         self._copies: dict[tuple[str, int], Tensor] = {}
 
-    def prepare(self, tensors: Callable[[], SlicesByName]) -> None:
+    def allocate_copies(self, tensors: Callable[[], SlicesByName]) -> None:
         """Allocate the memory for copies of the state, so that no step waits for it."""
         if self._policy.asynchronous:
             self._copy_to_host(tensors())

@@ -161,7 +161,7 @@ class Trainer:
                     self.resumed_from = self._resume()
                 self.loader.offset = self.progress.sequence_offset
                 if scratch is None:
-                    self.saver.prepare(partial(assigned_state, self.data, self.optimizer))
+                    self.saver.allocate_copies(partial(assigned_state, self.data, self.optimizer))
         except BaseException:
             self.lock.release()  # held by rank 0 only
             raise

@@ -18,7 +18,7 @@ from moefold.comm.config import Survive
 from moefold.comm.worker import Attempt, RankMemory
 from moefold.comm.world import World
 from moefold.training import local, recover, resume
-from moefold.training.nonfinite import digest
+from moefold.training.nonfinite import digest_bytes
 from moefold.training.recover import MemoryCheckpoint, newest_common, pack, packed_size, unpack
 from moefold.training.state import Progress
 from tests.cpu.checkpoint_tools import run_child
@@ -107,8 +107,8 @@ def test_bits_come_back_as_they_were() -> None:
     pack(state, copy)
     back = [torch.zeros_like(tensor) for tensor in state]
     unpack(copy, back)
-    assert digest(back) == digest(state)
-    assert digest(back) != digest([torch.zeros_like(tensor) for tensor in state])
+    assert digest_bytes(back) == digest_bytes(state)
+    assert digest_bytes(back) != digest_bytes([torch.zeros_like(tensor) for tensor in state])
 
 
 def test_how_far_a_run_is_comes_back() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.training import machine
-from moefold.training.machine import MatrixRate, measure
+from moefold.training.machine import MatrixRate, measure_rates
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -17,7 +17,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_rate_is_measured_and_says_how(dtype: torch.dtype) -> None:
-    found = measure([dtype], CPU, seconds=0.02)[dtype]
+    found = measure_rates([dtype], CPU, seconds=0.02)[dtype]
     assert 1e8 < found.flops_per_s < 1e15
     start, _, end = found.source.partition("^3 in ")
     assert int(start.removeprefix("measured at start: ")) in machine.CPU_SIDES
@@ -48,7 +48,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timed]:
 def test_the_rate_is_the_best_of_several_sizes(timed: Callable[..., Timed]) -> None:
     """Plant: time one size alone."""
     timed(lambda dtype, side: {256: 70e9, 1024: 50e9}.get(side, 20e9))
-    assert measure([FP32], CPU) == {
+    assert measure_rates([FP32], CPU) == {
         FP32: MatrixRate(70e9, "measured at start: 256^3 in float32, 1 thread")
     }
 
@@ -60,7 +60,7 @@ def test_a_slow_format_is_measured_as_short_as_a_fast_one(timed: Callable[..., T
     """
     rates = {BF16: 1.1e9, FP32: 61e9}
     made = timed(lambda dtype, side: rates[dtype])
-    found = measure([BF16, FP32], CPU)
+    found = measure_rates([BF16, FP32], CPU)
     assert {dtype: one.flops_per_s for dtype, one in found.items()} == pytest.approx(rates)
     assert sum(taken for _, _, taken in made) < 0.2
     assert max(side for dtype, side, _ in made if dtype is BF16) == 256
@@ -71,12 +71,12 @@ def test_a_slow_first_product_does_not_count(timed: Callable[..., Timed]) -> Non
     """What a library sets up at its first product may take longer than all that is timed."""
     made: Timed = []
     made = timed(lambda dtype, side: 50e9 if made else 1e6)
-    assert measure([FP32], CPU)[FP32].flops_per_s == pytest.approx(50e9)
+    assert measure_rates([FP32], CPU)[FP32].flops_per_s == pytest.approx(50e9)
 
 
 def test_measuring_draws_nothing_from_the_common_generator() -> None:
     before = torch.get_rng_state()
-    measure([FP32], CPU, seconds=0.001)
+    measure_rates([FP32], CPU, seconds=0.001)
     assert torch.equal(torch.get_rng_state(), before)
 
 

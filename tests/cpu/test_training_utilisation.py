@@ -43,7 +43,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, rate: float) -> list[float]:
         asked.append(seconds)
         return {dtypes[0]: MatrixRate(rate, "again")}
 
-    monkeypatch.setattr(utilisation, "measure", measure)
+    monkeypatch.setattr(utilisation, "measure_rates", measure)
     return asked
 
 

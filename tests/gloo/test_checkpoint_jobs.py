@@ -46,7 +46,7 @@ def assumed(dtypes: tuple[torch.dtype, ...], device: torch.device) -> dict[Any, 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a folder where syncing takes no time, with prepared data in it."""
-    monkeypatch.setattr(rates, "measure_cached", assumed)
+    monkeypatch.setattr(rates, "measure_rates_cached", assumed)
     with quick_folder(tmp_path) as folder:
         with job_of(folder, "first"):
             pass

@@ -31,7 +31,7 @@ HERE = ["a", "b", "c", "d"]
 def trained() -> Iterator[Path]:
     """Return a folder with a run that was broken off after its last copies."""
     with pytest.MonkeyPatch.context() as patch, quick_folder(Path("/tmp")) as folder:
-        patch.setattr(rates, "measure_cached", assumed)
+        patch.setattr(rates, "measure_rates_cached", assumed)
         with job_of(folder, "first"):
             pass
 
@@ -49,7 +49,7 @@ def trained() -> Iterator[Path]:
 @pytest.fixture
 def quick(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return that folder as it was, to lose machines in."""
-    monkeypatch.setattr(rates, "measure_cached", assumed)
+    monkeypatch.setattr(rates, "measure_rates_cached", assumed)
     kept = trained.with_name(f"{trained.name}-kept")
     shutil.copytree(trained, kept)
     yield trained

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from moefold.training.report import MAX_POINTS, page, summary
+from moefold.training.report import MAX_POINTS, render_report, summary
 from moefold.training.run_folder import (
     BASELINES_FILE,
     EVENTS_FILE,
@@ -136,7 +136,7 @@ def test_a_run_still_going_is_as_old_as_its_steps() -> None:
 def test_the_page_holds_everything_and_fetches_nothing() -> None:
     """Curves, marks, loads; a name with markup stays text."""
     loads = [{"step": s, "load": {"0": [0.25, 0.75]}} for s in (2, 4)]
-    text = page(history(loads=loads, baselines={"bigram": 2.6}), "<b>run</b>", "runs/x")
+    text = render_report(history(loads=loads, baselines={"bigram": 2.6}), "<b>run</b>", "runs/x")
     found = Page(text)
     assert found.fetched == [] and "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert found.headings == ["<b>run</b>"]
@@ -155,7 +155,7 @@ def test_long_curves_are_thinned_to_their_means() -> None:
     """The page stays small however long the run."""
     steps = 10 * MAX_POINTS + 3
     lines = [line(s + 1, grad_norm=float(s % 2)) for s in range(steps)]
-    charts = {c["title"]: c for c in Page(page(History(lines), "a", "b")).data["charts"]}
+    charts = {c["title"]: c for c in Page(render_report(History(lines), "a", "b")).data["charts"]}
     (entry,) = charts["Gradient norm"]["lines"]
     assert len(entry["x"]) <= MAX_POINTS and entry["x"][-1] == steps
     assert set(np.round(entry["y"][:-1], 1)) <= {0.4, 0.5, 0.6}
@@ -163,7 +163,7 @@ def test_long_curves_are_thinned_to_their_means() -> None:
 
 def test_a_run_without_experts_or_bytes_has_a_page_too() -> None:
     """Nats, and no heat map."""
-    found = Page(page(History([line(1, val_loss=3.0), line(2)]), "a", "b")).data
+    found = Page(render_report(History([line(1, val_loss=3.0), line(2)]), "a", "b")).data
     assert found["heat"] is None
     assert found["charts"][0]["title"] == "Loss, nats per token"
 
@@ -200,12 +200,14 @@ def test_figures_that_are_not_finite_keep_no_answer_from_being_json(
     assert main(["report", str(tmp_path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert facts["lm_loss"] is facts["val/code/bits_per_byte"] is None
-    assert "best_step/code" not in facts and Page(page(History([bad]), "a", "b")).data["cards"]
+    assert "best_step/code" not in facts
+    assert Page(render_report(History([bad]), "a", "b")).data["cards"]
     log_event(tmp_path, "spike", grad_norm=float("nan"))
     (event,) = (tmp_path / EVENTS_FILE).read_text().splitlines()
     assert json.loads(event, parse_constant=refuse)["grad_norm"] is None
 
 
 def test_a_loss_of_pairs_is_no_loss_of_tokens() -> None:
-    found = Page(page(History([line(1, **{"preference/margin": 0.0}), line(2)]), "a", "b")).data
+    history_of_pairs = History([line(1, **{"preference/margin": 0.0}), line(2)])
+    found = Page(render_report(history_of_pairs, "a", "b")).data
     assert found["charts"][0]["title"] == "Loss, per pair"
