@@ -322,8 +322,8 @@ def _chunk_estimator(case: Case) -> ChunkEstimator:
 
 def offload_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers by chunk, in order; empty if nothing is offloaded."""
-    keeping = case.memory_policy
-    if not (keeping.offload or keeping.disk or keeping.spill):
+    policy = case.memory_policy
+    if not (policy.offload or policy.disk or policy.spill):
         return [()] * len(case.chunk_contents[rank])
     return layer_order(case, rank)
 
@@ -350,10 +350,10 @@ def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
 
 def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) -> StageBytes:
     """Return the bytes of a pipeline rank; ``estimator`` is the case's, if known already."""
-    estimator, held = estimator or _chunk_estimator(case), case.rank_contents[rank]
+    estimator, contents = estimator or _chunk_estimator(case), case.rank_contents[rank]
     orders = offload_order(case, rank)
     chunks = list(map(estimator.chunk_bytes, case.chunk_contents[rank], orders))
-    state = estimator.states.rank_state(held)
+    state = estimator.states.rank_state(contents)
     if case.memory_policy.page:
         device, host = page_bytes(*rank_pages(case, rank), case.memory_policy.page)
         state = replace(state, pages=device, offloaded_pages=host)
@@ -361,7 +361,7 @@ def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) 
     head_gradients = state.gradients - sum(chunk.first_gradients for chunk in chunks)
     saved, deferred = [chunk.saved for chunk in chunks], [chunk.deferred for chunk in chunks]
     on_device = case.memory_policy.state_step == "device"
-    state_update = estimator.states.update_peak(held) if on_device else 0.0
+    state_update = estimator.states.update_peak(contents) if on_device else 0.0
     return StageBytes(state, chunks, saved, deferred, head_gradients, state_update, passes)
 
 
@@ -378,12 +378,9 @@ def add_graph_memory(
         return replace(state, graphs=rows), chunks, ()
     actions = list(running_actions(case.table.lines[rank], len(chunks)))
     passes, fixed = tuple(max_in_flight(actions, len(chunks))), captured == "experts"
-    static = [
-        chunk_static_bytes(
-            [blocks[kind] for kind in order], shape, case.memory_policy, fixed, ahead
-        )
-        for order in layer_order(case, rank)
-    ]
+    inputs = shape, case.memory_policy, fixed, ahead
+    orders = ([blocks[kind] for kind in order] for order in layer_order(case, rank))
+    static = [chunk_static_bytes(order, *inputs) for order in orders]
     defers = any(action.kind == "W" for action in actions)
     chunks = [
         chunk._replace(saved=chunk.saved - saved, deferred=chunk.deferred * defers)
@@ -391,15 +388,12 @@ def add_graph_memory(
     ]
     graphs = sum(count * size for count, (size, _) in zip(passes, static, strict=True))
     # Graphs add to unsharded gradients in static memory, besides this rank's shards of the sums.
-    sharding = StateSharding.of(case)
-    shards = sum(
-        count * bucket.bytes / sharding.shards_and_replicas(bucket.group == "edp")[0]
-        for part, _, count in collective_counter(case.decoder, sharding).part_uses(
-            case.rank_contents[rank]
-        )
-        for bucket in part.buckets
-        if bucket.op == "reduce_scatter"
-    )
+    sharding, shards = StateSharding.of(case), 0.0
+    counter = collective_counter(case.decoder, sharding)
+    for part, _, count in counter.part_uses(case.rank_contents[rank]):
+        for bucket in (bucket for bucket in part.buckets if bucket.op == "reduce_scatter"):
+            ranks, _ = sharding.shards_and_replicas(bucket.group == "edp")
+            shards += count * bucket.bytes / ranks
     return replace(state, graphs=graphs, gradients=state.gradients + shards), chunks, passes
 
 
@@ -452,24 +446,24 @@ def memory_after_each(case: Case, rank: int) -> Iterator[MemoryAfter]:
 
 
 def _activations_by_name(
-    case: Case, held: StageContents, order: tuple[int, ...], total: float
+    case: Case, contents: StageContents, order: tuple[int, ...], total: float
 ) -> Counter[str]:
     """Return a chunk's activations of a micro-batch by name; ``total`` is their sum.
 
     ``order`` is the kinds of layers in order if anything is offloaded.
     """
-    sizes, (blocks, _), keeping = Counter[str](), distinct_blocks(case.decoder), case.memory_policy
-    for kind, count in held.layers:
+    sizes, (blocks, _), policy = Counter[str](), distinct_blocks(case.decoder), case.memory_policy
+    for kind, count in contents.layers:
         for tensor in saved_tensors_of(case, blocks[kind]):
-            if tensor.is_saved_under(keeping.recompute):
-                sizes[tensor.name] += unpaged(tensor, keeping).bytes * count
-    for kind in order[: offloaded_layers(keeping.spill, len(order), held.loss)]:
+            if tensor.is_saved_under(policy.recompute):
+                sizes[tensor.name] += unpaged(tensor, policy).bytes * count
+    for kind in order[: offloaded_layers(policy.spill, len(order), contents.loss)]:
         for tensor in saved_tensors_of(case, blocks[kind]):
-            if tensor.is_saved_under(keeping.recompute) and tensor.rows and tensor.saved:
-                sizes[tensor.name] += unpaged(tensor, keeping).bytes
-    for tier, share in enumerate((keeping.offload_share, keeping.disk_share)):
-        for kind in order[: offloaded_layers(share, len(order), held.loss)]:
-            for tensor in offloaded_tensors(saved_tensors_of(case, blocks[kind]), keeping)[tier]:
+            if tensor.is_saved_under(policy.recompute) and tensor.rows and tensor.saved:
+                sizes[tensor.name] += unpaged(tensor, policy).bytes
+    for tier, share in enumerate((policy.offload_share, policy.disk_share)):
+        for kind in order[: offloaded_layers(share, len(order), contents.loss)]:
+            for tensor in offloaded_tensors(saved_tensors_of(case, blocks[kind]), policy)[tier]:
                 sizes[tensor.name] -= tensor.bytes
     sizes[OUTSIDE_LAYERS] = round(total) - sizes.total()
     return sizes

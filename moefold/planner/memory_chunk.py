@@ -47,12 +47,12 @@ class ChunkBytes(NamedTuple):
 
 
 def offloaded_tensors(
-    parts: Iterable[Saved], keeping: MemoryPolicy
+    tensors: Iterable[Saved], policy: MemoryPolicy
 ) -> tuple[list[Saved], list[Saved]]:
     """Return the saved tensors of an offloaded block that go to the host and to disk."""
-    movable = [part for part in parts if part.is_saved_under(keeping.recompute) and part.saved]
-    host = [part for part in movable if part.module in keeping.offload]
-    return host, [part for part in movable if part.module in keeping.disk]
+    movable = [t for t in tensors if t.is_saved_under(policy.recompute) and t.saved]
+    host = [tensor for tensor in movable if tensor.module in policy.offload]
+    return host, [tensor for tensor in movable if tensor.module in policy.disk]
 
 
 class ChunkEstimator:
@@ -63,79 +63,79 @@ class ChunkEstimator:
         decoder: Decoder,
         shape: Shape,
         sharding: StateSharding,
-        keeping: MemoryPolicy,
+        policy: MemoryPolicy,
         graphs: float,
         rows: int,
         logit: int,
     ) -> None:
         """Store the inputs; a chunk of logits has ``rows`` rows and ``logit`` bytes per element."""
-        self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
+        self.decoder, self.shape, self.policy, self.graphs = decoder, shape, policy, graphs
         self.blocks, _ = distinct_blocks(decoder)
         self.loss_rows, self.logit = min(rows, shape.piece), logit
         self.stack, self.recipe = sharding.stack, sharding.numbers.recipe
         self.sharding, self.states = sharding, state_estimator(decoder, sharding)
         self._by_content: dict[tuple[StageContents, tuple[int, ...]], ChunkBytes] = {}
 
-    def chunk_bytes(self, held: StageContents, order: tuple[int, ...] = ()) -> ChunkBytes:
+    def chunk_bytes(self, stage: StageContents, order: tuple[int, ...] = ()) -> ChunkBytes:
         """Return the bytes of a chunk; ``order`` lists its kinds of layers if any are offloaded."""
-        if (held, order) not in self._by_content:
-            self._by_content[held, order] = self._compute(held, order)
-        return self._by_content[held, order]
+        if (stage, order) not in self._by_content:
+            self._by_content[stage, order] = self._compute(stage, order)
+        return self._by_content[stage, order]
 
-    def _compute(self, held: StageContents, order: tuple[int, ...]) -> ChunkBytes:
+    def _compute(self, stage: StageContents, order: tuple[int, ...]) -> ChunkBytes:
         shape, columns = self.shape, self.decoder.vocab / self.shape.tp
         # Other stacks save all logits between forward and backward, and a second time in fp32.
         all_logits = shape.piece * columns * (shape.width + 4)
         logits = shape.hidden_bytes if self.stack == "moefold" else all_logits
-        inputs = shape, self.stack, self.recipe, self.keeping
-        layers = [(_block_bytes(self.blocks[kind], *inputs), count) for kind, count in held.layers]
+        inputs = shape, self.stack, self.recipe, self.policy
+        layers = [(_block_bytes(self.blocks[kind], *inputs), count) for kind, count in stage.layers]
         fullest, forward, backward = (
             max((layer[part] for layer, _ in layers), default=0.0) for part in range(3)
         )
         saved = sum(layer[0] * count for layer, count in layers)
-        num_offloaded = offloaded_layers(self.keeping.spill, len(order), held.loss)
+        num_offloaded = offloaded_layers(self.policy.spill, len(order), stage.loss)
         saved += sum(map(self._page_index_bytes, order[:num_offloaded]))
         deferred = sum(layer[3] * count for layer, count in layers)
-        if lookups := held.embedding + held.multi_token:
+        if lookups := stage.embedding + stage.multi_token:
             # Under tp: indices into the rank's share, a mask of its rows, and all rows' gradients.
             indices = shape.piece * INDEX if shape.tp > 1 else 0
             saved += lookups * (indices + (shape.piece if shape.tp > 1 else 0))
             deferred += lookups * (indices + shape.piece * shape.hidden * STATISTIC)
         # The gradient of the last norm's weight.
-        deferred += shape.hidden * STATISTIC if held.loss else 0.0
-        saved += held.multi_token * logits
+        deferred += shape.hidden * STATISTIC if stage.loss else 0.0
+        saved += stage.multi_token * logits
         if self.stack != "moefold":
             # The joined pair of rows and the norms before and after it.
-            saved += held.multi_token * 5 * shape.hidden_bytes
-        elif "block" in self.keeping.recompute:
+            saved += stage.multi_token * 5 * shape.hidden_bytes
+        elif "block" in self.policy.recompute:
             # Without recompute, the norm of the block before saves the input of each but the first.
-            reads = [layer.reads for layer in self.decoder.multi_token[1:]] if held.loss else []
+            reads = [layer.reads for layer in self.decoder.multi_token[1:]] if stage.loss else []
             saved += reads.count("residual") * shape.hidden_bytes
-        if held.loss:
+        if stage.loss:
             saved += shape.hidden_bytes + shape.rows * STATISTIC + logits
-        if held.loss and self.stack == "moefold":
+        if stage.loss and self.stack == "moefold":
             forward = max(forward, self.loss_rows * columns * self.logit)
-        weights, gradients = unsharded_units(self.decoder, self.sharding, held)
+        weights, gradients = unsharded_units(self.decoder, self.sharding, stage)
         gathered = two_largest(weights)
         forward, backward = forward + gathered, backward + gathered + two_largest(gradients)
-        offloaded, prefetched, in_transfer = self._offload_bytes(held, order)
+        offloaded, prefetched, in_transfer = self._offload_bytes(stage, order)
         return ChunkBytes(
             (saved - sum(offloaded)) * (1 + self.graphs), deferred, forward, backward, fullest,
-            self._first_gradients(held), offloaded, prefetched, in_transfer, gathered,
+            self._first_gradients(stage), offloaded, prefetched, in_transfer, gathered,
             sum(gradients),
         )  # fmt: skip
 
     def _offload_bytes(
-        self, held: StageContents, order: tuple[int, ...]
+        self, stage: StageContents, order: tuple[int, ...]
     ) -> tuple[tuple[float, float], float, float]:
         """Return bytes offloaded to host and disk, bytes fetched ahead, and bytes in transfer.
 
         Other stacks offload a share of each layer.
         """
-        keeping = self.keeping
-        shares = keeping.offload_share, keeping.disk_share
+        policy = self.policy
+        shares = policy.offload_share, policy.disk_share
         if self.stack != "moefold" or not order:
-            sent = [(self._block_offload(kind), count) for kind, count in held.layers]
+            sent = [(self._block_offload(kind), count) for kind, count in stage.layers]
             host, disk = (
                 share * sum(block[to] * count for block, count in sent)
                 for to, share in enumerate(shares)
@@ -143,44 +143,41 @@ class ChunkEstimator:
             return (host, disk), 0.0, 0.0
         blocks = [self._block_offload(kind) for kind in order]
         host, disk = (
-            [block[to] for block in blocks[: offloaded_layers(share, len(order), held.loss)]]
+            [block[to] for block in blocks[: offloaded_layers(share, len(order), stage.loss)]]
             for to, share in enumerate(shares)
         )
         sizes = [sum(pair) for pair in zip_longest(host, disk, fillvalue=0.0)]
-        prefetched = sum(sizes[max(len(sizes) - keeping.in_flight, 0) :])
-        in_transfer = min(keeping.in_flight + 1, len(sizes)) * max(sizes, default=0.0)
+        prefetched = sum(sizes[max(len(sizes) - policy.in_flight, 0) :])
+        in_transfer = min(policy.in_flight + 1, len(sizes)) * max(sizes, default=0.0)
         return (sum(host), sum(disk)), prefetched, in_transfer
 
     def _block_offload(self, kind: int) -> tuple[float, float]:
         """Return the bytes that an offloaded block sends to host and disk."""
         tensors = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
-        host, disk = (sum(t.bytes for t in to) for to in offloaded_tensors(tensors, self.keeping))
+        host, disk = (sum(t.bytes for t in to) for to in offloaded_tensors(tensors, self.policy))
         return host, disk
 
     def _page_index_bytes(self, kind: int) -> float:
         """Return the extra bytes on the device of a block whose pages are offloaded to the host."""
         tensors = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
-        keeping = self.keeping
-        return sum(
-            unpaged(tensor, keeping, True).bytes - unpaged(tensor, keeping).bytes
-            for tensor in tensors
-            if tensor.is_saved_under(keeping.recompute)
-        )
+        policy = self.policy
+        saved = (tensor for tensor in tensors if tensor.is_saved_under(policy.recompute))
+        return sum(unpaged(t, policy, True).bytes - unpaged(t, policy).bytes for t in saved)
 
-    def _first_gradients(self, held: StageContents) -> float:
+    def _first_gradients(self, stage: StageContents) -> float:
         """Return the bytes of gradients that a chunk's first backward allocates.
 
         Moefold frees gradients when a step begins; other stacks keep their buffers.
         """
-        if self.stack != "moefold" or self.keeping.zero > 1:
+        if self.stack != "moefold" or self.policy.zero > 1:
             return 0.0
-        has_table = held.embedding and not self.decoder.tied
+        has_table = stage.embedding and not self.decoder.tied
         table = self.states.part_state("embedding").gradients if has_table else 0.0
-        return table + self.states.layers_state(held).gradients
+        return table + self.states.layers_state(stage).gradients
 
 
 def unsharded_units(
-    decoder: Decoder, sharding: StateSharding, held: StageContents
+    decoder: Decoder, sharding: StateSharding, stage: StageContents
 ) -> tuple[list[float], list[float]]:
     """Return the unsharded bytes of each unit during a pass: weights under ZeRO 3, and gradients
     from ZeRO 2 on; both are empty for other stacks.
@@ -188,15 +185,12 @@ def unsharded_units(
     weights, gradients = list[float](), list[float]()
     if sharding.stack != "moefold" or sharding.zero < 2:
         return weights, gradients
-    for part, _, count in collective_counter(decoder, sharding).part_uses(held):
+    for part, _, count in collective_counter(decoder, sharding).part_uses(stage):
         # The all-gathers for backward have the bytes of those for forward.
         buckets = [bucket for bucket in part.buckets if bucket.overlaps_with != "backward"]
-        gathered, reduced = (
-            sum(bucket.bytes for bucket in buckets if bucket.op == op)
-            for op in ("all_gather", "reduce_scatter")
-        )
+        gathered = sum(bucket.bytes for bucket in buckets if bucket.op == "all_gather")
         weights += [gathered] * (count if sharding.zero == 3 else 0)
-        gradients += [reduced] * count
+        gradients += [sum(b.bytes for b in buckets if b.op == "reduce_scatter")] * count
     return weights, gradients
 
 
@@ -207,15 +201,15 @@ def two_largest(sizes: list[float]) -> float:
 
 @memoize(1 << 12)
 def _block_bytes(
-    block: Block, shape: Shape, stack: str, recipe: str, keeping: MemoryPolicy
+    block: Block, shape: Shape, stack: str, recipe: str, policy: MemoryPolicy
 ) -> tuple[float, float, float, float]:
     """Return a block's saved activations, the temporaries of its forward and its backward
     (activation and output, gradients in a feed-forward, recomputed tensors), and the operands of
     its deferred weight-gradient products.
     """
     tensors = saved_tensors(block, shape, stack, recipe)
-    stored = [tensor for tensor in tensors if tensor.is_saved_under(keeping.recompute)]
-    saved = sum(unpaged(tensor, keeping).bytes for tensor in stored)
+    stored = [tensor for tensor in tensors if tensor.is_saved_under(policy.recompute)]
+    saved = sum(unpaged(tensor, policy).bytes for tensor in stored)
     recomputed = sum(tensor.bytes for tensor in tensors) - saved
     spec = as_layer_spec(block.ffn)
     rows, features = shape.piece, shape.hidden
@@ -223,10 +217,8 @@ def _block_bytes(
         rows, features = shape.received_rows(spec.routing), spec.routing.width or shape.hidden
     output = rows * features * shape.width
     inner = rows * spec.activation_width(shape) * shape.width
-    forward, backward = (
-        inner + output + shape.hidden_bytes,
-        4 * inner + 2 * output + 2 * shape.hidden_bytes,
-    )
+    row = shape.hidden_bytes
+    forward, backward = inner + output + row, 4 * inner + 2 * output + 2 * row
     forward += sum(tensor.bytes for tensor in stored) - saved
     if shape.clones and spec.routing is not None:
         # Weights followed by those of clones; in backward also their gradients, twice in fp32.
@@ -234,7 +226,7 @@ def _block_bytes(
         elements = local_expert_elements(spec, shape) * (1 + clones)
         forward += elements * shape.width
         backward += elements * (shape.width + 2 * STATISTIC)
-    deferred = sum(tensor.bytes for tensor in deferred_operands(block, shape, keeping.recompute))
+    deferred = sum(tensor.bytes for tensor in deferred_operands(block, shape, policy.recompute))
     if stack != "moefold":
         deferred *= INPUT_CODE_BYTES.get(recipe, shape.width) / shape.width
     return saved, forward, backward + max(recomputed, 0), deferred

@@ -37,9 +37,9 @@ class StaticBytes(NamedTuple):
 
 
 @memoize(1 << 10)
-def static_bytes(block: Block, shape: Shape, keeping: MemoryPolicy, fixed: bool) -> StaticBytes:
+def static_bytes(block: Block, shape: Shape, policy: MemoryPolicy, fixed: bool) -> StaticBytes:
     """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
-    spec, forwards = as_layer_spec(block.ffn), 1 + ("block" in keeping.recompute)
+    spec, forwards = as_layer_spec(block.ffn), 1 + ("block" in policy.recompute)
     balance = getattr(spec, "balance", ())
     losses = sum(getattr(term, "coefficient", 0) > 0 for term in balance) * STATISTIC
     routing = spec.routing
@@ -49,50 +49,47 @@ def static_bytes(block: Block, shape: Shape, keeping: MemoryPolicy, fixed: bool)
     saved = sum(
         tensor.bytes
         for tensor in saved_tensors(block, shape)
-        if tensor.name in names and tensor.saved and tensor.is_saved_under(keeping.recompute)
-        if not (keeping.page and tensor.rows)
+        if tensor.name in names and tensor.saved and tensor.is_saved_under(policy.recompute)
+        if not (policy.page and tensor.rows)
     )
     copies, width = shape.rows * routing.top_k, routing.width or shape.hidden
+    row = shape.hidden_bytes
     latent = shape.rows * width * shape.width if routing.width else 0
-    forward = 2 * shape.hidden_bytes + losses + copies * STATISTIC + latent
+    forward = 2 * row + losses + copies * STATISTIC + latent
     # With the router's choice, which is made once.
-    backward = shape.hidden_bytes + losses + copies * (STATISTIC + INDEX) + latent
+    backward = row + losses + copies * (STATISTIC + INDEX) + latent
     if fixed:
         rows, adds = shape.received_rows(routing), "shared" in {o.name for o in spec.operations(1)}
         sent = rows * width * shape.width
         indices = rows + shape.rows * (routing.places or routing.top_k) + shape.places
         indices += shape.ep * shape.clones
         offsets = 4 * (routing.experts // shape.ep + shape.clones)
-        forward += (
-            2 * sent + rows * STATISTIC + offsets + indices * INDEX + adds * shape.hidden_bytes
-        )
-        backward += 2 * sent + rows * STATISTIC + adds * shape.hidden_bytes
+        forward += 2 * sent + rows * STATISTIC + offsets + indices * INDEX + adds * row
+        backward += 2 * sent + rows * STATISTIC + adds * row
     return StaticBytes(forwards * forward + backward, saved, False)
 
 
 def chunk_static_bytes(
-    blocks: Sequence[Block], shape: Shape, keeping: MemoryPolicy, fixed: bool, ahead: int
+    blocks: Sequence[Block], shape: Shape, policy: MemoryPolicy, fixed: bool, ahead: int
 ) -> tuple[float, float]:
     """Return bytes of a chunk's static tensors for one pass, and the part saved for backward.
 
     Args:
         blocks: blocks of the chunk, in order.
-        shape: shape of a layer.
-        keeping: what is recomputed; recompute of whole blocks has graphs of its own.
+        policy: what is recomputed; recompute of whole blocks has graphs of its own.
         fixed: whether experts get the same number of rows in each pass.
         ahead: further tokens that a row predicts.
     """
-    forwards = 1 + ("block" in keeping.recompute)
-    static = [static_bytes(block, shape, keeping, fixed) for block in blocks]
+    forwards = 1 + ("block" in policy.recompute)
+    static = [static_bytes(block, shape, policy, fixed) for block in blocks]
     size = micro_batch_bytes(shape, ahead) + sum(block.internal for block in static)
     if not static:
         return size, 0.0
     # Rows, and gradients, that no graph writes are copied for the graph that reads them.
     borders = forwards * (len(static) + static[-1].writes_output) + len(static) + 1
     inputs = len(static) if forwards == 1 else sum(block.writes_output for block in static[:-1])
-    return size + borders * shape.hidden_bytes, inputs * shape.hidden_bytes + sum(
-        block.saved for block in static
-    )
+    saved = inputs * shape.hidden_bytes + sum(block.saved for block in static)
+    return size + borders * shape.hidden_bytes, saved
 
 
 def micro_batch_bytes(shape: Shape, ahead: int) -> int:

@@ -29,18 +29,18 @@ class ChunkBlocks(NamedTuple):
     """Whether it ends in the loss."""
 
 
-def unpaged(part: Saved, keeping: MemoryPolicy, offloaded: bool = False) -> Saved:
+def unpaged(part: Saved, policy: MemoryPolicy, offloaded: bool = False) -> Saved:
     """Return a saved tensor without the bytes of its pages; the indices of its pages remain.
 
     ``offloaded``: its pages are offloaded to the host, where they have indices too.
     """
-    if not (keeping.page and part.rows and part.saved):
+    if not (policy.page and part.rows and part.saved):
         return part
-    return replace(part, bytes=ceil(part.rows / keeping.page) * INDEX * (1 + offloaded))
+    return replace(part, bytes=ceil(part.rows / policy.page) * INDEX * (1 + offloaded))
 
 
 def count_pages(
-    chunks: Sequence[ChunkBlocks], shape: Shape, keeping: MemoryPolicy, line: Line
+    chunks: Sequence[ChunkBlocks], shape: Shape, policy: MemoryPolicy, line: Line
 ) -> tuple[Pages, Pages]:
     """Return the numbers of pages on the device and on the host.
 
@@ -50,12 +50,12 @@ def count_pages(
     Args:
         chunks: chunks of the rank.
         shape: shape of a layer, with its stated room.
-        keeping: rows per page, load and spill.
+        policy: rows per page, load and spill.
         line: the rank's line in the schedule's table.
     """
-    if not keeping.page:
+    if not policy.page:
         return Pages(), Pages()
-    simulation = _PageSimulation(chunks, shape, keeping)
+    simulation = _PageSimulation(chunks, shape, policy)
     for step, after in zip_longest(line, line[1:]):
         if not any(action.kind in "BI" for action in actions_of(step)):
             simulation.prefetch(after)
@@ -70,14 +70,14 @@ class _PageSimulation:
     Use of pages by :class:`moefold.layers.stash.PagedStash` follows from that order alone.
     """
 
-    def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, keeping: MemoryPolicy) -> None:
-        self._in_flight = keeping.in_flight
+    def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, policy: MemoryPolicy) -> None:
+        self._in_flight = policy.in_flight
         self._pages, self._num_offloaded = list[dict[int, Pages]](), list[int]()
         """Pages by layer that has any, and the number of offloaded layers, of each chunk."""
         for layers, multi_token, has_loss in chunks:
-            pages = [_block_pages(block, shape, keeping) for block in (*layers, *multi_token)]
+            pages = [_block_pages(block, shape, policy) for block in (*layers, *multi_token)]
             self._pages.append({layer: size for layer, size in enumerate(pages) if size})
-            self._num_offloaded.append(offloaded_layers(keeping.spill, len(layers), has_loss))
+            self._num_offloaded.append(offloaded_layers(policy.spill, len(layers), has_loss))
         self._used, self._host, self.peak, self.host_peak = Pages(), Pages(), Pages(), Pages()
         self._leaving: deque[tuple[dict[int, str], int, Pages]] = deque()
         self._passes: dict[tuple[int, int], dict[int, str]] = {}
@@ -152,18 +152,13 @@ def page_bytes(device: Pages, host: Pages, page: int) -> tuple[int, int]:
     return stored[0] + rings, stored[1]
 
 
-def _block_pages(block: Block, shape: Shape, keeping: MemoryPolicy) -> Pages:
+def _block_pages(block: Block, shape: Shape, policy: MemoryPolicy) -> Pages:
     """Return the pages of one block's rows, by bytes per row."""
     spec, pages = as_layer_spec(block.ffn), Pages()
     if spec.routing is None:
         return pages
-    planned = replace(shape, room=None, load=keeping.page_load).received_rows(spec.routing)
+    planned = replace(shape, room=None, load=policy.page_load).received_rows(spec.routing)
     for part in spec.saved(shape):
-        if (
-            part.rows
-            and part.saved
-            and part.from_forward
-            and part.is_saved_under(keeping.recompute)
-        ):
-            pages[part.bytes // part.rows] += ceil(min(planned, part.rows) / keeping.page)
+        if part.rows and part.saved and part.from_forward and part.is_saved_under(policy.recompute):
+            pages[part.bytes // part.rows] += ceil(min(planned, part.rows) / policy.page)
     return pages

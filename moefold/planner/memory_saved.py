@@ -113,28 +113,28 @@ def deferred_operands(
     outputs; and gradients of vectors, which are computed in I. A shared expert that is recomputed
     has its own copy of codes that other products read too.
     """
-    held = [tensor for tensor in coded_saved(block, shape) if tensor.operand_of]
+    operands = [tensor for tensor in coded_saved(block, shape) if tensor.operand_of]
     if recompute & {"shared", "block"}:
-        codes = (tensor for tensor in held if tensor.name.endswith(".codes"))
-        held += [t for t in codes if t.module == "moe" and "moe.shared.w_in" in t.operand_of]
+        codes = (tensor for tensor in operands if tensor.name.endswith(".codes"))
+        operands += [t for t in codes if t.module == "moe" and "moe.shared.w_in" in t.operand_of]
     repeated = _sharing_one_gradient(block, shape)[1:]
     for name, product in weight_products(block, shape):
         if not (product.weight.is_expert and shape.clones) and name not in repeated:
-            held.append(_saved(f"{name}.gradient", gradient_bytes(block, name, product, shape)))
+            operands.append(_saved(f"{name}.gradient", gradient_bytes(block, name, product, shape)))
     for name, spec in sublayers(block):
         # With clones the experts' products run in I, and their sums are stored until W.
         if spec.routing is not None and shape.clones > 0:
-            held = [t for t in held if t.module != "experts" and t.name != "offsets"]
-            held.append(_saved("experts.sums", local_expert_elements(spec, shape) * STATISTIC))
+            operands = [t for t in operands if t.module != "experts" and t.name != "offsets"]
+            operands.append(_saved("experts.sums", local_expert_elements(spec, shape) * STATISTIC))
         vectors = shape.hidden * len(norm_names(block, name))
         for weight in spec.weights(shape.hidden):
             if len(weight.shape) == 1 or weight.summed:
                 vectors += round(weight.local_elements(shape.tp, shape.ep, shape.etp))
-        held.append(_saved("vectors", vectors * STATISTIC))
+        operands.append(_saved("vectors", vectors * STATISTIC))
     if block.multi_token is not None:
-        held.append(_saved("join.gradient", shape.hidden_bytes))
-        held.append(_saved("join.vectors", 3 * shape.hidden * STATISTIC))
-    return tuple(held)
+        operands.append(_saved("join.gradient", shape.hidden_bytes))
+        operands.append(_saved("join.vectors", 3 * shape.hidden * STATISTIC))
+    return tuple(operands)
 
 
 def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:

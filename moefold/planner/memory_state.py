@@ -95,11 +95,11 @@ class StateSharding(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> "StateSharding":
         """Return the sharding of a case."""
-        sizes, folding, keeping = case.sizes, case.folding, case.memory_policy
+        sizes, folding, policy = case.sizes, case.folding, case.memory_policy
         return cls(
             (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp,
-            case.number_formats, keeping.zero, keeping.zero_ranks, 1 - keeping.optimizer_offload,
-            case.software.stack, keeping.state_step is not None,
+            case.number_formats, policy.zero, policy.zero_ranks, 1 - policy.optimizer_offload,
+            case.software.stack, policy.state_step is not None,
         )  # fmt: skip
 
     def shards_and_replicas(self, expert: bool) -> tuple[int, int]:
@@ -159,10 +159,10 @@ class StateSharding(NamedTuple):
         return weight_bytes(weight.recipe, *weight.local_matrix(*self.tp_ep_etp)) / local
 
 
-def layers_and_norm(held: StageContents) -> Iterator[tuple[Part, int]]:
+def layers_and_norm(stage: StageContents) -> Iterator[tuple[Part, int]]:
     """Yield each part of a rank besides embedding and head, with how often it is there."""
-    yield from held.layers
-    yield "norm", int(held.loss)
+    yield from stage.layers
+    yield "norm", int(stage.loss)
 
 
 @memoize(1 << 10)
@@ -190,32 +190,32 @@ class StateEstimator:
             self._by_part[part] = self.sharding.local_state(part_weights(self.decoder, part))
         return self._by_part[part]
 
-    def layers_state(self, held: StageContents) -> StateBytes:
+    def layers_state(self, stage: StageContents) -> StateBytes:
         """Return the state of a rank without embedding and head."""
-        parts = (self.part_state(part) * count for part, count in layers_and_norm(held) if count)
+        parts = (self.part_state(part) * count for part, count in layers_and_norm(stage) if count)
         return sum(parts, StateBytes())
 
-    def rank_state(self, held: StageContents) -> StateBytes:
+    def rank_state(self, stage: StageContents) -> StateBytes:
         """Return the state of a rank."""
-        return sum((self.part_state(part) for part in self._ends(held)), self.layers_state(held))
+        return sum((self.part_state(part) for part in self._ends(stage)), self.layers_state(stage))
 
-    def update_peak(self, held: StageContents) -> float:
+    def update_peak(self, stage: StageContents) -> float:
         """Return the peak of offloaded state on the device during its update.
 
         That is two units, or all offloaded state if the optimizer updates all parameters together.
         """
         if not self.sharding.numbers.optimizer.elementwise:
-            return self.rank_state(held).offloaded
-        units = [self.part_state(part).offloaded for part in self._ends(held)]
-        for part, count in layers_and_norm(held):
+            return self.rank_state(stage).offloaded
+        units = [self.part_state(part).offloaded for part in self._ends(stage)]
+        for part, count in layers_and_norm(stage):
             units += [self.part_state(part).offloaded] * min(count, 2)
         return sum(sorted(units)[-2:])
 
-    def _ends(self, held: StageContents) -> Iterator[Part]:
+    def _ends(self, stage: StageContents) -> Iterator[Part]:
         tied = self.decoder.tied
-        if held.embedding or held.multi_token or (held.loss and tied):
+        if stage.embedding or stage.multi_token or (stage.loss and tied):
             yield "embedding"
-        if held.loss and not tied:
+        if stage.loss and not tied:
             yield "head"
 
 

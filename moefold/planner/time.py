@@ -131,18 +131,18 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     setting = build_setting(case.cluster, software, *products, constants)
     rates, m = setting.rates, case.num_micro_batches
     passes = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
-    work = [passes.layers_time(held) for held in case.rank_contents]
+    work = [passes.layers_time(stage) for stage in case.rank_contents]
     ranks = [passes.micro_batch_time(time, software.overlaps.ep) for time in work]
     slow = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
-    slowest, held = ranks[slow], case.rank_contents[slow]
+    slowest, stage = ranks[slow], case.rank_contents[slow]
     seconds = pipeline_seconds(case.schedule, m, case.sizes.vpp, [rank.seconds for rank in ranks])
     parts = {name: m * part for name, part in slowest.parts.items()}
     if software.overlaps.ep:
         # Exchanges of the first pass have no compute to overlap with.
         parts["dispatch"] += slowest.hidden / case.sizes.vpp
     parts["bubble"] = seconds - m * slowest.seconds
-    parts["dp"], hidden = data_parallel_seconds(case, work[slow], held, slowest, rates)
-    parts["optimizer"] = _optimizer_seconds(case, held, rates)
+    parts["dp"], hidden = data_parallel_seconds(case, work[slow], stage, slowest, rates)
+    parts["optimizer"] = _optimizer_seconds(case, stage, rates)
     parts["optimizer"] += newton_schulz_seconds(case, slow, rates)
     parts["step"] = rates.step_s
     return StepTime(
@@ -180,20 +180,20 @@ class PassTime:
         self.inputs, self.rates = (share, setting, policy), setting.rates
         self._by_content: dict[StageContents, WorkTime] = {}
 
-    def layers_time(self, held: StageContents) -> WorkTime:
+    def layers_time(self, stage: StageContents) -> WorkTime:
         """Return the time of a rank's layers; a cached object that must not be modified."""
-        if held not in self._by_content:
+        if stage not in self._by_content:
             time = WorkTime()
-            for kind, count in held.layers:
+            for kind, count in stage.layers:
                 time.add(layer_time(self.blocks[kind], *self.inputs), count)
-            if held.multi_token:
-                time.add(head_or_join_time(None, *self.inputs), held.multi_token)
-            if num_losses := held.multi_token + held.loss:
+            if stage.multi_token:
+                time.add(head_or_join_time(None, *self.inputs), stage.multi_token)
+            if num_losses := stage.multi_token + stage.loss:
                 end = head_or_join_time(self.decoder.vocab, *self.inputs, self.frozen_head)
                 time.add(end, num_losses)
                 time.weights -= (num_losses - 1) * end.weights  # all losses share the head
-            self._by_content[held] = time
-        return self._by_content[held]
+            self._by_content[stage] = time
+        return self._by_content[stage]
 
     def micro_batch_time(self, time: WorkTime, overlaps_dispatch: bool) -> MicroBatchTime:
         """Combine device and host time of a micro-batch.
@@ -221,7 +221,7 @@ class PassTime:
 
 
 def data_parallel_seconds(
-    case: Case, work: WorkTime, held: StageContents, passes: MicroBatchTime, rates: Rates
+    case: Case, work: WorkTime, stage: StageContents, passes: MicroBatchTime, rates: Rates
 ) -> tuple[float, float]:
     """Return exposed and hidden seconds of data-parallel communication per step on a rank.
 
@@ -229,13 +229,13 @@ def data_parallel_seconds(
 
     Args:
         work: the rank's layers, whose weights are counted.
-        held: the rank's parts of the model.
+        stage: the rank's parts of the model.
         passes: seconds of a micro-batch on the rank.
     """
     cluster, m, overlaps = case.cluster, case.num_micro_batches, case.software.overlaps
     if case.software.stack == "moefold":
-        collectives = collective_seconds(case, held, rates)
-        return exposed_seconds(case, collectives, held, (passes.forward, passes.backward), rates)
+        collectives = collective_seconds(case, stage, rates)
+        return exposed_seconds(case, collectives, stage, (passes.forward, passes.backward), rates)
     sizes, folding = case.sizes, case.folding
     weights = (
         (work.weights - work.experts, strided_reach(cluster, folding.dp * sizes.cp, sizes.tp)),
@@ -259,20 +259,21 @@ def data_parallel_seconds(
     return gathers * forward[0] + reductions * backward[0] - hidden, hidden
 
 
-def _optimizer_seconds(case: Case, held: StageContents, rates: Rates) -> float:
+def _optimizer_seconds(case: Case, stage: StageContents, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update on device, host and disk."""
-    numbers, keeping, device = case.number_formats, case.memory_policy, case.cluster.device
-    local, updated = collective_counter(case.decoder, StateSharding.of(case)).trained_elements(held)
+    numbers, policy, device = case.number_formats, case.memory_policy, case.cluster.device
+    counter = collective_counter(case.decoder, StateSharding.of(case))
+    local, updated = counter.trained_elements(stage)
     state = numbers.master_bytes + 2 * numbers.matrix_moment_bytes
     moved = updated * (2 * state + 2 * numbers.gradient_bytes + numbers.weight_bytes)
-    moved += (updated if keeping.zero > 1 else local) * 2 * numbers.gradient_bytes
+    moved += (updated if policy.zero > 1 else local) * 2 * numbers.gradient_bytes
     on_device = moved / (device.memory_bandwidth * rates.memory)
-    offloaded = updated * keeping.optimizer_offload
+    offloaded = updated * policy.optimizer_offload
     # Elementwise updates fetch parts while others are stored; other updates fetch all, then store.
     transfers = 1 if numbers.optimizer.elementwise else 2
     moved = transfers * offloaded * state
-    disk = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
-    if keeping.state_step == "device":
+    disk = moved / DISK_BANDWIDTH if policy.state_on_disk else 0.0
+    if policy.state_step == "device":
         return on_device + (disk + moved / (device.host_bandwidth or device.memory_bandwidth))
     return on_device + (disk + offloaded / HOST_ADAM_RATE)
 

@@ -74,14 +74,14 @@ class CollectiveCounter:
         self._by_part: dict[Part, PartCollectives] = {}
         self._by_content: dict[StageContents, Counter[Collective]] = {}
 
-    def collectives(self, held: StageContents) -> Counter[Collective]:
+    def collectives(self, stage: StageContents) -> Counter[Collective]:
         """Return the collectives of a rank and their numbers, per micro-batch for those that run in
         each. Those of groups of one rank send nothing. A cached object: do not modify.
         """
-        if held in self._by_content:
-            return self._by_content[held]
+        if stage in self._by_content:
+            return self._by_content[stage]
         counts, sums = Counter[Collective](), defaultdict[tuple[CopyGroup, bool], float](float)
-        for part, uses, copies in self.part_uses(held):
+        for part, uses, copies in self.part_uses(stage):
             for bucket in part.buckets:
                 counts[bucket] += uses if bucket.per_micro_batch(self.sharding.zero) else copies
             for group, elements in part.all_reduced.items():
@@ -90,24 +90,24 @@ class CollectiveCounter:
         for group, elements in sums.items():
             if elements:
                 counts[Collective(*group, "all_reduce", elements * size, "end")] += 1
-        self._by_content[held] = counts
+        self._by_content[stage] = counts
         return counts
 
-    def trained_elements(self, held: StageContents) -> tuple[float, float]:
+    def trained_elements(self, stage: StageContents) -> tuple[float, float]:
         """Return the trained elements in a rank's passes, and those that the rank updates."""
-        parts = [(copies, part) for part, _, copies in self.part_uses(held)]
+        parts = [(copies, part) for part, _, copies in self.part_uses(stage)]
         trained = sum(copies * part.trained for copies, part in parts)
         return trained, sum(copies * part.updated for copies, part in parts)
 
-    def part_uses(self, held: StageContents) -> Iterator[tuple["PartCollectives", int, int]]:
+    def part_uses(self, stage: StageContents) -> Iterator[tuple["PartCollectives", int, int]]:
         """Yield parts, the number of uses of each in a micro-batch, and the number of such parts.
 
         A tied table is also the head, and each multi-token layer looks up rows of it.
         """
         tied = self.decoder.tied
-        lookups = held.embedding + held.multi_token + (held.loss and tied)
-        ends: list[tuple[Part, int]] = [("embedding", lookups), ("head", held.loss and not tied)]
-        for part, count in (*layers_and_norm(held), *ends):
+        lookups = stage.embedding + stage.multi_token + (stage.loss and tied)
+        ends: list[tuple[Part, int]] = [("embedding", lookups), ("head", stage.loss and not tied)]
+        for part, count in (*layers_and_norm(stage), *ends):
             if count:
                 if part not in self._by_part:
                     self._by_part[part] = PartCollectives.of(self.decoder, part, self.sharding)
@@ -199,11 +199,11 @@ def collective_reach(case: Case, collective: Collective) -> GroupReach:
     return strided_reach(cluster, *((replicas, stride * shards) if across else (shards, stride)))
 
 
-def collective_seconds(case: Case, held: StageContents, rates: Rates) -> DataSeconds:
+def collective_seconds(case: Case, stage: StageContents, rates: Rates) -> DataSeconds:
     """Return the seconds of a rank's collectives over copies."""
     seconds: dict[str, float] = dict.fromkeys(DataSeconds._fields, 0.0)
     counter = collective_counter(case.decoder, StateSharding.of(case))
-    for collective, count in counter.collectives(held).items():
+    for collective, count in counter.collectives(stage).items():
         group, runs = collective_reach(case, collective), count
         runs *= 2 if collective.op == "all_reduce" else 1
         ring = ring_seconds(collective.bytes, group, case.cluster, rates)
@@ -212,7 +212,7 @@ def collective_seconds(case: Case, held: StageContents, rates: Rates) -> DataSec
 
 
 def exposed_seconds(
-    case: Case, data: DataSeconds, held: StageContents, passes: tuple[float, float], rates: Rates
+    case: Case, data: DataSeconds, stage: StageContents, passes: tuple[float, float], rates: Rates
 ) -> tuple[float, float]:
     """Return exposed and hidden seconds of a step's collectives over copies.
 
@@ -222,13 +222,13 @@ def exposed_seconds(
 
     Args:
         data: seconds of collectives.
-        held: layers of the rank.
+        stage: layers of the rank.
         passes: seconds of a micro-batch's forward and backward on the rank.
     """
     zero, v = case.memory_policy.zero, case.sizes.vpp
     gathers, reductions = _runs_per_step(zero, case.num_micro_batches)
     once, each = ONCE_HIDDEN_SHARE, rates.hidden_shards
-    layers = held.num_layers + held.multi_token
+    layers = stage.num_layers + stage.multi_token
     ahead = 1 - min(1.0, v / max(layers, 1)) if zero == 3 else 1.0
     if case.software.cuda_graphs == "full":
         ahead = 0.0  # a step in one graph begins when all weights are gathered
