@@ -82,7 +82,7 @@ class ModelParts:
     secondary: World | None
     """The world's separate groups for exchanges of paired passes; None without pairs."""
     offload: ActivationOffload | None
-    """ActivationOffload of activations to host or disk; None if all stay on the device."""
+    """Offload of activations to host or disk; None if all stay on the device."""
     hooks_for: HooksFor = resident_hooks
 
 
@@ -120,12 +120,13 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
         table.rank_of(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)
     }
     # Drop the layers, embedding, norm and head that no chunk of this rank runs.
-    kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.multi_token)]
-    model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
-    embeds, scores = any(one.has_embedding for one in chunks), any(one.has_head for one in chunks)
-    if not embeds and not (scores and (model.record.tied or depth)):
+    numbers = [number for chunk in chunks for number in (*chunk.layers, *chunk.multi_token)]
+    model.layers = nn.ModuleDict({number: model.layers[number] for number in numbers})
+    has_embedding = any(chunk.has_embedding for chunk in chunks)
+    has_head = any(chunk.has_head for chunk in chunks)
+    if not has_embedding and not (has_head and (model.record.tied or depth)):
         model.embed = None
-    if not scores:
+    if not has_head:
         model.norm = model.head = None
     shards = _shard_parameters(model, world)
     assign_shards(model, shards)
@@ -137,8 +138,9 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
         world.split(kind, inner)
         if secondary is not None and kind in EXCHANGE_KINDS:
             secondary.split(kind, inner)
-    embedding, to = tuple(sorted(holders)), layout.offload
-    offload = None if to is None else ActivationOffload(to, world.device, world.rank)
+    embedding, offload = tuple(sorted(holders)), None
+    if layout.offload is not None:
+        offload = ActivationOffload(layout.offload, world.device, world.rank)
     return ModelParts(
         model, world, layout, chunks, shards, table, embedding, dict(terms), secondary, offload
     )
@@ -167,8 +169,8 @@ def _shard_parameters(model: DecoderModel, world: World) -> dict[str, Shard]:
                 full, tuple(parameter.shape), placement[full], axis_position
             )
             if piece.local_shape != piece.shape:
-                taken = piece.slice_of(parameter.detach()).clone()
-                setattr(module, name, nn.Parameter(taken, parameter.requires_grad))
+                values = piece.slice_of(parameter.detach()).clone()
+                setattr(module, name, nn.Parameter(values, parameter.requires_grad))
     for name, buffer in model.named_buffers():
         shards[name] = shard(name, tuple(buffer.shape), placement[name], axis_position)
     return shards
@@ -181,11 +183,11 @@ def build_flow(
     model, layout, world = placed.model, placed.layout, placed.world
     device, depth = world.device, len(model.record.multi_token) if training else 0
 
-    def here(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch | None]:
+    def local_on_device(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch | None]:
         rows, piece = local_rows(batch, world)
         return rows.to(device), None if piece is None else piece.to(device)
 
-    rows, piece = here(batch)
+    rows, piece = local_on_device(batch)
     places = placed.offload.without_pages() if placed.offload and exact else placed.offload
     return Flow(
         rows,
@@ -196,5 +198,5 @@ def build_flow(
         context=layout.context,
         piece=piece,
         exact=exact,
-        shifted_rows=tuple(here(batch.shift(later)) for later in range(1, depth + 1)),
+        shifted_rows=tuple(local_on_device(batch.shift(later)) for later in range(1, depth + 1)),
     )

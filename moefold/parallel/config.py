@@ -98,9 +98,9 @@ class Layout(Record):
         words = self.sizes.split()
         axes = [w.rstrip("0123456789") for w in words]
         if len(set(axes)) < len(axes):
-            kept = dict(zip(axes, words, strict=True))
+            by_axis = dict(zip(axes, words, strict=True))
             yield Violation(
-                ("sizes",), self.sizes, "must name each axis once", " ".join(kept.values())
+                ("sizes",), self.sizes, "must name each axis once", " ".join(by_axis.values())
             )
 
     def violations(self, model: ModelNeeds, rows: int | None = None) -> Iterator[Violation]:
@@ -110,8 +110,8 @@ class Layout(Record):
         """
         yield from size_violations(self.split, model, order=self.order, stages=self.stages)
         if isinstance(self.context, Context):
-            broken = self.context.violations(self.split, model.heads)
-            yield from (found.under("context") for found in broken)
+            violations = self.context.violations(self.split, model.heads)
+            yield from (violation.under("context") for violation in violations)
         if isinstance(self.dispatch, Dispatch):
             yield from (broken.under("dispatch") for broken in self.dispatch.violations(self.split))
         if isinstance(self.dispatch, FixedShape) and rows is not None:
@@ -119,19 +119,19 @@ class Layout(Record):
         if self.clones is not None:
             yield from self._clone_violations(self.clones, model.experts)
         if self.offload is not None:
-            found = self.offload.violations(model.modules, self.recompute)
-            yield from (broken.under("offload") for broken in found)
+            violations = self.offload.violations(model.modules, self.recompute)
+            yield from (violation.under("offload") for violation in violations)
             roomy = isinstance(self.dispatch, FixedShape) and self.split.ep * self.split.etp > 1
             if self.offload.pages is not None and not roomy:
                 rule = "needs dispatch padded or spread, with ep or etp above 1: only these state "
                 rule += "how many rows a rank can receive"
                 yield Violation(("offload", "pages"), self.offload.pages, rule, None)
-        found = iter(())
+        violations = iter(())
         if isinstance(self.recompute, Selective) and not model.has_undescribed:
-            found = self.recompute.violations(model.recomputable(tp=2), self.split.tp)
+            violations = self.recompute.violations(model.recomputable(tp=2), self.split.tp)
         if isinstance(self.recompute, Auto):
-            found = self.recompute.violations(self.offload)
-        yield from (broken.under("recompute") for broken in found)
+            violations = self.recompute.violations(self.offload)
+        yield from (violation.under("recompute") for violation in violations)
         yield from self._schedule_violations()
         yield from self._graph_violations(model)
 
@@ -139,38 +139,38 @@ class Layout(Record):
         """Yield options that CUDA graphs cannot capture: offloading, and values the host reads."""
         if self.graphs == "none":
             return
-        sizes, again, whole = self.split, self.recompute, self.graphs == "step"
-        away = self.offload
-        leaves = away is not None and bool(
-            away.host or away.disk or (away.pages and away.pages.spill)
+        sizes, recompute, is_step = self.split, self.recompute, self.graphs == "step"
+        offload = self.offload
+        offloads = offload is not None and bool(
+            offload.host or offload.disk or (offload.pages and offload.pages.spill)
         )
-        leaves |= isinstance(again, Auto) and bool(again.host or again.disk)
+        offloads |= isinstance(recompute, Auto) and bool(recompute.host or recompute.disk)
         sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedShape)
         draws = any(spec.is_stochastic for spec in model.specs)
         pairs = self.resolved_schedule.overlaps_passes
         broken = (
-            ("cannot be combined with offloaded activations", leaves, "none"),
+            ("cannot be combined with offloaded activations", offloads, "none"),
             ("cannot be combined with offloaded layout.state", self.state.is_offloaded, "none"),
             ("cannot be combined with a router that draws random numbers", draws, "none"),
             (
                 "must be partial with a schedule that overlaps forwards and backwards: two threads "
                 "issue their kernels, and one graph records one thread",
-                whole and pairs,
+                is_step and pairs,
                 "partial",
             ),
             (
                 "must be partial with this dispatch, which reads row counts on the host; padded "
                 "and spread do not",
-                whole and sends,
+                is_step and sends,
                 "partial",
             ),
         )
         for rule, wrong, nearest in broken:
             if wrong:
                 yield Violation(("graphs",), self.graphs, rule, nearest)
-        most = 2 if whole else 1
+        most = 2 if is_step else 1
         if self.zero > most:
-            fixed = "weights" if whole else "weights and gradients"
+            fixed = "weights" if is_step else "weights and gradients"
             rule = f"must be at most {most}: graphs: {self.graphs} needs {fixed} in fixed memory"
             yield Violation(("zero",), self.zero, rule, most)
 
@@ -192,7 +192,7 @@ class Layout(Record):
         sizes = self.split
         # Only layers that never drop copies.
         routings = (s.routing for s in model.specs if not getattr(s, "drops", False))
-        top_k = max((one.top_k for one in routings if one is not None), default=0)
+        top_k = max((routing.top_k for routing in routings if routing is not None), default=0)
         sent = rows // (sizes.tp * sizes.cp) * top_k
         least = -(-sent // sizes.ep) if dispatch.per_pair else sent
         if sizes.ep * sizes.etp > 1 and dispatch.max_rows < least:
@@ -218,15 +218,15 @@ class Layout(Record):
     def _schedule_violations(self) -> Iterator[Violation]:
         """Yield sizes that the schedule does not support for any number of micro-batches."""
         sizes = self.split
-        for found in self.resolved_schedule.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
-            if found.path == ("vpp",) and sizes.pp == 1:
-                rule = f"needs a pipeline, pp above 1, with vpp{found.nearest}"
+        for violation in self.resolved_schedule.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
+            if violation.path == ("vpp",) and sizes.pp == 1:
+                rule = f"needs a pipeline, pp above 1, with vpp{violation.nearest}"
                 yield Violation(("schedule",), self.schedule, rule, None)
-            elif found.path == ("vpp",):
-                nearest = sizes.model_copy(update={"vpp": found.nearest}).text
-                yield Violation(("sizes",), self.sizes, found.rule, nearest)
-            elif found.path == ("group",):
-                yield found.under("schedule")
+            elif violation.path == ("vpp",):
+                nearest = sizes.model_copy(update={"vpp": violation.nearest}).text
+                yield Violation(("sizes",), self.sizes, violation.rule, nearest)
+            elif violation.path == ("group",):
+                yield violation.under("schedule")
 
     @property
     def resolved_schedule(self) -> Schedule:
@@ -257,8 +257,8 @@ class Layout(Record):
         """Return the stages of a model with so many ordinary and multi-token layers."""
         if self.stages is not None:
             return Stages.parse(self.stages)
-        sizes, way = self.split, self.resolved_schedule.stage_mapping
-        return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, way)
+        sizes, mapping = self.split, self.resolved_schedule.stage_mapping
+        return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, mapping)
 
     @property
     def split(self) -> Sizes:
@@ -275,5 +275,5 @@ class Layout(Record):
     def constrains_model(self) -> bool:
         """Whether the layout can conflict with a model: an axis or another such option is set."""
         chosen = self.stages, self.schedule, self.offload, self.recompute, self.clones
-        named = any(one is not None for one in chosen)
+        named = any(option is not None for option in chosen)
         return bool(self.sizes.strip()) or named or self.graphs != "none"

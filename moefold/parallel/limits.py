@@ -71,10 +71,10 @@ def sufficient_settings(placed: ModelParts, missing: Tensor) -> SufficientSettin
     assert isinstance(dispatch, FixedShape)
     with placed.world.recorder.module("room"):
         most = max_(missing.clone(), placed.world.group("world"))
-        rows, *parts = map(round, read_scalars(*most.reshape(-1).unbind()))
+        rows, *thousandths = map(round, read_scalars(*most.reshape(-1).unbind()))
     load = 0.0
-    if offload is not None and offload.pages is not None and any(parts):
-        load = ceil(offload.pages.load * (1000 + parts[0])) / 1000
+    if offload is not None and offload.pages is not None and any(thousandths):
+        load = ceil(offload.pages.load * (1000 + thousandths[0])) / 1000
     return SufficientSettings(dispatch.max_rows + rows if rows else 0, load)
 
 

@@ -50,7 +50,7 @@ class HostRead(NamedTuple):
     """An operator that needs values."""
 
     operator: str
-    at: str
+    location: str
     """``file:line`` of the innermost frame in the package or a plug-in."""
 
 
@@ -118,12 +118,12 @@ class CaptureBlockers(NamedTuple):
 
 def find_capture_blockers(case: ProofCase) -> CaptureBlockers:
     """Run a step of a case without values; return the operators that need some."""
-    found, failed_at = Counter[HostRead](), ""
+    all_reads, failed_at = Counter[HostRead](), ""
     for stage in range(case.layout.split.pp):
         with fake_world(case.folding, case.folding.rank_on_stage(0, stage)) as world:
             reads, line = _find_host_reads(case, world)
-            found, failed_at = found + reads, failed_at or line
-    return CaptureBlockers(dict(found), failed_at)
+            all_reads, failed_at = all_reads + reads, failed_at or line
+    return CaptureBlockers(dict(all_reads), failed_at)
 
 
 class _StepEnded(Exception):
@@ -133,12 +133,12 @@ class _StepEnded(Exception):
 def _gpu_layout(decoder: Decoder, layout: Layout) -> Layout:
     """Return the layout with a grouped product for experts, as on a GPU, instead of a loop."""
     sizes = layout.split
-    parts = sizes.tp, sizes.ep, sizes.etp
+    axis_sizes = sizes.tp, sizes.ep, sizes.etp
     specs = (as_layer_spec(block.ffn) for block in decoder.blocks)
     weights = [
         w for spec in specs for w in spec.weights(decoder.hidden) if w.is_expert and w.product
     ]
-    if layout.experts != "auto" or any(w.local_matrix(*parts)[1] % ALIGNED for w in weights):
+    if layout.experts != "auto" or any(w.local_matrix(*axis_sizes)[1] % ALIGNED for w in weights):
         return layout
     return layout.model_copy(update={"experts": "grouped"})
 
@@ -177,9 +177,9 @@ def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], 
             failed_at = [line for line in lines if line][-1]
         raise _StepEnded(failed_at)
 
-    spot, dp = world.attention, world.folding.dp
+    position, dp = world.attention, world.folding.dp
     try:
-        gradients(data, micro_batches(subject)[spot.dp :: dp], LOSS_CHUNK, executor=run)
+        gradients(data, micro_batches(subject)[position.dp :: dp], LOSS_CHUNK, executor=run)
     except _StepEnded as ended:
         return mode.reads, str(ended)
     raise AssertionError("a step runs its passes")

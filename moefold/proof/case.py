@@ -96,14 +96,14 @@ class ProofCase:
         """Yield the rules that the case breaks, with option and value; none if it can run."""
         layout, decoder, optim = self.layout, self.subject.decoder, self.subject.optim
         rows, micro_batches = self.subject.rows, self.subject.micro_batches
-        found = [*layout.violations(model_needs(decoder, rows))]
-        found += cut_violations(decoder, layout, rows)
+        violations = [*layout.violations(model_needs(decoder, rows))]
+        violations += cut_violations(decoder, layout, rows)
         if isinstance(optim, Optim):
-            found += moment_violations(decoder, optim, layout, rows)
-        found = [violation.under("layout") for violation in found]
-        found += world_violations(layout.split, self.world)
-        yield from (f"{dotted(v.path)} = {format_value(v.value)}: {v.rule}" for v in found)
-        if found:
+            violations += moment_violations(decoder, optim, layout, rows)
+        violations = [violation.under("layout") for violation in violations]
+        violations += world_violations(layout.split, self.world)
+        yield from (f"{dotted(v.path)} = {format_value(v.value)}: {v.rule}" for v in violations)
+        if violations:
             return
         sizes, dp = layout.split, self.folding.dp
         if rows % (sizes.tp * 2 * sizes.cp):

@@ -141,13 +141,15 @@ def zero_gradients(decoder: Decoder) -> dict[str, str]:
     }
 
 
-def _idle_problems(what: str, values: Sequence[float], subject: Subject, least: float) -> list[str]:
+def _idle_problems(
+    quantity: str, values: Sequence[float], subject: Subject, least: float
+) -> list[str]:
     problems = []
     for expert, value in enumerate(values):
         if expert in subject.idle and value:
-            problems.append(f"{what}: expert {expert} must be idle, but has {value:g}")
+            problems.append(f"{quantity}: expert {expert} must be idle, but has {value:g}")
         elif expert not in subject.idle and not value > least:
-            problems.append(f"{what}: expert {expert} has {value:g}")
+            problems.append(f"{quantity}: expert {expert} has {value:g}")
     return problems
 
 
@@ -161,13 +163,13 @@ def compare_rank(path: Path, result: RankResult) -> dict[str, Any]:
     """
     compared: dict[str, list[Any]] = {}
     with safe_open(path, "pt") as file:
-        known = set(file.keys())
+        reference_keys = set(file.keys())
         for kind, pieces in result.pieces.items():
             compared[kind] = []
             for piece in pieces:
                 key = kind + SEPARATOR + piece.name
                 error = math.nan  # if the reference has no such tensor
-                if key in known:
+                if key in reference_keys:
                     expected = file.get_slice(key)[slices(piece.box) or ...].double()
                     error = float((piece.tensor.double() - expected).square().sum())
                 raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
@@ -207,14 +209,14 @@ def combine_ranks(facts: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> Out
 
 
 def _record_error(
-    outcome: Outcome, quantity: str, error: float, what: str, rank: int | None = None
+    outcome: Outcome, quantity: str, error: float, item: str, rank: int | None = None
 ) -> None:
     """Record an error of a tensor or step if it is the largest so far; NaN is the largest."""
-    if _exceeds(error, outcome.item_errors.get((quantity, what))):
-        outcome.item_errors[quantity, what] = error
+    if _exceeds(error, outcome.item_errors.get((quantity, item))):
+        outcome.item_errors[quantity, item] = error
     if _exceeds(error, outcome.errors.get(quantity)):
         outcome.errors[quantity] = error
-        outcome.where[quantity] = what if rank is None else f"{what}, rank {rank}"
+        outcome.where[quantity] = item if rank is None else f"{item}, rank {rank}"
 
 
 def _exceeds(error: float, largest: float | None) -> bool:
@@ -247,15 +249,15 @@ def _compare_counts(
     outcome: Outcome, expected: dict[str, list[int]], ranks: Sequence[dict[str, Any]]
 ) -> list[str]:
     """Record the fraction of tokens counted for other experts; return missing counts."""
-    seen = set()
+    counted = set()
     for number, rank in enumerate(ranks):
         for name, actual in rank["counts"].items():
-            seen.add(name)
+            counted.add(name)
             reference = expected.get(name, [])
             off = sum(abs(a - b) for a, b in zip(actual, reference, strict=False))
             error = off / max(sum(reference), 1) if len(actual) == len(reference) else math.inf
             _record_error(outcome, "counts", error, name, number)
-    return [f"no rank has counts of {name}" for name in expected if name not in seen]
+    return [f"no rank has counts of {name}" for name in expected if name not in counted]
 
 
 def _compare_tensors(
@@ -272,20 +274,20 @@ def _compare_tensors(
     total = math.hypot(*(norm for norm, _ in tensors.values()))
     elements = sum(math.prod(shape) for _, shape in tensors.values())
     for name, boxes in copies_of.items():
-        what = f"{kind} of {name}"
+        item = f"{kind} of {name}"
         if any(len({digest for *_, digest in copies}) > 1 for copies in boxes.values()):
-            replicas.append(what)
+            replicas.append(item)
         if name not in tensors:
-            yield f"{what}: the reference has no such tensor"
+            yield f"{item}: the reference has no such tensor"
             continue
         norm, shape = tensors[name]
         size = math.prod(shape)
         volume = sum(math.prod(end - start for start, end in box) for box in boxes)
         if volume != size or not boxes:
-            yield f"{what}: the ranks have {volume} of {size} elements"
+            yield f"{item}: the ranks have {volume} of {size} elements"
         floor = FLOOR * total * math.sqrt(size / max(elements, 1))
         if norm < floor:
-            outcome.floored = (*outcome.floored, what)
+            outcome.floored = (*outcome.floored, item)
         errors = [[error for _, _, error, _ in copies] for copies in boxes.values()]
         error = math.sqrt(
             sum(max(e, key=lambda x: math.inf if math.isnan(x) else x) for e in errors)

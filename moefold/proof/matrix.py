@@ -86,16 +86,16 @@ def rule(make: Rule) -> Rule:
 def matrix() -> dict[str, tuple[ProofCase, ...]]:
     """Return the cases by rule; a case of several rules is listed under the first."""
     seen: set[tuple[Subject, Layout, int]] = set()
-    found: dict[str, tuple[ProofCase, ...]] = {}
+    cases_by_rule: dict[str, tuple[ProofCase, ...]] = {}
     for name, make in RULES.items():
-        kept = []
+        cases = []
         for case in make():
             key = case.subject, case.layout, case.world
             if key not in seen:
                 seen.add(key)
-                kept.append(case)
-        found[name] = tuple(kept)
-    return found
+                cases.append(case)
+        cases_by_rule[name] = tuple(cases)
+    return cases_by_rule
 
 
 def _short_name(value: Any) -> str:
@@ -124,14 +124,14 @@ def _cases(
     """Yield the legal cases of some models in some layouts."""
     settings = [f"{key} {_short_name(value)}" for key, value in more.items()]
     for entry, (sizes, world) in product(names, layouts):
-        name, found = (entry, SUBJECTS[entry]) if isinstance(entry, str) else entry
+        name, model = (entry, SUBJECTS[entry]) if isinstance(entry, str) else entry
         title = ", ".join([f"{name}: {sizes or f'dp{world}'} on {world}", *settings])
         record = Layout(sizes=sizes, **more)
         try:
-            found = replace(found, micro_batches=micro_batch_count(record, world))
+            model = replace(model, micro_batches=micro_batch_count(record, world))
         except ValueError:
             continue
-        case = ProofCase(title, found, record, world)
+        case = ProofCase(title, model, record, world)
         if not any(case.broken_rules()):
             yield case
 
@@ -151,9 +151,9 @@ def axes() -> Iterator[ProofCase]:
 @rule
 def pairs() -> Iterator[ProofCase]:
     """Every pair of axes, on as few ranks as possible and on eight."""
-    for one, other in combinations(AXES, 2):
-        sizes = _sizes(**{one: 2, other: 2})
-        fewest = _smallest(sizes) * (2 if "dp" in (one, other) else 1)
+    for first, second in combinations(AXES, 2):
+        sizes = _sizes(**{first: 2, second: 2})
+        fewest = _smallest(sizes) * (2 if "dp" in (first, second) else 1)
         for world in dict.fromkeys((fewest, 8)):
             yield from _cases(["gqa"], [(sizes, world)])
 
@@ -188,17 +188,17 @@ def dispatchers() -> Iterator[ProofCase]:
 @rule
 def clones() -> Iterator[ProofCase]:
     """Clones of hot experts by every dispatcher that needs no GPU, and in every schedule."""
-    made = Clones(slots=2)
+    hot_clones = Clones(slots=2)
     layouts = [("ep2", 2), ("tp2 ep4", 4), ("ep2 etp2", 4), ("cp2 ep4", 8)]
     for record in cpu_dispatchers():
-        yield from _cases(["gqa"], layouts, dispatch=record, clones=made)
+        yield from _cases(["gqa"], layouts, dispatch=record, clones=hot_clones)
         names = ["capacity", "idle ranks", "formed"]
-        yield from _cases(names, [("ep4", 4)], dispatch=record, clones=made)
+        yield from _cases(names, [("ep4", 4)], dispatch=record, clones=hot_clones)
     for schedule, zero in zip(kinds(SCHEDULE), (0, 1, 2, 3) * 3, strict=False):
         sizes = [("pp2 ep2", 4), ("pp2 vpp2 ep4", 8)]
-        yield from _cases(["deep", "mla"], sizes, schedule=schedule, zero=zero, clones=made)
-    for again in (Full(), Selective(modules=get_args(RecomputeKind))):
-        yield from _cases(["deep", "mla"], [("ep4", 4)], recompute=again, clones=made)
+        yield from _cases(["deep", "mla"], sizes, schedule=schedule, zero=zero, clones=hot_clones)
+    for recompute in (Full(), Selective(modules=get_args(RecomputeKind))):
+        yield from _cases(["deep", "mla"], [("ep4", 4)], recompute=recompute, clones=hot_clones)
 
 
 @rule
@@ -234,8 +234,8 @@ def frozen_parts() -> Iterator[ProofCase]:
     some = ("mla", "windowed", "scaled", "normed", "centred", "formed", "dense in parts")
     for name, layer in product([*UNCOMMON, *some], range(2)):
         patterns = (f"layers.{layer}.*", "*norm*", "*bias*", "*taps", "*sinks")
-        found = replace(SUBJECTS[name], decoder=freeze(SUBJECTS[name].decoder, patterns))
-        named = [(f"{name} without layer {layer}", found)]
+        partly_frozen = replace(SUBJECTS[name], decoder=freeze(SUBJECTS[name].decoder, patterns))
+        named = [(f"{name} without layer {layer}", partly_frozen)]
         layouts = [("cp2 etp2", 4), ("", 2)] if layer else [("tp2 ep2", 2), ("pp2", 4)]
         yield from _cases(named, layouts, zero=3)
 
@@ -269,8 +269,8 @@ def multi_token() -> Iterator[ProofCase]:
         yield from _cases(named, layouts, schedule=schedule, zero=zero)
     for zero in range(4):
         yield from _cases(both, [("", 2), ("tp2 ep2", 4)], zero=zero)
-    for again in (Full(), Selective(modules=("norms", "attention", "experts"))):
-        yield from _cases(both, [("cp2 ep2", 4), ("tp2 pp2", 4)], recompute=again)
+    for recompute in (Full(), Selective(modules=("norms", "attention", "experts"))):
+        yield from _cases(both, [("cp2 ep2", 4), ("tp2 pp2", 4)], recompute=recompute)
     stages = {"stages": "Et|tmmL", "schedule": ZeroBubbleH1()}
     yield from _cases(both[:1], [("pp2 cp2", 4)], **stages)
 
@@ -278,18 +278,18 @@ def multi_token() -> Iterator[ProofCase]:
 @rule
 def router_terms() -> Iterator[ProofCase]:
     """Every router loss over every population, one at a time."""
-    for name, made in terms():
-        yield from _cases([(name, made)], [("tp2 cp2 ep2", 8), ("ep4", 4)])
+    for name, model in terms():
+        yield from _cases([(name, model)], [("tp2 cp2 ep2", 8), ("ep4", 4)])
 
 
 @rule
 def routers() -> Iterator[ProofCase]:
     """Every router, and random draws of routers, over every axis, and recomputed in backward."""
     layouts = [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 8), ("ep2 etp2", 4), ("pp2 ep2", 4)]
-    found = list(router_kinds())
-    yield from _cases(found, layouts)
-    yield from _cases(found, [("tp2 ep2", 4)], recompute=Full())
-    latent = [one for one in found if "latent" in one[0]]
+    every_router = list(router_kinds())
+    yield from _cases(every_router, layouts)
+    yield from _cases(every_router, [("tp2 ep2", 4)], recompute=Full())
+    latent = [entry for entry in every_router if "latent" in entry[0]]
     for schedule, zero in zip(kinds(SCHEDULE), (1, 2, 3, 0) * 3, strict=False):
         layouts = [("pp2 ep2", 4), ("pp2 vpp2 ep2", 4)]
         yield from _cases(latent, layouts, schedule=schedule, zero=zero)
@@ -323,8 +323,8 @@ def recomputes() -> Iterator[ProofCase]:
 
 def _recompute(sizes: str, *kinds: RecomputeKind) -> Selective:
     """Return the recompute policy of some kinds, without ``gather`` if there is no tensor group."""
-    alone = Sizes.parse(sizes).tp == 1
-    return Selective(modules=tuple(kind for kind in kinds if not (alone and kind == "gather")))
+    has_tp_group = Sizes.parse(sizes).tp > 1
+    return Selective(modules=tuple(kind for kind in kinds if has_tp_group or kind != "gather"))
 
 
 @rule
@@ -336,24 +336,24 @@ def offloads() -> Iterator[ProofCase]:
     file = OffloadToDisk(modules=("experts", "attention"), folder=gettempdir())
     every = Offload(host=OffloadToHost(modules=get_args(OffloadKind)))
     host = OffloadToHost(modules=("block", "norms", "ffn", "shared"))
-    away = Offload(host=host, disk=file, in_flight=1)
+    both = Offload(host=host, disk=file, in_flight=1)
     layouts = [("tp2 ep4", 4), ("cp2 ep2", 4), ("ep2 etp2", 4), ("tp2 pp2 ep2", 8)]
-    for record in (every, away):
+    for record in (every, both):
         yield from _cases([deeper, latent], layouts, offload=record)
         for zero in (0, 2, 3):
             yield from _cases([deeper], [("ep2", 2), ("tp2 pp2", 8)], offload=record, zero=zero)
     for schedule, sizes in product(kinds(SCHEDULE), ("pp2", "pp2 vpp2")):
-        yield from _cases([deeper], [(sizes, 2)], offload=away, schedule=schedule)
+        yield from _cases([deeper], [(sizes, 2)], offload=both, schedule=schedule)
     sets: list[tuple[RecomputeKind, ...]]
     sets = [("mla_up", "permute"), ("experts", "attention", "gather"), ("ffn", "shared")]
     for some, (sizes, world) in product(sets, layouts):
-        more = {"offload": away, "recompute": _recompute(sizes, *some)}
+        more = {"offload": both, "recompute": _recompute(sizes, *some)}
         yield from _cases([latent], [(sizes, world)], **more)
     sizes = [("ep2", 2), ("tp2 ep4", 4), ("pp2 ep2", 4)]
-    for record in (one for one in cpu_dispatchers() if isinstance(one, FixedShape)):
-        for spill, of in enumerate((["gqa", "mla"], [deeper])):
+    for dispatch in (d for d in cpu_dispatchers() if isinstance(d, FixedShape)):
+        for spill, names in enumerate((["gqa", "mla"], [deeper])):
             pages = Offload(pages=OffloadToPages(page=8, load=4.0, spill=spill))
-            yield from _cases(of, sizes, dispatch=record, offload=pages)
+            yield from _cases(names, sizes, dispatch=dispatch, offload=pages)
     inputs = Offload(host=OffloadToHost(modules=("block",)))
     for schedule in kinds(SCHEDULE):
         more = {"offload": inputs, "schedule": schedule, "recompute": Full()}
@@ -373,9 +373,9 @@ def states() -> Iterator[ProofCase]:
     for zero, place in product((1, 3), (host, disk)):
         state = StatePlacement.model_validate(place)
         yield from _cases([muon], [("ep2", 2), ("tp2", 4)], zero=zero, state=state)
-    away = StatePlacement.model_validate(host | {"step": "host"})
+    on_host = StatePlacement.model_validate(host | {"step": "host"})
     for schedule in kinds(SCHEDULE):
-        more = {"schedule": schedule, "state": away, "zero": 1}
+        more = {"schedule": schedule, "state": on_host, "zero": 1}
         yield from _cases(["deep"], [("pp2 vpp2", 4), ("pp2", 4)], **more)
 
 
@@ -383,10 +383,10 @@ def states() -> Iterator[ProofCase]:
 def optimizers() -> Iterator[ProofCase]:
     """Every optimizer, with sharded and whole state."""
     for kind, record in OPTIMIZER.kinds.items():
-        made = replace(SUBJECTS["gqa"], optim=small_optimizer(record()))
+        model = replace(SUBJECTS["gqa"], optim=small_optimizer(record()))
         for sizes, world in (("tp2", 2), ("", 2), ("tp2 ep4", 8), ("cp2 pp2 etp2", 8)):
             for zero in (0, 1, 3):
-                yield from _cases([(kind, made)], [(sizes, world)], zero=zero)
+                yield from _cases([(kind, model)], [(sizes, world)], zero=zero)
     host = StatePlacement.model_validate({"at": "host", "step": "host"})
     clips, plain = small_optimizer(AdamW(qk_clip=QkClip(bound=0.3))), {"qk_norm": "none"}
     biased = GQA.model_copy(update=plain | {"bias": "qkv"})
@@ -416,7 +416,7 @@ def precisions() -> Iterator[ProofCase]:
     """Every FP8 and FP4 format over each axis, ZeRO stage and recompute, in blocks of four."""
     layouts = [("tp2 ep2", 2), ("cp2 ep2", 2), ("ep2 etp2", 4), ("etp2", 2), ("tp2 cp2 ep4", 4)]
     layouts += [("cp2 ep2 etp2", 4), ("ep4", 4), ("pp2 ep2", 4), ("tp2 pp2 ep2", 4)]
-    records = {kind: made.model_validate({"block": 4}) for kind, made in QUANTISE.kinds.items()}
+    records = {kind: cls.model_validate({"block": 4}) for kind, cls in QUANTISE.kinds.items()}
     records["delayed"] = delayed = Fp8Tensor(scaling="delayed", history=2)
     for kind, record in records.items():
         named = [(f"{kind} {name}", quantised(name, record)) for name in ("gqa", "mla")]
@@ -427,10 +427,11 @@ def precisions() -> Iterator[ProofCase]:
             yield from _cases([named[zero // 2]], [layout], zero=zero)
         more = {"schedule": ZeroBubbleH1(), "recompute": Full()}
         yield from _cases(named, [("tp2 pp2 ep2", 4)], **more)
-        for one, absent in zip(named, (("gather", "mla_up"), ("gather",)), strict=True):
-            again = Selective(modules=tuple(m for m in get_args(RecomputeKind) if m not in absent))
+        for model, absent in zip(named, (("gather", "mla_up"), ("gather",)), strict=True):
+            modules = tuple(m for m in get_args(RecomputeKind) if m not in absent)
+            recompute = Selective(modules=modules)
             four = [("cp2 ep4", 4), ("cp2 ep2 etp2", 4)]
-            yield from _cases([one], four, recompute=again, zero=3)
+            yield from _cases([model], four, recompute=recompute, zero=3)
         if isinstance(record, Fp8Tensor | Nvfp4) and kind != "delayed":
             yield from _each_dispatcher(named[:1], "tp2 ep4")
     for record in (Fp8Block(block=4, wire="codes", wgrad="wide"), Mxfp8(block=4, wire="codes")):
@@ -440,24 +441,24 @@ def precisions() -> Iterator[ProofCase]:
         yield from _cases(named, [("tp2 ep2", 2), ("cp2 ep2 etp2", 4), ("tp2 cp2 ep4", 4)])
         yield from _cases(named[:1], [("tp2 pp2 ep2", 4)], **more)
         yield from _cases(named[:1], [("pp2 ep2", 4)], schedule=Merged())
-        yield from _cases(named[1:], four, recompute=again, zero=3)
+        yield from _cases(named[1:], four, recompute=recompute, zero=3)
         yield from _each_dispatcher(named[:1], "ep2 etp2")
     named = [("hidden codes mla", quantised("mla", Nvfp4(block=4, hidden="codes")))]
     yield from _cases(named, [layouts[i] for i in (0, 1, 2, 4, 7)])
     yield from _cases(named, [("tp2 pp2 ep2", 4)], **more)
     yield from _cases(named, [("tp2 ep2", 4)], zero=1)
-    yield from _cases(named, [("tp2 ep2", 4)], zero=3, recompute=again)
+    yield from _cases(named, [("tp2 ep2", 4)], zero=3, recompute=recompute)
     wide = Mxfp8(block=4, scales="floor", wgrad="wide")
     named = [("wgrad wide", quantised("gqa", wide)), ("delayed", quantised("gqa", delayed))]
-    kept = wide.model_copy(update={"hidden": "codes"})
-    named.append(("hidden codes, wgrad wide", quantised("gqa", kept)))
+    coded = wide.model_copy(update={"hidden": "codes"})
+    named.append(("hidden codes, wgrad wide", quantised("gqa", coded)))
     yield from _cases(named, [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 4)])
     for record, sizes in ((Fp8Block(hidden="codes"), "tp2 ep2"), (Nvfp4(), "cp2 ep2")):
         # One layer whose matrices have several blocks of the published size.
         ffn = moe(width=256, shared=Shared(width=256))
         large = Gqa(heads=4, kv_heads=4, head_dim=64)
-        made = decoder(large, ffn, hidden=256, quantise=record)
-        named = [(f"published {record.kind}", subject(made, rows=512, micro_batches=2))]
+        large_decoder = decoder(large, ffn, hidden=256, quantise=record)
+        named = [(f"published {record.kind}", subject(large_decoder, rows=512, micro_batches=2))]
         yield from _cases(named, [(sizes, 2)])
 
 
@@ -471,8 +472,8 @@ def _each_dispatcher(named: Sequence[tuple[str, Subject]], sizes: str) -> Iterat
 
 def quantised(name: str, record: Record) -> Subject:
     """Return a subject with quantised products."""
-    found = SUBJECTS[name]
-    return replace(found, decoder=found.decoder.model_copy(update={"quantise": record}))
+    model = SUBJECTS[name]
+    return replace(model, decoder=model.decoder.model_copy(update={"quantise": record}))
 
 
 @rule
@@ -481,5 +482,5 @@ def shipped() -> Iterator[ProofCase]:
     for name in recipes():
         run = load_run(name, ["layout={}"])
         for sizes, world in (("tp2 cp2 ep4", 8), ("pp2 ep2 etp2", 8)):
-            made = shrink(run, [Layout(sizes=sizes)])
-            yield from _cases([(name, made)], [(sizes, world)])
+            model = shrink(run, [Layout(sizes=sizes)])
+            yield from _cases([(name, model)], [(sizes, world)])

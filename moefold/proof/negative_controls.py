@@ -59,13 +59,13 @@ def choose_covering(recorded: Recorded) -> list[tuple[ProofCase, tuple[CallSite,
 
 def faults_of(covering: Recorded) -> list[tuple[ProofCase, InjectedFault]]:
     """Return every fault of every call site, with the case that covers it."""
-    found = []
+    faults = []
     for case, sites in covering:
         for site in sites:
             if site.op not in WITHOUT_RESULT and site.label not in EXEMPT_LABELS:
-                ways = ("alone", "half") if yields_gradients(site) else ("alone",)
-                found += [(case, InjectedFault(site=site, how=how)) for how in ways]
-    return found
+                hows = ("alone", "half") if yields_gradients(site) else ("alone",)
+                faults += [(case, InjectedFault(site=site, how=how)) for how in hows]
+    return faults
 
 
 def yields_gradients(site: CallSite) -> bool:
@@ -88,28 +88,29 @@ def run_faults(
         (case if bounds is None else replace(case, subject=bounds.subject), fault)
         for (case, fault), bounds in zip(planned, noises, strict=True)
     ]
-    found: dict[int, Control] = {}
+    controls: dict[int, Control] = {}
 
-    def attempt(numbers: Sequence[int], whole: bool) -> None:
+    def attempt(numbers: Sequence[int], with_updates: bool) -> None:
         def record(index: int, outcome: Outcome) -> None:
             number = numbers[index]
             case, fault = planned[number]
             bounds = {quantity: case.rounding_bound(quantity) for quantity in outcome.errors}
             if (measured := noises[number]) is not None:
                 outcome, bounds = measured.apply_bounds(outcome)
-            found[number] = Control(case.name, fault, *_noticed(fault, outcome, bounds))
-            if on_control is not None and (whole or found[number].noticed):
-                on_control(found[number])
+            controls[number] = Control(case.name, fault, *_noticed(fault, outcome, bounds))
+            if on_control is not None and (with_updates or controls[number].noticed):
+                on_control(controls[number])
 
         cases = [planned[number][0] for number in numbers]
-        if not whole:
+        if not with_updates:
             cases = [replace(c, precision=c.precision or c.subject.precision) for c in cases]
         faults = [planned[number][1] for number in numbers]
         run_cases(cases, faults, on_outcome=record, time_out_s=TIME_OUT_S)
 
-    attempt(range(len(planned)), whole=False)
-    attempt([number for number, control in found.items() if not control.noticed], whole=True)
-    return [found[number] for number in range(len(planned))]
+    attempt(range(len(planned)), with_updates=False)
+    unnoticed = [number for number, control in controls.items() if not control.noticed]
+    attempt(unnoticed, with_updates=True)
+    return [controls[number] for number in range(len(planned))]
 
 
 def _noticed(

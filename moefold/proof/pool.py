@@ -97,9 +97,9 @@ def run_cases(
 
 def _run(tasks: dict[int, CaseTask], record: OnOutcome, time_out_s: float) -> str | None:
     """Run tasks until one fails; return the error, or None."""
-    ours, theirs = Pipe(duplex=False)
+    receiver, sender = Pipe(duplex=False)
     ranks = max(task.case.world for task in tasks.values())
-    arguments = list(tasks.items()), theirs, time_out_s
+    arguments = list(tasks.items()), sender, time_out_s
     failed: list[str] = []
 
     def start() -> None:
@@ -108,14 +108,14 @@ def _run(tasks: dict[int, CaseTask], record: OnOutcome, time_out_s: float) -> st
         except Exception as error:
             failed.append(str(error))
         finally:
-            theirs.close()
+            sender.close()
 
     # In a thread, so a signal can end the main thread and the ranks with it.
     launcher = threading.Thread(target=start, daemon=True)
     launcher.start()
     while True:
         try:
-            record(*ours.recv())
+            record(*receiver.recv())
         except (EOFError, OSError):
             break
     launcher.join()
@@ -129,13 +129,13 @@ def _rank_main(
     info: RankInfo, tasks: list[tuple[int, CaseTask]], outcomes: Connection, time_out_s: float
 ) -> None:
     """Run every task in which this rank takes part."""
-    with World.open(Folding(Sizes(), info.world_size), "cpu", time_out_s) as everyone:
+    with World.open(Folding(Sizes(), info.world_size), "cpu", time_out_s) as world:
         subjects = {Path(task.reference): (number, task.case.subject) for number, task in tasks}
         for index, (path, (number, subject)) in enumerate(subjects.items()):
             if index % info.world_size == info.rank and not path.exists():
                 with _naming_case(number):
                     write_reference(path, *run_reference(subject))
-        gather_objects("references are there", everyone.on_host)
+        gather_objects("references are there", world.on_host)
     for number, task in tasks:
         case = task.case
         if info.rank >= case.world:

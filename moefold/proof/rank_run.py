@@ -108,11 +108,11 @@ class InjectedFault:
         label, op, group, direction = self.site
         return f"{op} over {group} in {label or 'the step'}, {direction}: {self.how}"
 
-    def apply(self, record: Operation, result: Tensor, alone: Tensor) -> Tensor:
+    def apply(self, record: Operation, result: Tensor, local: Tensor) -> Tensor:
         """Return an operation's result, replaced if the operation is at the site."""
         if normalise_site(record.site) != self.site:
             return result
-        return alone if self.how == "alone" else result / 2
+        return local if self.how == "alone" else result / 2
 
 
 def normalise_site(site: CallSite) -> CallSite:
@@ -158,8 +158,8 @@ class RankRun:
         decoder = case.subject.decoder
         self.placed: ModelParts = build_parts(decoder, self.precision, case.layout, world)
         initialise_model(self.placed.model, case.subject, self.placed.shards)
-        spot, dp = world.attention, world.folding.dp
-        self.batches: list[MicroBatch] = micro_batches(case.subject)[spot.dp :: dp]
+        position, dp = world.attention, world.folding.dp
+        self.batches: list[MicroBatch] = micro_batches(case.subject)[position.dp :: dp]
         self.data = ShardedState(self.placed)
         self.placed = self.data.placed
         self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
@@ -173,18 +173,18 @@ class RankRun:
         """
         before = _copy_slices(self.data.weights())
         result = self.result
-        spot = self.world.attention
+        position = self.world.attention
         # All ranks of a stage run the same operations, so one is enough.
-        watched = self.precision == "fp64" and not (spot.tp or spot.cp or spot.dp)
+        watched = self.precision == "fp64" and not (position.tp or position.cp or position.dp)
         watch = NarrowWatch() if watched else None
         with watch or nullcontext():
             scale = self._gradients(fault)
         result.narrow = tuple(sorted(watch.operations)) if watch else ()
         result.pieces["gradients"] = _copy_slices(self.data.gradients())
         for number, moe in self.placed.model.moe_layers():
-            for what in ("load_E", "sent_E", "tokens"):
-                counted = getattr(moe.balance.counters, what)
-                result.counts[f"layers.{number}.{what}"] = counted.reshape(-1).tolist()
+            for counter in ("load_E", "sent_E", "tokens"):
+                counted = getattr(moe.balance.counters, counter)
+                result.counts[f"layers.{number}.{counter}"] = counted.reshape(-1).tolist()
         totals, units, _ = evaluate(self.placed, self.batches, LOSS_CHUNK, self.objective)
         result.figures["evaluation"] = [total / max(units, 1) for total in totals]
         for step in range(self.updates):
@@ -197,8 +197,8 @@ class RankRun:
                 replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
             ]
             for piece in _copy_slices(self.data.optimizer_state(self.optimizer)):
-                parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
-                state = result.pieces.setdefault(f"optimizer/{what}", [])
+                parameter, _, kind = piece.name.removeprefix("optim.").rpartition(".")
+                state = result.pieces.setdefault(f"optimizer/{kind}", [])
                 state.append(replace(piece, name=parameter))
         result.sites = tuple(sorted({normalise_site(site) for site in self.world.recorder.totals}))
         return result
@@ -206,11 +206,11 @@ class RankRun:
     def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, record its figures, and return the clipping factor."""
         figures = gradients(self.data, self.batches, LOSS_CHUNK, objective=self.objective)
-        lacking = {
+        required = {
             "dispatch.max_rows": figures.needed_rows, "offload.pages.load": figures.needed_load
         }  # fmt: skip
-        if any(lacking.values()):
-            needed = ", ".join(f"layout.{name} must be {n}" for name, n in lacking.items() if n)
+        if any(required.values()):
+            needed = ", ".join(f"layout.{name} must be {n}" for name, n in required.items() if n)
             raise ValueError(
                 f"{needed} or more for this model; with less, alltoall repeats the step and the "
                 "proof does not cover this dispatcher"

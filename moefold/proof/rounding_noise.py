@@ -58,7 +58,8 @@ class RoundingNoise:
             for item, error in outcome.item_errors.items():
                 worst[item] = max(worst.get(item, least), error)
         # A token can be re-routed in any layer and in any step.
-        rerouted = max([2 * eps, *(e for (name, _), e in worst.items() if name == "counts")])
+        counts = (e for (quantity, _), e in worst.items() if quantity == "counts")
+        rerouted = max([2 * eps, *counts])
         worst |= {item: max(e, rerouted) for item, e in worst.items() if item[0].startswith(ROUTED)}
         fine = {item: error for item, error in worst.items() if error <= COARSE}
         bounds = {item: min(BOUND_FACTOR * error, MAX_BOUND) for item, error in fine.items()}
@@ -72,9 +73,9 @@ class RoundingNoise:
         text = "reordered sums differ by {:.0%}, too much to compare; verify in fp32 or fp64"
         failed = tuple(f"one rank with reordered sums: {why}" for why in self.failed)
         return failed + tuple(
-            f"{quantity} of {what}: {text.format(error)}"
-            for (quantity, what), error in self.coarse.items()
-            if not quantity.startswith(UPDATED) and what not in LATER
+            f"{quantity} of {item}: {text.format(error)}"
+            for (quantity, item), error in self.coarse.items()
+            if not quantity.startswith(UPDATED) and item not in LATER
         )
 
     def apply_bounds(self, outcome: Outcome) -> tuple[Outcome, dict[str, float]]:
@@ -86,12 +87,12 @@ class RoundingNoise:
         for item, error in outcome.item_errors.items():
             if item in self.coarse:
                 continue
-            (quantity, what), bound = item, self.bounds.get(item, self.least)
+            (quantity, name), bound = item, self.bounds.get(item, self.least)
             excess = math.inf if math.isnan(error) else error / bound
             if quantity not in worst or excess > worst[quantity][0]:
-                worst[quantity] = excess, what, bound
+                worst[quantity] = excess, name, bound
         errors = {quantity: outcome.item_errors[quantity, worst[quantity][1]] for quantity in worst}
-        where = {quantity: what for quantity, (_, what, _) in worst.items()}
+        where = {quantity: name for quantity, (_, name, _) in worst.items()}
         bounds = {quantity: bound for quantity, (*_, bound) in worst.items()}
         return replace(outcome, errors=errors, where=where), bounds
 
@@ -102,7 +103,7 @@ def measure_noise(subjects: Iterable[Subject]) -> dict[Subject, RoundingNoise]:
     A token close to a tie makes roundings matter. Subjects for which the format is too coarse are
     therefore redrawn with other seeds, like degenerate ones.
     """
-    found: dict[Subject, RoundingNoise] = {}
+    best_noise: dict[Subject, RoundingNoise] = {}
     remaining = list(dict.fromkeys(subjects))
     for attempt in range(MAX_TRIES):
         cases = [
@@ -114,8 +115,8 @@ def measure_noise(subjects: Iterable[Subject]) -> dict[Subject, RoundingNoise]:
         for number, subject in enumerate(remaining):
             first = number * len(SHUFFLED)
             noise = RoundingNoise.of(cases[first].subject, outcomes[first : first + len(SHUFFLED)])
-            best = found.get(subject)
+            best = best_noise.get(subject)
             if best is None or len(noise.problems) < len(best.problems):
-                found[subject] = noise
-        remaining = [subject for subject in remaining if found[subject].problems]
-    return found
+                best_noise[subject] = noise
+        remaining = [subject for subject in remaining if best_noise[subject].problems]
+    return best_noise

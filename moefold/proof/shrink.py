@@ -125,11 +125,11 @@ def _select_blocks(blocks: tuple[Block, ...], needs: SizeRequirements) -> tuple[
     count = max(needs.stages, len(set(blocks)), min(len(blocks), 2))
     if count >= len(blocks):
         return blocks + blocks[-1:] * (count - len(blocks))
-    kept = {blocks.index(kind) for kind in set(blocks)}
-    rest = [i for i in range(len(blocks)) if i not in kept]
-    step = len(rest) / max(count - len(kept), 1)
-    kept |= {rest[int(n * step)] for n in range(count - len(kept))}
-    return tuple(blocks[i] for i in sorted(kept))
+    chosen = {blocks.index(kind) for kind in set(blocks)}
+    rest = [i for i in range(len(blocks)) if i not in chosen]
+    step = len(rest) / max(count - len(chosen), 1)
+    chosen |= {rest[int(n * step)] for n in range(count - len(chosen))}
+    return tuple(blocks[i] for i in sorted(chosen))
 
 
 def small_part(record: Record, needs: SizeRequirements) -> Record:

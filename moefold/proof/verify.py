@@ -123,11 +123,11 @@ def cases_of(
     model, cases = model_needs(run.decoder(), run.data.seq), []
     for record in records:
         ranks = max(2, record.split.smallest_world) if world is None else world
-        found = list(record.violations(model))
-        found = found or size_violations(record.split, model, ranks, record.order, record.stages)
-        found = found or list(cut_violations(for_proof(run.decoder()), record, run.data.seq))
-        if found:
-            raise RunError(found, source=f"layout {str(record.split)!r} on {ranks} ranks")
+        broken = list(record.violations(model))
+        broken = broken or size_violations(record.split, model, ranks, record.order, record.stages)
+        broken = broken or list(cut_violations(for_proof(run.decoder()), record, run.data.seq))
+        if broken:
+            raise RunError(broken, source=f"layout {str(record.split)!r} on {ranks} ranks")
         subject = replace(
             shrink(run, records, precision), micro_batches=micro_batch_count(record, ranks)
         )
@@ -147,26 +147,26 @@ def _layout(run: Run, sizes: str) -> Layout:
 
 def prove(cases: Sequence[ProofCase], on_verdict: OnVerdict | None = None) -> Proof:
     """Run cases and compare each with one rank in its subject's number format."""
-    found: dict[int, LayoutVerdict] = {}
+    verdicts: dict[int, LayoutVerdict] = {}
 
     def record(number: int, outcome: Outcome) -> None:
         case = cases[number]
         quantities = outcome.errors if case.precision else ()
         bounds = {quantity: case.rounding_bound(quantity) for quantity in quantities}
         named = {"layout": case.name, "world": case.world}
-        found[number] = LayoutVerdict(**vars(outcome), **named, bounds=bounds)
+        verdicts[number] = LayoutVerdict(**vars(outcome), **named, bounds=bounds)
         if on_verdict is not None:
-            on_verdict(found[number])
+            on_verdict(verdicts[number])
 
     run_cases(cases, on_outcome=record)
-    return Proof(tuple(found[number] for number in range(len(cases))))
+    return Proof(tuple(verdicts[number] for number in range(len(cases))))
 
 
 def run_controls(
     cases: Sequence[ProofCase], proof: Proof, on_control: Callable[[Control], None] | None = None
 ) -> list[Control]:
     """Break each recorded exchange of the cases, once for each number of ranks."""
-    recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
+    recorded = [(case, verdict.sites) for case, verdict in zip(cases, proof.verdicts, strict=True)]
     return run_faults(faults_of(choose_covering(recorded)), on_control, proof.noise)
 
 
@@ -176,23 +176,23 @@ def prove_as_run(cases: Sequence[ProofCase], on_verdict: OnVerdict | None = None
     Quantities for which the format is too coarse are named; one before an update fails the case.
     """
     noise = measure_noise(case.subject for case in cases)
-    found: dict[int, LayoutVerdict] = {}
+    verdicts: dict[int, LayoutVerdict] = {}
 
     def record(number: int, outcome: Outcome) -> None:
         case = cases[number]
         measured = noise[case.subject]
         bounded, bounds = measured.apply_bounds(outcome)
         bounded.problems += measured.problems
-        coarse = tuple(f"{quantity} of {what}" for quantity, what in measured.coarse)
+        coarse = tuple(f"{quantity} of {item}" for quantity, item in measured.coarse)
         named = {"layout": case.name, "world": case.world, "bound": measured.least}
-        found[number] = LayoutVerdict(**vars(bounded), **named, bounds=bounds, coarse=coarse)
+        verdicts[number] = LayoutVerdict(**vars(bounded), **named, bounds=bounds, coarse=coarse)
         if on_verdict is not None:
-            on_verdict(found[number])
+            on_verdict(verdicts[number])
 
     run_cases(
         [replace(case, subject=noise[case.subject].subject) for case in cases], on_outcome=record
     )
-    return Proof(tuple(found[number] for number in range(len(cases))), noise)
+    return Proof(tuple(verdicts[number] for number in range(len(cases))), noise)
 
 
 def prove_low_precision(

@@ -46,9 +46,9 @@ PLANTS = (
         "training's backward leaves the terms out",
         STEP + "test_b06_what_the_terms_add_doubles_with_their_coefficients",
         "parallel/pipeline/passes.py",
-        "            part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))\n",
-        "            self._seeds(dict(zip(numbers, terms, strict=True)))\n"
-        "            part.seeds = (None,) * len(terms)\n",
+        "            subgraph.seeds = self._seeds(dict(zip(term_layers, terms, strict=True)))\n",
+        "            self._seeds(dict(zip(term_layers, terms, strict=True)))\n"
+        "            subgraph.seeds = (None,) * len(terms)\n",
     ),
     Plant(
         "b06",

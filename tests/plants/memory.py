@@ -107,8 +107,8 @@ PLANTS = (
         "tests/gloo/test_parallel_pipeline_counts.py::"
         "test_b60_w_exchanges_nothing_and_computes_nothing_again",
         "parallel/pipeline/executor.py",
-        "            held.sink.drain()\n            return Chain((), ())\n",
-        "            held.sink.drain()\n"
+        "            in_flight.sink.drain()\n            return Chain((), ())\n",
+        "            in_flight.sink.drain()\n"
         "            from moefold.comm.collectives import sum_\n"
         "            sum_(torch.ones(1), self._placed.world.tp)\n"
         "            return Chain((), ())\n",
@@ -135,8 +135,8 @@ PLANTS = (
         "tests/gloo/test_layers_offload_ahead.py::"
         "test_b62_of_twenty_takes_nineteen_find_their_block_there",
         "parallel/pipeline/executor.py",
-        "                if not takes:\n",
-        "                if takes and False:\n",
+        "                if not has_backward:\n",
+        "                if has_backward and False:\n",
     ),
     Plant(
         "b26",
@@ -151,8 +151,8 @@ PLANTS = (
         "what is fetched ahead is of the step after the next",
         B64,
         "parallel/pipeline/executor.py",
-        "self.plan.line[at : at + 1]",
-        "self.plan.line[at + 1 : at + 2]",
+        "self.plan.line[index : index + 1]",
+        "self.plan.line[index + 1 : index + 2]",
     ),
     Plant(
         "b64",

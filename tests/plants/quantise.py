@@ -518,8 +518,8 @@ PLANTS = (
         "the largest of a block that ranks share is that of the part that is here",
         PROOF,
         "parallel/data/coded.py",
-        "self._amaxes = self._maximum([*found.values()], self.shard_group)",
-        "self._amaxes = dict(found)",
+        "self._amaxes = self._maximum([*local_amaxes.values()], self.shard_group)",
+        "self._amaxes = dict(local_amaxes)",
     ),
     Plant(
         "b52",

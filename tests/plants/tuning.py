@@ -73,7 +73,7 @@ PLANTS = (
         "an adapter's gradient is that of one slice of the experts",
         B61_LAYOUTS,
         "parallel/data/sharding.py",
-        '        _sum_gradients(sliced, self.placed.world.group("etp"))\n',
+        '        _sum_gradients(over_etp, self.placed.world.group("etp"))\n',
         "",
     ),
     Plant(

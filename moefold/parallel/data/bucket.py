@@ -70,18 +70,18 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     rest = shape[1:]
     inner = math.prod(rest)
-    whole = tuple((0, size) for size in rest)
+    full = tuple((0, size) for size in rest)
     a, b = -(-start // inner), stop // inner
     if a > b:  # inside one index
         return [((b, a), *box) for box in boxes(rest, start - b * inner, stop - b * inner)]
-    found: list[Box] = []
+    covering: list[Box] = []
     if start < a * inner:
-        found += [((a - 1, a), *box) for box in boxes(rest, start - (a - 1) * inner, inner)]
+        covering += [((a - 1, a), *box) for box in boxes(rest, start - (a - 1) * inner, inner)]
     if a < b:
-        found.append(((a, b), *whole))
+        covering.append(((a, b), *full))
     if b * inner < stop:
-        found += [((b, b + 1), *box) for box in boxes(rest, 0, stop - b * inner)]
-    return found
+        covering += [((b, b + 1), *box) for box in boxes(rest, 0, stop - b * inner)]
+    return covering
 
 
 def box_size(box: Box) -> int:
@@ -91,7 +91,7 @@ def box_size(box: Box) -> int:
 
 def to_global(box: Box, shard_box: Box) -> Box:
     """Translate a box of the shard at ``shard_box`` to a box of the full tensor."""
-    return tuple((a + at, b + at) for (a, b), (at, _) in zip(box, shard_box, strict=True))
+    return tuple((a + start, b + start) for (a, b), (start, _) in zip(box, shard_box, strict=True))
 
 
 class Bucket:
@@ -176,8 +176,8 @@ class Bucket:
     def local_view(self, slot: BucketSlot, run_L: Tensor) -> Tensor:
         """Return this rank's elements of a parameter as a view of a run."""
         first, last = self.local_range(slot)
-        at = slot.start + first - self.start
-        return run_L[at : at + last - first]
+        offset = slot.start + first - self.start
+        return run_L[offset : offset + last - first]
 
     # Weights
 
@@ -270,8 +270,8 @@ class Bucket:
         """Allocate zeroed unsharded gradients, unless present, as the ``grad`` of the handles."""
         if self.gradients is not None or not self.trained:
             return
-        kept = self._freed_gradients
-        full = self._zeros(self.length * self.shard_group.size) if kept is None else kept.zero_()
+        freed = self._freed_gradients
+        full = self._zeros(self.length * self.shard_group.size) if freed is None else freed.zero_()
         self.gradients = full
         for name, slot in self.slots.items():
             self.handles[name].grad = slot.view_in(self.gradients)
@@ -331,8 +331,8 @@ def handle_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
 
     It has the parameter's shape and dtype, reads as NaN, and can have an ordinary ``grad``.
     """
-    nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
-    return nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
+    nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
+    return nn.Parameter(nan.expand(parameter.shape), parameter.requires_grad)
 
 
 def _refuse_gradient(name: str, gradient: Tensor | None) -> None:

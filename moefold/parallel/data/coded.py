@@ -72,31 +72,31 @@ class CodedBucket(Bucket):
         if all(self._narrow[name].history is not None for name in amaxes):
             self._local_amaxes = amaxes
             self._amaxes = self._matrices = {
-                name: self._narrow[name].delayed(one, "weight", range(one.numel()), False)
-                for name, one in amaxes.items()
+                name: self._narrow[name].delayed(amax, "weight", range(amax.numel()), False)
+                for name, amax in amaxes.items()
             }
         else:
             self._reduce_amaxes(amaxes)
         super().refresh_weights()
 
-    def _reduce_amaxes(self, found: Mapping[str, Tensor]) -> None:
+    def _reduce_amaxes(self, local_amaxes: Mapping[str, Tensor]) -> None:
         """Reduce amaxes to those of full blocks and matrices."""
         with self.shard_group.recorder.module("weights"):
-            self._amaxes = self._maximum([*found.values()], self.shard_group)
+            self._amaxes = self._maximum([*local_amaxes.values()], self.shard_group)
             if self._recipe.has_matrix_scale:
-                most = [one.amax((-2, -1), keepdim=True) for one in self._amaxes.values()]
+                most = [amax.amax((-2, -1), keepdim=True) for amax in self._amaxes.values()]
                 self._matrices = self._maximum(most, self._slice_group)
                 if self._form.columns is None:
                     self._amaxes = self._matrices
 
-    def _maximum(self, parts: list[Tensor], ranks: Group) -> dict[str, Tensor]:
+    def _maximum(self, local: list[Tensor], ranks: Group) -> dict[str, Tensor]:
         """Return the maximum over ranks of each parameter's tensor, in one all-reduce."""
-        whole = parts
+        reduced = local
         if ranks.size > 1:
-            flat = max_(torch.cat([one.flatten() for one in parts]), ranks)
-            split = flat.split([one.numel() for one in parts])
-            whole = [one.view_as(part) for one, part in zip(split, parts, strict=True)]
-        return dict(zip(self.slots, whole, strict=True))
+            flat = max_(torch.cat([amax.flatten() for amax in local]), ranks)
+            split = flat.split([amax.numel() for amax in local])
+            reduced = [values.view_as(amax) for values, amax in zip(split, local, strict=True)]
+        return dict(zip(self.slots, reduced, strict=True))
 
     def _gather_input(self) -> Tensor:
         run_L = super()._gather_input()
@@ -112,5 +112,5 @@ class CodedBucket(Bucket):
     def _read(self, name: str) -> QuantisedWeight:
         assert self.values.untyped_storage().size(), "a weight is read outside of its unit's pass"
         largest = self._amaxes[name], self._matrices.get(name)
-        made = self._grids[name].decode(self.weights[name], *largest)
-        return QuantisedWeight(self._recipe, made, made, self._local_amaxes.get(name))
+        decoded = self._grids[name].decode(self.weights[name], *largest)
+        return QuantisedWeight(self._recipe, decoded, decoded, self._local_amaxes.get(name))

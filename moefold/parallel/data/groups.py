@@ -85,20 +85,21 @@ def group_boxes(
     of all groups with elements in it. Each item is (values, global shape, box, whether this rank
     has the group's first element).
     """
-    piece, whole = (
+    piece, full = (
         (*shape[:-1], -(-shape[-1] // size)) for shape in (shard.local_shape, shard.shape)
     )
     local = ElementRun(run[0], run[1] - run[0], shard.local_shape[-1], size)
     *lead, (start, stop) = shard.box
-    by = *lead, (start // size, -(-stop // size))
-    groups, at = local.groups, 0
+    group_box = *lead, (start // size, -(-stop // size))
+    groups, offset = local.groups, 0
     # A cut group is a separate box, which all ranks with part of the group name alike.
     cut = local.partial_groups
     borders = {groups[0], groups[-1] + 1, *cut, *(group + 1 for group in cut)}
     begun = run[0] % local.row % size > 0
     for first, last in pairwise(sorted(borders)):
         for box in boxes(piece, first, last):
-            part = factors_G3[at : at + box_size(box)].view(*(b - a for a, b in box), FACTORS)
+            end = offset + box_size(box)
+            values = factors_G3[offset:end].view(*(b - a for a, b in box), FACTORS)
             owned = not (begun and first == groups[0])
-            yield part, (*whole, FACTORS), (*to_global(box, by), (0, FACTORS)), owned
-            at += box_size(box)
+            yield values, (*full, FACTORS), (*to_global(box, group_box), (0, FACTORS)), owned
+            offset = end

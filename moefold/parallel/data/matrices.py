@@ -103,8 +103,9 @@ class _MatrixGroup:
         self.owned = owned[me]
         self._updated_parts = [[(m, *m.overlap(me)) for m in owned[rank]] for rank in ranks]
         """By owner: parts of its matrices that this rank updates."""
-        mine = list(enumerate(self.owned))
-        self._owned_parts = [[(n, *m.overlap(rank)) for n, m in mine] for rank in ranks]
+        self._owned_parts = [
+            [(n, *m.overlap(rank)) for n, m in enumerate(self.owned)] for rank in ranks
+        ]
         """By rank: parts of this owner's matrices that the rank updates."""
 
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
@@ -113,23 +114,23 @@ class _MatrixGroup:
             for parts in self._updated_parts
             for matrix, low, high in parts
         ]
-        found = [self._empty.new_empty(matrix.shape) for matrix in self.owned]
+        matrices = [self._empty.new_empty(matrix.shape) for matrix in self.owned]
         received = iter(self._exchange(sent, self._updated_parts, self._owned_parts))
         for parts in self._owned_parts:
             for number, low, high in parts:
                 start = self.owned[number].start
-                found[number].view(-1)[low - start : high - start] = next(received)
+                matrices[number].view(-1)[low - start : high - start] = next(received)
         # Gather slices to full matrices, in one all-gather for each group.
         slice_groups = [m.source.slice_group for m in self.owned if m.source.slice_group]
         for group in {group.ranks: group for group in slice_groups}.values():
             sliced = [i for i, m in enumerate(self.owned) if m.source.slice_group is group]
             with group.recorder.module("optimizer"):
-                rows = gather(torch.cat([found[i].reshape(-1) for i in sliced]), group)
-            columns = rows.split([found[i].numel() for i in sliced], 1)
+                rows = gather(torch.cat([matrices[i].reshape(-1) for i in sliced]), group)
+            columns = rows.split([matrices[i].numel() for i in sliced], 1)
             for i, slices in zip(sliced, columns, strict=True):
                 matrix = self.owned[i]
-                found[i] = torch.cat([p.view(matrix.shape) for p in slices], matrix.source.dim)
-        return found
+                matrices[i] = torch.cat([p.view(matrix.shape) for p in slices], matrix.source.dim)
+        return matrices
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = []
@@ -143,14 +144,14 @@ class _MatrixGroup:
             for number, low, high in parts
         ]
         names = dict.fromkeys(m.source.name for parts in self._updated_parts for m, *_ in parts)
-        found = {name: torch.empty_like(like[name]) for name in names if name in like}
+        pieces = {name: torch.empty_like(like[name]) for name in names if name in like}
         received = iter(self._exchange(sent, self._owned_parts, self._updated_parts))
         for parts in self._updated_parts:
             for matrix, low, high in parts:
-                part = next(received)
+                values = next(received)
                 if low < high:
-                    self._local_view(found, matrix, low, high).copy_(part)
-        return found
+                    self._local_view(pieces, matrix, low, high).copy_(values)
+        return pieces
 
     def _local_view(
         self, pieces: Mapping[str, Tensor], matrix: Matrix, low: int, high: int
@@ -169,8 +170,8 @@ class _MatrixGroup:
     ) -> Sequence[Tensor]:
         """Send parts in the order of ``send_parts``; return those of ``receive_parts`` in order."""
         counts, expected = (
-            [sum(high - low for _, low, high in parts) for parts in way]
-            for way in (send_parts, receive_parts)
+            [sum(high - low for _, low, high in parts) for parts in by_rank]
+            for by_rank in (send_parts, receive_parts)
         )
         with self._ranks.recorder.module("optimizer"):
             row = exchange(torch.cat([self._empty, *sent]), self._ranks, counts, expected)

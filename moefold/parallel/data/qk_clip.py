@@ -51,22 +51,22 @@ class ClippedOptimizer(Optimizer):
         """Update, then scale the weights of heads whose logits exceeded the bound."""
         self._inner.step(scale, lr_factor)
         factors = self._factors()
-        for held in self._weights():
-            factor_R = factors.get(held.name)
+        for local in self._weights():
+            factor_R = factors.get(local.name)
             if factor_R is not None:
                 first = self._world.group("tp").index * len(factor_R)
-                start, end = (place - first for place in held.box[0])
-                rows = factor_R[start:end].to(held.tensor.dtype)
-                held.tensor.mul_(rows.view(-1, *[1] * (held.tensor.dim() - 1)))
+                start, end = (place - first for place in local.box[0])
+                rows = factor_R[start:end].to(local.tensor.dtype)
+                local.tensor.mul_(rows.view(-1, *[1] * (local.tensor.dim() - 1)))
 
     def _factors(self) -> dict[str, Tensor]:
         """Return a factor for each of this tensor rank's rows of each weight.
 
         Factors are equal on all ranks that hold the rows.
         """
-        world, found = self._world, dict[str, Tensor]()
+        world, factors = self._world, dict[str, Tensor]()
         if not self._layers:
-            return found
+            return factors
         tp, local = world.group("tp").size, [layer.max_logit_H for layer in self._layers]
         parts_H = max_(torch.cat(local), world.group("dp_cp")).split([len(part) for part in local])
         bound, alpha = self._record.bound, self._record.alpha
@@ -81,8 +81,8 @@ class ClippedOptimizer(Optimizer):
             for rows in layer.rows:
                 sides[None] = torch.ones_like(shrink_H[: rows.heads // tp])
                 parts = [sides[side][:, None].expand(-1, dims) for dims, side in rows.parts]
-                found[f"{layer.name}.{rows.weight}"] = torch.cat(parts, 1).flatten()
-        return found
+                factors[f"{layer.name}.{rows.weight}"] = torch.cat(parts, 1).flatten()
+        return factors
 
     def state(self) -> dict[str, Tensor]:
         """Return the inner optimizer's state."""
@@ -99,14 +99,14 @@ class ClippedOptimizer(Optimizer):
 
 def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
     """Return this rank's attention layers, set up to record their largest logits."""
-    model, found = placed.model, list[_ClippedLayer]()
+    model, layers = placed.model, list[_ClippedLayer]()
     tp = placed.world.group("tp").size
     for number, block in enumerate(model.record.blocks):
         name = f"layers.{number}.attention"
         rows = block.attention.logits if isinstance(block.attention, LayerSpec) else ()
         if not rows or str(number) not in model.layers:
             continue
-        heads = max(one.heads for one in rows)
+        heads = max(logit_rows.heads for logit_rows in rows)
         wide = torch.promote_types(model.recipe.dtype, torch.float32)
         attention = model.get_submodule(name)
         if not isinstance(attention, SoftmaxAttention):
@@ -115,7 +115,7 @@ def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
                 f"optim.qk_clip: {kind} of layer {number} does not record logits; derive it from "
                 "moefold.layers.attention.SoftmaxAttention and call its attended(), or omit qk_clip"
             )
-        for weight in (f"{name}.{one.weight}" for one in rows):
+        for weight in (f"{name}.{logit_rows.weight}" for logit_rows in rows):
             if tp > 1 and placed.shards[weight].placement.cuts.get("tp") != 0:
                 raise ValueError(
                     f"optim.qk_clip: tp does not split {weight} by heads, and a rank has the "
@@ -123,5 +123,5 @@ def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
                 )
         max_logit_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
         attention.max_logit_H = max_logit_H
-        found.append(_ClippedLayer(name, rows, max_logit_H))
-    return found
+        layers.append(_ClippedLayer(name, rows, max_logit_H))
+    return layers

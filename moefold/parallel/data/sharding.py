@@ -108,8 +108,8 @@ class ShardedState:
         self._moments: list[Tensor] = []
         """Offloaded moments."""
         self._stale = True
-        narrow = quantised_weights(placed.model).items()
-        self.histories = {name: one.history for name, one in narrow if one.history is not None}
+        quantised = quantised_weights(placed.model).items()
+        self.histories = {n: p.history for n, p in quantised if p.history is not None}
         self._heads = heads_by_weight(placed.model.record)
         """Number of heads of weights whose rows are divided into heads, by name."""
         state = layout.state
@@ -205,9 +205,9 @@ class ShardedState:
             self.offload.unregister(self._moments)
             self._moments, parts = [], []
             # In one order on all ranks: an update may contain collectives.
-            units = dict.fromkeys([*(one.unit for one in self.buckets), *map(unit_of, masters)])
+            units = dict.fromkeys([*(b.unit for b in self.buckets), *map(unit_of, masters)])
             for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
-                params = {name: held for name, held in masters.items() if unit_of(name) in part}
+                params = {name: master for name, master in masters.items() if unit_of(name) in part}
                 parts.append(self._build_offloaded_part(record, params, part))
             optimizer = OffloadedOptimizer(self.params, parts, self.offload)
         if record.qk_clip is None:
@@ -258,9 +258,9 @@ class ShardedState:
     def _matrix_source(self, name: str, record: Optim) -> MatrixSource:
         """Return how a parameter made of matrices is sharded; no rank has part of a head."""
         shard, bucket, world = self._shards[name], self._bucket.get(name), self.placed.world
-        whole, heads = shard.local_shape, self._heads.get(name, 0)
-        dims = len(whole)
-        shape = record.split(whole, heads * whole[0] // shard.shape[0])
+        local_shape, heads = shard.local_shape, self._heads.get(name, 0)
+        dims = len(local_shape)
+        shape = record.split(local_shape, heads * local_shape[0] // shard.shape[0])
         cut = [
             (world.group(axis), dim - dims)
             for axis, dim in shard.placement.cuts.items()
@@ -330,10 +330,10 @@ class ShardedState:
         for kind, (_, replicas) in self._groups_by_kind.items():
             copied = [n for n in trained if n not in sharded and placed[n].replicas == kind]
             _sum_gradients([trained[n] for n in copied], replicas)
-        whole = [p for n, p in trained.items() if placed[n].replicated_over_tp]
-        _sum_gradients(whole, self.placed.world.group("tp"))
-        sliced = [p for n, p in trained.items() if placed[n].replicated_over_etp]
-        _sum_gradients(sliced, self.placed.world.group("etp"))
+        over_tp = [p for n, p in trained.items() if placed[n].replicated_over_tp]
+        _sum_gradients(over_tp, self.placed.world.group("tp"))
+        over_etp = [p for n, p in trained.items() if placed[n].replicated_over_etp]
+        _sum_gradients(over_etp, self.placed.world.group("etp"))
         # Last, when each stage has summed over data ranks: a sum of two is the same in any order.
         if self._embedding_group is not None and EMBEDDING_WEIGHT in trained:
             _sum_gradients([trained[EMBEDDING_WEIGHT]], self._embedding_group)
@@ -398,9 +398,9 @@ class ShardedState:
         for name, parameter in self.params.items():
             master = self._masters.get(name, parameter)
             yield from self._boxes(name, name, self._stored_values(master))
-        kept = self.placed.model.state_dict()
+        persistent = self.placed.model.state_dict()
         for name, buffer in self.placed.model.named_buffers():
-            if name not in kept:
+            if name not in persistent:
                 continue
             shard = self._shards[name]
             yield LocalSlice(name, buffer, shard.shape, shard.box, *self._copy_index(name))
@@ -417,9 +417,9 @@ class ShardedState:
             name = _parameter_name(key)
             if key.endswith("_groups"):
                 shard, (place, count) = self._shards[name], self._copy_index(name)
-                found = group_boxes(shard, optimizer.group, self._local_range(name), tensor)
-                for part, shape, box, owned in found:
-                    yield LocalSlice(key, part, shape, box, place if owned else count, count)
+                entries = group_boxes(shard, optimizer.group, self._local_range(name), tensor)
+                for values, shape, box, owned in entries:
+                    yield LocalSlice(key, values, shape, box, place if owned else count, count)
             elif tensor.shape == self.params[name].shape:
                 yield from self._boxes(key, name, tensor)
             else:  # one value for all elements: owned by the ranks with the first element
@@ -442,10 +442,10 @@ class ShardedState:
             return
         for buffer in self.placed.model.buffers():
             buffer.zero_()
-        for held in self.weights():
-            if held.name in self.params or buffers:
-                placement = self._shards[held.name].placement
-                held.tensor.copy_(values(Shard(held.name, held.shape, held.box, placement)))
+        for local in self.weights():
+            if local.name in self.params or buffers:
+                placement = self._shards[local.name].placement
+                local.tensor.copy_(values(Shard(local.name, local.shape, local.box, placement)))
         self.refresh_weights()
 
     def _local_range(self, name: str) -> tuple[int, int]:
@@ -461,11 +461,11 @@ class ShardedState:
         if name not in self._bucket:
             yield LocalSlice(key, tensor, shard.shape, shard.box, *copy)
             return
-        flat, at = tensor.reshape(-1), 0
+        flat, offset = tensor.reshape(-1), 0
         for box in boxes(shard.local_shape, *self._local_range(name)):
-            part = flat[at : at + box_size(box)].view([stop - start for start, stop in box])
-            yield LocalSlice(key, part, shard.shape, to_global(box, shard.box), *copy)
-            at += box_size(box)
+            values = flat.narrow(0, offset, box_size(box)).view([b - a for a, b in box])
+            yield LocalSlice(key, values, shard.shape, to_global(box, shard.box), *copy)
+            offset += box_size(box)
 
 
 def _parameter_name(key: str) -> str:
@@ -475,11 +475,11 @@ def _parameter_name(key: str) -> str:
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Allocate parameters and buffers that are on ``meta``."""
-    for name, held in [*model.named_parameters(), *model.named_buffers()]:
-        if held.is_meta:
-            empty = torch.empty_like(held, device=device)
-            if isinstance(held, nn.Parameter):
-                empty = nn.Parameter(empty, held.requires_grad)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            empty = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, tensor.requires_grad)
             _set_tensor(model, name, empty)
 
 

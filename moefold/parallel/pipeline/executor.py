@@ -109,26 +109,26 @@ class Executor:
         if self._graphs is not None:
             self._graphs.begin_step(self._placed, self._flows)
         with Lanes(self._placed.world.device) as lanes:
-            for at, step in enumerate(self.plan.line):
-                self._messages.post(at)
+            for index, step in enumerate(self.plan.line):
+                self._messages.post(index)
                 # Before a step without backward; otherwise after the fetches of that backward.
-                takes = any(action.kind in "BI" for action in actions_of(step))
-                if not takes:
-                    self._prefetch(at + 1)
+                has_backward = any(action.kind in "BI" for action in actions_of(step))
+                if not has_backward:
+                    self._prefetch(index + 1)
                 self._step(step, lanes)
                 self.executed.append(step)
-                self._prefetch(at + 1)
+                self._prefetch(index + 1)
         self._messages.close()
         assert not self._in_flight, "forward passes without their backward"
         return self._result
 
-    def _prefetch(self, at: int) -> None:
+    def _prefetch(self, index: int) -> None:
         """Start to fetch the offloaded activations that a step's backward reads first."""
-        for step in self.plan.line[at : at + 1]:
+        for step in self.plan.line[index : index + 1]:
             for action in actions_of(step):
-                held = self._in_flight.get(self._stage_and_micro(action))
-                if held is not None and action.kind in "BI":
-                    held.flow.saved_tensors.prefetch()
+                in_flight = self._in_flight.get(self._stage_and_micro(action))
+                if in_flight is not None and action.kind in "BI":
+                    in_flight.flow.saved_tensors.prefetch()
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         """Run one action, or a pair concurrently, beginning with the backward."""
@@ -142,23 +142,23 @@ class Executor:
         """Wait for an action's inputs, and return its tasks."""
         stage, micro = self._stage_and_micro(action)
         if action.kind == "F":
-            held = self._in_flight[stage, micro] = self._start_pass(action)
+            in_flight = self._in_flight[stage, micro] = self._start_pass(action)
             needs = self.plan.table.action_inputs(self.plan.rank, action)
             inputs = [self._messages.wait_for(need).requires_grad_() for need in needs]
-            return Chain(tuple(inputs), held.chunk_pass.forward())
-        held = self._in_flight[stage, micro]
+            return Chain(tuple(inputs), in_flight.chunk_pass.forward())
+        in_flight = self._in_flight[stage, micro]
         if action.kind == "W":
-            assert isinstance(held.sink, DeferredSink)
-            held.hooks.pre_weight_gradients()
-            held.sink.drain()
+            assert isinstance(in_flight.sink, DeferredSink)
+            in_flight.hooks.pre_weight_gradients()
+            in_flight.sink.drain()
             return Chain((), ())
-        inputs, held.gradients = held.gradients, ()
+        inputs, in_flight.gradients = in_flight.gradients, ()
         if not inputs:
             inputs = (self._messages.wait_for(ActionResult("gradient", stage + 1, micro)),)
-        drain = held.sink.drain if isinstance(held.sink, DeferredSink) else None
+        drain = in_flight.sink.drain if isinstance(in_flight.sink, DeferredSink) else None
         if drain is not None and action.kind == "B":
-            held.hooks.pre_weight_gradients()
-        return Chain(inputs, held.chunk_pass.backward(drain if action.kind == "B" else None))
+            in_flight.hooks.pre_weight_gradients()
+        return Chain(inputs, in_flight.chunk_pass.backward(drain if action.kind == "B" else None))
 
     def _start_pass(self, action: Action) -> InFlight:
         """Prepare a micro-batch's pass through a chunk."""
@@ -180,20 +180,20 @@ class Executor:
     def _finish_action(self, action: Action, state: State) -> None:
         """Record or send an action's result; free what later actions do not need."""
         stage, micro = self._stage_and_micro(action)
-        held = self._in_flight[stage, micro]
+        in_flight = self._in_flight[stage, micro]
         if action.kind == "F":
-            chunk_pass = held.chunk_pass
-            held.flow.saved_tensors.end_forward()
+            chunk_pass = in_flight.chunk_pass
+            in_flight.flow.saved_tensors.end_forward()
             self._result.terms += [(micro, layer, values) for layer, values in chunk_pass.terms]
             if chunk_pass.summed_loss is not None:
                 self._result.losses.append(chunk_pass.summed_loss)
-                held.gradients = state
+                in_flight.gradients = state
         if action.kind == "I":
-            held.flow.end_backward()
+            in_flight.flow.end_backward()
         if action.kind in "BW":
-            held.hooks.post_weight_gradients()
-            if self._graphs is not None and held.graphs is not None:
-                self._graphs.release(held.graphs)
+            in_flight.hooks.post_weight_gradients()
+            if self._graphs is not None and in_flight.graphs is not None:
+                self._graphs.release(in_flight.graphs)
             del self._in_flight[stage, micro]
         result = self.plan.table.action_result(self.plan.rank, action)
         if result is not None and self.plan.table.reader_rank(result) is not None:
@@ -231,7 +231,7 @@ def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
     shape = Shape(
         decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
     )
-    keeping = MemoryPolicy(
+    policy = MemoryPolicy(
         recompute=recompute_modules(layout.recompute), **offload_fields(layout.offload)
     )
 
@@ -239,7 +239,7 @@ def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
         return [decoder.blocks[int(number)] for number in numbers]
 
     chunks = [
-        ChunkBlocks(blocks(one.layers), blocks(one.multi_token), one.has_head)
-        for one in placed.chunks
+        ChunkBlocks(blocks(chunk.layers), blocks(chunk.multi_token), chunk.has_head)
+        for chunk in placed.chunks
     ]
-    return Pages(*count_pages(chunks, shape, keeping, line))
+    return Pages(*count_pages(chunks, shape, policy, line))

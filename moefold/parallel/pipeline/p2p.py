@@ -56,51 +56,51 @@ def plan_rank(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
     """Return the plan of a pipeline rank for a step of ``micro_batches`` on this data rank."""
     table = layout.table(micro_batches)
     stages = [table.stage_of(rank, chunk) for chunk in range(table.chunks)]
-    near = {stage + way for stage in stages for way in (-1, 1)} & set(range(table.stages))
-    queues: dict[int, list[ActionResult]] = {table.rank_of(stage): [] for stage in near}
+    adjacent = {stage + delta for stage in stages for delta in (-1, 1)} & set(range(table.stages))
+    queues: dict[int, list[ActionResult]] = {table.rank_of(stage): [] for stage in adjacent}
     produced_at: dict[ActionResult, int] = {}
     read_at: dict[ActionResult, int] = {}
     for peer in queues.keys() - {rank}:
-        for at, step in enumerate(table.lines[peer]):
+        for index, step in enumerate(table.lines[peer]):
             sent = [r for r in table.step_results(peer, step) if table.reader_rank(r) == rank]
             queues[peer] += sent
-            produced_at.update(dict.fromkeys(sent, at))
+            produced_at.update(dict.fromkeys(sent, index))
             needs = table.step_inputs(peer, step)
-            read_at.update({need: at for need in needs if table.rank_of(need.stage) == rank})
+            read_at.update({need: index for need in needs if table.rank_of(need.stage) == rank})
     posts = []
     posted: set[ActionResult] = set()
     for step in table.lines[rank]:
-        now: list[ActionResult] = []
+        to_post: list[ActionResult] = []
         for need in table.step_inputs(rank, step):
             source = table.rank_of(need.stage)
             while source != rank and need not in posted:
-                now.append(queues[source].pop(0))
-                posted.add(now[-1])
-        posts.append(tuple(now))
+                to_post.append(queues[source].pop(0))
+                posted.add(to_post[-1])
+        posts.append(tuple(to_post))
     return RankPlan(table, rank, tuple(posts), produced_at, read_at)
 
 
 def held_messages(plan: RankPlan) -> Iterator[int]:
     """Yield the number of message tensors that a rank holds after each step, with posted ones."""
     table, rank, sent = plan.table, plan.rank, list[tuple[int, int]]()
-    held, posts = set[ActionResult](), iter(plan.posts)
+    unread, posts = set[ActionResult](), iter(plan.posts)
     for results in islice(posts, AHEAD):
-        held.update(results)
+        unread.update(results)
     for step in plan.line:
-        held.update(next(posts, ()))
+        unread.update(next(posts, ()))
         for action in (action for action in actions_of(step) if action.kind != "W"):
-            own = table.stage_of(rank, action.chunk)
-            for need in (need for need in table.action_inputs(rank, action) if need.stage != own):
-                held.remove(need)
-                peer, at = table.rank_of(need.stage), plan.produced_at.get(need, -1)
-                sent = [entry for entry in sent if entry[0] != peer or entry[1] > at]
+            stage = table.stage_of(rank, action.chunk)
+            for need in (need for need in table.action_inputs(rank, action) if need.stage != stage):
+                unread.remove(need)
+                peer, produced_at = table.rank_of(need.stage), plan.produced_at.get(need, -1)
+                sent = [entry for entry in sent if entry[0] != peer or entry[1] > produced_at]
         for result in table.step_results(rank, step):
             reader = table.reader_rank(result)
             if reader == rank:
-                held.add(result)
+                unread.add(result)
             elif reader is not None:
                 sent.append((reader, plan.read_at[result]))
-        yield len(held) + len(sent)
+        yield len(unread) + len(sent)
 
 
 class P2PMessages:
@@ -117,9 +117,9 @@ class P2PMessages:
         self._sent: dict[int, list[tuple[int, Pending, Tensor]]] = {}
         self._posted = 0
 
-    def post(self, at: int) -> None:
-        """Post the receives of all steps up to ``at + AHEAD``."""
-        until = min(at + AHEAD + 1, len(self._plan.posts))
+    def post(self, index: int) -> None:
+        """Post the receives of all steps up to ``index + AHEAD``."""
+        until = min(index + AHEAD + 1, len(self._plan.posts))
         for results in self._plan.posts[self._posted : until]:
             for result in results:
                 buffer = self._buffer(result.micro)
@@ -139,7 +139,7 @@ class P2PMessages:
         for read_at, message, _ in sent:
             if read_at <= produced_at:
                 message.wait()
-        self._sent[peer] = [one for one in sent if one[0] > produced_at]
+        self._sent[peer] = [entry for entry in sent if entry[0] > produced_at]
         return buffer
 
     def send(self, result: ActionResult, tensor: Tensor) -> None:

@@ -59,8 +59,8 @@ class GraphedPass:
     flow: Flow
     """The flow whose static rows the graphs read."""
     is_graphed: Callable[[int, Sequence[bool]], bool]
-    """``is_graphed(at, exchanges)``: whether segment ``at`` of a block is in a graph, given which
-    segments are exchanges."""
+    """``is_graphed(index, exchanges)``: whether a block's segment ``index`` is in a graph, given
+    which segments are exchanges."""
     record: GraphRecorder
     _parts: dict[Hashable, RecordedPart] = field(default_factory=dict)
     _static: set[int] = field(default_factory=set)
@@ -74,18 +74,18 @@ class GraphedPass:
         values: Sequence[Any],
     ) -> tuple[Any, ...]:
         """Run a part ``forward``, ``bare`` or ``backward``; the first time, record it."""
-        key, forms, at = (part.name, direction), part.forms, part.name[1]
+        key, forms, end = (part.name, direction), part.forms, part.name[1]
         recorded, waiting = self._parts.get(key), part.waiting
         if recorded is None:
             inputs, before = tuple(map(self._static_input, values)), len(waiting)
             graph, outputs = self.record(lambda: function(*inputs))
             self._static |= {x.data_ptr() for x in outputs if isinstance(x, Tensor)}
-            recorded = RecordedPart(graph, inputs, outputs, forms[at], waiting[before:])
+            recorded = RecordedPart(graph, inputs, outputs, forms[end], waiting[before:])
             self._parts[key] = recorded
         else:
             recorded.copy_inputs(values)
             waiting += recorded.deferred
-            forms[at] = recorded.output_spec
+            forms[end] = recorded.output_spec
         recorded.graph()
         outputs = recorded.static_outputs
         return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in outputs)
@@ -132,8 +132,8 @@ class GraphedPart:
 
     def backward(self, *gradients: Tensor | None) -> Gradients:
         """Return the inputs' gradients, given those of the outputs."""
-        given = (*gradients, *self.seeds)
-        return self._graphs.run(self, "backward", self._part.backward, given)
+        all_gradients = (*gradients, *self.seeds)
+        return self._graphs.run(self, "backward", self._part.backward, all_gradients)
 
 
 class PartGraphs:
@@ -154,8 +154,8 @@ class PartGraphs:
             bucket.keeps_gradients = True
             handles.update(bucket.handles.values())
         # Graphs add to gradients in fixed memory from the first micro-batch on, as buckets have.
-        trained = [one for one in data.placed.model.parameters() if one.requires_grad]
-        self._sums = {one: torch.zeros_like(one) for one in trained if one not in handles}
+        trained = [p for p in data.placed.model.parameters() if p.requires_grad]
+        self._sums = {p: torch.zeros_like(p) for p in trained if p not in handles}
 
     def begin_step(self, placed: ModelParts, flows: Sequence[Flow]) -> None:
         """Determine which of the step's shapes have graphs; put gradients in their fixed memory."""
@@ -176,16 +176,16 @@ class PartGraphs:
             return None
         free = self._free[chunk, shape]
         if free:
-            found = free.pop()
-            refill(found.flow, flow)
-            return found
-        found = GraphedPass((chunk, shape), static_copy(flow), self._is_graphed, self._record())
-        self.passes.append(found)
-        return found
+            graphs = free.pop()
+            refill(graphs.flow, flow)
+            return graphs
+        graphs = GraphedPass((chunk, shape), static_copy(flow), self._is_graphed, self._record())
+        self.passes.append(graphs)
+        return graphs
 
-    def _is_graphed(self, at: int, exchanges: Sequence[bool]) -> bool:
-        between = any(exchanges[:at]) and any(exchanges[at:])
-        return self._no_exchange or not (exchanges[at] or (between and not self._static_shapes))
+    def _is_graphed(self, index: int, exchanges: Sequence[bool]) -> bool:
+        between = any(exchanges[:index]) and any(exchanges[index:])
+        return self._no_exchange or not (exchanges[index] or (between and not self._static_shapes))
 
     def release(self, graphs: GraphedPass) -> None:
         """Return graphs to the pool, once their outputs are no longer needed."""

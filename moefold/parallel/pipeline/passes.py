@@ -69,8 +69,8 @@ class ChunkPass:
         """Return the tasks from the chunk's input rows (none if it embeds) to its output."""
         chunk = self._chunk
         if self._second_flow is None and self._graphs is None:
-            one = self._single_task(chunk.has_embedding, chunk.layers)
-            return [one, *([LaneTask(self._compute_losses)] if chunk.has_head else [])]
+            losses = [LaneTask(self._compute_losses)] if chunk.has_head else []
+            return [self._single_task(chunk.has_embedding, chunk.layers), *losses]
         tasks: list[LaneTask] = []
         if chunk.has_embedding:
             start = Subgraph(lambda: (self._model.start(self._flow),))
@@ -78,8 +78,8 @@ class ChunkPass:
             tasks.append(LaneTask(start.forward))
         elif self._graphs is not None:
             self._backward_tasks.append([LaneTask(_copy_state)])
-        for at, number in enumerate(chunk.layers):
-            tasks += self._block(number, (at, len(chunk.layers)))
+        for index, number in enumerate(chunk.layers):
+            tasks += self._block(number, (index, len(chunk.layers)))
         if chunk.has_head:
             tasks += [self._single_task(False, ()), LaneTask(self._compute_losses)]
         elif self._graphs is not None:
@@ -104,24 +104,25 @@ class ChunkPass:
 
     def _single_task(self, embeds: bool, layers: Sequence[str]) -> LaneTask:
         """Return one task for the chunk's embedding, ``layers``, norm and multi-token layers."""
-        model, scores, flow = self._model, self._chunk.has_head, self._flow
-        numbers: list[int] = []
+        model, has_head, flow = self._model, self._chunk.has_head, self._flow
+        term_layers: list[int] = []
 
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
-            x_TD = model.start(flow) if embeds else given[0]
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            x_TD = model.start(flow) if embeds else inputs[0]
             x_TD, terms = model.run(flow, x_TD, layers)
-            normed_TD = model.finish(flow, x_TD) if scores else x_TD
-            ahead, more = model.run_multi_token(flow, x_TD, normed_TD) if scores else ([], {})
-            numbers.extend([*terms, *more])
-            return normed_TD, *ahead, *terms.values(), *more.values()
+            normed_TD = model.finish(flow, x_TD) if has_head else x_TD
+            shifted, more = model.run_multi_token(flow, x_TD, normed_TD) if has_head else ([], {})
+            term_layers.extend([*terms, *more])
+            return normed_TD, *shifted, *terms.values(), *more.values()
 
-        part = Subgraph(run)
-        self._backward_tasks.append([LaneTask(part.backward)])
+        subgraph = Subgraph(run)
+        self._backward_tasks.append([LaneTask(subgraph.backward)])
 
-        def forward(*given: Any) -> State:
-            made = part.forward(*given)
-            rows, terms = made[: len(made) - len(numbers)], made[len(made) - len(numbers) :]
-            part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))
+        def forward(*inputs: Any) -> State:
+            outputs = subgraph.forward(*inputs)
+            num_rows = len(outputs) - len(term_layers)
+            rows, terms = outputs[:num_rows], outputs[num_rows:]
+            subgraph.seeds = self._seeds(dict(zip(term_layers, terms, strict=True)))
             return rows
 
         return LaneTask(forward)
@@ -134,8 +135,9 @@ class ChunkPass:
                 for later, x_TD in enumerate(rows)
             ]
         losses, gradients = zip(*pairs, strict=True)
-        one = len(losses) == 1
-        self.summed_loss = losses[0] if one else torch.cat([x.view(-1) for x in losses])
+        self.summed_loss = losses[0]
+        if len(losses) > 1:
+            self.summed_loss = torch.cat([loss.view(-1) for loss in losses])
         return gradients
 
     def _block(self, number: str, place: tuple[int, int]) -> list[LaneTask]:
@@ -163,46 +165,47 @@ class ChunkPass:
         """Return a block's parts; records of tensors are flattened between them."""
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
-        def run(at: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
-            state = tree_unflatten(values, forms[at])
+        def run(start: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
+            state = tree_unflatten(values, forms[start])
             with flow.saved_tensors.layer_hooks(*place):
-                for segment in segments[at:end]:
+                for segment in segments[start:end]:
                     state = segment(state, flow)
             flat, forms[end] = tree_flatten(state)
             return tuple(flat)
 
-        exchanges, graphs = [isinstance(one, Exchange) for one in segments], self._graphs
-        held = [
-            graphs is not None and graphs.is_graphed(at, exchanges) for at in range(len(segments))
+        exchanges, graphs = [isinstance(segment, Exchange) for segment in segments], self._graphs
+        graphed = [
+            graphs is not None and graphs.is_graphed(index, exchanges)
+            for index in range(len(segments))
         ]
         # Consecutive segments in graphs are one part, whose intermediates need no static memory.
-        starts = [at for at in range(len(held)) if not (at and held[at - 1] and held[at])]
-        found: list[Subgraph | GraphedPart] = []
-        for at, end in pairwise([*starts, len(held)]):
-            away = exchanges[at] and not held[at]
-            flow = self._second_flow if away and self._second_flow else self._flow
-            part = Subgraph(partial(run, at, end, flow), away)
-            if graphs is not None and held[at]:
-                found.append(GraphedPart(graphs, part, (place, end), flow.sink, forms))
+        starts = [i for i in range(len(graphed)) if not (i and graphed[i - 1] and graphed[i])]
+        parts: list[Subgraph | GraphedPart] = []
+        for start, end in pairwise([*starts, len(graphed)]):
+            is_exchange = exchanges[start] and not graphed[start]
+            flow = self._second_flow if is_exchange and self._second_flow else self._flow
+            part = Subgraph(partial(run, start, end, flow), is_exchange)
+            if graphs is not None and graphed[start]:
+                parts.append(GraphedPart(graphs, part, (place, end), flow.sink, forms))
             else:
-                found.append(part)
-        return found
+                parts.append(part)
+        return parts
 
     def _seeds(self, terms: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
         """Record router terms [N] by layer; return the gradient of the step's loss for each."""
-        noted = {at: values.detach() for at, values in terms.items() if values.numel()}
+        router_terms = {layer: values.detach() for layer, values in terms.items() if values.numel()}
         if self._graphs is not None:  # a replay overwrites them
-            noted = {at: values.clone() for at, values in noted.items()}
-        self.terms += noted.items()
+            router_terms = {layer: values.clone() for layer, values in router_terms.items()}
+        self.terms += router_terms.items()
         _, weighted = self._model.sum_router_terms(terms)
         if weighted is None or not weighted.requires_grad:
             return (None,) * len(terms)
         leaves = [values for values in terms.values() if values.requires_grad]
         scale = torch.ones_like(weighted) * self._fraction
         seeds = torch.autograd.grad(weighted, leaves, scale, allow_unused=True)
-        self.seeds += [one for one in seeds if one is not None]
-        found = iter(seeds)
-        return tuple(next(found) if t.requires_grad else None for t in terms.values())
+        self.seeds += [seed for seed in seeds if seed is not None]
+        remaining = iter(seeds)
+        return tuple(next(remaining) if t.requires_grad else None for t in terms.values())
 
 
 def _hook_task(hook: Callable[[str], None], unit: str) -> LaneTask:
@@ -228,35 +231,35 @@ def _recomputed_tasks(
     Its parts run again in backward, except an exchange at the end, which runs once: for its
     backward it saves the destinations of rows, but no rows.
     """
-    once = [part for part in parts[1:][-1:] if part.is_exchange]
-    again = parts[: len(parts) - len(once)]
-    kept: list[tuple[Any, bool]] = []
-    held: list[State] = []
+    run_once = [part for part in parts[1:][-1:] if part.is_exchange]
+    recomputed = parts[: len(parts) - len(run_once)]
+    saved_inputs: list[tuple[Any, bool]] = []
+    output_gradients: list[State] = []
 
-    def keep(x_TD: Tensor) -> State:
+    def save_input(x_TD: Tensor) -> State:
         with saved.layer_hooks(*place):
-            kept.append((saved.pack(x_TD), x_TD.requires_grad))
+            saved_inputs.append((saved.pack(x_TD), x_TD.requires_grad))
         return (x_TD,)
 
-    def begin(*gradients: Any) -> State:
-        held.append(gradients)
-        x_TD, live = kept.pop()
+    def begin_recompute(*gradients: Any) -> State:
+        output_gradients.append(gradients)
+        x_TD, live = saved_inputs.pop()
         saved.recomputing = True
         return (unpack(x_TD).detach().requires_grad_(live),)
 
-    def resume(*_: Any) -> State:
+    def end_recompute(*_: Any) -> State:
         saved.recomputing = False
-        return held.pop()
+        return output_gradients.pop()
 
     forward = [
-        LaneTask(keep),
-        *(LaneTask(part.forward_no_grad, part.is_exchange) for part in again),
+        LaneTask(save_input),
+        *(LaneTask(part.forward_no_grad, part.is_exchange) for part in recomputed),
     ]
-    forward += [LaneTask(part.forward, True) for part in once]
+    forward += [LaneTask(part.forward, True) for part in run_once]
     return forward, [
-        *(LaneTask(part.backward, True) for part in once),
-        LaneTask(begin),
-        *(LaneTask(part.forward, part.is_exchange) for part in again),
-        LaneTask(resume),
-        *(LaneTask(part.backward, part.is_exchange) for part in reversed(again)),
+        *(LaneTask(part.backward, True) for part in run_once),
+        LaneTask(begin_recompute),
+        *(LaneTask(part.forward, part.is_exchange) for part in recomputed),
+        LaneTask(end_recompute),
+        *(LaneTask(part.backward, part.is_exchange) for part in reversed(recomputed)),
     ]

@@ -51,7 +51,7 @@ class CudaGraphs:
                 # Only this thread: others query whether messages of other ranks have arrived.
                 graph.capture_begin(self._pool, "thread_local")
                 try:
-                    left = function()
+                    result = function()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
@@ -59,7 +59,7 @@ class CudaGraphs:
                 f"layout.graphs: a CUDA graph could not be captured: {error}. Use graphs: none"
             ) from error
         self._pool = graph.pool()
-        return graph.replay, left
+        return graph.replay, result
 
 
 class ShapeTracker:
@@ -85,8 +85,8 @@ class ShapeTracker:
         hashes = [[self.weights_moved(placed), *(hash(key or ()) for key in keys)]]
         if world.size > 1:
             with world.recorder.module("graphs"):
-                mine = torch.tensor(hashes[0], device=world.device)
-                hashes = gather(mine, world.group("world")).tolist()
+                local = torch.tensor(hashes[0], device=world.device)
+                hashes = gather(local, world.group("world")).tolist()
         moved_R, *shapes_MR = zip(*hashes, strict=True)
         if moved := any(moved_R):
             self._seen.clear()
@@ -97,11 +97,11 @@ class ShapeTracker:
         """Refresh low-precision weights, so that no replay casts; return whether any moved."""
         model, stash = placed.model, placed.offload and placed.offload.stash
         model.recipe.refresh_copies()
-        held = [*model.parameters(), *model.buffers(), *model.recipe.copies]
-        held += stash.tensors if stash is not None else []
-        places = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in held)
-        before, self._addresses = self._addresses, places
-        return before != places
+        tensors = [*model.parameters(), *model.buffers(), *model.recipe.copies]
+        tensors += stash.tensors if stash is not None else []
+        addresses = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+        before, self._addresses = self._addresses, addresses
+        return before != addresses
 
     def ready(self, key: Hashable) -> bool:
         """Count a step of a shape; return whether it is recorded or may be now."""
@@ -127,17 +127,17 @@ def refill(old: Flow, new: Flow) -> None:
     """Copy another micro-batch's rows into the tensors that a graph reads."""
     for later, name in product(range(len(old.shifted_rows) + 1), ROW_TENSORS):
         pair = old.shifted(later), new.shifted(later)
-        for one, other in zip(*((flow.rows, flow.piece) for flow in pair), strict=True):
-            if one is not None:
-                getattr(one, name).copy_(getattr(other, name))
+        for target, source in zip(*((flow.rows, flow.piece) for flow in pair), strict=True):
+            if target is not None:
+                getattr(target, name).copy_(getattr(source, name))
 
 
 def static_copy(flow: Flow) -> Flow:
     """Return a flow with copies of its rows, and with segment bounds on the device."""
 
     def own(rows: MicroBatch) -> MicroBatch:
-        found = replace(rows, **{name: getattr(rows, name).clone() for name in ROW_TENSORS})
-        _ = found.cu_seqlens
-        return found
+        copy = replace(rows, **{name: getattr(rows, name).clone() for name in ROW_TENSORS})
+        _ = copy.cu_seqlens
+        return copy
 
     return flow.with_rows(own)

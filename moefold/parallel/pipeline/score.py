@@ -46,8 +46,8 @@ def next_logits(
     sizes = world.folding.sizes
     cache = cache if sizes.cp == 1 else None
     pad_to = sizes.row_multiple
-    whole = pack(texts, pad_to) if cache is None else cache.next_rows(texts, pad_to)
-    rows, piece = local_rows(whole, world)
+    batch = pack(texts, pad_to) if cache is None else cache.next_rows(texts, pad_to)
+    rows, piece = local_rows(batch, world)
     flow = Flow(
         rows.to(world.device),
         model.recipe,
@@ -59,7 +59,7 @@ def next_logits(
         dropless=True,
     )
     x_TD = forward(placed, flow)
-    last_P = (whole.cu_seqlens[1:] - 1).long().to(world.device)
+    last_P = (batch.cu_seqlens[1:] - 1).long().to(world.device)
     vocab = model.record.vocab
     logits_PV = torch.zeros(len(texts), vocab, dtype=model.recipe.dtype, device=world.device)
     if x_TD is not None:

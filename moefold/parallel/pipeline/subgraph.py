@@ -53,16 +53,16 @@ class Subgraph:
 
     def backward(self, *gradients: Tensor | None) -> Gradients:
         """Return the inputs' gradients, given those of the outputs; can be called once."""
-        given = zip(self._edges, (*gradients, *self.seeds), strict=True)
-        pairs = [(edge, grad) for edge, grad in given if None not in (edge, grad)]
+        all_gradients = zip(self._edges, (*gradients, *self.seeds), strict=True)
+        pairs = [(edge, grad) for edge, grad in all_gradients if None not in (edge, grad)]
         self._edges = []
         if pairs:
             edges, grads = zip(*pairs, strict=True)
             torch.autograd.backward(edges, grads)
-        found = tuple(self._input_gradients)
+        input_gradients = tuple(self._input_gradients)
         # Break a cycle: deferred products hold rows, rows the graph, and the graph this list.
         self._input_gradients.clear()
-        return found
+        return input_gradients
 
 
 def detached(value: Any, requires_grad: bool = False) -> Any:
@@ -81,19 +81,19 @@ class _CaptureGradients(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        caught: list[Tensor | None],
+        captured: list[Tensor | None],
         live: Sequence[bool],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.caught = caught
+        ctx.captured = captured
         ctx.set_materialize_grads(False)
-        handed = tuple(map(detached, tensors))
-        dead = [x for x, lives in zip(handed, live, strict=True) if not lives]
+        outputs = tuple(map(detached, tensors))
+        dead = [x for x, lives in zip(outputs, live, strict=True) if not lives]
         ctx.mark_non_differentiable(*(x for x in dead if isinstance(x, Tensor)))
-        return handed
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
-        ctx.caught[:] = gradients
+        ctx.captured[:] = gradients
         return (None,) * (3 + len(gradients))
