@@ -68,10 +68,10 @@ def check(cls: type[R], data: Any, overrides: Collection[FieldPath] = ()) -> Che
     for _ in range(MAX_ROUNDS):
         record, errors = validate(cls, data)
         if record is None:
-            found = _field_violations(cls, data, errors, overrides)
+            violations = _field_violations(cls, data, errors, overrides)
         else:
-            found = _rule_violations(record, data)
-        fresh = [item for item in found if not any(item in known for known in rounds)]
+            violations = _rule_violations(record, data)
+        fresh = [item for item in violations if not any(item in earlier for earlier in rounds)]
         # Remove list items last and from the end, so that other indices stay valid.
         drops = [v for v in fresh if v.nearest == REMOVE and v.path and isinstance(v.path[-1], int)]
         fresh = [v for v in fresh if v not in drops] + sorted(drops, key=lambda v: -int(v.path[-1]))
@@ -89,17 +89,17 @@ def broken_rules(record: Record) -> list[Violation]:
     A record's rules may assume that its children's rules hold: if they raise while a child
     violates one, they are skipped until that is fixed.
     """
-    found: list[Violation] = []
-    for path, part in iter_records(record):
+    violations: list[Violation] = []
+    for path, inner in iter_records(record):
         try:
-            found += [item.under(*path) for item in list(part.rules())]
+            violations += [item.under(*path) for item in list(inner.rules())]
         except Exception as error:
-            if any(item.path[: len(path)] == path for item in found):
+            if any(item.path[: len(path)] == path for item in violations):
                 continue
             if not isinstance(error, ValueError):
                 raise
-            found.append(Violation(path, to_dict(part), str(error), id="refused"))
-    return found
+            violations.append(Violation(path, to_dict(inner), str(error), id="refused"))
+    return violations
 
 
 def validate(record: type[M], data: Any) -> tuple[M | None, PydanticErrors]:
@@ -137,17 +137,17 @@ def _field_violations(
 ) -> list[Violation]:
     """Return a violation for each path with pydantic errors."""
     parents = {leaf[:end] for leaf in overrides for end in range(len(leaf) + 1)}
-    found, renamed = [], set[FieldPath]()
+    violations, renamed = [], set[FieldPath]()
     for path, items in errors.items():
         if items[0][0] == "extra_forbidden":
             item = _unknown_key_violation(cls, data, path, renamed | parents, path in parents)
-            found.append(item)
+            violations.append(item)
             if isinstance(item.nearest, Rename):
                 renamed.add((*path[:-1], item.nearest.to))
     for path, items in errors.items():
         if items[0][0] != "extra_forbidden" and path not in renamed:
-            found.append(_value_violation(cls, data, path, items))
-    return found
+            violations.append(_value_violation(cls, data, path, items))
+    return violations
 
 
 def _unknown_key_violation(
@@ -161,15 +161,15 @@ def _unknown_key_violation(
     parent, key = path[:-1], str(path[-1])
     holder, value = get_at(data, parent), get_at(data, path)
     record = spec_at(FieldSpec(cls), data, parent).record_class(holder)
-    known = [] if record is None else list(specs(record))
+    keys = [] if record is None else list(specs(record))
     elsewhere = next(find_key(FieldSpec(cls), data, key), None)
     cutoff = MIN_SIMILARITY if elsewhere is None else MIN_SIMILARITY_ELSEWHERE
-    free = [name for name in known if replaces or name not in holder]
-    rule = f"unknown key; {dotted(parent) or 'the run'} has {', '.join(known)}"
+    free = [name for name in keys if replaces or name not in holder]
+    rule = f"unknown key; {dotted(parent) or 'the run'} has {', '.join(keys)}"
     suggestion = closest(key, [name for name in free if (*parent, name) not in taken], cutoff)
     if suggestion is not None:
         return Violation(path, value, rule, Rename(suggestion), "unknown-key")
-    already_set = closest(key, known, cutoff)
+    already_set = closest(key, keys, cutoff)
     if already_set is not None:
         rule += f" (did you mean {already_set}? It is already set)"
     elif elsewhere is not None:
@@ -204,7 +204,7 @@ def _value_violation(
     nearest: Any = MISSING
     for item in attempts:  # accept if this field is legal, whatever is wrong elsewhere
         others = validate(cls, set_at(data, path, item))[1]
-        if not any(other[: len(path)] == path for other in others):
+        if not any(error_path[: len(path)] == path for error_path in others):
             nearest = item
             break
     return Violation(path, None if value is MISSING else value, rule, nearest, violation_id)
@@ -213,8 +213,8 @@ def _value_violation(
 def _sibling_slot(parent: FieldSpec, holder: Any, value: Any) -> str | None:
     """Return an unset key of the record whose slot has the rejected value as a kind, or None."""
     record = parent.record_class(holder)
-    known = {} if record is None else specs(record)
-    for name, spec in known.items():
+    record_specs = {} if record is None else specs(record)
+    for name, spec in record_specs.items():
         slot = spec.slot
         if slot is not None and name not in holder:
             kind = value.get(slot.tag) if isinstance(value, Mapping) else value
@@ -263,26 +263,26 @@ def _merge_rounds(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
 
     Each of ``rounds`` was found after fixing the earlier ones; ``fixed`` has no violations.
     """
-    kept: list[Violation] = []
+    merged: list[Violation] = []
     for fresh in rounds:
-        earlier = {item.path[:-1] for item in kept}
+        earlier = {item.path[:-1] for item in merged}
         around = {path[:end] for path in earlier for end in range(len(path) + 1)}
         for item in fresh:
             # Violations whose suggestion set the value at this path.
-            sources = [i for i, v in enumerate(kept) if v.path == item.path[: len(v.path)]]
-            with_value = (i for i in sources if not isinstance(kept[i].nearest, Remove | Rename))
+            sources = [i for i, v in enumerate(merged) if v.path == item.path[: len(v.path)]]
+            with_value = (i for i in sources if not isinstance(merged[i].nearest, Remove | Rename))
             i = next(with_value, None)
             if i is not None:
-                above, nearest = kept[i], get_at(fixed, kept[i].path)
+                above, nearest = merged[i], get_at(fixed, merged[i].path)
                 both = above.path == item.path and item.rule not in above.rule.split("; ")
                 rule = f"{above.rule}; {item.rule}" if both else above.rule
                 nearest = REMOVE if nearest is MISSING else nearest
-                kept[i] = replace(above, rule=rule, nearest=nearest)
+                merged[i] = replace(above, rule=rule, nearest=nearest)
             elif item.path in around:
                 continue  # suggested values inside this one may be the cause
             elif item.path[:-1] in earlier:
                 note = "(with the values suggested above)"
-                kept.append(replace(item, rule=f"{item.rule} {note}"))
+                merged.append(replace(item, rule=f"{item.rule} {note}"))
             else:
-                kept.append(item)
-    return kept
+                merged.append(item)
+    return merged

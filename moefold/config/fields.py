@@ -159,8 +159,8 @@ def _options(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Option]:
     slot = next((item for item in metadata if isinstance(item, Slot)), None)
     if origin is Annotated:
         # Flattened, as ``Field(ge=1)`` and intervals hold several constraints.
-        given = (item.metadata if isinstance(item, FieldInfo) else [item] for item in args[1:])
-        yield from _options(args[0], (*chain.from_iterable(given), *metadata))
+        nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in args[1:])
+        yield from _options(args[0], (*chain.from_iterable(nested), *metadata))
     elif slot is not None:
         yield Option("slot", slot, metadata=metadata)
     elif origin in (Union, UnionType):
@@ -221,11 +221,11 @@ def set_at(data: Any, path: FieldPath, value: Any) -> Any:
     if not path:
         return value
     part, below = path[0], set_at(get_at(data, path[:1]), path[1:], value)
-    kept = [] if below == REMOVE else [below]
+    inserted = [] if below == REMOVE else [below]
     if isinstance(data, list) and isinstance(part, int):
-        return [*data[:part], *kept, *data[part + 1 :]]
+        return [*data[:part], *inserted, *data[part + 1 :]]
     others = data if isinstance(data, Mapping) else {}
-    if kept:
+    if inserted:
         return {**others, part: below}
     return {key: item for key, item in others.items() if key != part}
 
@@ -275,7 +275,7 @@ def _merge_over(spec: FieldSpec, base: Any, override: Any) -> Any:
         return override
     merged = {**base, **override}
     inner = ((key, child_spec(spec, merged, key)) for key in override)
-    return merged | {key: _merge_over(of, base.get(key), override[key]) for key, of in inner}
+    return merged | {key: _merge_over(child, base.get(key), override[key]) for key, child in inner}
 
 
 def apply_suggestion(spec: FieldSpec, data: Any, violation: Violation) -> Any:

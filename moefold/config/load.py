@@ -64,11 +64,12 @@ def load(
     merged = state.merge(overrides)
     overridden = [path for path, origin in merged.origins.items() if origin.kind == "override"]
     checked = check(cls, merged.data, overridden)
-    known = {item.path[:1] for item in state.violations} & {(USES,)}
-    found = [item for item in checked.violations if item.path[:1] not in known]
+    reported = {item.path[:1] for item in state.violations} & {(USES,)}
+    unreported = [item for item in checked.violations if item.path[:1] not in reported]
     if any(item.id == "base" and item.nearest is not REMOVE for item in state.violations):
-        found = [item for item in found if item.id != "missing"]  # The intended base may set it.
-    violations = [*state.violations, *found]
+        # The intended base may set it.
+        unreported = [item for item in unreported if item.id != "missing"]
+    violations = [*state.violations, *unreported]
     if violations or checked.record is None:
         origins = (item.where or merged.origin(item.path).where for item in violations)
         located = [replace(v, where=w) for v, w in zip(violations, origins, strict=True)]
@@ -146,8 +147,8 @@ class _LoadState:
             self.violations += [] if problem is None else [problem]
         self._set_plugins(merged)
         for path, text, mark in list(iter_file_paths(merged.spec, merged.data)):
-            whole = mark.absolute(text, merged.origin(path).folder or Path.cwd())
-            merged.data = set_at(merged.data, path, whole)
+            absolute = mark.absolute(text, merged.origin(path).folder or Path.cwd())
+            merged.data = set_at(merged.data, path, absolute)
         return merged
 
     def _set_plugins(self, merged: MergedData) -> None:
@@ -156,9 +157,9 @@ class _LoadState:
         if not _is_string_list(uses):
             listed = uses if isinstance(uses, list) else []
             texts = (path for path in listed if isinstance(path, str) and path.endswith(".py"))
-            found = [path for path in texts if Path(path).is_file()]
+            files = [path for path in texts if Path(path).is_file()]
             rule = "must be a list of Python files"
-            self.violations.append(Violation((USES,), uses, rule, found, "wrong-type"))
+            self.violations.append(Violation((USES,), uses, rule, files, "wrong-type"))
             return
         if self.plugins:
             merged.data = set_at(merged.data, (USES,), list(self.plugins))

@@ -46,8 +46,8 @@ class ConfigLayer:
         """Return the origin of this layer's value at a path, with the value's first line."""
         below = [line for leaf, line in self.lines.items() if leaf[: len(path)] == path]
         around = [self.lines[path[:end]] for end in range(len(path)) if path[:end] in self.lines]
-        at = f":{min(below or around)}" if below or around else ""
-        return ValueOrigin(self.kind, self.name + at, self.folder)
+        suffix = f":{min(below or around)}" if below or around else ""
+        return ValueOrigin(self.kind, self.name + suffix, self.folder)
 
 
 class MergedData:
@@ -71,16 +71,16 @@ class MergedData:
     ) -> Any:
         override = spec.with_tag(override)
         both = isinstance(override, Mapping) and isinstance(base, Mapping)
-        kept: Mapping[str, Any] = base if both and not changes_kind(spec, base, override) else {}
-        if not kept and base is not MISSING:
+        lower: Mapping[str, Any] = base if both and not changes_kind(spec, base, override) else {}
+        if not lower and base is not MISSING:
             self._drop_origins(path)
-        if not isinstance(override, Mapping) or not (override or kept):
+        if not isinstance(override, Mapping) or not (override or lower):
             self.origins |= {leaf: layer.origin(leaf) for leaf, _ in leaves(override, path)}
             return override
-        merged, combined = dict(kept), {**kept, **override}
+        merged, combined = dict(lower), {**lower, **override}
         for key, item in override.items():
             child = child_spec(spec, combined, key)
-            merged[key] = self._merge(child, kept.get(key, MISSING), item, (*path, key), layer)
+            merged[key] = self._merge(child, lower.get(key, MISSING), item, (*path, key), layer)
         return merged
 
     def origin(self, path: FieldPath) -> ValueOrigin:

@@ -51,9 +51,9 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
     return hashes
 
 
-def plugin_hash(part: type) -> list[str]:
+def plugin_hash(cls: type) -> list[str]:
     """Return the content hash of the plugin that defines a class; empty for other classes."""
-    module = part.__module__
+    module = cls.__module__
     return [module.rpartition("_")[2]] if module.startswith(MODULE_PREFIX) else []
 
 

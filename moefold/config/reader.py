@@ -143,7 +143,7 @@ class _Converter:
     def convert(self, node: Node, path: FieldPath, parents: tuple[Node, ...]) -> Any:
         """Return the data of a node at a path; ``parents`` are its enclosing nodes."""
         self.count += 1
-        if any(node is other for other in parents):
+        if any(node is parent for parent in parents):
             raise self._error(node, "an alias contains itself", "too-large")
         if len(parents) >= MAX_DEPTH:
             raise self._error(node, f"is nested deeper than {MAX_DEPTH}", "too-large")

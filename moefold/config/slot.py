@@ -44,10 +44,10 @@ class Slot:
         if folder is not None:
             for module in iter_modules(import_module(folder).__path__):
                 import_module(f"{folder}.{module.name}")
-            ours = [item for item in self._kinds.items() if item[1].__module__.startswith(folder)]
-            others = [item for item in self._kinds.items() if item not in ours]
+            own = [item for item in self._kinds.items() if item[1].__module__.startswith(folder)]
+            others = [item for item in self._kinds.items() if item not in own]
             self._kinds.clear()
-            self._kinds.update(sorted(ours, key=lambda item: item[1].__module__) + others)
+            self._kinds.update(sorted(own, key=lambda item: item[1].__module__) + others)
         return self._kinds
 
     def register(self, record: RecordClass) -> RecordClass:
@@ -57,14 +57,14 @@ class Slot:
         if not isinstance(kind, str):
             raise TypeError(f"{record.__name__}.{self.tag} needs a string default to be registered")
         in_package = self._package is not None and record.__module__.startswith(self._package)
-        other = (self._kinds if in_package else self.kinds).get(kind, record)
+        earlier = (self._kinds if in_package else self.kinds).get(kind, record)
         # A notebook cell or edited file may register its class again.
-        modules = [sys.modules.get(one.__module__) for one in (other, record)]
+        modules = [sys.modules.get(cls.__module__) for cls in (earlier, record)]
         first, second = (getattr(module, "__file__", None) for module in modules)
-        same_file = other.__module__ == record.__module__ or first == second is not None
-        if other.__qualname__ != record.__qualname__ or not same_file:
+        same_file = earlier.__module__ == record.__module__ or first == second is not None
+        if earlier.__qualname__ != record.__qualname__ or not same_file:
             raise ValueError(
-                f"{self.name} {kind!r} is already taken by {other.__module__}.{other.__name__}"
+                f"{self.name} {kind!r} is already taken by {earlier.__module__}.{earlier.__name__}"
             )
         self._kinds[kind] = record
         return record

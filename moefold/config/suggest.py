@@ -48,7 +48,8 @@ def describe(spec: FieldSpec) -> str:
     # An example is clearer than a pattern.
     hidden = ("pattern",) if spec.examples else ()
     texts = dict.fromkeys(_describe_option(option, hidden) for option in spec.options)
-    lead = " of the form" if any("pattern" in one.bounds for one in spec.options) else ", such as"
+    has_pattern = any("pattern" in option.bounds for option in spec.options)
+    lead = " of the form" if has_pattern else ", such as"
     example = f"{lead} {format_value(spec.examples[0])}" if spec.examples else ""
     return " or ".join(texts) + example
 
@@ -60,7 +61,7 @@ def _describe_option(option: Option, hidden: tuple[str, ...]) -> str:
         noun = f"a{'n' * (option.of.name[0] in 'aeiou')} {option.of.name}"
         text = f"{noun}: a mapping with {option.of.tag}, one of {_join_names(option.of.kinds)}"
     elif option.kind == "fixed":
-        items = ", ".join(describe(FieldSpec(of)) for of in option.of)
+        items = ", ".join(describe(FieldSpec(hint)) for hint in option.of)
         text = f"a list of {len(option.of)} ({items})"
     elif option.kind == "literal":
         text = f"one of {_join_names(option.of)}"
@@ -70,8 +71,8 @@ def _describe_option(option: Option, hidden: tuple[str, ...]) -> str:
         text += f" ({describe(FieldSpec(option.of))})"
     bounds = {name: bound for name, bound in option.bounds.items() if name not in hidden}
     unit = "characters" if option.kind == "str" else "items"
-    parts = [_BOUND_TEXTS[name].format(bound, unit=unit) for name, bound in bounds.items()]
-    text = " ".join([text, " and ".join(parts)]).rstrip()
+    bound_texts = [_BOUND_TEXTS[name].format(bound, unit=unit) for name, bound in bounds.items()]
+    text = " ".join([text, " and ".join(bound_texts)]).rstrip()
     return re.sub(r"\b1 (item|character)s\b", r"1 \1", text)
 
 
@@ -153,7 +154,7 @@ def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
         elif option.kind in ("list", "fixed") and value is not MISSING:
             items = value if isinstance(value, list) else [value]
             yield items
-            fill = [] if option.kind == "list" else [_filler(FieldSpec(of)) for of in option.of]
+            fill = [] if option.kind == "list" else [_filler(FieldSpec(hint)) for hint in option.of]
             yield [*items, *fill[len(items) :]][: len(fill) or option.bounds.get("max_length")]
         elif option.kind == "slot" and isinstance(value, str):
             kind = closest(value, option.of.kinds)
@@ -219,14 +220,14 @@ def _minimal_values(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
         elif option.kind == "list":
             yield [_filler(FieldSpec(option.of))] * bounds.get("min_length", 0)
         elif option.kind == "fixed":
-            yield [_filler(FieldSpec(of)) for of in option.of]
+            yield [_filler(FieldSpec(hint)) for hint in option.of]
         elif option.kind == "literal":
             yield from option.of
         elif option.kind in ("int", "float"):
             low, high = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
             inner = max(low + 1, min(high - 1, 0))
             between = (low + high) / 2 if math.isfinite(high - low) else inner
-            yield from (found for number in (1, 0, between) for found in _clamp(option, number))
+            yield from (clamped for number in (1, 0, between) for clamped in _clamp(option, number))
         elif option.kind in ("str", "other"):
             yield "x" * max(1, bounds.get("min_length", 1))
         else:

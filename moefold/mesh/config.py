@@ -42,8 +42,8 @@ class Sizes(Record):
         for word in text.split():
             match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
             if match is None or match[1] not in AXES:
-                known = ", ".join(AXES)
-                raise ValueError(f"layout {text!r}: {word!r} is not an axis ({known}) and size")
+                axes = ", ".join(AXES)
+                raise ValueError(f"layout {text!r}: {word!r} is not an axis ({axes}) and size")
             if match[1] in sizes:
                 raise ValueError(f"layout {text!r}: {match[1]} is given twice")
             sizes[match[1]] = int(match[2])

@@ -40,35 +40,35 @@ def size_violations(
     fits = world is not None and world > 0 and world % sizes.smallest_world == 0
     nearest = nearest_sizes(sizes, model, world if fits else None, most)
     broken = size_rules(sizes, model, most)
-    found = [Violation(("sizes",), sizes.text, rule, nearest.text) for rule in broken]
+    violations = [Violation(("sizes",), sizes.text, rule, nearest.text) for rule in broken]
     if world is not None:
-        found += world_violations(nearest, world, model, most)
-    found += order_violations(nearest, order)
+        violations += world_violations(nearest, world, model, most)
+    violations += order_violations(nearest, order)
     if parse_error:
-        found.append(Violation(("stages",), stages, parse_error, None))
+        violations.append(Violation(("stages",), stages, parse_error, None))
     if parsed is not None:
         need = nearest.pp * nearest.vpp, model.moe_layers, model.multi_token
         rules = parsed.broken_rules(*need)
         if parsed.letters[-1].count("m") < "".join(parsed.letters).count("m"):
             rules.append("must have every m in the last stage, with L")
         legal = parsed.nearest(*need).text if rules else None
-        found += [Violation(("stages",), stages, rule, legal) for rule in rules]
-    return found
+        violations += [Violation(("stages",), stages, rule, legal) for rule in rules]
+    return violations
 
 
 def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
     """Return the rules that sizes break; ``most`` bounds the number of stages, ``pp * vpp``."""
-    found = []
+    rules = []
     if sizes.vpp > 1 and sizes.pp == 1:
-        found.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
+        rules.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
     requested = dict(sizes)
-    found += [need.rule for need in model.units if need.number % requested[need.axis]]
+    rules += [need.rule for need in model.units if need.number % requested[need.axis]]
     if sizes.pp * sizes.vpp > most:
-        found.append(
+        rules.append(
             f"pp * vpp ({sizes.pp * sizes.vpp}) must be at most {most}, the number of layers or "
             "of stages in layout.stages"
         )
-    return found
+    return rules
 
 
 def world_violations(

@@ -58,8 +58,8 @@ class Stages:
             word = token[0]
             if word.startswith("*"):
                 if not token[1] or not levels[-1]:
-                    what = "a number after" if levels[-1] else "a letter or group before"
-                    raise _error(text, f"'*' needs {what} it", token.start())
+                    missing = "a number after" if levels[-1] else "a letter or group before"
+                    raise _error(text, f"'*' needs {missing} it", token.start())
                 if len(levels[-1][-1]) * int(token[1]) > MAX_PARTS:
                     raise _error(text, f"more than {MAX_PARTS:,} letters and breaks", token.start())
                 levels[-1][-1] *= int(token[1])
@@ -73,8 +73,8 @@ class Stages:
             elif word in KINDS or word == "|":
                 levels[-1].append(word)
             elif not re.fullmatch(r"[\s,]+", word):
-                known = " ".join(KINDS)
-                raise _error(text, f"{word!r} is not one of {known} | ( ) *n", token.start())
+                kinds = " ".join(KINDS)
+                raise _error(text, f"{word!r} is not one of {kinds} | ( ) *n", token.start())
         if len(levels) > 1:
             raise _error(text, "'(' has no ')'", len(text))
         letters = "".join(levels[0])
@@ -118,12 +118,12 @@ class Stages:
     def text(self) -> str:
         """The text form, with equal letters and equal stages written as repeats."""
         ended = [_compress(stage) + "|" for stage in self.letters[:-1]]
-        parts = []
+        texts = []
         for stage, same in groupby(ended):
             number = len(list(same))
             once = stage if len(stage) == 1 else f"({stage})"
-            parts.append(stage * number if number == 1 else f"{once}*{number}")
-        return "".join(parts) + _compress(self.letters[-1])
+            texts.append(stage * number if number == 1 else f"{once}*{number}")
+        return "".join(texts) + _compress(self.letters[-1])
 
     @property
     def layers(self) -> int:
@@ -166,25 +166,25 @@ class Stages:
             is_moe: whether each layer of the model has experts.
             multi_token: number of multi-token prediction layers.
         """
-        found = []
+        rules = []
         if len(self.letters) != count:
-            found.append(f"must have pp * vpp ({count}) stages, not {len(self.letters)}")
+            rules.append(f"must have pp * vpp ({count}) stages, not {len(self.letters)}")
         letters = "".join(self.letters)
         if not re.fullmatch(r"E[tdx]*m*L", letters):
-            found.append("must be one E, then layers, then any m, then one L")
+            rules.append("must be one E, then layers, then any m, then one L")
         elif not (self.letters[0].startswith("E") and self.letters[-1].endswith("L")):
-            found.append("must have E in the first stage and L in the last")
+            rules.append("must have E in the first stage and L in the last")
         if self.layers != len(is_moe):
-            found.append(f"must have the model's {len(is_moe)} layers, not {self.layers}")
+            rules.append(f"must have the model's {len(is_moe)} layers, not {self.layers}")
         if letters.count("m") != multi_token:
-            found.append(f"must have as many m as the model has multi-token layers ({multi_token})")
+            rules.append(f"must have as many m as the model has multi-token layers ({multi_token})")
         named = [letter for letter in letters if letter in LAYERS]
         for i, (letter, routed) in enumerate(zip(named, is_moe, strict=False)):
             if letter == ("d" if routed else "x"):
                 kind = "experts" if routed else "no experts"
-                found.append(f"layer {i} has {kind}, so its letter cannot be {letter!r}")
+                rules.append(f"layer {i} has {kind}, so its letter cannot be {letter!r}")
                 break
-        return found
+        return rules
 
     def nearest(self, count: int, is_moe: Sequence[bool], multi_token: int = 0) -> "Stages":
         """Return a legal layout near this one.
@@ -225,6 +225,6 @@ def _compress(stage: str) -> str:
     return "".join(f"{letter}*{n}" if n > 2 else letter * n for letter, n in runs)
 
 
-def _error(text: str, what: str, at: int) -> ValueError:
+def _error(text: str, problem: str, position: int) -> ValueError:
     short = text if len(text) <= 60 else text[:59] + "…"
-    return ValueError(f"{what} (character {at + 1} of {short!r})")
+    return ValueError(f"{problem} (character {position + 1} of {short!r})")
