@@ -152,9 +152,9 @@ def _moe_step(moe: MoeFfn) -> Step | None:
     """Return a step that runs routed experts one by one; None for kinds that it cannot run."""
     record, router, shared = moe.record.router, moe.router, moe.record.shared
     plain = type(moe) is MoeFfn and type(router) is TopKRouter and record.idle_experts is None
-    known = shared is None or _only_sets(shared, SHARED_FIELDS)
-    known = known and _only_sets(moe.record, MOE_FIELDS)
-    if not plain or moe.separate_output or not known:
+    supported = shared is None or _only_sets(shared, SHARED_FIELDS)
+    supported = supported and _only_sets(moe.record, MOE_FIELDS)
+    if not plain or moe.separate_output or not supported:
         return None
     w_router, b_router, bias_E = router.weight.detach(), router.bias, router.selection_bias
     dtype = torch.promote_types(DTYPES[record.dtype], w_router.dtype)

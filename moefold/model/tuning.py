@@ -22,8 +22,8 @@ def prepare_tuning(model: nn.Module, record: Decoder, dtype: torch.dtype) -> Non
         ValueError: if a layer with an adapter does not support adapters.
     """
     weights = {weight.name: weight for weight in known_weights(record)}
-    parts = {"": record, **{f"layers.{n}.": block for n, block in enumerate(record.blocks)}}
-    for name, adapter in ((p + a.weight, a) for p, part in parts.items() for a in part.adapters):
+    specs = {"": record, **{f"layers.{n}.": block for n, block in enumerate(record.blocks)}}
+    for name, adapter in ((p + a.weight, a) for p, spec in specs.items() for a in spec.adapters):
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         if not isinstance(owner, Adaptable):

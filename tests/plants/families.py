@@ -160,8 +160,8 @@ PLANTS = (
         "taps are turned round",
         B23,
         "kernels/convolution/short.py",
-        "part = read * value_C1K[:, 0, taps - 1 - distance].to(read.dtype)",
-        "part = read * value_C1K[:, 0, distance].to(read.dtype)",
+        "term = read * value_C1K[:, 0, taps - 1 - distance].to(read.dtype)",
+        "term = read * value_C1K[:, 0, distance].to(read.dtype)",
     ),
     Plant(
         "b23",

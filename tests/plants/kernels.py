@@ -101,7 +101,7 @@ PLANTS = (
         "tests/triton/test_bytes.py::test_b41_every_memory_bound_kernel_moves_its_operands_once",
         "kernels/swiglu/fused.py",
         "    act = gate * tl.sigmoid(gate) * up\n",
-        "    act = tl.load(gate_at, mask=inside, other=0.0) * tl.sigmoid(gate) * up\n",
+        "    act = tl.load(gate_ptrs, mask=inside, other=0.0) * tl.sigmoid(gate) * up\n",
     ),
     Plant(
         "b41",
@@ -260,8 +260,8 @@ PLANTS = (
         "the fp32 sum of a weight's gradient is rounded underway",
         GROUPED + "test_b44_a_sum_over_many_rows_keeps_what_bf16_would_lose",
         "kernels/grouped/fused.py",
-        "at_dy += DEPTH * out\n",
-        "at_dy += DEPTH * out\n        total = total.to(dy_or.dtype).to(tl.float32)\n",
+        "dy_ptrs += DEPTH * out\n",
+        "dy_ptrs += DEPTH * out\n        total = total.to(dy_or.dtype).to(tl.float32)\n",
     ),
     Plant(
         "b44",
@@ -294,6 +294,6 @@ PLANTS = (
         "tests/triton/test_lookup.py::test_b41_each_row_is_added_to_its_id",
         "kernels/lookup/fused.py",
         "same = tl.load(ids + offsets, mask=offsets < count, other=-1) == row_id",
-        "same = offsets == at",
+        "same = offsets == position",
     ),
 )

@@ -118,18 +118,18 @@ PLANTS = (
         "codes along rows are made of codes",
         THREE,
         PRODUCTS,
-        "                chunk = part[cut] if dim == -1 else transformed(part[cut])\n",
-        "                chunk = part[cut]\n"
+        "                chunk = run_NI[cut] if dim == -1 else transformed(run_NI[cut])\n",
+        "                chunk = run_NI[cut]\n"
         "                if dim == -2:\n"
-        "                    chunk = transformed(encode(chunk, form).dequantise(part.dtype))\n",
+        "                    chunk = transformed(encode(chunk, form).dequantise(run_NI.dtype))\n",
     ),
     Plant(
         "b51",
         "one direction of a weight's blocks serves both",
         THREE,
         PRODUCTS,
-        "codes if recipe.has_square_blocks else",
-        "codes if True else",
+        "along_inputs if recipe.has_square_blocks else",
+        "along_inputs if True else",
     ),
     Plant(
         "b51",
@@ -144,8 +144,8 @@ PLANTS = (
         "the first rows of a group are those of the one before",
         THREE,
         PRODUCTS,
-        "    parts = [valid[start:end] for",
-        "    parts = [valid[max(start - 1, 0) : end][: end - start] for",
+        "    runs = [valid[start:end] for",
+        "    runs = [valid[max(start - 1, 0) : end][: end - start] for",
     ),
     Plant(
         "b51",
@@ -288,8 +288,8 @@ PLANTS = (
         "each piece of a run draws what its first rows draw",
         THREE,
         PRODUCTS,
-        "number = rows.row_numbers(run, x_NI.device)[cut]",
-        "number = rows.row_numbers(run, x_NI.device)[: len(part[cut])]",
+        "number = rows.row_numbers(index, x_NI.device)[cut]",
+        "number = rows.row_numbers(index, x_NI.device)[: len(run_NI[cut])]",
     ),
     Plant(
         "b51",
@@ -439,8 +439,8 @@ PLANTS = (
         PRODUCTS,
         "    along_rows = [run_codes.mT for",
         "    if recipe.block:\n"  # codes of codes with powers of two are those codes
-        "        whole = encode(torch.cat(parts), form, -2).dequantise(x_NI.dtype)\n"
-        "        parts[:] = whole.split([len(part) for part in parts])\n"
+        "        whole = encode(torch.cat(runs), form, -2).dequantise(x_NI.dtype)\n"
+        "        runs[:] = whole.split([len(run_NI) for run_NI in runs])\n"
         "    along_rows = [run_codes.mT for",
     ),
     Plant(
@@ -448,18 +448,18 @@ PLANTS = (
         "no rows are transformed",
         THREE,
         PRODUCTS,
-        "return transform(part.mT, block).mT if transforms else part",
-        "filled = part.new_zeros(-len(part) % block, width)\n"
-        "        return torch.cat((part, filled)).float() if transforms else part",
+        "return transform(run_NI.mT, block).mT if transforms else run_NI",
+        "filled = run_NI.new_zeros(-len(run_NI) % block, width)\n"
+        "        return torch.cat((run_NI, filled)).float() if transforms else run_NI",
     ),
     Plant(
         "b51",
         "codes of weights are rounded by chance",
         THREE,
         PRODUCTS,
-        "        codes = encode(value, form, amax=amax)",
+        "        along_inputs = encode(value, form, amax=amax)",
         "        drawn = torch.full(value.shape, 0.25) if recipe.stochastic_gradients else None\n"
-        "        codes = encode(value, form, -1, drawn, amax)",
+        "        along_inputs = encode(value, form, -1, drawn, amax)",
     ),
     Plant(
         "b52",

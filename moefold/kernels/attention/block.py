@@ -91,14 +91,14 @@ class OnlineSoftmax:
         """Merge attention of a tile's queries to its keys."""
         q, k, v = _tile_segments(tile, self._q_THd, k_UGd, v_UGv)
         kernel, mask_args = choose_kernel(tile, q, v)
-        part, lse = kernel.forward(q, k, v, self._scale, *mask_args)
+        tile_out, lse = kernel.forward(q, k, v, self._scale, *mask_args)
         out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
         lse = lse.transpose(1, 2).flatten(0, 1)
         merged_SH = torch.logaddexp(lse_SH, lse)
         # Rows without keys so far: avoid inf - inf.
         base_SH = merged_SH.masked_fill(merged_SH == float("-inf"), 0.0)
         out_SHv.mul_((lse_SH - base_SH).exp_()[..., None])
-        out_SHv.add_(to_rows(part) * (lse - base_SH).exp_()[..., None])
+        out_SHv.add_(to_rows(tile_out) * (lse - base_SH).exp_()[..., None])
         lse_SH.copy_(merged_SH)
 
 
@@ -221,8 +221,8 @@ def max_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float
         masked = tile.band is not None or tile.segments > 0
         for start in range(0, count, rows):
             band = (offset + start, window) if masked else None
-            part = block_plain.scores(q[:, :, start : start + rows], k, scale, False, band)
-            max_H = torch.maximum(max_H, part.amax((0, 2, 3)))
+            scores_NHSU = block_plain.scores(q[:, :, start : start + rows], k, scale, False, band)
+            max_H = torch.maximum(max_H, scores_NHSU.amax((0, 2, 3)))
     return max_H
 
 

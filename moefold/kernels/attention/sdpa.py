@@ -32,9 +32,11 @@ def attention(
     if converted and block_fused.fits(q_THd, v_TGv) and not _cudnn_supports(q_THd, k_TGd, v_TGv):
         return _SaveUnpadded.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
     inputs = (q_THd, k_TGd, v_TGv)
-    tiles, parts = _tiles_and_lengths(lengths, q_THd.shape[0])
+    tiles, row_counts = _tiles_and_lengths(lengths, q_THd.shape[0])
     # No split into one piece, whose backward would copy.
-    pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in inputs), strict=True)
+    pieces = zip(
+        *(x.split(row_counts) if len(row_counts) > 1 else (x,) for x in inputs), strict=True
+    )
     run = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
     grouped, out = q_THd.shape[1] != k_TGd.shape[1], list[Tensor]()
     for tile, piece in zip(tiles, pieces, strict=False):
@@ -61,9 +63,9 @@ def _cudnn_supports(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
 def _tiles_and_lengths(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]:
     """Return the tiles of segments, and the row counts of each tile and of the rows beyond."""
     tiles = causal_tiles(lengths)
-    parts = [tile.queries.stop - tile.queries.start for tile in tiles]
-    tail = count - sum(parts)
-    return tiles, [*parts, tail] if tail else parts
+    row_counts = [tile.queries.stop - tile.queries.start for tile in tiles]
+    tail = count - sum(row_counts)
+    return tiles, [*row_counts, tail] if tail else row_counts
 
 
 def _concatenate(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
@@ -86,8 +88,8 @@ class _SaveUnpadded(Function):
         lengths: tuple[int, ...],
         scale: float,
     ) -> Tensor:
-        tiles, parts = _tiles_and_lengths(lengths, q_THd.shape[0])
-        pieces = zip(*(x.split(parts) for x in (q_THd, k_TGd, v_TGv)), strict=True)
+        tiles, row_counts = _tiles_and_lengths(lengths, q_THd.shape[0])
+        pieces = zip(*(x.split(row_counts) for x in (q_THd, k_TGd, v_TGv)), strict=True)
         results: list[tuple[Tensor, Tensor]] = []
         for tile, segments in zip(tiles, pieces, strict=False):
             q, k, v = (to_segments(x, tile) for x in segments)
@@ -101,16 +103,16 @@ class _SaveUnpadded(Function):
     @staticmethod
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGv, out_THv, *statistics = ctx.saved_tensors
-        tiles, parts = _tiles_and_lengths(ctx.lengths, q_THd.shape[0])
+        tiles, row_counts = _tiles_and_lengths(ctx.lengths, q_THd.shape[0])
         pieces = zip(
-            *(x.split(parts) for x in (grad_THv, q_THd, k_TGd, v_TGv, out_THv)), strict=True
+            *(x.split(row_counts) for x in (grad_THv, q_THd, k_TGd, v_TGv, out_THv)), strict=True
         )
         results: list[tuple[Tensor, ...]] = []
         for tile, lse, segments in zip(tiles, statistics, pieces, strict=False):
             grad, q, k, v, out = (to_segments(x, tile) for x in segments)
             results.append(block_fused.backward(grad, q, k, v, out, lse, ctx.scale, True))
         gradients = (
-            _concatenate([to_rows(part[i]) for part in results], like)
+            _concatenate([to_rows(result[i]) for result in results], like)
             for i, like in enumerate((q_THd, k_TGd, v_TGv))
         )
         return *gradients, None, None

@@ -112,8 +112,8 @@ def _convolve(
     joined, mixed = torch.cat([before_PJC.to(u_TC.dtype), runs], 1), None
     for distance, rows in _taps(taps, joined):
         read = joined[:, rows].flatten(0, 1).where((positions_T >= distance)[:, None], 0)
-        part = read * value_C1K[:, 0, taps - 1 - distance].to(read.dtype)
-        mixed = part if mixed is None else mixed + part
+        term = read * value_C1K[:, 0, taps - 1 - distance].to(read.dtype)
+        mixed = term if mixed is None else mixed + term
     assert mixed is not None
     return b, c, x, joined, mixed
 

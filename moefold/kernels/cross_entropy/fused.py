@@ -20,19 +20,19 @@ def _statistics(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = logits + row * width
+    row_ptr = logits + row * width
     maximum = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < width
-        logit = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
+        logit = tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(logit, 0))
         total = total * tl.exp(maximum - higher) + tl.sum(tl.exp(logit - higher), 0)
         maximum = higher
     label = tl.load(labels + row) - vocab_start
     in_shard = (label >= 0) & (label < width)
-    picked = tl.load(at + label, mask=in_shard, other=0.0).to(tl.float32)
+    picked = tl.load(row_ptr + label, mask=in_shard, other=0.0).to(tl.float32)
     tl.store(stats + row, maximum + tl.log(total))
     tl.store(stats + rows + row, picked)
 
@@ -46,19 +46,19 @@ def _gradient(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    at = logits + row * width + column
+    logit_ptrs = logits + row * width + column
     factor = tl.load(weight + row)
-    logit = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    logit = tl.load(logit_ptrs, mask=inside, other=0.0).to(tl.float32)
     prob = tl.exp(logit - tl.load(normaliser + row))
     label = tl.load(labels + row) - vocab_start
     grad = tl.where(factor == 0, 0.0, (prob - (column == label).to(tl.float32)) * factor)
-    tl.store(at, grad.to(logits.dtype.element_ty), mask=inside)
+    tl.store(logit_ptrs, grad.to(logits.dtype.element_ty), mask=inside)
 
 
 def cross_entropy_statistics(logits_CV: Tensor, labels_C: Tensor, vocab_start: int) -> Tensor:
     """Return fp32 [2, C]: each row's log-sum-exp, and the logit of its label.
 
-    ``first`` is the vocabulary index of column 0; a label outside the columns has a logit of 0.
+    ``vocab_start`` is the vocabulary index of column 0. A label outside the columns has logit 0.
     """
     rows, width = logits_CV.shape
     stats_2C = _empty_statistics(logits_CV, labels_C, vocab_start)

@@ -76,8 +76,8 @@ def chunked_scan(
     dims, length = k_TGk.shape[-1], len(v_THv) // (runs or 1)
     if runs is not None:
         v_THv = F.pad(v_THv, (0, dims))
-    parts = repeat_heads(q_TGk, v_THv), repeat_heads(k_TGk, v_THv), v_THv, decay_THk
-    q, k, v, g = (_to_chunks(x, runs or 1, chunk) for x in parts)
+    by_head = repeat_heads(q_TGk, v_THv), repeat_heads(k_TGk, v_THv), v_THv, decay_THk
+    q, k, v, g = (_to_chunks(x, runs or 1, chunk) for x in by_head)
     beta = None if beta_TH is None else _to_chunks(beta_TH[..., None], runs or 1, chunk)
     total = g.cumsum(-2)
     # Documents are numbered within a run; 0 is one that continues from before the run.

@@ -78,18 +78,18 @@ def _product(
     c = (program % wave // TOGETHER).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     d = tl.arange(0, DEPTH)
     in_rows, in_columns = (r < end)[:, None], (c < columns)[None, :]
-    at_x = x + r[:, None] * depth + d[None, :]
-    at_w = w + group.to(tl.int64) * w_group + c[None, :] * w_column + d[:, None] * w_depth
+    x_ptrs = x + r[:, None] * depth + d[None, :]
+    w_ptrs = w + group.to(tl.int64) * w_group + c[None, :] * w_column + d[:, None] * w_depth
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for done in range(0, depth, DEPTH):
         in_depth = d < depth - done
-        x_rd = tl.load(at_x, mask=in_rows & in_depth[None, :], other=0.0)
-        w_dc = tl.load(at_w, mask=in_columns & in_depth[:, None], other=0.0)
+        x_rd = tl.load(x_ptrs, mask=in_rows & in_depth[None, :], other=0.0)
+        w_dc = tl.load(w_ptrs, mask=in_columns & in_depth[:, None], other=0.0)
         total = tl.dot(x_rd, w_dc, total, input_precision="ieee")
-        at_x += DEPTH
-        at_w += DEPTH * w_depth
-    at_y = y + r[:, None] * columns + c[None, :]
-    tl.store(at_y, total.to(y.dtype.element_ty), mask=in_rows & in_columns)
+        x_ptrs += DEPTH
+        w_ptrs += DEPTH * w_depth
+    y_ptrs = y + r[:, None] * columns + c[None, :]
+    tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=in_rows & in_columns)
 
 
 @jit
@@ -111,29 +111,29 @@ def _weight_gradient(
     in_o, in_i = o < out, i < width
     # Offsets inside a matrix have 32 bits, which takes fewer registers throughout the loop.
     matrix, inside = dw + group.to(tl.int64) * dw_group, in_o[:, None] & in_i[None, :]
-    at = o[:, None] * dw_out + i[None, :] * dw_in
+    dw_offsets = o[:, None] * dw_out + i[None, :] * dw_in
     # Read first, so that this load overlaps those of the first factors.
     if ADD:
-        total = tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(matrix + dw_offsets, mask=inside, other=0.0).to(tl.float32)
     else:
         total = tl.zeros((OUT, IN), tl.float32)
     d = tl.arange(0, DEPTH)
     r = start.to(tl.int64) + d
-    at_dy, at_x = dy + r[None, :] * out + o[:, None], x + r[:, None] * width + i[None, :]
+    dy_ptrs, x_ptrs = dy + r[None, :] * out + o[:, None], x + r[:, None] * width + i[None, :]
     full_steps = (end - start) // DEPTH
     for _ in range(full_steps):
-        dy_or = tl.load(at_dy, mask=in_o[:, None], other=0.0)
-        x_ri = tl.load(at_x, mask=in_i[None, :], other=0.0)
+        dy_or = tl.load(dy_ptrs, mask=in_o[:, None], other=0.0)
+        x_ri = tl.load(x_ptrs, mask=in_i[None, :], other=0.0)
         total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
-        at_dy += DEPTH * out
-        at_x += DEPTH * width
+        dy_ptrs += DEPTH * out
+        x_ptrs += DEPTH * width
     rest = end - start - full_steps * DEPTH
     if rest > 0:
         in_rest = d < rest
-        dy_or = tl.load(at_dy, mask=in_rest[None, :] & in_o[:, None], other=0.0)
-        x_ri = tl.load(at_x, mask=in_rest[:, None] & in_i[None, :], other=0.0)
+        dy_or = tl.load(dy_ptrs, mask=in_rest[None, :] & in_o[:, None], other=0.0)
+        x_ri = tl.load(x_ptrs, mask=in_rest[:, None] & in_i[None, :], other=0.0)
         total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
-    tl.store(matrix + at, total.to(dw.dtype.element_ty), mask=inside)
+    tl.store(matrix + dw_offsets, total.to(dw.dtype.element_ty), mask=inside)
 
 
 def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:

@@ -18,15 +18,15 @@ def _add_runs(
     count, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0)
+    position = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    row_id = tl.load(ids + at)
-    if tl.load(ids + at - 1, mask=at > 0, other=-1) != row_id:
+    row_id = tl.load(ids + position)
+    if tl.load(ids + position - 1, mask=position > 0, other=-1) != row_id:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         # Triton 3.6 fails on a loop-carried condition, so it is computed again in each iteration.
-        while tl.load(ids + at, mask=at < count, other=-1) == row_id:
-            offsets = at + tl.arange(0, ROWS)
+        while tl.load(ids + position, mask=position < count, other=-1) == row_id:
+            offsets = position + tl.arange(0, ROWS)
             same = tl.load(ids + offsets, mask=offsets < count, other=-1) == row_id
             row = tl.load(order + offsets, mask=same, other=0).to(tl.int64)
             grads = tl.load(
@@ -35,7 +35,7 @@ def _add_runs(
                 other=0.0,
             )
             total += grads.to(tl.float32)
-            at += ROWS
+            position += ROWS
         target = into + row_id.to(tl.int64) * width + column
         before = tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, (before + tl.sum(total, 0)).to(into.dtype.element_ty), mask=inside)

@@ -27,19 +27,19 @@ def _forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
+    offsets = row[:, None] * width + column[None, :]
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     value = value.to(tl.float32)
     if ADD:
-        value += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(other + offsets, mask=inside, other=0.0).to(tl.float32)
         stored = value.to(total.dtype.element_ty)
-        tl.store(total + at, stored, mask=inside)
+        tl.store(total + offsets, stored, mask=inside)
         # Backward reads the sum as it is stored, rounded.
         value = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / width + epsilon)
     tl.store(rstd + row, scale, mask=row < rows)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(y + at, (value * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + offsets, (value * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -55,8 +55,8 @@ def _backward(
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
-        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        offsets = row[:, None] * width + column[None, :]
+        grad = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         normed = value.to(tl.float32) * scale
@@ -66,8 +66,8 @@ def _backward(
         mean = tl.sum(grad * normed, 1, keep_dims=True) / width
         out = (grad - normed * mean) * scale
         if ADD:
-            out += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+            out += tl.load(other + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, out.to(dx.dtype.element_ty), mask=inside)
     offset = program.to(tl.int64) * width + column
     tl.store(partials + offset, partial, mask=column < width)
 
@@ -83,8 +83,8 @@ def _sum_partials(
     for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < count)[:, None] & (column < width)[None, :]
-        at = partials + row[:, None] * width + column[None, :]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+        partial_ptrs = partials + row[:, None] * width + column[None, :]
+        total += tl.sum(tl.load(partial_ptrs, mask=inside, other=0.0), 0)
     before = tl.load(into + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(into + column, (before + total).to(into.dtype.element_ty), mask=column < width)
 

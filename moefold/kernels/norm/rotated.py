@@ -85,9 +85,9 @@ def _backward(
             out_b = (grad_b - b * mean) * scale
             tl.store(dx + first, out_a.to(dx.dtype.element_ty), mask=inside)
             tl.store(dx + first + DISTANCE, out_b.to(dx.dtype.element_ty), mask=inside)
-    at = partials + program.to(tl.int64) * (2 * pairs) + dim
-    tl.store(at, partial_a, mask=mask)
-    tl.store(at + DISTANCE, partial_b, mask=mask)
+    partial_ptrs = partials + program.to(tl.int64) * (2 * pairs) + dim
+    tl.store(partial_ptrs, partial_a, mask=mask)
+    tl.store(partial_ptrs + DISTANCE, partial_b, mask=mask)
 
 
 def norm_rotate_forward(

@@ -72,25 +72,25 @@ class PageRing:
 
         If too few are free, none is allocated and ``refused`` grows.
         """
-        at_M = torch.arange(-(-room // self.page), device=count.device)
-        wanted = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
-        fits = wanted <= self.pages - (self.allocated - self.freed)
-        page_M = self._free_pages.index_select(0, (self.allocated + at_M) % self.pages)
-        page_M = torch.where((at_M < wanted) & fits, page_M, self.pages)
-        self.allocated += torch.where(fits, wanted, 0)
-        self.refused += torch.where(fits, 0, wanted)
+        index_M = torch.arange(-(-room // self.page), device=count.device)
+        needed = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
+        fits = needed <= self.pages - (self.allocated - self.freed)
+        page_M = self._free_pages.index_select(0, (self.allocated + index_M) % self.pages)
+        page_M = torch.where((index_M < needed) & fits, page_M, self.pages)
+        self.allocated += torch.where(fits, needed, 0)
+        self.refused += torch.where(fits, 0, needed)
         return page_M
 
-    def copy(self, page_M: Tensor, count: Tensor, other: "PageRing", into_M: Tensor) -> None:
+    def copy(self, page_M: Tensor, count: Tensor, target: "PageRing", into_M: Tensor) -> None:
         """Copy the valid rows from pages of this ring into pages of another one."""
-        if uses_triton(other.rows_SD if self.rows_SD.is_cpu else self.rows_SD):
-            args = page_M, into_M, count.view(1), other.rows_SD, self.page
+        if uses_triton(target.rows_SD if self.rows_SD.is_cpu else self.rows_SD):
+            args = page_M, into_M, count.view(1), target.rows_SD, self.page
             kernels.copy(self.rows_SD, *args)
         else:
-            room, device = page_M.shape[0] * self.page, other.rows_SD.device
+            room, device = page_M.shape[0] * self.page, target.rows_SD.device
             from_R = self._row_slots(page_M, count, room).to(self.rows_SD.device)
-            into_R = other._row_slots(into_M, count, room).to(device)
-            other.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, from_R).to(device))
+            into_R = target._row_slots(into_M, count, room).to(device)
+            target.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, from_R).to(device))
 
     def take(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
         """Return ``room`` rows, beginning with the stored ones, and free their pages.
@@ -107,8 +107,8 @@ class PageRing:
     def free(self, page_M: Tensor) -> None:
         """Free pages."""
         valid_M = page_M < self.pages
-        at_M = torch.arange(page_M.shape[0], device=page_M.device)
-        entry_M = torch.where(valid_M, (self.freed + at_M) % self.pages, self.pages)
+        index_M = torch.arange(page_M.shape[0], device=page_M.device)
+        entry_M = torch.where(valid_M, (self.freed + index_M) % self.pages, self.pages)
         self._free_pages.index_copy_(0, entry_M, page_M)
         self.freed += valid_M.sum()
 

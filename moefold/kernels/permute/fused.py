@@ -30,12 +30,12 @@ def _add(
     for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         source = tl.load(row + token * K + k, mask=token < tokens, other=copies)
         mask_k = inside & (source < copies)[:, None]
-        at = y + source[:, None] * width + column[None, :]
-        value = tl.load(at, mask=mask_k, other=0.0).to(tl.float32)
+        y_ptrs = y + source[:, None] * width + column[None, :]
+        value = tl.load(y_ptrs, mask=mask_k, other=0.0).to(tl.float32)
         # No addition to zero for the first copy, so that a negative zero keeps its sign.
         total = value if k == 0 else total + value
-    at_out = out + token[:, None] * width + column[None, :]
-    tl.store(at_out, total.to(out.dtype.element_ty), mask=inside)
+    out_ptrs = out + token[:, None] * width + column[None, :]
+    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=inside)
 
 
 def take_rows(x_TD: Tensor, token_N: Tensor) -> Tensor:

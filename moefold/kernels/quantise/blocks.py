@@ -103,8 +103,8 @@ class Quantised:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        parts = (self.codes, self.scales, self.matrix_scale)
-        return sum(part.nbytes for part in parts if part is not None)
+        tensors = (self.codes, self.scales, self.matrix_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def _map(self, view: Callable[[Tensor], Tensor], dim: int) -> "Quantised":
         matrix_scale = None if self.matrix_scale is None else view(self.matrix_scale)
@@ -114,18 +114,18 @@ class Quantised:
     @property
     def mT(self) -> "Quantised":
         """Transpose of the last two dims."""
-        return self._map(lambda part: part.mT, -3 - self.dim)
+        return self._map(lambda x: x.mT, -3 - self.dim)
 
     def matrix(self, index: int) -> "Quantised":
         """Return a matrix of a tensor with three dims."""
-        return self._map(lambda part: part[index], self.dim)
+        return self._map(lambda x: x[index], self.dim)
 
     def factors(self, dtype: torch.dtype) -> Tensor:
         """Return codes times block scales, the factors of a product, exact in fp32 and wider."""
         if self.dim == -2:
             return self.mT.factors(dtype).mT
         if len(self.shape) == 1:
-            return self._map(lambda part: part[None], -1).factors(dtype)[0]
+            return self._map(lambda x: x[None], -1).factors(dtype)[0]
         codes, form = self.codes, self.format
         if form.element is None:
             values = elements.decode_e2m1(elements.unpack(codes), dtype)[..., : self.shape[-1]]
@@ -135,8 +135,8 @@ class Quantised:
             return values
         assert form.rows is not None
         scales = self.scales.to(torch.float32).to(dtype)
-        parts = _to_blocks(values, form.rows, form.columns).mul_(scales[..., :, None, :, None])
-        return _from_blocks(parts, *self.shape[-2:])
+        blocks = _to_blocks(values, form.rows, form.columns).mul_(scales[..., :, None, :, None])
+        return _from_blocks(blocks, *self.shape[-2:])
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the tensor's numbers in ``dtype``."""
@@ -178,7 +178,7 @@ def quantise(
     if x.ndim == 1:
         row = None if chance is None else chance[None]
         quantised = quantise(x[None], kind, role=role, scales=scales, chance=row)
-        return quantised._map(lambda part: part[0], -1)
+        return quantised._map(lambda matrix: matrix[0], -1)
     return encode(x, format_of(kind, role, scales), dim, chance)
 
 
@@ -215,10 +215,10 @@ def encode(
         scale = compute_scales(amax, amax, form)
         return Quantised(cast(values * scale.factor, form), scale.block, None, form, -1, x.shape)
     assert form.rows is not None
-    parts = _to_blocks(values, form.rows, form.columns)
-    scale = compute_scales(parts.abs().amax((-3, -1)), amax, form)
-    parts_chance = None if chance is None else _to_blocks(chance, form.rows, form.columns)
-    codes = cast(parts * scale.factor[..., :, None, :, None], form, parts_chance)
+    blocks = _to_blocks(values, form.rows, form.columns)
+    scale = compute_scales(blocks.abs().amax((-3, -1)), amax, form)
+    chance_blocks = None if chance is None else _to_blocks(chance, form.rows, form.columns)
+    codes = cast(blocks * scale.factor[..., :, None, :, None], form, chance_blocks)
     if form.element is None:
         codes = elements.pack(_from_blocks(codes, x.shape[-2]))
     else:
@@ -297,6 +297,6 @@ def _to_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
 
 
-def _from_blocks(parts: Tensor, rows: int, columns: int | None = None) -> Tensor:
+def _from_blocks(blocks: Tensor, rows: int, columns: int | None = None) -> Tensor:
     """Return matrices from their blocks, without padding."""
-    return parts.flatten(-2).flatten(-3, -2)[..., :rows, :columns]
+    return blocks.flatten(-2).flatten(-3, -2)[..., :rows, :columns]

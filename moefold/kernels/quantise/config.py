@@ -57,8 +57,8 @@ class Quantise(Record):
         if backend in ("auto", "emulated"):
             return
         if backend not in self.libraries:
-            known = ", ".join(("auto", "emulated", *self.libraries))
-            rule = f"must be one of {known} for kind {self.kind}"
+            names = ", ".join(("auto", "emulated", *self.libraries))
+            rule = f"must be one of {names} for kind {self.kind}"
             yield Violation(("backend",), backend, rule, "auto")
         elif self.block not in (None, self.block_length):
             rule = f"does not support block: {self.block}; must be auto or emulated"

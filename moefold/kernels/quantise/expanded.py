@@ -67,7 +67,7 @@ def encode(x_GN: Tensor, factors_G3: Tensor, chance_GN: Tensor | None = None) ->
     if chance_GN is not None:
         below = bits - (code.float() > expanded).to(torch.uint8)
         above = (below + 1).clamp_(max=LARGEST_CODE)
-        low, high = (decode(one.view(E4M3), factors_G3) for one in (below, above))
+        low, high = (decode(codes.view(E4M3), factors_G3) for codes in (below, above))
         # Plus half a step, so that decoded numbers keep their codes in spite of rounding.
         up = size - low > (chance_GN + 2.0**-17) * (high - low)
         bits = torch.where(up, above, below)

@@ -32,8 +32,8 @@ class BlockCodec(NamedTuple):
         scale = torch.float8_e8m0fnu if self.form.kind == "mxfp8" else torch.float32
         codes, scales = sent_NW.tensor_split([width], 1)
         shape = torch.Size((len(sent_NW), width))
-        parts = codes.contiguous().view(element), _contiguous_copy(scales).view(scale)
-        return Quantised(*parts, None, self.form, -1, shape).dequantise(like.dtype)
+        codes_and_scales = codes.contiguous().view(element), _contiguous_copy(scales).view(scale)
+        return Quantised(*codes_and_scales, None, self.form, -1, shape).dequantise(like.dtype)
 
     def fake_quantise(self, x_ND: Tensor) -> Tensor:
         """Return quantised and dequantised rows; gradients pass unchanged."""

@@ -61,8 +61,8 @@ class BlockGrid:
         values_NAc, block_row_N = self._rows(shard_L, start)
         magnitude_NA = values_NAc.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
         largest = magnitude_NA.new_zeros(prod(self.amax_shape[:-1]), self.amax_shape[-1])
-        at_NA = block_row_N[:, None].expand_as(magnitude_NA)
-        return largest.scatter_reduce_(0, at_NA, magnitude_NA, "amax").view(self.amax_shape)
+        index_NA = block_row_N[:, None].expand_as(magnitude_NA)
+        return largest.scatter_reduce_(0, index_NA, magnitude_NA, "amax").view(self.amax_shape)
 
     def encode(self, shard_L: Tensor, start: int, amaxes: Tensor, matrix: Tensor | None) -> Tensor:
         """Return a shard's codes, one per uint8, from the amax of full blocks and matrices.
@@ -73,8 +73,8 @@ class BlockGrid:
         factor = compute_scales(amaxes, matrix, self.form).factor
         factor_NA = factor.reshape(-1, self.amax_shape[-1])[block_row_N]
         coded_NC = cast(values_NAc * factor_NA[..., None], self.form).view(torch.uint8).flatten(1)
-        at = start % self.columns
-        return coded_NC[:, : self.columns].flatten()[at : at + shard_L.numel()]
+        offset = start % self.columns
+        return coded_NC[:, : self.columns].flatten()[offset : offset + shard_L.numel()]
 
     def decode(self, row: Tensor, amaxes: Tensor, matrix: Tensor | None) -> Quantised:
         """Return the parameter from its codes in one row; E2M1 has two per byte."""
@@ -93,8 +93,8 @@ class BlockGrid:
         (height, width), columns = self._block, self.columns
         first, last = start // columns, -(-(start + shard_L.numel()) // columns)
         values_NC = shard_L.new_zeros(last - first, columns, dtype=torch.float32)
-        at = start - first * columns
-        values_NC.view(-1)[at : at + shard_L.numel()] = shard_L
+        offset = start - first * columns
+        values_NC.view(-1)[offset : offset + shard_L.numel()] = shard_L
         number_N = torch.arange(first, last, device=shard_L.device)
         block_row_N = number_N // self.rows * self.amax_shape[-2] + number_N % self.rows // height
         return F.pad(values_NC, (0, -columns % width)).unflatten(1, (-1, width)), block_row_N

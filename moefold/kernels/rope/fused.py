@@ -63,9 +63,9 @@ def _expand(
     mask, first = pair < pairs, pair * STRIDE
     c = tl.load(cos + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)
-    at = rope + row * rope_stride + first
-    a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(at + DISTANCE, mask=mask, other=0.0).to(tl.float32)
+    rope_ptrs = rope + row * rope_stride + first
+    a = tl.load(rope_ptrs, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(rope_ptrs + DISTANCE, mask=mask, other=0.0).to(tl.float32)
     a, b = _rotate_pairs(a, b, c, s, False)
     for block in range(0, heads, HEADS):
         head = (block + tl.arange(0, HEADS))[:, None]
@@ -76,11 +76,11 @@ def _expand(
         value_mask = head_mask & (m < values)
         value = tl.load(source + nope + m, mask=value_mask, other=0.0)
         tl.store(v + index * values + m, value, mask=value_mask)
-        inside, at_rotated = head_mask & mask[None, :], target + nope + first[None, :]
+        inside, rotated_ptrs = head_mask & mask[None, :], target + nope + first[None, :]
         a_hp = tl.broadcast_to(a[None, :], (HEADS, PAIRS))
-        tl.store(at_rotated, a_hp.to(k.dtype.element_ty), mask=inside)
+        tl.store(rotated_ptrs, a_hp.to(k.dtype.element_ty), mask=inside)
         b_hp = tl.broadcast_to(b[None, :], (HEADS, PAIRS))
-        tl.store(at_rotated + DISTANCE, b_hp.to(k.dtype.element_ty), mask=inside)
+        tl.store(rotated_ptrs + DISTANCE, b_hp.to(k.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -106,15 +106,15 @@ def _expand_backward(
         value = tl.load(dv + index * values + m, mask=value_mask, other=0.0)
         tl.store(target + nope + m, value, mask=value_mask)
         inside = head_mask & mask[None, :]
-        at = source + nope + first[None, :]
-        a += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
-        b += tl.sum(tl.load(at + DISTANCE, mask=inside, other=0.0).to(tl.float32), 0)
+        rotated_ptrs = source + nope + first[None, :]
+        a += tl.sum(tl.load(rotated_ptrs, mask=inside, other=0.0).to(tl.float32), 0)
+        b += tl.sum(tl.load(rotated_ptrs + DISTANCE, mask=inside, other=0.0).to(tl.float32), 0)
     c = tl.load(cos + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)
     a, b = _rotate_pairs(a, b, c, s, True)
-    at = drope + row * (2 * pairs) + first
-    tl.store(at, a.to(drope.dtype.element_ty), mask=mask)
-    tl.store(at + DISTANCE, b.to(drope.dtype.element_ty), mask=mask)
+    rope_ptrs = drope + row * (2 * pairs) + first
+    tl.store(rope_ptrs, a.to(drope.dtype.element_ty), mask=mask)
+    tl.store(rope_ptrs + DISTANCE, b.to(drope.dtype.element_ty), mask=mask)
 
 
 def rotate_heads(

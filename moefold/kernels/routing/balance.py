@@ -29,8 +29,8 @@ def _partial_sums(values, partials, rows, experts, ROWS: tl.constexpr, EXPERTS: 
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         t = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (t < rows)[:, None] & (e < experts)[None, :]
-        at = values + t[:, None] * experts + e[None, :]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+        value_ptrs = values + t[:, None] * experts + e[None, :]
+        total += tl.sum(tl.load(value_ptrs, mask=inside, other=0.0), 0)
     tl.store(partials + program * experts + e, total, mask=e < experts)
 
 
@@ -41,8 +41,8 @@ def _sum_partials(partials, column, programs, width, CHUNK: tl.constexpr, COLUMN
     for first in range(0, programs, CHUNK):
         p = first + tl.arange(0, CHUNK)
         inside = (p < programs)[:, None] & (column < width)[None, :]
-        at = partials + p[:, None] * width + column[None, :]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+        partial_ptrs = partials + p[:, None] * width + column[None, :]
+        total += tl.sum(tl.load(partial_ptrs, mask=inside, other=0.0), 0)
     return total
 
 
@@ -99,8 +99,8 @@ def _z_loss(logits, lse, partials, rows, experts, ROWS: tl.constexpr, EXPERTS: t
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         t = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (t < rows)[:, None] & (e < experts)[None, :]
-        at = logits + t[:, None] * experts + e[None, :]
-        value = tl.load(at, mask=inside, other=float("-inf"))
+        logit_ptrs = logits + t[:, None] * experts + e[None, :]
+        value = tl.load(logit_ptrs, mask=inside, other=float("-inf"))
         # Rows past the end must not contain infinities.
         value = tl.where((t < rows)[:, None], value, 0.0)
         top = tl.max(value, 1)
@@ -125,21 +125,21 @@ def _z_loss_backward(
 ):  # fmt: skip
     t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
-    at = t[:, None] * experts + e[None, :]
+    offsets = t[:, None] * experts + e[None, :]
     log_sum = tl.load(lse + t, mask=t < rows, other=0.0)
-    prob = tl.exp(tl.load(logits + at, mask=inside, other=0.0) - log_sum[:, None])
+    prob = tl.exp(tl.load(logits + offsets, mask=inside, other=0.0) - log_sum[:, None])
     factor = tl.load(dvalue) * 2 / population * log_sum
-    tl.store(dlogits + at, factor[:, None] * prob, mask=inside)
+    tl.store(dlogits + offsets, factor[:, None] * prob, mask=inside)
 
 
 @jit
 def _normalise(scores, out, rows, experts, tiny, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
     t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
-    at = t[:, None] * experts + e[None, :]
-    value = tl.load(scores + at, mask=inside, other=0.0)
+    offsets = t[:, None] * experts + e[None, :]
+    value = tl.load(scores + offsets, mask=inside, other=0.0)
     total = tl.maximum(tl.sum(value, 1, keep_dims=True), tiny)
-    tl.store(out + at, value / total, mask=inside)
+    tl.store(out + offsets, value / total, mask=inside)
 
 
 @jit
@@ -150,15 +150,15 @@ def _normalise_backward(
 ):  # fmt: skip
     t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
-    at = t[:, None] * experts + e[None, :]
-    value = tl.load(scores + at, mask=inside, other=0.0)
+    offsets = t[:, None] * experts + e[None, :]
+    value = tl.load(scores + offsets, mask=inside, other=0.0)
     grad = tl.load(dout + t[:, None] * row_stride + e[None, :], mask=inside, other=0.0)
     total = tl.sum(value, 1, keep_dims=True)
     divisor = tl.maximum(total, tiny)
     along = tl.sum(grad * (value / divisor), 1, keep_dims=True)
     # A sum below the bound is not the divisor and has no gradient.
     along = tl.where(total >= tiny, along, 0.0)
-    tl.store(dscores + at, (grad - along) / divisor, mask=inside)
+    tl.store(dscores + offsets, (grad - along) / divisor, mask=inside)
 
 
 def sum_rows(values_TE: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ def _exchange_counts(
     # Senders are numbered by slice, then by rank; gathered counts are ordered by rank first.
     offset = (x % ranks * slices + x // ranks) * (ranks * local_experts)
     expert = rank * local_experts + e
-    at = ends + offset[:, None] + expert[None, :]
-    ends_xe = tl.load(at, mask=mask, other=0)
-    starts_xe = tl.load(at - 1, mask=mask & (expert > 0)[None, :], other=0)
+    end_ptrs = ends + offset[:, None] + expert[None, :]
+    ends_xe = tl.load(end_ptrs, mask=mask, other=0)
+    starts_xe = tl.load(end_ptrs - 1, mask=mask & (expert > 0)[None, :], other=0)
     count = ends_xe - starts_xe
     tl.store(received + x[:, None] * local_experts + e[None, :], count, mask=mask)
     total = tl.sum(count, 1).to(tl.int64)

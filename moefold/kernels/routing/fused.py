@@ -49,8 +49,8 @@ def _select(
     size = experts // groups
     expert = g[:, None] * size + s[None, :]
     in_group = ((g < groups)[:, None] & (s < size)[None, :])[None]
-    at = scores + t[:, None, None] * experts + expert[None]
-    value = tl.load(at, mask=(t < tokens)[:, None, None] & in_group, other=0.0)
+    score_ptrs = scores + t[:, None, None] * experts + expert[None]
+    value = tl.load(score_ptrs, mask=(t < tokens)[:, None, None] & in_group, other=0.0)
     if bias is not None:
         value += tl.load(bias + expert[None], mask=in_group, other=0.0)
     key = tl.where(in_group, _key(value), NONE)
@@ -62,12 +62,12 @@ def _select(
             rank += tl.sum(tl.where(hit, value, 0.0), 2)
             remaining = tl.where(hit, NONE, remaining)
         group_key = tl.where((g < groups)[None, :], _key(rank), NONE)
-        kept = tl.zeros((ROWS, GROUPS), tl.int1)
+        kept_groups = tl.zeros((ROWS, GROUPS), tl.int1)
         for _k in range(KEEP):
             hit_g = g[None, :] == tl.argmax(group_key, 1, keep_dims=True)
-            kept = kept | hit_g
+            kept_groups = kept_groups | hit_g
             group_key = tl.where(hit_g, NONE, group_key)
-        key = tl.where(kept[:, :, None], key, NONE)
+        key = tl.where(kept_groups[:, :, None], key, NONE)
     key = tl.reshape(key, (ROWS, GROUPS * SLOTS))
     lane = tl.arange(0, GROUPS * SLOTS)
     in_rows = (t < tokens)[:, None]
@@ -153,11 +153,11 @@ def _weights(
     """Compute the weights of the chosen experts of a block of rows."""
     t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < top_k)[None, :]
-    at = t[:, None] * top_k + k[None, :]
-    chosen = tl.minimum(tl.load(ids + at, mask=inside, other=0), experts - 1)
+    offsets = t[:, None] * top_k + k[None, :]
+    chosen = tl.minimum(tl.load(ids + offsets, mask=inside, other=0), experts - 1)
     value = tl.load(scores + t[:, None] * experts + chosen, mask=inside, other=1.0)
     weight, _ = _apply_rule(value, (k < top_k)[None, :], epsilon, RULE)
-    tl.store(weights + at, weight * scale, mask=inside)
+    tl.store(weights + offsets, weight * scale, mask=inside)
 
 
 @jit
@@ -170,12 +170,12 @@ def _weights_backward(
     """Compute the gradient of all scores of a block of rows from that of the weights."""
     t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < K)[None, :]
-    at = t[:, None] * K + k[None, :]
-    chosen = tl.load(ids + at, mask=inside, other=experts)
-    at_scores = scores + t[:, None] * experts + tl.minimum(chosen, experts - 1)
-    value = tl.load(at_scores, mask=inside, other=1.0)
+    offsets = t[:, None] * K + k[None, :]
+    chosen = tl.load(ids + offsets, mask=inside, other=experts)
+    score_ptrs = scores + t[:, None] * experts + tl.minimum(chosen, experts - 1)
+    value = tl.load(score_ptrs, mask=inside, other=1.0)
     weight, total = _apply_rule(value, (k < K)[None, :], epsilon, RULE)
-    dweight = tl.load(dweights + at, mask=inside, other=0.0) * scale
+    dweight = tl.load(dweights + offsets, mask=inside, other=0.0) * scale
     dchosen = dweight
     if RULE > 0:
         along = tl.sum(tl.where((k < K)[None, :], dweight * weight, 0.0), 1, keep_dims=True)
@@ -187,8 +187,8 @@ def _weights_backward(
         expert = tl.sum(tl.where(selected, chosen, 0), 1, keep_dims=True)
         gradient = tl.sum(tl.where(selected, dchosen, 0.0), 1, keep_dims=True)
         grad += tl.where(e[None, :] == expert, gradient, 0.0)
-    at_e = dscores + t[:, None] * experts + e[None, :]
-    tl.store(at_e, grad, mask=(t < tokens)[:, None] & (e < experts)[None, :])
+    dscore_ptrs = dscores + t[:, None] * experts + e[None, :]
+    tl.store(dscore_ptrs, grad, mask=(t < tokens)[:, None] & (e < experts)[None, :])
 
 
 def select_experts(

@@ -66,7 +66,7 @@ def require_available(requested: str, device: torch.device) -> None:
     Raises:
         ValueError: it is not; the message names the remedy.
     """
-    for backend in (one for one in BACKENDS if one.name == requested):
+    for backend in (candidate for candidate in BACKENDS if candidate.name == requested):
         if why := backend.why_unavailable(device):
             raise ValueError(
                 f"train.quantise.backend: {requested} cannot be used: {why}. "
@@ -113,11 +113,11 @@ def _operands(spec: ProductSpec) -> tuple[list[Quantised], Quantised, list[int]]
     if spec.product == "dw":
         return [encode(numbers(72, 200), gradient)], encode(numbers(136, 200), rows).mT, [0]
     counts, groups = ([40, 56], [0, 2]) if spec.grouped else ([40], [0])
-    of_rows = rows if spec.product == "y" else gradient
-    made = [encode(numbers(count, 392), of_rows) for count in counts]
+    row_format = rows if spec.product == "y" else gradient
+    runs = [encode(numbers(count, 392), row_format) for count in counts]
     batch = (3,) if spec.grouped else ()
     if spec.product == "y":
-        return made, encode(numbers(*batch, 136, 392), weight).mT, groups
+        return runs, encode(numbers(*batch, 136, 392), weight).mT, groups
     value = numbers(*batch, 392, 136)
     square = weight.rows == weight.columns
-    return made, encode(value, weight, -1 if square else -2), groups
+    return runs, encode(value, weight, -1 if square else -2), groups

@@ -45,9 +45,9 @@ def as_uint8(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
-def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate tensors of one dtype."""
-    return torch.cat([as_uint8(part) for part in parts], dim).view(parts[0].dtype)
+    return torch.cat([as_uint8(tensor) for tensor in tensors], dim).view(tensors[0].dtype)
 
 
 def swizzled(scales_RB: Tensor) -> Tensor:
@@ -104,4 +104,4 @@ class PaddedGroups(NamedTuple):
     def split_runs(self, y_RM: Tensor) -> list[Tensor]:
         """Return the rows of each run."""
         ranges = zip(y_RM.split(self.rows), self.groups, strict=True)
-        return [part for part, group in ranges if group >= 0]
+        return [rows for rows, group in ranges if group >= 0]

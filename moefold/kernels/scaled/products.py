@@ -150,9 +150,9 @@ class QuantisedWeight:
         form = recipe.format("weight")
         local = _nan_to_inf(amax_of(value)) if recipe.has_matrix_scale else None
         amax = None if local is None else reduce_amax(local.clone(), "weight", range(local.numel()))
-        codes = encode(value, form, amax=amax)
-        other = codes if recipe.has_square_blocks else encode(value, form, -2)
-        return cls(recipe, codes, other, local)
+        along_inputs = encode(value, form, amax=amax)
+        along_outputs = along_inputs if recipe.has_square_blocks else encode(value, form, -2)
+        return cls(recipe, along_inputs, along_outputs, local)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised weight."""
@@ -175,11 +175,11 @@ class SavedOperand(NamedTuple):
     def of(cls, quantised: list[Quantised]) -> "SavedOperand":
         """Concatenate one or more runs of codes."""
         kinds = zip(*([q.codes, q.scales, q.matrix_scale] for q in quantised), strict=True)
-        present = [[part for part in kind if part is not None] for kind in kinds]
-        parts = [kind for kind in present if kind]
-        widths = tuple(tuple(part.shape[1] for part in kind) for kind in parts)
+        present = [[tensor for tensor in kind if tensor is not None] for kind in kinds]
+        tensors = [kind for kind in present if kind]
+        widths = tuple(tuple(tensor.shape[1] for tensor in kind) for kind in tensors)
         rows = tuple(q.shape[1] for q in quantised)
-        return cls(tuple(cat(kind, 1) for kind in parts), widths, rows, quantised[0].format)
+        return cls(tuple(cat(kind, 1) for kind in tensors), widths, rows, quantised[0].format)
 
     def runs(self) -> Iterator[Tensor | Quantised]:
         """Yield the part of each run."""
@@ -187,10 +187,10 @@ class SavedOperand(NamedTuple):
             yield from self.tensors[0].split(self.rows)
             return
         kinds = zip(self.tensors, self.widths, strict=True)
-        for rows, parts in zip(
+        for rows, run_tensors in zip(
             self.rows, zip(*(t.split(w, 1) for t, w in kinds), strict=True), strict=True
         ):
-            codes, scales, matrix_scale = (*parts, None)[:3]
+            codes, scales, matrix_scale = (*run_tensors, None)[:3]
             assert codes is not None and scales is not None
             shape = torch.Size((codes.shape[0], rows))
             yield Quantised(codes, scales, matrix_scale, self.format, -1, shape)
@@ -320,53 +320,53 @@ def _operands(
 ) -> QuantisedRows:
     """Return each run's codes along features, and the operand of the weight's gradient."""
     valid = rows.valid_rows(x_NI)
-    parts = [valid[start:end] for _, start, end in rows.runs]
+    runs = [valid[start:end] for _, start, end in rows.runs]
     if weight.on_operand is not None:
-        for group, part in zip(rows.groups, parts, strict=True):
-            weight.on_operand(role, group, part)
+        for group, run_NI in zip(rows.groups, runs, strict=True):
+            weight.on_operand(role, group, run_NI)
     narrow_dw, transforms = for_dw and recipe.narrow_dw, recipe.kind == "nvfp4"
     form, block, width = recipe.format(role), recipe.hadamard_size, x_NI.shape[1]
     # In chunks of multiple blocks of rows, as casts and random numbers take many bytes per element.
     multiple = lcm(form.columns or 1, block)
-    cuts = [row_chunks(part, multiple) or [slice(0)] for part in parts]
+    cuts = [row_chunks(run_NI, multiple) or [slice(0)] for run_NI in runs]
 
-    def transformed(part: Tensor) -> Tensor:
+    def transformed(run_NI: Tensor) -> Tensor:
         """Return rows, transformed if the format does so, for blocks along rows."""
-        return transform(part.mT, block).mT if transforms else part
+        return transform(run_NI.mT, block).mT if transforms else run_NI
 
     def largest(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        pairs = zip(parts, cuts, strict=True)
-        amaxes = ([amax_of(change(part[cut])) for cut in at] for part, at in pairs)
+        pairs = zip(runs, cuts, strict=True)
+        amaxes = ([amax_of(change(run_NI[cut])) for cut in run_cuts] for run_NI, run_cuts in pairs)
         return [torch.stack(each).amax(0) for each in amaxes]
 
-    amax: list[Tensor | None] = [None] * (2 * len(parts))
-    if recipe.has_matrix_scale and parts:
+    amax: list[Tensor | None] = [None] * (2 * len(runs))
+    if recipe.has_matrix_scale and runs:
         # The transform changes the amax; without it both directions have one amax.
-        amaxes = largest(lambda part: part)
+        amaxes = largest(lambda run_NI: run_NI)
         amaxes += largest(transformed) if transforms and narrow_dw else []
-        groups = rows.groups * (len(amaxes) // len(parts))
+        groups = rows.groups * (len(amaxes) // len(runs))
         reduced = weight.reduce_amax(_nan_to_inf(torch.stack(amaxes)), role, groups)
-        amax = [*reduced, *reduced] if len(amaxes) == len(parts) else [*reduced]
+        amax = [*reduced, *reduced] if len(amaxes) == len(runs) else [*reduced]
 
-    def coded(dim: int, amaxes: list[Tensor | None]) -> Iterator[Quantised]:
+    def encode_runs(dim: int, amaxes: list[Tensor | None]) -> Iterator[Quantised]:
         """Yield the codes of each run, in blocks along features or along rows."""
-        for run, (part, at, run_amax) in enumerate(zip(parts, cuts, amaxes, strict=True)):
+        for index, (run_NI, run_cuts, run_amax) in enumerate(zip(runs, cuts, amaxes, strict=True)):
             random, codes = None, list[Quantised]()
-            for cut in at:
+            for cut in run_cuts:
                 if role == "gradient" and recipe.stochastic_gradients:
-                    number = rows.row_numbers(run, x_NI.device)[cut]
+                    number = rows.row_numbers(index, x_NI.device)[cut]
                     number = number if dim == -1 else _padded_numbers(number, block)
                     random = weight.seed.draw(number, width, int(dim == -2))
-                chunk = part[cut] if dim == -1 else transformed(part[cut])
+                chunk = run_NI[cut] if dim == -1 else transformed(run_NI[cut])
                 codes.append(encode(chunk, form, dim, random, run_amax))
             yield concatenate(codes)
 
-    codes = list(coded(-1, amax[: len(parts)]))
-    if not parts or not for_dw:
+    codes = list(encode_runs(-1, amax[: len(runs)]))
+    if not runs or not for_dw:
         return QuantisedRows(codes, None)
     if not narrow_dw:
-        return QuantisedRows(codes, SavedOperand((valid,), (), tuple(map(len, parts)), None))
-    along_rows = [run_codes.mT for run_codes in coded(-2, amax[len(parts) :])]
+        return QuantisedRows(codes, SavedOperand((valid,), (), tuple(map(len, runs)), None))
+    along_rows = [run_codes.mT for run_codes in encode_runs(-2, amax[len(runs) :])]
     return QuantisedRows(codes, SavedOperand.of(along_rows))
 
 

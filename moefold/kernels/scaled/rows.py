@@ -100,9 +100,9 @@ class RowRuns(NamedTuple):
             return self.number_N[start:end]
         return torch.arange(end - start, device=device) + self.first[run]
 
-    def scatter(self, parts: list[Tensor], into_NO: Tensor) -> Tensor:
+    def scatter(self, runs: list[Tensor], into_NO: Tensor) -> Tensor:
         """Write each run's rows to their positions in ``into_NO``; other rows are unchanged."""
-        rows = torch.cat(parts) if parts else into_NO[:0]
+        rows = torch.cat(runs) if runs else into_NO[:0]
         if self.order_N is None:
             into_NO[: self.end] = rows
             return into_NO

@@ -96,8 +96,8 @@ def gated_ffn(
         products: dense, block-diagonal or grouped products.
         sink: takes the weights' gradients.
         p_N: routing weight of each row (fp32 or wider), or None.
-        again: recompute the pre-activation in backward instead of saving it.
-        low_products: products of adapters where they differ from ``products``.
+        recompute: recompute the pre-activation in backward instead of saving it.
+        adapter_products: products of adapters where they differ from ``products``.
         form: biases and activation of experts other than SwiGLU; requires ``p_N``.
     """
     adapter = adapter_products or products
@@ -118,7 +118,7 @@ class Adapter:
 
     low: AdapterOperand | None
     products: Products
-    parts: int = 1
+    num_a: int = 1
     """J: the number of matrices A."""
     gated: bool = False
     """Whether B is [..., 2, F, r]."""
@@ -137,11 +137,11 @@ class Adapter:
 
     def _a_matrices(self, a: Tensor) -> Tensor:
         """Return A as one matrix per group."""
-        return a.flatten(0, 1) if self.parts > 1 else a
+        return a.flatten(0, 1) if self.num_a > 1 else a
 
     def _b_matrices(self, b: Tensor) -> tuple[Tensor, ...]:
         """Return views of B, one per part, each with one matrix per group."""
-        if self.parts > 1:
+        if self.num_a > 1:
             return b.unbind(0)
         return (b.view(*b.shape[:-3], -1, b.shape[-1]) if self.gated else b,)
 
@@ -157,17 +157,17 @@ class Adapter:
         """Return the gradient of ``A x``, [N, J * r]."""
         if self.low is None:
             return None
-        pairs = zip(dy_NO.chunk(self.parts, 1), self._b_matrices(self.low.b.value), strict=True)
-        parts = [self.products.input_gradient(dy.contiguous(), b) for dy, b in pairs]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self.low.scale)
+        pairs = zip(dy_NO.chunk(self.num_a, 1), self._b_matrices(self.low.b.value), strict=True)
+        grads = [self.products.input_gradient(dy.contiguous(), b) for dy, b in pairs]
+        return (grads[0] if len(grads) == 1 else torch.cat(grads, 1)).mul_(self.low.scale)
 
     def add_(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
         """Add ``scale * B (A x)`` to the weight's product, in place."""
         if self.low is None:
             return y_NO
-        inners = self._inner(x_NI).chunk(self.parts, 1)
+        inners = self._inner(x_NI).chunk(self.num_a, 1)
         outs = zip(
-            y_NO.chunk(self.parts, 1), inners, self._b_matrices(self.low.b.value), strict=True
+            y_NO.chunk(self.num_a, 1), inners, self._b_matrices(self.low.b.value), strict=True
         )
         for y, inner, b in outs:
             y.add_(self.products.product(inner.contiguous(), b))
@@ -187,21 +187,21 @@ class Adapter:
         if self.low is None or back is None:
             return None, None
         # Computed before the products run: by then the matrices may be sharded over ranks again.
-        inners, dropped = self._inner(x_NI).chunk(self.parts, 1), self.low.apply_dropout
+        inners, dropped = self._inner(x_NI).chunk(self.num_a, 1), self.low.apply_dropout
 
         def product_a(into: Tensor | None) -> Tensor:
             flat = None if into is None else self._a_matrices(into)
             da = self.products.weight_gradient(back, dropped(x_NI), flat)
-            return da.unflatten(0, (self.parts, -1)) if self.parts > 1 else da
+            return da.unflatten(0, (self.num_a, -1)) if self.num_a > 1 else da
 
         def product_b(into: Tensor | None) -> Tensor:
-            flats = (None,) * self.parts if into is None else self._b_matrices(into)
-            parts = zip(dy_NO.chunk(self.parts, 1), inners, flats, strict=True)
+            flats = (None,) * self.num_a if into is None else self._b_matrices(into)
+            factors = zip(dy_NO.chunk(self.num_a, 1), inners, flats, strict=True)
             db = [
                 self.products.weight_gradient(dy.contiguous(), inner.contiguous(), flat)
-                for dy, inner, flat in parts
+                for dy, inner, flat in factors
             ]
-            if self.parts > 1:
+            if self.num_a > 1:
                 return torch.stack(db)
             return db[0].unflatten(-2, (2, -1)) if self.gated else db[0]
 
@@ -226,7 +226,7 @@ class _GatedFfn(Function):
         w_out: Tensor,
         products: Products,
         sink: GradientSink,
-        again: bool,
+        recompute: bool,
         adapters: tuple[Adapter, Adapter],
         form: ExpertVariant | None,
         *masters: Tensor | None,
@@ -234,7 +234,7 @@ class _GatedFfn(Function):
         unscaled_ND, x_ND = x_ND, _scaled_input(x_ND, p_N, form)
         h_N2F = adapters[0].add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
         h_N2F = h_N2F if form is None else form.add_in_bias(h_N2F)
-        ctx.save_for_backward(unscaled_ND, None if again else h_N2F, p_N, w_in, w_out)
+        ctx.save_for_backward(unscaled_ND, None if recompute else h_N2F, p_N, w_in, w_out)
         ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
         ctx.adapters, ctx.form = adapters, form
         if form is None:

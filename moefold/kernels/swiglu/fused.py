@@ -22,14 +22,14 @@ def _forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    gate_at = h + row[:, None] * (2 * width) + column[None, :]
-    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + width, mask=inside, other=0.0).to(tl.float32)
+    gate_ptrs = h + row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + width, mask=inside, other=0.0).to(tl.float32)
     act = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
         act *= tl.load(p + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-    at = a + row[:, None] * width + column[None, :]
-    tl.store(at, act.to(a.dtype.element_ty), mask=inside)
+    out_ptrs = a + row[:, None] * width + column[None, :]
+    tl.store(out_ptrs, act.to(a.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -99,12 +99,12 @@ class ExpertVariant:
         with torch.enable_grad():
             h, p = upcast(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
             a_RF = self._activate(h, p)
-            asked = (h,) if self.on_input else (h, p)
-            dh_R2F, *found = torch.autograd.grad(a_RF, asked, da_RF.to(a_RF.dtype))
+            inputs = (h,) if self.on_input else (h, p)
+            dh_R2F, *dp_grads = torch.autograd.grad(a_RF, inputs, da_RF.to(a_RF.dtype))
         a_RF = a_RF.detach().to(h_R2F.dtype)
         if self.on_input:
             return dh_R2F.to(h_R2F.dtype), None, a_RF
-        (dp_R,) = found
+        (dp_R,) = dp_grads
         if self.out_bias is not None:
             bias_RD = self._bias_rows(self.out_bias, dy_RD)
             dp_R = dp_R + self.bias_fraction * torch.linalg.vecdot(upcast(bias_RD), upcast(dy_RD))
