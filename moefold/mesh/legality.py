@@ -79,12 +79,12 @@ def world_violations(
     if world > 0 and world % smallest == 0:
         return
     below, above = max(world, 0) // smallest * smallest, (max(world, 0) // smallest + 1) * smallest
-    near = above if below == 0 or above - world < world - below else below
+    nearest = above if below == 0 or above - world < world - below else below
     others = f"{below} or {above}" if below else f"{above}"
     rule = f"must be a multiple of pp * lcm(tp * cp, ep * etp) = {smallest}, such as {others}"
     if world > 0:
         rule += f"; or set layout.sizes to {nearest_sizes(sizes, model, world, most).text!r}"
-    yield Violation(("world",), world, rule, near)
+    yield Violation(("world",), world, rule, nearest)
 
 
 def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:

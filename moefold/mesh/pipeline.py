@@ -117,12 +117,12 @@ class Stages:
     @property
     def text(self) -> str:
         """The text form, with equal letters and equal stages written as repeats."""
-        ended = [_compress(stage) + "|" for stage in self.letters[:-1]]
+        stages = [_compress(stage) + "|" for stage in self.letters[:-1]]
         texts = []
-        for stage, same in groupby(ended):
+        for stage, same in groupby(stages):
             number = len(list(same))
-            once = stage if len(stage) == 1 else f"({stage})"
-            texts.append(stage * number if number == 1 else f"{once}*{number}")
+            unit = stage if len(stage) == 1 else f"({stage})"
+            texts.append(stage * number if number == 1 else f"{unit}*{number}")
         return "".join(texts) + _compress(self.letters[-1])
 
     @property

@@ -41,11 +41,11 @@ class Chunk:
     """Numbers of the multi-token prediction layers, which run after the final norm."""
 
     @classmethod
-    def of(cls, places: tuple[StagePart, ...], layers: int) -> "Chunk":
-        """Build from a stage's places; multi-token layers are numbered from ``layers`` on."""
-        kinds = [place.kind for place in places]
-        main = tuple(str(place.index) for place in places if place.kind == "layer")
-        ahead = tuple(str(layers + place.index) for place in places if place.kind == "multi_token")
+    def of(cls, parts: tuple[StagePart, ...], layers: int) -> "Chunk":
+        """Build from a stage's parts; multi-token layers are numbered from ``layers`` on."""
+        kinds = [part.kind for part in parts]
+        main = tuple(str(part.index) for part in parts if part.kind == "layer")
+        ahead = tuple(str(layers + part.index) for part in parts if part.kind == "multi_token")
         return cls(main, "embedding" in kinds, "loss" in kinds, ahead)
 
 
@@ -112,9 +112,9 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
     table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
-    places = stages.parts()
+    stage_parts = stages.parts()
     stage_numbers = [table.stage_of(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
-    chunks = tuple(Chunk.of(places[stage], model.record.layers) for stage in stage_numbers)
+    chunks = tuple(Chunk.of(stage_parts[stage], model.record.layers) for stage in stage_numbers)
     letters = "EL" if model.record.tied or depth else "E"
     holders = {
         table.rank_of(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)
@@ -188,11 +188,11 @@ def build_flow(
         return rows.to(device), None if piece is None else piece.to(device)
 
     rows, piece = local_on_device(batch)
-    places = placed.offload.without_pages() if placed.offload and exact else placed.offload
+    offload = placed.offload.without_pages() if placed.offload and exact else placed.offload
     return Flow(
         rows,
         model.recipe,
-        saved_tensors=SavedTensors(layout.recompute, places, clones=layout.clones is not None),
+        saved_tensors=SavedTensors(layout.recompute, offload, clones=layout.clones is not None),
         training=training,
         world=world,
         context=layout.context,

@@ -121,8 +121,8 @@ class Layout(Record):
         if self.offload is not None:
             violations = self.offload.violations(model.modules, self.recompute)
             yield from (violation.under("offload") for violation in violations)
-            roomy = isinstance(self.dispatch, FixedShape) and self.split.ep * self.split.etp > 1
-            if self.offload.pages is not None and not roomy:
+            fixed = isinstance(self.dispatch, FixedShape) and self.split.ep * self.split.etp > 1
+            if self.offload.pages is not None and not fixed:
                 rule = "needs dispatch padded or spread, with ep or etp above 1: only these state "
                 rule += "how many rows a rank can receive"
                 yield Violation(("offload", "pages"), self.offload.pages, rule, None)
@@ -145,23 +145,23 @@ class Layout(Record):
             offload.host or offload.disk or (offload.pages and offload.pages.spill)
         )
         offloads |= isinstance(recompute, Auto) and bool(recompute.host or recompute.disk)
-        sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedShape)
-        draws = any(spec.is_stochastic for spec in model.specs)
-        pairs = self.resolved_schedule.overlaps_passes
+        reads_counts = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedShape)
+        is_stochastic = any(spec.is_stochastic for spec in model.specs)
+        overlaps = self.resolved_schedule.overlaps_passes
         broken = (
             ("cannot be combined with offloaded activations", offloads, "none"),
             ("cannot be combined with offloaded layout.state", self.state.is_offloaded, "none"),
-            ("cannot be combined with a router that draws random numbers", draws, "none"),
+            ("cannot be combined with a router that draws random numbers", is_stochastic, "none"),
             (
                 "must be partial with a schedule that overlaps forwards and backwards: two threads "
                 "issue their kernels, and one graph records one thread",
-                is_step and pairs,
+                is_step and overlaps,
                 "partial",
             ),
             (
                 "must be partial with this dispatch, which reads row counts on the host; padded "
                 "and spread do not",
-                is_step and sends,
+                is_step and reads_counts,
                 "partial",
             ),
         )
@@ -179,9 +179,9 @@ class Layout(Record):
         sizes = self.split
         if sizes.pp == 1:
             return
-        each = divisors(micro_batches)
-        tried = [list(self.resolved_schedule.violations(sizes.pp, sizes.vpp, m)) for m in each]
-        broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
+        counts = divisors(micro_batches)
+        by_count = [list(self.resolved_schedule.violations(sizes.pp, sizes.vpp, m)) for m in counts]
+        broken = [[v for v in listed if v.path == ("micro_batches",)] for listed in by_count]
         if broken and all(broken):
             yield from broken[-1]
 

@@ -254,8 +254,8 @@ def _compare_counts(
         for name, actual in rank["counts"].items():
             counted.add(name)
             reference = expected.get(name, [])
-            off = sum(abs(a - b) for a, b in zip(actual, reference, strict=False))
-            error = off / max(sum(reference), 1) if len(actual) == len(reference) else math.inf
+            moved = sum(abs(a - b) for a, b in zip(actual, reference, strict=False))
+            error = moved / max(sum(reference), 1) if len(actual) == len(reference) else math.inf
             _record_error(outcome, "counts", error, name, number)
     return [f"no rank has counts of {name}" for name in expected if name not in counted]
 

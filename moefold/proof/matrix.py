@@ -231,8 +231,8 @@ def uncommon_parts() -> Iterator[ProofCase]:
 @rule
 def frozen_parts() -> Iterator[ProofCase]:
     """Frozen weights in each of these parts: all of one layer, and small ones of the others."""
-    some = ("mla", "windowed", "scaled", "normed", "centred", "formed", "dense in parts")
-    for name, layer in product([*UNCOMMON, *some], range(2)):
+    names = ("mla", "windowed", "scaled", "normed", "centred", "formed", "dense in parts")
+    for name, layer in product([*UNCOMMON, *names], range(2)):
         patterns = (f"layers.{layer}.*", "*norm*", "*bias*", "*taps", "*sinks")
         partly_frozen = replace(SUBJECTS[name], decoder=freeze(SUBJECTS[name].decoder, patterns))
         named = [(f"{name} without layer {layer}", partly_frozen)]
@@ -309,9 +309,9 @@ def zero_stages() -> Iterator[ProofCase]:
 def recomputes() -> Iterator[ProofCase]:
     """Every recompute policy."""
     layouts = [("tp2 ep4", 4), ("cp2 ep2", 4), ("tp2 pp2 ep2", 8)]
-    some = {"modules": ["norms", "attention", "ffn", "shared", "experts"]}
+    modules = {"modules": ["norms", "attention", "ffn", "shared", "experts"]}
     for record in RECOMPUTE.kinds.values():
-        policy = record(**(some if "modules" in record.model_fields else {}))
+        policy = record(**(modules if "modules" in record.model_fields else {}))
         yield from _cases(["gqa", "mla"], layouts, recompute=policy)
     kinds_of = {
         "mla": get_args(RecomputeKind),
@@ -346,8 +346,8 @@ def offloads() -> Iterator[ProofCase]:
         yield from _cases([deeper], [(sizes, 2)], offload=both, schedule=schedule)
     sets: list[tuple[RecomputeKind, ...]]
     sets = [("mla_up", "permute"), ("experts", "attention", "gather"), ("ffn", "shared")]
-    for some, (sizes, world) in product(sets, layouts):
-        more = {"offload": both, "recompute": _recompute(sizes, *some)}
+    for kinds_recomputed, (sizes, world) in product(sets, layouts):
+        more = {"offload": both, "recompute": _recompute(sizes, *kinds_recomputed)}
         yield from _cases([latent], [(sizes, world)], **more)
     sizes = [("ep2", 2), ("tp2 ep4", 4), ("pp2 ep2", 4)]
     for dispatch in (d for d in cpu_dispatchers() if isinstance(d, FixedShape)):

@@ -130,7 +130,7 @@ PLANTS = (
         "copies of an adapter over slices of experts count once each in the norm",
         B61_LAYOUTS,
         "parallel/data/sharding.py",
-        "            place, count = place * etp + world.experts.etp, count * etp\n",
+        "            index, count = index * etp + world.experts.etp, count * etp\n",
         "            pass\n",
     ),
     Plant(

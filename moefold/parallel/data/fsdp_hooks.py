@@ -116,11 +116,11 @@ class FsdpHooks(UnshardHooks):
     def _unshard_and_prefetch(self, unit: str, step: int) -> None:
         """Unshard a unit, and start to unshard the next (step 1) or the previous one (-1)."""
         self._unshard(unit)
-        place = self._order.index(unit) + step
-        follows = self._order[place] if 0 <= place < len(self._order) else EMBEDDING
-        if follows != EMBEDDING and follows not in self._prefetched:
-            self._start_unshard(follows)
-            self._prefetched.add(follows)
+        index = self._order.index(unit) + step
+        next_unit = self._order[index] if 0 <= index < len(self._order) else EMBEDDING
+        if next_unit != EMBEDDING and next_unit not in self._prefetched:
+            self._start_unshard(next_unit)
+            self._prefetched.add(next_unit)
 
     def _unshard(self, unit: str) -> None:
         if unit not in self._prefetched:

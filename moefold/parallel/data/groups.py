@@ -95,11 +95,11 @@ def group_boxes(
     # A cut group is a separate box, which all ranks with part of the group name alike.
     cut = local.partial_groups
     borders = {groups[0], groups[-1] + 1, *cut, *(group + 1 for group in cut)}
-    begun = run[0] % local.row % size > 0
+    begins_inside = run[0] % local.row % size > 0
     for first, last in pairwise(sorted(borders)):
         for box in boxes(piece, first, last):
             end = offset + box_size(box)
             values = factors_G3[offset:end].view(*(b - a for a, b in box), FACTORS)
-            owned = not (begun and first == groups[0])
+            owned = not (begins_inside and first == groups[0])
             yield values, (*full, FACTORS), (*to_global(box, group_box), (0, FACTORS)), owned
             offset = end

@@ -93,14 +93,14 @@ class StateOffload:
 
     def write_back(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Start to write tensors back; return a function that waits, then frees their memory."""
-        moving = list(self._slots_of(tensors))
+        offloaded = list(self._slots_of(tensors))
         copies = [
-            self.begin(partial(slot.write, _storage_bytes(tensor))) for tensor, slot in moving
+            self.begin(partial(slot.write, _storage_bytes(tensor))) for tensor, slot in offloaded
         ]
 
         def wait() -> None:
             _wait(copies)
-            for tensor, _ in moving:
+            for tensor, _ in offloaded:
                 tensor.untyped_storage().resize_(0)
 
         return wait

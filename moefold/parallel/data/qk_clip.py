@@ -55,7 +55,7 @@ class ClippedOptimizer(Optimizer):
             factor_R = factors.get(local.name)
             if factor_R is not None:
                 first = self._world.group("tp").index * len(factor_R)
-                start, end = (place - first for place in local.box[0])
+                start, end = (index - first for index in local.box[0])
                 rows = factor_R[start:end].to(local.tensor.dtype)
                 local.tensor.mul_(rows.view(-1, *[1] * (local.tensor.dim() - 1)))
 

@@ -304,8 +304,8 @@ class ShardedState:
 
         Multi-token layers, which run only in training, also look up embeddings in between.
         """
-        layers, later = ([f"layers.{n}" for n in ns] for ns in (chunk.layers, chunk.multi_token))
-        ends = ["norm"] * chunk.has_head + later * training
+        layers, extra = ([f"layers.{n}" for n in ns] for ns in (chunk.layers, chunk.multi_token))
+        ends = ["norm"] * chunk.has_head + extra * training
         return [EMBEDDING] * chunk.has_embedding + layers + ends
 
     def finish(self) -> Tensor:
@@ -325,20 +325,20 @@ class ShardedState:
                 parameter.grad = own.view_as(parameter)
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        placed = {name: self._shards[name].placement for name in trained}
+        placements = {name: self._shards[name].placement for name in trained}
         sharded = {n for n, bucket in self._bucket.items() if not bucket.is_unsharded}
         for kind, (_, replicas) in self._groups_by_kind.items():
-            copied = [n for n in trained if n not in sharded and placed[n].replicas == kind]
+            copied = [n for n in trained if n not in sharded and placements[n].replicas == kind]
             _sum_gradients([trained[n] for n in copied], replicas)
-        over_tp = [p for n, p in trained.items() if placed[n].replicated_over_tp]
+        over_tp = [p for n, p in trained.items() if placements[n].replicated_over_tp]
         _sum_gradients(over_tp, self.placed.world.group("tp"))
-        over_etp = [p for n, p in trained.items() if placed[n].replicated_over_etp]
+        over_etp = [p for n, p in trained.items() if placements[n].replicated_over_etp]
         _sum_gradients(over_etp, self.placed.world.group("etp"))
         # Last, when each stage has summed over data ranks: a sum of two is the same in any order.
         if self._embedding_group is not None and EMBEDDING_WEIGHT in trained:
             _sum_gradients([trained[EMBEDDING_WEIGHT]], self._embedding_group)
-        counted = [p.grad for n, p in trained.items() if not self._copy_index(n)[0]]
-        grads = [grad for grad in counted if grad is not None]
+        owned = [p.grad for n, p in trained.items() if not self._copy_index(n)[0]]
+        grads = [grad for grad in owned if grad is not None]
         return squared_norm(grads, self.placed.world.device)
 
     def end_step(self) -> None:
@@ -380,17 +380,17 @@ class ShardedState:
         placement, world = self._shards[name].placement, self.placed.world
         bucket = self._bucket.get(name)
         holders = world.group(placement.replicas) if bucket is None else bucket.replica_group
-        place, count = holders.index, holders.size
+        index, count = holders.index, holders.size
         if placement.replicated_over_tp:
             tp = world.folding.sizes.tp
-            place, count = place * tp + world.attention.tp, count * tp
+            index, count = index * tp + world.attention.tp, count * tp
         if placement.replicated_over_etp:
             etp = world.folding.sizes.etp
-            place, count = place * etp + world.experts.etp, count * etp
+            index, count = index * etp + world.experts.etp, count * etp
         if name == EMBEDDING_WEIGHT:
             stages = self.placed.embedding_stages
-            place, count = place + count * stages.index(world.attention.pp), count * len(stages)
-        return place, count
+            index, count = index + count * stages.index(world.attention.pp), count * len(stages)
+        return index, count
 
     def weights(self) -> Iterator[LocalSlice]:
         """Yield this rank's masters and buffers; call :meth:`refresh_weights` after writes."""
@@ -416,17 +416,17 @@ class ShardedState:
         for key, tensor in optimizer.state().items():
             name = _parameter_name(key)
             if key.endswith("_groups"):
-                shard, (place, count) = self._shards[name], self._copy_index(name)
+                shard, (index, count) = self._shards[name], self._copy_index(name)
                 entries = group_boxes(shard, optimizer.group, self._local_range(name), tensor)
                 for values, shape, box, owned in entries:
-                    yield LocalSlice(key, values, shape, box, place if owned else count, count)
+                    yield LocalSlice(key, values, shape, box, index if owned else count, count)
             elif tensor.shape == self.params[name].shape:
                 yield from self._boxes(key, name, tensor)
             else:  # one value for all elements: owned by the ranks with the first element
                 at_start = not any(start for start, _ in self._shards[name].box)
-                place, count = self._copy_index(name)
+                index, count = self._copy_index(name)
                 owned = at_start and not self._local_range(name)[0]
-                yield LocalSlice.full(key, tensor, place if owned else count, count)
+                yield LocalSlice.full(key, tensor, index if owned else count, count)
         stage = self.placed.world.group("stage")
         for name, history in self.histories.items():
             key = f"{PREFIX}.{name}.amaxes"

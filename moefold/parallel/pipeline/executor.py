@@ -166,14 +166,14 @@ class Executor:
         deferred = self.plan.splits_backward or self._secondary is not None
         sink = DeferredSink() if deferred else AccumulatingSink()
         placed, micro = self._placed, action.micro
-        chunk, share = placed.chunks[action.chunk], self._fractions[micro]
+        chunk, fraction = placed.chunks[action.chunk], self._fractions[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=deferred)
         flow = self._flows[micro].for_chunk(sink, hooks, chunk.has_head)
         graphs = self._graphs and self._graphs.acquire(action.chunk, micro, flow)
         if graphs is not None:
             flow = replace(flow, rows=graphs.flow.rows, piece=graphs.flow.piece)
         chunk_pass = ChunkPass(
-            placed.model, chunk, flow, share, self._loss, self._secondary, graphs
+            placed.model, chunk, flow, fraction, self._loss, self._secondary, graphs
         )
         return InFlight(chunk_pass, flow, sink, hooks, graphs)
 

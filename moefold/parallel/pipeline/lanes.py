@@ -56,15 +56,15 @@ def interleave(chains: Sequence[Chain]) -> Iterator[tuple[int, LaneTask | FillTa
     """
     segments: list[list[list[LaneTask | FillTask]]] = []
     for chain in chains:
-        own: list[list[LaneTask | FillTask]] = [[]]
+        runs: list[list[LaneTask | FillTask]] = [[]]
         for task in chain.tasks:
-            has_exchange = any(isinstance(t, LaneTask) and t.is_exchange for t in own[-1])
+            has_exchange = any(isinstance(t, LaneTask) and t.is_exchange for t in runs[-1])
             if has_exchange and isinstance(task, LaneTask):
-                own.append([])
-            own[-1].append(task)
-        segments.append(own)
-    for together in zip_longest(*segments, fillvalue=()):
-        for index, tasks in enumerate(together):
+                runs.append([])
+            runs[-1].append(task)
+        segments.append(runs)
+    for concurrent in zip_longest(*segments, fillvalue=()):
+        for index, tasks in enumerate(concurrent):
             yield from ((index, task) for task in tasks)
 
 

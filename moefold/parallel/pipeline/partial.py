@@ -102,8 +102,8 @@ class GraphedPass:
 class GraphedPart:
     """A part of a pass that runs as graphs, with the interface of :class:`Subgraph`.
 
-    ``name`` is (the block's place, the index of the segment after the part); ``forms`` are pytree
-    structures of the records between the block's segments.
+    ``name`` is (the block's position, the index of the segment after the part); ``forms`` are the
+    pytree structures of the records between the block's segments.
     """
 
     is_exchange = False

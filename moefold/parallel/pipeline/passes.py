@@ -140,15 +140,15 @@ class ChunkPass:
             self.summed_loss = torch.cat([loss.view(-1) for loss in losses])
         return gradients
 
-    def _block(self, number: str, place: tuple[int, int]) -> list[LaneTask]:
+    def _block(self, number: str, position: tuple[int, int]) -> list[LaneTask]:
         """Return the tasks of one layer; the last task also records its router terms."""
         segments = self._model.layers[number].segments()  # type: ignore[operator]
-        parts = self._parts(segments, place)
+        parts = self._parts(segments, position)
         hooks, unit = self._flow.unshard, f"layers.{number}"
         forward = [LaneTask(part.forward, part.is_exchange) for part in parts]
         backward = [LaneTask(part.backward, part.is_exchange) for part in reversed(parts)]
         if self._flow.saved_tensors.block:
-            forward, backward = _recomputed_tasks(parts, self._flow.saved_tensors, place)
+            forward, backward = _recomputed_tasks(parts, self._flow.saved_tensors, position)
         before, after = _hook_task(hooks.pre_backward, unit), _hook_task(hooks.post_backward, unit)
         self._backward_tasks.append([before, *backward, after])
 
@@ -160,14 +160,14 @@ class ChunkPass:
         return [_hook_task(hooks.pre_forward, unit), *forward, LaneTask(close)]
 
     def _parts(
-        self, segments: Sequence[Segment], place: tuple[int, int]
+        self, segments: Sequence[Segment], position: tuple[int, int]
     ) -> list[Subgraph | GraphedPart]:
         """Return a block's parts; records of tensors are flattened between them."""
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
         def run(start: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
             state = tree_unflatten(values, forms[start])
-            with flow.saved_tensors.layer_hooks(*place):
+            with flow.saved_tensors.layer_hooks(*position):
                 for segment in segments[start:end]:
                     state = segment(state, flow)
             flat, forms[end] = tree_flatten(state)
@@ -186,7 +186,7 @@ class ChunkPass:
             flow = self._second_flow if is_exchange and self._second_flow else self._flow
             part = Subgraph(partial(run, start, end, flow), is_exchange)
             if graphs is not None and graphed[start]:
-                parts.append(GraphedPart(graphs, part, (place, end), flow.sink, forms))
+                parts.append(GraphedPart(graphs, part, (position, end), flow.sink, forms))
             else:
                 parts.append(part)
         return parts
@@ -224,7 +224,7 @@ def _copy_state(*state: Any) -> State:
 
 
 def _recomputed_tasks(
-    parts: Sequence[Subgraph | GraphedPart], saved: SavedTensors, place: tuple[int, int]
+    parts: Sequence[Subgraph | GraphedPart], saved: SavedTensors, position: tuple[int, int]
 ) -> tuple[list[LaneTask], list[LaneTask]]:
     """Return the forward and backward tasks of a fully recomputed block: only its input is saved.
 
@@ -237,7 +237,7 @@ def _recomputed_tasks(
     output_gradients: list[State] = []
 
     def save_input(x_TD: Tensor) -> State:
-        with saved.layer_hooks(*place):
+        with saved.layer_hooks(*position):
             saved_inputs.append((saved.pack(x_TD), x_TD.requires_grad))
         return (x_TD,)
 

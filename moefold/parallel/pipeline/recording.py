@@ -91,7 +91,7 @@ class ShapeTracker:
         if moved := any(moved_R):
             self._seen.clear()
             self._recorded.clear()
-        return moved, [key and (key, hash(all_)) for key, all_ in zip(keys, shapes_MR, strict=True)]
+        return moved, [key and (key, hash(row)) for key, row in zip(keys, shapes_MR, strict=True)]
 
     def weights_moved(self, placed: ModelParts) -> bool:
         """Refresh low-precision weights, so that no replay casts; return whether any moved."""

@@ -107,14 +107,14 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
 
 def unsharded_head(placed: ModelParts) -> AbstractContextManager[None]:
     """Unshard the head's matrix in this context."""
-    last = placed.hooks_for(placed.chunks[-1], training=False)
-    return last.unsharded(placed.model.head_unit)
+    hooks = placed.hooks_for(placed.chunks[-1], training=False)
+    return hooks.unsharded(placed.model.head_unit)
 
 
-def _gather_rows(x_TD: Tensor, flow: Flow, places_P: Tensor) -> Tensor:
+def _gather_rows(x_TD: Tensor, flow: Flow, positions_P: Tensor) -> Tensor:
     """Return rows [P, D] at given positions in the micro-batch, from the ranks that have them."""
     row_T = flow.rows.row_T
     if row_T is None:
-        return x_TD[places_P]
-    found_PT = (places_P[:, None] == row_T[None]).to(x_TD.dtype)
-    return sum_(found_PT @ x_TD, flow.world.group("tp_cp"))
+        return x_TD[positions_P]
+    match_PT = (positions_P[:, None] == row_T[None]).to(x_TD.dtype)
+    return sum_(match_PT @ x_TD, flow.world.group("tp_cp"))

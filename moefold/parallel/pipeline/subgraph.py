@@ -29,18 +29,18 @@ class Subgraph:
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the function; return its outputs, detached but with their ``requires_grad``."""
-        live = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        requires_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         self._input_gradients = [None] * len(inputs)
-        if any(live):
+        if any(requires_grad):
             anchor = torch.empty(0, requires_grad=True)
             inputs = _CaptureGradients.apply(
-                anchor, self._input_gradients, live, *map(detached, inputs)
+                anchor, self._input_gradients, requires_grad, *map(detached, inputs)
             )  # type: ignore[assignment]
         outputs = self._function(*inputs)
-        live = tuple(isinstance(y, Tensor) and y.requires_grad for y in outputs)
-        pairs = zip(outputs, live, strict=True)
-        self._edges = [get_gradient_edge(y) if lives else None for y, lives in pairs]
-        return tuple(map(detached, outputs, live))
+        requires_grad = tuple(isinstance(y, Tensor) and y.requires_grad for y in outputs)
+        pairs = zip(outputs, requires_grad, strict=True)
+        self._edges = [get_gradient_edge(y) if required else None for y, required in pairs]
+        return tuple(map(detached, outputs, requires_grad))
 
     def forward_no_grad(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the function without saving anything; it must run again before its backward.
@@ -82,14 +82,14 @@ class _CaptureGradients(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         captured: list[Tensor | None],
-        live: Sequence[bool],
+        requires_grad: Sequence[bool],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.captured = captured
         ctx.set_materialize_grads(False)
         outputs = tuple(map(detached, tensors))
-        dead = [x for x, lives in zip(outputs, live, strict=True) if not lives]
-        ctx.mark_non_differentiable(*(x for x in dead if isinstance(x, Tensor)))
+        constant = [x for x, required in zip(outputs, requires_grad, strict=True) if not required]
+        ctx.mark_non_differentiable(*(x for x in constant if isinstance(x, Tensor)))
         return outputs
 
     @staticmethod
