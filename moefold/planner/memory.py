@@ -28,7 +28,7 @@ from moefold.planner.case import (
 from moefold.planner.hardware import Device
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_chunk import ChunkBytes, ChunkEstimator, offloaded_tensors
-from moefold.planner.memory_graphs import chunk_static_bytes, max_in_flight, micro_batch_bytes
+from moefold.planner.memory_graphs import chunk_static_bytes, micro_batch_bytes
 from moefold.planner.memory_pages import ChunkBlocks, count_pages, page_bytes, unpaged
 from moefold.planner.memory_saved import layer_shape, saved_tensors_of
 from moefold.planner.memory_state import StateBytes, StateSharding
@@ -377,8 +377,12 @@ def add_graph_memory(
         rows = case.num_micro_batches * micro_batch_bytes(shape, ahead) if full else 0.0
         return replace(state, graphs=rows), chunks, ()
     actions = list(running_actions(case.table.lines[rank], len(chunks)))
-    passes, fixed = tuple(max_in_flight(actions, len(chunks))), captured == "experts"
-    inputs = shape, case.memory_policy, fixed, ahead
+    # The most passes in flight of each chunk.
+    passes = tuple(
+        max(step.saved[chunk] + step.deferred[chunk] + (step.forward == chunk) for step in actions)
+        for chunk in range(len(chunks))
+    )
+    inputs = shape, case.memory_policy, captured == "experts", ahead
     orders = ([blocks[kind] for kind in order] for order in layer_order(case, rank))
     static = [chunk_static_bytes(order, *inputs) for order in orders]
     defers = any(action.kind == "W" for action in actions)

@@ -5,14 +5,13 @@ and rows that expert ranks exchange. Those that are saved for backward too are n
 activations.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moefold.model.config import Block
 from moefold.planner.case import MemoryPolicy
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_saved import saved_tensors
-from moefold.planner.memory_steps import RunningAction
 from moefold.spec.layer import INDEX, STATISTIC, Shape, as_layer_spec
 
 ROW_BYTES = 4 * INDEX + 1
@@ -96,12 +95,3 @@ def micro_batch_bytes(shape: Shape, ahead: int) -> int:
     """Return the bytes of a micro-batch's ids, labels and positions, of a rank and its tp group."""
     rows = shape.rows + (shape.piece if shape.tp > 1 else 0)
     return rows * (1 + ahead) * ROW_BYTES
-
-
-def max_in_flight(steps: Iterable[RunningAction], chunks: int) -> list[int]:
-    """Return the largest number of passes in flight of each chunk."""
-    most = [0] * chunks
-    for step in steps:
-        for chunk, (saved, deferred) in enumerate(zip(step.saved, step.deferred, strict=True)):
-            most[chunk] = max(most[chunk], saved + deferred + (step.forward == chunk))
-    return most
