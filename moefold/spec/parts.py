@@ -68,9 +68,9 @@ def saved_attention(core: Attention, shape: Shape, freed_by: Modules = NOTHING) 
         if moved:
             yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
     attended = rows * heads * core.v_dim * width
-    part = Saved("attended", attended, module="attention", operand_of=("o.weight",))
-    by_core = None if shape.exchanges_heads else replace(part, freed_by=CORE, operand_of=())
-    yield replace(part, also_saved=by_core)
+    output = Saved("attended", attended, module="attention", operand_of=("o.weight",))
+    by_core = None if shape.exchanges_heads else replace(output, freed_by=CORE, operand_of=())
+    yield replace(output, also_saved=by_core)
     yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
     if shape.exchanges_heads:
         yield Saved("attended.moved", attended, CORE, module="attention")
@@ -84,15 +84,15 @@ def saved_feed_forward(
     The activation is always recomputed. ``rows``: number of dispatched rows of routed experts.
     """
     freed_by: Modules = frozenset((module,))
-    at = "" if module == "ffn" else f"{module}."
-    operand: Any = {"module": module, "operand_of": (f"{at}w_in",)}
+    prefix = "" if module == "ffn" else f"{module}."
+    operand: Any = {"module": module, "operand_of": (f"{prefix}w_in",)}
     if rows is None and shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
         yield Saved(f"{module}.gathered", size, freed_by | GATHER, **operand)
     size = (shape.piece if rows is None else rows) * features * shape.width
     room = 0 if rows is None or shape.room is None else rows
     yield Saved(f"{module}.hidden", 2 * size, freed_by, module=module, rows=room)
-    operand["operand_of"] = (f"{at}w_out",)
+    operand["operand_of"] = (f"{prefix}w_out",)
     yield Saved(f"{module}.activation", size, freed_by, **operand, from_forward=False)
 
 

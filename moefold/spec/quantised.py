@@ -79,10 +79,10 @@ class _QuantisedCuts(NamedTuple):
             for dim, units in weight.cuts:
                 if units.axis != "ep" and multiple > 1:
                     axis, size = units.axis, weight.shape[dim]
-                    what = f"{weight.name} ({size} wide)"
-                    rule = f"{axis} must be 1, or {axis} * {multiple} must divide {what}: {CUT}"
+                    text = f"{weight.name} ({size} wide)"
+                    rule = f"{axis} must be 1, or {axis} * {multiple} must divide {text}: {CUT}"
                     number = size // multiple if size % multiple == 0 else 1
-                    distinct[Units(axis, number, what, said=rule)] = None
+                    distinct[Units(axis, number, text, said=rule)] = None
         if not record.scales_per_run:
             return cls(tuple(distinct), 0, False)
         if along_rows > 1:
@@ -123,12 +123,12 @@ class _QuantisedCuts(NamedTuple):
             divisors.append([n for n in range(1, largest + 1) if not any(m % n for m in numbers)])
         updates = (dict(zip(axes, values, strict=True)) for values in product(*divisors))
         candidates = (sizes.model_copy(update=update) for update in updates)
-        legal = (one for one in candidates if not any(self.violated_rules(one, seq)))
+        legal = (c for c in candidates if not any(self.violated_rules(c, seq)))
 
-        def distance(other: Sizes) -> tuple[float, int, int]:
-            pairs = [(getattr(other, axis), getattr(sizes, axis)) for axis in axes]
+        def distance(candidate: Sizes) -> tuple[float, int, int]:
+            pairs = [(getattr(candidate, axis), getattr(sizes, axis)) for axis in axes]
             ratio = prod(max(a / b, b / a) for a, b in pairs)
-            return ratio, -other.smallest_world, other.etp
+            return ratio, -candidate.smallest_world, candidate.etp
 
         return min(legal, key=distance)
 
@@ -191,17 +191,17 @@ def moment_violations(
     for weight in model_weights(decoder):
         size, last = weight.shape[-1], len(weight.shape) - 1
         for cut in (units for dim, units in weight.cuts if dim == last > 0):
-            axis, what = cut.axis, f"{weight.name} ({size} wide)"
-            rule = f"{axis} must be 1, or {axis} * {group} must divide {what}: "
+            axis, text = cut.axis, f"{weight.name} ({size} wide)"
+            rule = f"{axis} must be 1, or {axis} * {group} must divide {text}: "
             rule += "groups of optim.moments cannot be split"
             number = size // group if size % group == 0 else 1
             # Report only the first weight for each axis and number of units.
-            distinct.setdefault((axis, number), Units(axis, number, what, said=rule))
+            distinct.setdefault((axis, number), Units(axis, number, text, said=rule))
     yield from _QuantisedCuts(tuple(distinct.values()), 0, False).violations(decoder, layout, seq)
 
 
 def _draw_violations(
-    layout: Layout, what: str, one_round: bool, experts: bool
+    layout: Layout, option: str, one_round: bool, experts: bool
 ) -> Iterator[Violation]:
     """Yield parts of a layout in which rows' numbers, and thus random numbers, are unknown.
 
@@ -209,14 +209,14 @@ def _draw_violations(
     arrive in one round.
     """
     if layout.graphs != "none":
-        rule = f"replays a recorded step, but {what} has row positions or draws from the host"
+        rule = f"replays a recorded step, but {option} has row positions or draws from the host"
         yield Violation(("graphs",), layout.graphs, rule, "none")
     repeats = isinstance(layout.dispatch, FixedShape) and layout.dispatch.on_overflow == "again"
     if repeats and one_round and layout.split.ep * layout.split.etp > 1:
-        rule = f"repeats a step in rounds that send no row numbers, which {what} needs"
+        rule = f"repeats a step in rounds that send no row numbers, which {option} needs"
         yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
     if isinstance(layout.dispatch, ThirdParty) and experts:
-        rule = f"sends only bf16 rows, but {what} also needs their exact row numbers"
+        rule = f"sends only bf16 rows, but {option} also needs their exact row numbers"
         yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")
 
 

@@ -26,12 +26,12 @@ def units_to_offload(elements: Mapping[str, int], fraction: float) -> frozenset[
     """Return the units to offload, evenly spaced over the model.
 
     ``elements`` has the number in each unit, in order. At every unit, the elements offloaded so far
-    differ from ``fraction`` of those seen by at most half of the largest unit.
+    differ from ``fraction`` of those counted by at most half of the largest unit.
     """
-    offloaded_units, offloaded, seen = list[str](), 0, 0
+    offloaded_units, offloaded, total = list[str](), 0, 0
     for unit, count in elements.items():
-        seen += count
-        if offloaded + count / 2 <= fraction * seen:
+        total += count
+        if offloaded + count / 2 <= fraction * total:
             offloaded_units.append(unit)
             offloaded += count
     return frozenset(offloaded_units)
