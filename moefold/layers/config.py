@@ -252,11 +252,11 @@ class Selective(Record):
     kind: Literal["selective"] = "selective"
     modules: Annotated[tuple[RecomputeKind, ...], Field(min_length=1)]
 
-    def violations(self, known: Collection[str], tp: int) -> Iterator[Violation]:
-        """Yield kinds that the model does not have (not ``known``), and ``gather`` without tp."""
-        present = [kind for kind in self.modules if kind in known]
+    def violations(self, model_kinds: Collection[str], tp: int) -> Iterator[Violation]:
+        """Yield kinds that the model does not have, and ``gather`` without tp."""
+        present = [kind for kind in self.modules if kind in model_kinds]
         rest = [kind for kind in present if kind != "gather" or tp > 1]
-        if absent := [kind for kind in self.modules if kind not in known]:
+        if absent := [kind for kind in self.modules if kind not in model_kinds]:
             rule = f"the model has no modules of kind {', '.join(absent)}"
             yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
         if len(present) > len(rest):
@@ -364,28 +364,28 @@ class Offload(Record):
             rule = "layout.offload needs pages, host or disk; to offload nothing, leave it out"
             yield Violation(("host",), None, rule, {"modules": ["experts"]})
         place_of = dict[str, str]()
-        for place, to in self.destinations.items():
-            twice = [name for name in to.modules if name in place_of]
-            if twice:
-                conflicts = ", ".join(f"{name} ({place_of[name]})" for name in twice)
-                rest = [name for name in to.modules if name not in twice]
-                free = [name for name in get_args(OffloadKind) if name not in place_of]
+        for place, record in self.destinations.items():
+            duplicates = [name for name in record.modules if name in place_of]
+            if duplicates:
+                conflicts = ", ".join(f"{name} ({place_of[name]})" for name in duplicates)
+                rest = [name for name in record.modules if name not in duplicates]
+                unclaimed = [name for name in get_args(OffloadKind) if name not in place_of]
                 rule = f"must leave out kinds that another place offloads: {conflicts}"
-                nearest = rest or free[:1] or None
+                nearest = rest or unclaimed[:1] or None
                 path = (place, "modules") if nearest else (place,)
-                yield Violation(path, list(to.modules), rule, nearest)
-            place_of |= dict.fromkeys(to.modules, place)
+                yield Violation(path, list(record.modules), rule, nearest)
+            place_of |= dict.fromkeys(record.modules, place)
 
     @property
     def destinations(self) -> dict[str, OffloadToPages | OffloadToHost]:
         """The records of the places in use, by name."""
-        places = ("pages", self.pages), ("host", self.host), ("disk", self.disk)
-        return {name: to for name, to in places if to}
+        records = ("pages", self.pages), ("host", self.host), ("disk", self.disk)
+        return {name: record for name, record in records if record}
 
     def violations(self, present: Collection[str], recompute: Record | None) -> Iterator[Violation]:
         """Yield kinds that the model does not have, or that ``recompute`` does not save."""
-        for name, to in self.destinations.items():
-            absent = [kind for kind in to.modules if kind not in present]
+        for name, record in self.destinations.items():
+            absent = [kind for kind in record.modules if kind not in present]
             if absent:
                 rule = f"the model has no modules of kind {', '.join(absent)}"
                 yield self._drop_kinds(name, absent, rule, "attention")
@@ -393,11 +393,11 @@ class Offload(Record):
             recomputed = ["norms"] if isinstance(recompute, Auto) or "norms" in chosen else []
             if isinstance(recompute, Full):
                 recomputed = [kind for kind in get_args(OffloadKind) if kind != "block"]
-            recomputed = [kind for kind in to.modules if kind in recomputed]
+            recomputed = [kind for kind in record.modules if kind in recomputed]
             if recomputed:
-                may = "may recompute" if isinstance(recompute, Auto) else "recomputes"
+                verb = "may recompute" if isinstance(recompute, Auto) else "recomputes"
                 names = ", ".join(recomputed)
-                rule = f"layout.recompute {may} {names}, so there is nothing to offload"
+                rule = f"layout.recompute {verb} {names}, so there is nothing to offload"
                 yield self._drop_kinds(name, recomputed, rule, "block")
 
     def _drop_kinds(self, place: str, kinds: Collection[str], rule: str, default: str) -> Violation:

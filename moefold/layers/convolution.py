@@ -34,9 +34,9 @@ class ConvolutionMixer(Adaptable):
         if valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(valid_T, 0)
         flow.saved_tensors.set_owner("attention", h_T3C)
-        how = {"n_valid": whole.n_valid, "sink": whole.sink}
+        options = {"n_valid": whole.n_valid, "sink": whole.sink}
         before = preceding_rows(self, h_T3C, self.taps.shape[-1] - 1, flow, _gated)
-        y_TC = short_convolution(h_T3C, before, taps, positions_T, gated=True, **how)
+        y_TC = short_convolution(h_T3C, before, taps, positions_T, gated=True, **options)
         flow.saved_tensors.set_owner("attention", y_TC)
         return flow.scatter(self.out(y_TC, whole))
 

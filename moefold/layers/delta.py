@@ -89,9 +89,9 @@ class DeltaMixer(nn.Module):
         for (name, x_TC), before_PJC in zip(rows.items(), preceding, strict=True):
             taps = getattr(self, f"{name}_taps")
             weight = flow.operand(taps, taps.dtype)
-            how = {"n_valid": whole.n_valid, "sink": whole.sink}
+            options = {"n_valid": whole.n_valid, "sink": whole.sink}
             convolved.append(
-                short_convolution(x_TC, before_PJC, weight, positions_T, gated=False, **how)
+                short_convolution(x_TC, before_PJC, weight, positions_T, gated=False, **options)
             )
         return convolved
 
@@ -103,9 +103,9 @@ class DeltaMixer(nn.Module):
         if ranks.size == 1:
             return chunked_scan(*inputs, positions_T)[0]
         out_THx, state_PHkx = chunked_scan(*inputs, positions_T, runs=2)
-        every = undo_zigzag(all_gather(state_PHkx, ranks), ranks.size).flatten(0, 1)
-        states = [torch.zeros_like(every[0, ..., : dims[0]])]
-        for state_Hkx in every[:-1]:
+        all_states = undo_zigzag(all_gather(state_PHkx, ranks), ranks.size).flatten(0, 1)
+        states = [torch.zeros_like(all_states[0, ..., : dims[0]])]
+        for state_Hkx in all_states[:-1]:
             written, transition = state_Hkx.split(dims, -1)
             states.append(written + transition @ states[-1])
         own_PHkv = torch.stack([states[ranks.index], states[2 * ranks.size - 1 - ranks.index]])
@@ -121,9 +121,9 @@ class DeltaMixer(nn.Module):
                 state_PHkv, *_slice_rows(inputs, slice(len(texts)))
             )
         else:
-            each = [chunked_scan(*_slice_rows(inputs, rows), positions_T[rows]) for rows in texts]
-            out_THv = torch.cat([out for out, _ in each])
-            cache.states[key] = torch.cat([state for _, state in each])
+            scans = [chunked_scan(*_slice_rows(inputs, rows), positions_T[rows]) for rows in texts]
+            out_THv = torch.cat([out for out, _ in scans])
+            cache.states[key] = torch.cat([state for _, state in scans])
         return F.pad(out_THv, (0, 0, 0, 0, 0, padding))
 
     def _split_heads(self, projected: tuple[Tensor, ...], valid_T: Tensor | None) -> ScanInputs:

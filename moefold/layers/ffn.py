@@ -21,9 +21,9 @@ class SwiGlu(Adaptable):
         self, hidden: int, width: int, kind: str = "ffn", gated: bool = False, blocks: int = 1
     ) -> None:
         super().__init__()
-        lead, hidden_here, width = (blocks,) * (blocks > 1), hidden // blocks, width // blocks
-        self.w_in = nn.Parameter(torch.empty(*lead, 2, width, hidden_here))
-        self.w_out = nn.Parameter(torch.empty(*lead, hidden_here, width))
+        lead, block_hidden, width = (blocks,) * (blocks > 1), hidden // blocks, width // blocks
+        self.w_in = nn.Parameter(torch.empty(*lead, 2, width, block_hidden))
+        self.w_out = nn.Parameter(torch.empty(*lead, block_hidden, width))
         self.gate = Linear(hidden, 1) if gated else None
         self._kind, self._blocks = kind, blocks
 

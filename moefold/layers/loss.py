@@ -41,12 +41,12 @@ def loss_and_gradients(
         chunk: number of rows whose logits exist at once.
     """
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
-    how: dict[str, Any] = {"scale": scale, "chunk": chunk}
+    options: dict[str, Any] = {"scale": scale, "chunk": chunk}
     if ranks.size > 1:
-        how |= _vocab_arguments(head, ranks)
+        options |= _vocab_arguments(head, ranks)
 
     def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
-        total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **how)
+        total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **options)
         # All tensor ranks computed the same loss: only one of them reports it.
         return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
 

@@ -43,15 +43,15 @@ class RmsNorm(nn.Module):
 
         return flow.saved_tensors.run("norms", normed, x)
 
-    def add_and_norm(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-        """Return ``x + more``, the residual rows, and their norm."""
+    def add_and_norm(self, x: Tensor, branch: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+        """Return ``x + branch``, the residual rows, and their norm."""
         # Recomputing the norm starts from the sum, which is then saved as its input.
         if "norms" in flow.saved_tensors.kinds or not (self.fused_add and uses_triton(x)):
-            total = x + more
+            total = x + branch
             return total, self(total, flow)
         weight = self.scale(flow)
-        how = {"n_valid": flow.n_valid, "sink": flow.sink}
-        total, normed = add_and_norm(x, more, weight, self.epsilon, **how)
+        options = {"n_valid": flow.n_valid, "sink": flow.sink}
+        total, normed = add_and_norm(x, branch, weight, self.epsilon, **options)
         flow.saved_tensors.set_owner("norms", normed)
         return total, normed
 
@@ -60,9 +60,9 @@ class RmsNorm(nn.Module):
         if not uses_triton(x_THd):
             return rotate(self(x_THd, flow), *angles, layout)
         # Normed heads before rotation are never saved, so recompute has nothing to drop.
-        weight, how = self.scale(flow), {"n_valid": flow.n_valid, "sink": flow.sink}
+        weight, options = self.scale(flow), {"n_valid": flow.n_valid, "sink": flow.sink}
         with flow.saved_tensors.scope("norms", x_THd):
-            return norm_and_rotate(x_THd, weight, self.epsilon, *angles, layout, **how)
+            return norm_and_rotate(x_THd, weight, self.epsilon, *angles, layout, **options)
 
 
 class LayerNorm(RmsNorm):
@@ -108,8 +108,8 @@ class ShardedRmsNorm(RmsNorm):
             square_T1 = sum_over(wide.square().sum(-1, keepdim=True), ranks)
             scale_T1 = (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
             weight = self.scale(flow)
-            more = weight.master, weight.value, flow.n_valid, flow.sink
-            scaled = _ScaleRows.apply(wide, scale_T1, *more)
+            args = weight.master, weight.value, flow.n_valid, flow.sink
+            scaled = _ScaleRows.apply(wide, scale_T1, *args)
             return scaled.to(x.dtype)  # type: ignore[union-attr]
 
         return flow.saved_tensors.run("norms", normed, x)

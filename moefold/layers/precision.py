@@ -282,16 +282,16 @@ class PrecisionPolicy:
                 narrow.delayed(quantised.amax, "weight", range(quantised.amax.numel()), True)
             return quantised
 
-        note = None if self.non_finite_operands is None else partial(self._note, narrow)
-        if note is not None:
+        on_operand = None if self.non_finite_operands is None else partial(self._note, narrow)
+        if on_operand is not None:
             sharded = self._sharded_values.get(weight)
             value = weight.detach() if sharded is None else sharded
             if not isinstance(value, Tensor):
                 value = value().dequantise(self.dtype)
             for group, matrix in enumerate(value if groups else value[None]):
-                note("weight", group, matrix)
+                on_operand("weight", group, matrix)
         draw = RoundingSeed((self.seed, narrow.number), self.step, narrow.columns)
-        return QuantisedOperand(weight, codes, draw, largest, note)
+        return QuantisedOperand(weight, codes, draw, largest, on_operand)
 
     def _note(self, narrow: Narrow, role: str, group: int, values: Tensor) -> None:
         """Record an operand if it is not finite."""

@@ -113,10 +113,10 @@ class PagedStash:
 
     def shortage(self) -> Tensor:
         """Return the largest relative shortage of pages over formats, in thousandths."""
-        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        zero = torch.zeros((), dtype=torch.int64, device=self._device)
         rings = (*self.rings.values(), *self.host.values())
         shortages = ((ring.refused * 1000 + ring.pages - 1) // ring.pages for ring in rings)
-        return torch.stack([none, *shortages]).amax()
+        return torch.stack([zero, *shortages]).amax()
 
 
 class PagedRows:
@@ -182,8 +182,8 @@ class PagedRows:
             del self._page_M
         return self._loaded
 
-    def _copy(self, source: PageRing, page_M: Tensor, to: PageRing, into_M: Tensor) -> None:
-        args = page_M, self._ends_E[-1], to, into_M
+    def _copy(self, source: PageRing, page_M: Tensor, target: PageRing, into_M: Tensor) -> None:
+        args = page_M, self._ends_E[-1], target, into_M
         self._copy_done = self._stash.copies.start(lambda: source.copy(*args))
         self._stash.in_progress.append(self._copy_done)
 

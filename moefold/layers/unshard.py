@@ -20,8 +20,8 @@ EMBEDDING = "embed"
 
 def unit_of(name: str) -> str:
     """Return the unit of a parameter by its name: ``embed``, ``layers.3``, ``norm``, ``head``."""
-    words = name.split(".")
-    return ".".join(words[: 2 if words[0] == "layers" else 1])
+    path = name.split(".")
+    return ".".join(path[: 2 if path[0] == "layers" else 1])
 
 
 class UnshardHooks:
@@ -75,9 +75,12 @@ def end_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, 
 
 
 def _call_hooks(
-    now: Callable[[str], None], back: Callable[[str], None], unit: str, tensors: tuple[Tensor, ...]
+    forward: Callable[[str], None],
+    backward: Callable[[str], None],
+    unit: str,
+    tensors: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    calls = partial(now, unit), partial(back, unit)
+    calls = partial(forward, unit), partial(backward, unit)
     # torch's stubs state Tensor | None; the result is that of forward.
     return _HookCalls.apply(*calls, *tensors)  # type: ignore[return-value]
 
@@ -87,11 +90,14 @@ class _HookCalls(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, now: Callable[[], None], back: Callable[[], None], *tensors: Tensor
+        ctx: Any,
+        forward_hook: Callable[[], None],
+        backward_hook: Callable[[], None],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.back = back
+        ctx.back = backward_hook
         ctx.set_materialize_grads(False)
-        now()
+        forward_hook()
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod

@@ -177,7 +177,7 @@ PLANTS = (
         "rows and columns draw the same",
         "tests/cpu/test_kernels_scaled.py::test_b51_chance_differs_by_step_weight_and_use",
         PRODUCTS,
-        "(2 * self.key[1] + use) & MASK",
+        "(2 * self.key[1] + direction) & MASK",
         "(2 * self.key[1]) & MASK",
     ),
     Plant(

@@ -30,10 +30,10 @@ def cast_e2m1(x: Tensor, chance: Tensor | None = None) -> Tensor:
     """
     size = x.abs().clamp_(max=LARGEST_E2M1)
     # Codes 0..4 are in steps of 0.5, 4..6 in steps of 1 from 2 on, 6 and 7 in steps of 2 from 4 on.
-    two, four = ((size >= least).to(torch.uint8) for least in (2, 4))
-    count = size.mul_(2).div_(1 + two + 2 * four)
+    from_2, from_4 = ((size >= least).to(torch.uint8) for least in (2, 4))
+    count = size.mul_(2).div_(1 + from_2 + 2 * from_4)
     count = count.round_() if chance is None else count.add_(chance).floor_()
-    codes = count.to(torch.uint8).add_(two, alpha=2).add_(four, alpha=2)
+    codes = count.to(torch.uint8).add_(from_2, alpha=2).add_(from_4, alpha=2)
     return codes.bitwise_or_(x.signbit().to(torch.uint8) << 3)
 
 

@@ -52,9 +52,9 @@ def _contiguous_copy(x: Tensor) -> Tensor:
 class _FakeQuantise(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, codec: BlockCodec | None, back: BlockCodec | None
+        ctx: Any, x_ND: Tensor, codec: BlockCodec | None, gradient_codec: BlockCodec | None
     ) -> Tensor:
-        ctx.codec = back
+        ctx.codec = gradient_codec
         return x_ND.view_as(x_ND) if codec is None else codec.unpack(codec.pack(x_ND), x_ND)
 
     @staticmethod

@@ -76,8 +76,8 @@ def _rotate(
     sin = -sin if inverse else sin
     if layout == "half":
         # On full heads: passes over short halves take longer than one roll.
-        both, signed = torch.cat([cos, cos], 1)[:, None], torch.cat([-sin, sin], 1)[:, None]
-        return (x * both).addcmul_(x.roll(cos.shape[1], -1), signed)
+        cos_pairs, sin_pairs = torch.cat([cos, cos], 1)[:, None], torch.cat([-sin, sin], 1)[:, None]
+        return (x * cos_pairs).addcmul_(x.roll(cos.shape[1], -1), sin_pairs)
     cos, sin = cos[:, None], sin[:, None]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     a, b, out_a, out_b = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]

@@ -120,9 +120,12 @@ class RoundingSeed(NamedTuple):
     columns: tuple[range, ...] = ()
     """Outputs of the whole weight on this rank; empty is all."""
 
-    def draw(self, number_N: Tensor, outputs: int, use: int) -> Tensor:
-        """Return random multiples of 2^-16 in [0, 1), shape [N, outputs]."""
-        key = self.key[0] & MASK, (2 * self.key[1] + use) & MASK
+    def draw(self, number_N: Tensor, outputs: int, direction: int) -> Tensor:
+        """Return random multiples of 2^-16 in [0, 1), shape [N, outputs].
+
+        ``direction``: 0 for blocks along features, 1 along rows.
+        """
+        key = self.key[0] & MASK, (2 * self.key[1] + direction) & MASK
         columns = self.columns or (range(outputs),)
         return torch.cat([chance(number_N, block, key, self.step) for block in columns], 1)
 

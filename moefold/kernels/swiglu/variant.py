@@ -59,9 +59,9 @@ class ExpertVariant:
         """Backward of ``scale_input``: return gradients of input rows and routing weights."""
         if not self.on_input or dx_RD is None:
             return dx_RD, dp_R
-        towards_R = torch.linalg.vecdot(upcast(x_RD), upcast(dx_RD)).to(p_R.dtype)
+        dp_input_R = torch.linalg.vecdot(upcast(x_RD), upcast(dx_RD)).to(p_R.dtype)
         _, live_R = self._row_experts(len(p_R))
-        return dx_RD * p_R[:, None].to(dx_RD.dtype), towards_R.where(live_R, 0)
+        return dx_RD * p_R[:, None].to(dx_RD.dtype), dp_input_R.where(live_R, 0)
 
     def add_in_bias(self, h_R2F: Tensor) -> Tensor:
         """Return pre-activations plus their bias; rows of no expert become zero."""

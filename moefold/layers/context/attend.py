@@ -100,8 +100,8 @@ def rows_to_heads(heads: AttentionInputs, ranks: Group) -> AttentionInputs:
     equal = [rows[0].shape[0]] * n
     arrived = all_to_all(torch.cat(shares, 1), ranks, equal, equal)
     widths = [share.shape[1] for share in shares]
-    whole = undo_zigzag(arrived, n).flatten(0, 1).split(widths, 1)
-    q, k, v = (x.unflatten(1, (-1, local.shape[-1])) for x, local in zip(whole, rows, strict=True))
+    gathered = undo_zigzag(arrived, n).flatten(0, 1).split(widths, 1)
+    q, k, v = (x.unflatten(1, (-1, own.shape[-1])) for x, own in zip(gathered, rows, strict=True))
     sinks_H = None if sinks_H is None else sinks_H.unflatten(0, (n, -1))[ranks.index]
     return heads._replace(q_THd=q, k_TGd=k, v_TGv=v, sinks_H=sinks_H)
 

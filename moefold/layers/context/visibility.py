@@ -135,8 +135,8 @@ class Visibility:
         Parts in both pieces form one range, as the span then includes the end of the first piece.
         """
         parts = [
-            range(part.start + shift, part.stop + shift)
-            for part, shift in self._local_pieces(span, rank)
+            range(local_range.start + shift, local_range.stop + shift)
+            for local_range, shift in self._local_pieces(span, rank)
         ]
         return range(parts[0].start, parts[-1].stop) if parts else range(0)
 
@@ -147,8 +147,8 @@ class Visibility:
         else:
             piece = self._piece
             pieces = [
-                (range(number * piece, (number + 1) * piece), (place - number) * piece)
-                for place, number in enumerate((rank, 2 * self.ranks - 1 - rank))
+                (range(number * piece, (number + 1) * piece), (local_index - number) * piece)
+                for local_index, number in enumerate((rank, 2 * self.ranks - 1 - rank))
             ]
         for piece, shift in pieces:
             start, end = max(span.start, piece.start), min(span.stop, piece.stop)

@@ -29,15 +29,15 @@ from moefold.spec.parts import saved_attention_rows
 CHUNK = 64
 
 
-def _log_rate(place: float) -> float:
+def _log_rate(fraction: float) -> float:
     """Return the initial log of a decay rate: rates are evenly spaced from 1 to 16, the range from
     which Mamba-2 draws them (arXiv 2405.21060)."""
-    return math.log(1 + 15 * place)
+    return math.log(1 + 15 * fraction)
 
 
-def _step_bias(place: float) -> float:
+def _step_bias(fraction: float) -> float:
     """Return the inverse softplus of a time step; steps are log-spaced from 0.001 to 0.1."""
-    step = 1e-3 * 100**place
+    step = 1e-3 * 100**fraction
     return step + math.log(-math.expm1(-step))
 
 
@@ -147,9 +147,10 @@ class DeltaNet(LayerSpec):
         products.append(Matmul(("out.weight",)))
         launches = 20 + 6 * self.taps
         yield Operation("attention", tuple(products), traffic=traffic, launches=launches)
-        each = 2 * CHUNK + 3 * self.key_dim if self.delta else CHUNK + 2 * self.key_dim
+        flops_per_value = 2 * CHUNK + 3 * self.key_dim if self.delta else CHUNK + 2 * self.key_dim
         moved, state = 2 * (width + self.values), self.values * self.key_dim
-        yield Operation("core", core=Scan(self.values * each, moved, CHUNK, state), launches=12)
+        scan = Scan(self.values * flops_per_value, moved, CHUNK, state)
+        yield Operation("core", core=scan, launches=12)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed, projected and convolved rows, decays, and the output around its gate.

@@ -71,10 +71,10 @@ class Dense(LayerSpec):
         """Yield gate and up projection as one weight, down projection, and latent projections."""
         inner, lead = self.latent or hidden, (self.blocks,) * (self.blocks > 1)
         width, read, width_dim = self.width // self.blocks, inner // self.blocks, len(lead) + 1
-        units, apart, residual = ((width_dim, self._units()),), bool(lead), self.latent is None
-        yield Weight("w_in", (*lead, 2, width, read), units, "ffn", stacked=apart)
+        units, stacked, residual = ((width_dim, self._units()),), bool(lead), self.latent is None
+        yield Weight("w_in", (*lead, 2, width, read), units, "ffn", stacked=stacked)
         shape = (*lead, read, width)
-        yield Weight("w_out", shape, units, "ffn", stacked=apart, start="output", added=residual)
+        yield Weight("w_out", shape, units, "ffn", stacked=stacked, start="output", added=residual)
         if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "ffn")
             yield Weight("up.weight", (hidden, inner), (), "ffn", start="normal", added=True)

@@ -119,8 +119,8 @@ class Gqa(LayerSpec):
         """Yield the projections, cut by heads, and the norms of queries and keys."""
         heads, groups = self.head_units
         dim, out = self.head_dim, self.heads * self.value_dim
-        each = (("q", heads, dim), ("k", groups, dim), ("v", groups, self.value_dim))
-        for name, units, dims in each:
+        projections = (("q", heads, dim), ("k", groups, dim), ("v", groups, self.value_dim))
+        for name, units, dims in projections:
             width = units.number * dims
             yield Weight(f"{name}.weight", (width, hidden), ((0, units),))
             if self.bias != "none":
@@ -132,7 +132,7 @@ class Gqa(LayerSpec):
             yield Weight("out_gate.weight", (out, hidden), ((0, heads),))
         if self.qk_norm in ("none", "unit"):
             return
-        for name, units, _ in each[:2]:
+        for name, units, _ in projections[:2]:
             if self.qk_norm == "projection":
                 yield norm(f"{name}_norm.weight", units.number * self.head_dim, units)
             else:
@@ -143,12 +143,12 @@ class Gqa(LayerSpec):
         """Yield the projections, with rotation and norms, and the attention core."""
         heads, groups = self.head_units
         # The projection writes each feature; rotation and a norm each read and write it.
-        turned = 2 if self.qk_norm == "none" else 4
+        rotation_passes = 2 if self.qk_norm == "none" else 4
         traffic = tuple(
             Traffic(units.number * dims, passes, 1.5 * passes, units=units)
             for units, dims, passes in (
-                (heads, self.head_dim, turned + 1),
-                (groups, self.head_dim, turned + 1),
+                (heads, self.head_dim, rotation_passes + 1),
+                (groups, self.head_dim, rotation_passes + 1),
                 (groups, self.value_dim, 1 if self.value_scale == 1 else 3),
             )
         )
@@ -272,10 +272,10 @@ class Chunked(Gqa):
 
     def shrink(self, by: Sizes) -> Self:
         """Return a small record with chunks and temperature steps shorter than documents."""
-        few: dict[str, Any] = {
+        changed: dict[str, Any] = {
             "chunk": None if self.chunk is None else min(self.chunk, SMALL_WINDOW)
         }
         if self.temperature is not None:
             every = min(self.temperature.every, SMALL_WINDOW)
-            few["temperature"] = self.temperature.model_copy(update={"every": every})
-        return super().shrink(by).model_copy(update=few)
+            changed["temperature"] = self.temperature.model_copy(update={"every": every})
+        return super().shrink(by).model_copy(update=changed)

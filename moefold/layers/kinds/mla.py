@@ -165,8 +165,8 @@ class Mla(LayerSpec):
             for latent, weights in read:
                 size = shape.piece * latent * shape.width
                 gathered = Saved("latents.gathered", size, GATHER, module="attention")
-                beside = None if weights == gate else replace(gathered, needed_by=UP)
-                yield replace(gathered, operand_of=weights, also_saved=beside)
+                also_saved = None if weights == gate else replace(gathered, needed_by=UP)
+                yield replace(gathered, operand_of=weights, also_saved=also_saved)
 
     def shrink(self, by: Sizes) -> Self:
         """Return a record with few heads of four dims, values of six, and latents of rank eight."""
