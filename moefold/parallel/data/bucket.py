@@ -128,12 +128,8 @@ class Bucket:
         master_device: torch.device | None = None,
     ) -> None:
         first = next(iter(parameters.values()))
-        self.unit, self.shard_group, self.replica_group, self.dtype = (
-            unit,
-            shard_group,
-            replica_group,
-            dtype,
-        )
+        self.unit, self.dtype = unit, dtype
+        self.shard_group, self.replica_group = shard_group, replica_group
         self.is_unsharded = shard_group.size == 1
         self.keeps_weights = keeps_weights or self.is_unsharded
         self.offloaded = master_device is not None

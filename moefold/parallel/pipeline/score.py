@@ -79,9 +79,7 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
     """Run every stage; return the normed rows ``x_TD`` on the last one, elsewhere None."""
     model, ranks = placed.model, placed.world.group("pp")
     table, rank = placed.table, placed.world.attention.pp
-    chunk_by_stage = {
-        table.stage_of(rank, number): chunk for number, chunk in enumerate(placed.chunks)
-    }
+    chunks = {table.stage_of(rank, number): chunk for number, chunk in enumerate(placed.chunks)}
     x_TD: Tensor | None = None
     for stage in range(table.stages):
         source, owner = table.rank_of(max(stage - 1, 0)), table.rank_of(stage)
@@ -95,7 +93,7 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
             shape = (flow.rows.rows, model.record.hidden)
             x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=placed.world.device)
             receive(x_TD, ranks.ranks[source], ranks).wait()
-        chunk = chunk_by_stage[stage]
+        chunk = chunks[stage]
         flow = replace(flow, unshard=placed.hooks_for(chunk, training=False))
         x_TD = model.start(flow) if chunk.has_embedding else x_TD
         assert x_TD is not None
