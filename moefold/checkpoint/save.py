@@ -67,9 +67,9 @@ def save(
     ``LockError`` if another run holds the folder; ``SaveError``, with the bytes needed and free, if
     storage fails on any rank: the partial checkpoint is then removed, and earlier ones remain.
     """
-    held = lock or FolderLock(folder, f"a save of step {step}", warn=warn)
+    folder_lock = lock or FolderLock(folder, f"a save of step {step}", warn=warn)
     writer = CheckpointWriter(
-        folder, step, tensors, meta, policy, lock=held, ranks=ranks, warn=warn, disk=disk
+        folder, step, tensors, meta, policy, lock=folder_lock, ranks=ranks, warn=warn, disk=disk
     )
     if lock is None:
         assert ranks.size == 1, "several ranks acquire their lock before they save"
@@ -77,7 +77,7 @@ def save(
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SaveError(Path(folder), f"the folder cannot be created: {error}") from error
-    with held if lock is None else nullcontext():
+    with folder_lock if lock is None else nullcontext():
         try:
             writer.begin()
             writer.write()
