@@ -183,7 +183,9 @@ class PipelineContents(NamedTuple):
     """Parts of the model on each pipeline rank by chunk, and their counts by chunk and by rank."""
 
     parts: tuple[tuple[tuple[StagePart, ...], ...], ...]
+    """``[rank][chunk]``"""
     chunks: tuple[tuple[StageContents, ...], ...]
+    """``[rank][chunk]``"""
     ranks: tuple[StageContents, ...]
 
 
@@ -324,26 +326,11 @@ class Case:
         """The schedule's table, as training executes it."""
         return schedule_table(self.schedule, self.sizes.pp, self.sizes.vpp, self.num_micro_batches)
 
-    @property
-    def stage_parts(self) -> tuple[tuple[tuple[StagePart, ...], ...], ...]:
-        """Parts of the model in each chunk of each pipeline rank: ``[rank][chunk]``."""
-        return self._contents.parts
-
-    @property
-    def chunk_contents(self) -> tuple[tuple[StageContents, ...], ...]:
-        """Counts of the parts in each chunk of each pipeline rank: ``[rank][chunk]``."""
-        return self._contents.chunks
-
-    @property
-    def rank_contents(self) -> tuple[StageContents, ...]:
-        """Counts of the parts on each pipeline rank, over all its chunks."""
-        return self._contents.ranks
-
     @cached_property
-    def _contents(self) -> PipelineContents:
-        return pipeline_contents(
-            self.decoder, self.stages, self.sizes.pp, self.schedule.stage_mapping
-        )
+    def contents(self) -> PipelineContents:
+        """Parts of the model on each pipeline rank, with their counts."""
+        mapping = self.schedule.stage_mapping
+        return pipeline_contents(self.decoder, self.stages, self.sizes.pp, mapping)
 
 
 schedule_table = memoize(512)(build_table)

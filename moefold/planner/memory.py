@@ -324,7 +324,7 @@ def offload_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers by chunk, in order; empty if nothing is offloaded."""
     policy = case.memory_policy
     if not (policy.offload or policy.disk or policy.spill):
-        return [()] * len(case.chunk_contents[rank])
+        return [()] * len(case.contents.chunks[rank])
     return layer_order(case, rank)
 
 
@@ -333,7 +333,7 @@ def layer_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     order = distinct_blocks(case.decoder)[1]
     return [
         tuple(order[part.index] for part in chunk if part.kind == "layer")
-        for chunk in case.stage_parts[rank]
+        for chunk in case.contents.parts[rank]
     ]
 
 
@@ -341,7 +341,7 @@ def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
     """Return the numbers of pages of a rank on the device and on the host, by bytes per row."""
     (blocks, order), (main, _) = distinct_blocks(case.decoder), layer_counts(case.decoder)
     chunks: list[ChunkBlocks] = []
-    for parts in case.stage_parts[rank]:
+    for parts in case.contents.parts[rank]:
         layers = [blocks[order[part.index]] for part in parts if part.kind == "layer"]
         ahead = [blocks[order[main + part.index]] for part in parts if part.kind == "multi_token"]
         chunks.append(ChunkBlocks(layers, ahead, any(part.kind == "loss" for part in parts)))
@@ -350,9 +350,9 @@ def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
 
 def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) -> StageBytes:
     """Return the bytes of a pipeline rank; ``estimator`` is the case's, if known already."""
-    estimator, contents = estimator or _chunk_estimator(case), case.rank_contents[rank]
+    estimator, contents = estimator or _chunk_estimator(case), case.contents.ranks[rank]
     orders = offload_order(case, rank)
-    chunks = list(map(estimator.chunk_bytes, case.chunk_contents[rank], orders))
+    chunks = list(map(estimator.chunk_bytes, case.contents.chunks[rank], orders))
     state = estimator.states.rank_state(contents)
     if case.memory_policy.page:
         device, host = page_bytes(*rank_pages(case, rank), case.memory_policy.page)
@@ -394,7 +394,7 @@ def add_graph_memory(
     # Graphs add to unsharded gradients in static memory, besides this rank's shards of the sums.
     sharding, shards = StateSharding.of(case), 0.0
     counter = collective_counter(case.decoder, sharding)
-    for part, _, count in counter.part_uses(case.rank_contents[rank]):
+    for part, _, count in counter.part_uses(case.contents.ranks[rank]):
         for bucket in (bucket for bucket in part.buckets if bucket.op == "reduce_scatter"):
             ranks, _ = sharding.shards_and_replicas(bucket.group == "edp")
             shards += count * bucket.bytes / ranks
@@ -430,7 +430,7 @@ class MemoryAfter(NamedTuple):
 def memory_after_each(case: Case, rank: int) -> Iterator[MemoryAfter]:
     """Yield the memory after each action of a rank's line in the table."""
     stage, orders = stage_bytes(case, rank), offload_order(case, rank)
-    contents = zip(case.chunk_contents[rank], orders, stage.saved, strict=True)
+    contents = zip(case.contents.chunks[rank], orders, stage.saved, strict=True)
     chunks = [_activations_by_name(case, *content) for content in contents]
     actions = list(running_actions(case.table.lines[rank], case.sizes.vpp))
     # Memory after an action is that before the next one; after the last, activations are zero.

@@ -188,7 +188,7 @@ def _layout_details(layout: PlannedLayout) -> dict[str, Any]:
             "attention": _grid(folding.attention, ("tp", "cp", "dp", "pp")),
             "experts": _grid(folding.experts, ("etp", "ep", "edp", "pp")),
         },
-        "held": [[_chunk_label(chunk) for chunk in rank] for rank in case.stage_parts],
+        "held": [[_chunk_label(chunk) for chunk in rank] for rank in case.contents.parts],
         "memory_ranks": [
             {name: value / GB for name, value in rank.parts.items()}
             for rank in estimate_memory(with_fewest_micro_batches(case))

@@ -248,7 +248,7 @@ class Search:
         step_time = estimate_time(case)
         yield step_time.seconds, 3, choice
         seconds = [sum(passes) for passes in step_time.ranks]
-        layers = [contents.num_layers for contents in case.rank_contents]
+        layers = [contents.num_layers for contents in case.contents.ranks]
         loss_rank = 0 if case.schedule.stage_mapping == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
         per_layer = [seconds[rank] / n for rank, n in enumerate(layers) if n and rank != loss_rank]
         if not per_layer:  # also without a pipeline

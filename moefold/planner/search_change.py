@@ -1,6 +1,7 @@
 """Suggested changes to a layout: all single changes, with their planned time and memory."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,52 +40,45 @@ def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutCha
     If the layout fits, these are changes that fit and are faster, the fastest first; otherwise
     changes that make it fit, the fastest first, or else those that save most memory.
     """
-    case = choice.build_case(task)
-    seconds, bytes_ = estimate_time(case).seconds, max(rank_totals(case))
-    room = task.cluster.device.memory_bytes
-    if bytes_ <= room * (1 - MEMORY_RESERVE):
-        room *= 1 - MEMORY_RESERVE
-    found: list[LayoutChange] = []
+    case, memory = choice.build_case(task), task.cluster.device.memory_bytes
+    seconds, peak = estimate_time(case).seconds, max(rank_totals(case))
+    limit = memory * (1 - MEMORY_RESERVE) if peak <= memory * (1 - MEMORY_RESERVE) else memory
     timed = []
-    for what, other in _single_changes(task, choice):
-        try:
-            tried = other.build_case(task)
-            sizes = other.sizes
-            if any(other.schedule.violations(sizes.pp, sizes.vpp, tried.num_micro_batches)):
-                continue
-            timed.append((estimate_time(tried).seconds, what, other, tried))
-        except ValueError:
-            continue
-    timed.sort(key=lambda item: item[0])
-    enough = bytes_ <= room
-    for took, what, other, tried in timed:
-        if enough and (took >= seconds or len(found) == MAX_CHANGES):
+    for description, changed in _single_changes(task, choice):
+        with suppress(ValueError):
+            changed_case = changed.build_case(task)
+            timed.append((estimate_time(changed_case).seconds, description, changed, changed_case))
+    timed.sort(key=lambda entry: entry[0])
+    fits, changes = peak <= limit, list[LayoutChange]()
+    for changed_seconds, description, changed, changed_case in timed:
+        if fits and (changed_seconds >= seconds or len(changes) == MAX_CHANGES):
             break
-        needed = max(rank_totals(tried))
-        if enough and needed > room:
-            continue
-        found.append(LayoutChange(what, other, 1 - took / seconds, bytes_ - needed, needed <= room))
-    if not enough:
-        found = [one for one in found if one.saved_bytes > 0]
-        fitting = [one for one in found if one.fits]
-        found = fitting or sorted(found, key=lambda one: -one.saved_bytes)
-    return tuple(found[:MAX_CHANGES])
+        changed_peak = max(rank_totals(changed_case))
+        saved_share, saved_bytes = 1 - changed_seconds / seconds, peak - changed_peak
+        if changed_peak <= limit if fits else saved_bytes > 0:
+            changes.append(
+                LayoutChange(description, changed, saved_share, saved_bytes, changed_peak <= limit)
+            )
+    if not fits:
+        fitting = [change for change in changes if change.fits]
+        changes = fitting or sorted(changes, key=lambda change: -change.saved_bytes)
+    return tuple(changes[:MAX_CHANGES])
 
 
 def _single_changes(task: TrainingTask, choice: LayoutChoice) -> Iterator[tuple[str, LayoutChoice]]:
     """Yield all changes of one policy, or of one size by a factor of two, with descriptions."""
-    space, keeping = full_space(task), choice.memory_policy
+    space, policy = full_space(task), choice.memory_policy
     model = model_needs(task.decoder, task.seq)
-    bare = replace(choice, stages=None)
+    balanced = replace(choice, stages=None)
     for axis in AXES:
-        now = getattr(choice.sizes, axis)
-        for size in (2 * now, now // 2):
+        current = getattr(choice.sizes, axis)
+        for size in (2 * current, current // 2):
             sizes = Sizes(**{**dict(choice.sizes), axis: max(1, size)})
             legal = not size_rules(sizes, model, model.layers)
             if size and legal and task.cluster.devices % sizes.smallest_world == 0:
-                yield f"{axis} {now} → {size}", replace(bare, sizes=sizes)
+                yield f"{axis} {current} → {size}", replace(balanced, sizes=sizes)
     for schedule in SCHEDULES:
-        other = replace(bare, schedule=schedule)
+        other = replace(balanced, schedule=schedule)
         if other.schedule.name != choice.schedule.name:
             yield f"schedule {other.schedule.name}", other
     for dispatch in space.dispatchers if choice.sizes.ep > 1 else ():
@@ -97,40 +91,38 @@ def _single_changes(task: TrainingTask, choice: LayoutChoice) -> Iterator[tuple[
     for size in (choice.micro_batch * 2, choice.micro_batch // 2):
         if size:
             yield f"micro_batch {choice.micro_batch} → {size}", replace(choice, micro_batch=size)
-    for again in space.recomputes:
-        if again != keeping.recompute:
-            said = " + ".join(sorted(again)) or "nothing"
-            other = replace(keeping, recompute=again)
-            yield f"recompute {said}", replace(choice, memory_policy=other)
+    for modules in space.recomputes:
+        if modules != policy.recompute:
+            changed = replace(policy, recompute=modules)
+            names = " + ".join(sorted(modules)) or "nothing"
+            yield f"recompute {names}", replace(choice, memory_policy=changed)
     for recipe in space.recipes:
         if recipe != choice.recipe:
             yield f"precision {recipe}", replace(choice, recipe=recipe)
-    priced = task.software.stack == "moefold" or choice.sizes.pp == 1
-    for zero in (1, 2, 3) if priced else (1, 2):
-        if zero != keeping.zero:
-            other = replace(keeping, zero=zero)
-            yield f"zero {keeping.zero} → {zero}", replace(choice, memory_policy=other)
-    if task.cluster.device.host_bandwidth and not keeping.optimizer_offload:
-        other = replace(keeping, optimizer_offload=1.0)
-        yield "optimizer states on the host", replace(choice, memory_policy=other)
+    # The time of ZeRO 3 in a pipeline is known of moefold only.
+    stages = (1, 2, 3) if task.software.stack == "moefold" or choice.sizes.pp == 1 else (1, 2)
+    for zero in stages:
+        if zero != policy.zero:
+            changed = replace(policy, zero=zero)
+            yield f"zero {policy.zero} → {zero}", replace(choice, memory_policy=changed)
+    if task.cluster.device.host_bandwidth and not policy.optimizer_offload:
+        changed = replace(policy, optimizer_offload=1.0)
+        yield "optimizer states on the host", replace(choice, memory_policy=changed)
 
 
 def _graphs_allowed(choice: LayoutChoice, model: ModelNeeds) -> bool:
     """Return whether a run file with a layout's graphs is legal."""
-    keeping = choice.memory_policy
+    policy = choice.memory_policy
     if choice.graphs == "none":
         return True
-    if (
-        keeping.offload | keeping.disk
-        or keeping.optimizer_offload
-        or choice.recipe in INPUT_CODE_BYTES
-    ):
+    offload = policy.offload | policy.disk or policy.optimizer_offload
+    if offload or choice.recipe in INPUT_CODE_BYTES:
         return False
-    room = {"max_rows": choice.max_rows} if choice.max_rows else {}
+    max_rows = {"max_rows": choice.max_rows} if choice.max_rows else {}
     layout = Layout.model_validate(
         {
-            "sizes": choice.sizes.text, "graphs": choice.graphs, "zero": keeping.zero,
-            "schedule": choice.schedule, "dispatch": {"kind": choice.dispatch, **room},
+            "sizes": choice.sizes.text, "graphs": choice.graphs, "zero": policy.zero,
+            "schedule": choice.schedule, "dispatch": {"kind": choice.dispatch, **max_rows},
         }
     )  # fmt: skip
-    return all(one.path not in (("graphs",), ("zero",)) for one in layout.violations(model))
+    return all(v.path not in (("graphs",), ("zero",)) for v in layout.violations(model))

@@ -30,7 +30,7 @@ SCHEDULES: tuple[Schedule, ...] = (
 DISPATCHERS: tuple[Dispatcher, ...] = (
     "alltoall", "alltoall_once", "two_level", "allgather", "deep_ep", "hybrid_ep"
 )  # fmt: skip
-"""Dispatchers without stated room; ``nccl_ep`` is left out, as it is planned with the time of
+"""Dispatchers without ``max_rows``; ``nccl_ep`` is left out, as it is planned with the time of
 ``hybrid_ep``."""
 MAX_MICRO_BATCH_TOKENS = 32768
 """Most tokens of a micro-batch that is tried."""
@@ -89,46 +89,43 @@ def full_space(task: TrainingTask) -> SearchSpace:
 
 def trainable_space(task: TrainingTask) -> SearchSpace:
     """Return the space that training executes without other packages, in the run's own format."""
-    most = max(1, MAX_MICRO_BATCH_TOKENS // task.seq)
+    max_size = max(1, MAX_MICRO_BATCH_TOKENS // task.seq)
     return SearchSpace(
         recipes=(task.number_formats.recipe,),
         dispatchers=tuple(name for name in DISPATCHERS if name not in THIRD_PARTY_DISPATCHERS),
         recomputes=tuple(_recomputes(task)),
-        micro_batches=tuple(size for size in divisors(task.batch) if size <= most),
+        micro_batches=tuple(size for size in divisors(task.batch) if size <= max_size),
         separate_multi_token=False,
     )
 
 
-def candidate_recipes(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
-    """Return ``asked``, and bf16 and narrower recipes that a device has units for."""
-    known, found = dict(device.peaks), list[Recipe]((asked,))
-    if "bf16" in known:
-        found.append("bf16")
-    if "fp4" in known:
-        found += ("mxfp8", "nvfp4")
-    elif "fp8" in known:
-        found += ("fp8_block", "fp8_tensor")
-    return tuple(dict.fromkeys(found))
+def candidate_recipes(device: Device, own: Recipe) -> tuple[Recipe, ...]:
+    """Return a run's own recipe, and bf16 and narrower recipes that a device has units for."""
+    formats, recipes = dict(device.peaks), list[Recipe]((own,))
+    if "bf16" in formats:
+        recipes.append("bf16")
+    if "fp4" in formats:
+        recipes += ("mxfp8", "nvfp4")
+    elif "fp8" in formats:
+        recipes += ("fp8_block", "fp8_tensor")
+    return tuple(dict.fromkeys(recipes))
 
 
 def _recomputes(task: TrainingTask) -> Iterator[Modules]:
     """Yield sets of modules to recompute, and whole blocks."""
     blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
-    hidden = task.decoder.hidden
     specs = [spec for block in blocks for _, spec in sublayers(block)]
-    operations = {one.name for spec in specs for one in spec.operations(hidden)}
+    operations = {op.name for spec in specs for op in spec.operations(task.decoder.hidden)}
     moefold = task.software.stack == "moefold"
-    beside: set[Module] = set()
+    with_experts: list[Module] = ["shared"] if "shared" in operations else []
     if not all(has_routing(block.ffn) for block in blocks):
-        beside.add("ffn")
-    if "shared" in operations:
-        beside.add("shared")
-    beside_norms: list[Module] = ["experts", "permute", "gather"] if moefold else ["moe_act"]
-    names: list[Module] = ["norms", "attention", *beside_norms]
+        with_experts.append("ffn")
+    routed: list[Module] = ["experts", "permute", "gather"] if moefold else ["moe_act"]
+    modules: list[Module] = ["norms", "attention", *routed]
     if "mla_up" in operations:
-        names.append("mla_up")
-    for chosen in chain.from_iterable(combinations(names, n) for n in range(len(names) + 1)):
-        yield frozenset((*chosen, *beside) if "experts" in chosen else chosen)
+        modules.append("mla_up")
+    for chosen in chain.from_iterable(combinations(modules, n) for n in range(len(modules) + 1)):
+        yield frozenset((*chosen, *with_experts) if "experts" in chosen else chosen)
     yield frozenset(("block",))
 
 
@@ -150,9 +147,9 @@ class Foldings:
         model, world = model_needs(task.decoder, task.seq), task.cluster.devices
         sizes = dict[str, tuple[int, ...]]()
         for axis in ("tp", "cp", "ep", "etp"):
-            asked = [need.number for need in model.units if need.axis == axis]
-            known = asked or axis in ("tp", "cp")
-            sizes[axis] = tuple(divisors(math.gcd(world, *asked))) if known else (1,)
+            units = [unit.number for unit in model.units if unit.axis == axis]
+            divisible = units or axis in ("tp", "cp")
+            sizes[axis] = tuple(divisors(math.gcd(world, *units))) if divisible else (1,)
         pp = tuple(size for size in divisors(world) if size <= model.layers)
         return cls(world, model.layers, **sizes, pp=pp)
 
@@ -168,14 +165,13 @@ class Foldings:
 
     def pipeline_sizes(self, tp: int, cp: int, ep: int, etp: int) -> list[int]:
         """Return every pp that is legal with the other axes."""
-        least = math.lcm(tp * cp, ep * etp)
-        return [pp for pp in self.pp if self.world % (least * pp) == 0]
+        grid_ranks = math.lcm(tp * cp, ep * etp)
+        return [pp for pp in self.pp if self.world % (grid_ranks * pp) == 0]
 
 
 def with_separate_multi_token(stages: Stages) -> Stages | None:
     """Return stages with multi-token layers moved off the loss's stage, None if impossible."""
-    last = stages.letters[-1]
-    if "m" not in last or len(stages.letters) < 2 or any(x in last for x in LAYERS):
+    *letters, last = stages.letters
+    if "m" not in last or not letters or any(letter in last for letter in LAYERS):
         return None
-    tail = last.replace("L", "")
-    return Stages((*stages.letters[:-2], stages.letters[-2] + tail, "L"))
+    return Stages((*letters[:-1], letters[-1] + last.replace("L", ""), "L"))

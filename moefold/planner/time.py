@@ -131,10 +131,10 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     setting = build_setting(case.cluster, software, *products, constants)
     rates, m = setting.rates, case.num_micro_batches
     passes = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
-    work = [passes.layers_time(stage) for stage in case.rank_contents]
+    work = [passes.layers_time(stage) for stage in case.contents.ranks]
     ranks = [passes.micro_batch_time(time, software.overlaps.ep) for time in work]
     slow = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
-    slowest, stage = ranks[slow], case.rank_contents[slow]
+    slowest, stage = ranks[slow], case.contents.ranks[slow]
     seconds = pipeline_seconds(case.schedule, m, case.sizes.vpp, [rank.seconds for rank in ranks])
     parts = {name: m * part for name, part in slowest.parts.items()}
     if software.overlaps.ep:
@@ -353,7 +353,7 @@ def newton_schulz_seconds(case: Case, stage: int, rates: Rates) -> float:
     if not isinstance(rule, Muon):
         return 0.0
     peak, total = case.cluster.device.peak("bf16"), 0.0
-    for part, copies in layers_and_norm(case.rank_contents[stage]):
+    for part, copies in layers_and_norm(case.contents.ranks[stage]):
         for weight in part_weights(case.decoder, part) if copies else ():
             if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):
                 continue

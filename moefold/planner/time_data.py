@@ -187,7 +187,7 @@ def collective_reach(case: Case, collective: Collective) -> GroupReach:
     if collective.group == "tp":
         return strided_reach(cluster, sizes.tp, 1)
     if collective.group == "stages":
-        tied, stages = case.decoder.tied, enumerate(case.rank_contents)
+        tied, stages = case.decoder.tied, enumerate(case.contents.ranks)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
         return listed_reach(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
     expert, across = collective.group == "edp", collective.across_shards

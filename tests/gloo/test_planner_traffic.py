@@ -152,7 +152,7 @@ def priced(sending: Sending, rank: int) -> dict[tuple[str, str], tuple[int, int]
     case, found = sending.case, dict[tuple[str, str], tuple[int, int]]()
     stage = stage_of(case, rank)
     copies = collective_counter(case.decoder, StateSharding.of(case))
-    for one, number in copies.collectives(case.rank_contents[stage]).items():
+    for one, number in copies.collectives(case.contents.ranks[stage]).items():
         ranks = collective_reach(case, one).size
         if one.group not in ("dp_cp", "edp") or ranks == 1:
             continue

@@ -46,8 +46,8 @@ def test_what_follows_from_a_published_layout() -> None:
     assert (one.world, one.folding.dp, one.folding.edp) == (256, 64, 1)
     assert (one.num_micro_batches, one.rows, one.multi_token) == (128, 4096, 1)
     assert peak_in_flight(one.table) == (19, 17, 15, 13)
-    assert [len(stage) for stage in one.stage_parts[0]] == [5, 4, 4, 4]
-    assert [place.kind for place in one.stage_parts[3][3]] == ["layer", "multi_token", "loss"]
+    assert [len(stage) for stage in one.contents.parts[0]] == [5, 4, 4, 4]
+    assert [place.kind for place in one.contents.parts[3][3]] == ["layer", "multi_token", "loss"]
     assert one.table is case().table, "a schedule's table is made once"
 
 

@@ -52,7 +52,7 @@ def state(case: Case, weights: list[Weight]) -> StateBytes:
 def stage_states(case: Case) -> list[StateBytes]:
     """Return the state of a rank of each pipeline rank, from the first to the last."""
     states = state_estimator(case.decoder, StateSharding.of(case))
-    return [states.rank_state(held) for held in case.rank_contents]
+    return [states.rank_state(held) for held in case.contents.ranks]
 
 
 def layout(entry: dict[str, Any]) -> Case:
@@ -305,7 +305,7 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
     for zero in range(4):
         case = small(memory_policy=MemoryPolicy(zero=zero), software=MEGATRON)
         weights = [
-            w for chunk in case.stage_parts[1] for p in chunk for w in place_weights(case, p)
+            w for chunk in case.contents.parts[1] for p in chunk for w in place_weights(case, p)
         ]
         copies = [case.folding.edp if w.is_expert else case.folding.dp for w in weights]
         locals_ = [elements_here(case, w) for w in weights]
@@ -323,7 +323,7 @@ def test_passes_have_two_units_whole_that_are_shared_out() -> None:
     plain, one, two, three = (
         max(m.temporaries for m in parts(case).actions[:-1]) for case in cases
     )
-    weights = place_weights(cases[0], cases[0].stage_parts[0][0][1])
+    weights = place_weights(cases[0], cases[0].contents.parts[0][0][1])
     layer = sum(elements_here(cases[0], weight) for weight in weights)
     assert plain == one
     assert two - one == pytest.approx(2 * 4 * layer, rel=0.02)

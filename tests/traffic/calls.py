@@ -100,7 +100,7 @@ def stage_of(case: Case, rank: int) -> int:
 
 def layers_of(case: Case, rank: int) -> Iterator[tuple[int, Block]]:
     """Yield the number and the block of each layer that a rank runs."""
-    for chunk in case.stage_parts[stage_of(case, rank)]:
+    for chunk in case.contents.parts[stage_of(case, rank)]:
         for place in chunk:
             if place.kind in ("layer", "multi_token"):
                 number = place.index + case.decoder.layers * (place.kind == "multi_token")
@@ -130,7 +130,7 @@ def paired(case: Case) -> bool:
 
 def has(case: Case, rank: int, kind: str) -> bool:
     """Return whether a rank has a place of a kind, such as ``loss``."""
-    places = case.stage_parts[stage_of(case, rank)]
+    places = case.contents.parts[stage_of(case, rank)]
     return any(place.kind == kind for chunk in places for place in chunk)
 
 

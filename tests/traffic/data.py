@@ -90,7 +90,7 @@ def data(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 def held(case: Case, rank: int) -> list[Weight]:
     """Return the parameters that a rank has a piece of, in the order of the model."""
-    places = case.stage_parts[stage_of(case, rank)]
+    places = case.contents.parts[stage_of(case, rank)]
     layers = [p for chunk in places for p in chunk if p.kind not in ("embedding", "loss")]
     found = [w for place in layers for w in place_weights(case, place)]
     ends = has(case, rank, "loss")
@@ -214,7 +214,7 @@ def embedding_stages(case: Case) -> tuple[int, ...]:
     wanted = {"embedding", "loss"} if case.decoder.tied else {"embedding"}
     return tuple(
         stage
-        for stage, chunks in enumerate(case.stage_parts)
+        for stage, chunks in enumerate(case.contents.parts)
         if any(place.kind in wanted for chunk in chunks for place in chunk)
     )
 
