@@ -109,19 +109,17 @@ class Constants:
         """
         key = (device, stack, release, measured)
         if key not in self._cache:
-            family, host = (
-                FAMILIES.get(device, FALLBACK),
-                "grace" if device in GRACE_DEVICES else "x86",
-            )
+            family = FAMILIES.get(device, FALLBACK)
+            host = "grace" if device in GRACE_DEVICES else "x86"
             software = f"{stack} {self.nearest_release(stack, release)}".strip()
             scopes = (software, stack, device, family, host, "common", FALLBACK)
-            found = {field.name: self._lookup(field.name, scopes) for field in fields(Rates)}
-            if unknown := sorted(dict(measured).keys() - found.keys()):
+            constants = {field.name: self._lookup(field.name, scopes) for field in fields(Rates)}
+            if unknown := sorted(dict(measured).keys() - constants.keys()):
                 raise ValueError(
                     f"unknown names of measured rates of {device}: {', '.join(unknown)}; run "
                     "`moefold bench` again"
                 )
-            self._cache[key] = Rates(**found | dict(measured))
+            self._cache[key] = Rates(**constants | dict(measured))
         return self._cache[key]
 
     def nearest_release(self, stack: str, release: str) -> str:
@@ -129,18 +127,16 @@ class Constants:
 
         A release that is not a number matches only itself; empty if there is no match.
         """
-        known = sorted(
-            name.removesuffix(".device").removeprefix(f"{stack} ")
-            for name in self.values
-            if name.startswith(f"{stack} ") and name.endswith(".device")
-        )
-        if release in known:
+        prefix, suffix = f"{stack} ", ".device"
+        names = [n for n in self.values if n.startswith(prefix) and n.endswith(suffix)]
+        releases = sorted(name.removesuffix(suffix).removeprefix(prefix) for name in names)
+        if release in releases:
             return release
-        numbered = [one for one in known if one[:1].isdigit()]
+        numbered = [known for known in releases if known[:1].isdigit()]
         if not numbered or (release and not release[:1].isdigit()):
             return ""
-        before = [one for one in numbered if not release or one <= release]
-        return before[-1] if before else numbered[0]
+        earlier = [known for known in numbered if not release or known <= release]
+        return earlier[-1] if earlier else numbered[0]
 
     def _lookup(self, name: str, scopes: tuple[str, ...]) -> float:
         for scope in scopes:
@@ -156,8 +152,8 @@ class Constants:
         measured, and widest where neither was.
         """
         software = f"{stack} {release}".strip()
-        known = bool(measured) or f"{device}.measured" in self.values
-        num_measured = known + (f"{software}.device" in self.values)
+        device_measured = bool(measured) or f"{device}.measured" in self.values
+        num_measured = device_measured + (f"{software}.device" in self.values)
         return self.spread[("none", "one", "measured")[num_measured]]
 
 
@@ -170,7 +166,7 @@ def constants() -> Constants:
     return Constants(values, stored["spread"])
 
 
-def product_seconds(one: Product, rates: Rates, peak: float, narrow: bool) -> float:
+def product_seconds(product: Product, rates: Rates, peak: float, narrow: bool) -> float:
     """Return the seconds of a product.
 
     A dim of size s reaches ``s / (s + h)`` of the rate, because of partial tiles and of the ends of
@@ -182,8 +178,8 @@ def product_seconds(one: Product, rates: Rates, peak: float, narrow: bool) -> fl
     """
     share = rates.gemm * (rates.narrow if narrow else 1.0)
     h = rates.half * peak / 1e15
-    loss = (1.0 + h / one.m) * (1.0 + h / one.n) * (1.0 + h / one.k)
-    return one.flops * loss / (peak * share)
+    loss = (1.0 + h / product.m) * (1.0 + h / product.n) * (1.0 + h / product.k)
+    return product.flops * loss / (peak * share)
 
 
 def attention_seconds(

@@ -141,10 +141,10 @@ def scaling_curve(
         multiple = data_ranks * choice.micro_batch
         scaled = max(1, round(task.batch * devices / task.cluster.devices / multiple)) * multiple
         batch = task.batch if kind == "strong" else scaled
-        other = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
+        scaled_task = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
         # No point where a data rank has too few micro-batches for the layout or the schedule.
         with suppress(ValueError):
-            step, expected = estimate_time(choice.build_case(other)), goodput(devices, faults)
+            step, expected = estimate_time(choice.build_case(scaled_task)), goodput(devices, faults)
             speed = batch * task.seq / step.seconds
             points.append(
                 ScalingPoint(

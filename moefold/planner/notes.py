@@ -52,15 +52,17 @@ def _useless_recompute_notes(run: Run, decoder: Decoder) -> Iterator[str]:
     # For a micro-batch of one row on each tensor rank.
     shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp, ep=sizes.ep)
     try:
-        here = [saved_tensors(block, shape) for block in distinct_blocks(decoder)[0]]
+        by_block = [saved_tensors(block, shape) for block in distinct_blocks(decoder)[0]]
     except ValueError:  # a layer of a plugin without a description of what it saves
         return
-    every: Modules = frozenset(record.modules)
+    modules: Modules = frozenset(record.modules)
     axes = {"tp": sizes.tp, "ep": sizes.ep, "etp": sizes.etp}
     split = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
     for name in dict.fromkeys(record.modules):
-        without = every - {name}
-        if all(saved_bytes(parts, every) >= saved_bytes(parts, without) for parts in here):
+        without = modules - {name}
+        if all(
+            saved_bytes(tensors, modules) >= saved_bytes(tensors, without) for tensors in by_block
+        ):
             yield (
                 f"layout.recompute: {name} saves no memory "
                 f"{f'under {split}' if split else 'beside the other modules'}; leave it out"

@@ -215,10 +215,10 @@ class Search:
     ) -> Iterator[tuple[float, int, Any]]:
         """Yield every schedule with virtual stages and dispatcher, and a depth that saves less."""
         grids, pp, m = depth.grids, depth.pp, depth.num_micro_batches
-        option, *others = depth.alternatives
-        if others:
-            other = depth._replace(alternatives=tuple(others))
-            yield self.lower_bound(space, other), 1, other
+        option, *further = depth.alternatives
+        if further:
+            less_saved = depth._replace(alternatives=tuple(further))
+            yield self.lower_bound(space, less_saved), 1, less_saved
         policy = MemoryPolicy(
             depth.zero, recompute=option[0], offload=option[1], optimizer_offload=depth.host_share
         )

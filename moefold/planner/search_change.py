@@ -78,16 +78,16 @@ def _single_changes(task: TrainingTask, choice: LayoutChoice) -> Iterator[tuple[
             if size and legal and task.cluster.devices % sizes.smallest_world == 0:
                 yield f"{axis} {current} → {size}", replace(balanced, sizes=sizes)
     for schedule in SCHEDULES:
-        other = replace(balanced, schedule=schedule)
-        if other.schedule.name != choice.schedule.name:
-            yield f"schedule {other.schedule.name}", other
+        changed = replace(balanced, schedule=schedule)
+        if changed.schedule.name != choice.schedule.name:
+            yield f"schedule {changed.schedule.name}", changed
     for dispatch in space.dispatchers if choice.sizes.ep > 1 else ():
         if dispatch != choice.dispatch:
             yield f"dispatch {dispatch}", replace(choice, dispatch=dispatch)
     for graphs in GRAPHS if task.software.stack == "moefold" else ():
-        other = replace(choice, graphs=graphs)
-        if graphs != choice.graphs and _graphs_allowed(other, model):
-            yield f"graphs {graphs}", other
+        changed = replace(choice, graphs=graphs)
+        if graphs != choice.graphs and _graphs_allowed(changed, model):
+            yield f"graphs {graphs}", changed
     for size in (choice.micro_batch * 2, choice.micro_batch // 2):
         if size:
             yield f"micro_batch {choice.micro_batch} → {size}", replace(choice, micro_batch=size)

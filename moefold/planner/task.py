@@ -1,7 +1,7 @@
-"""Inputs of a plan: the task of a run or of a published model on a cluster, and a layout for it.
+"""Inputs of a plan: the task of a run or of a published model on a cluster, and its layouts.
 
-task, given = task_from_run(load_run("run.yaml"), cluster("h100x256"))
-case = given.build_case(task)
+task, choice = task_from_run(load_run("run.yaml"), parse_cluster("h100x256"))
+case = choice.build_case(task)
 """
 
 import json
