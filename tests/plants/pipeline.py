@@ -177,7 +177,7 @@ PLANTS = (
         "products that wait are put on the queue as they are recorded alone",
         "tests/gloo/test_graphs.py::test_b97_steps_by_graphs_are_the_steps",
         "parallel/pipeline/partial.py",
-        "            waiting += recorded.deferred\n",
+        "            pending += recorded.deferred\n",
         "",
     ),
 )

@@ -73,19 +73,19 @@ class GraphedPass:
         function: Callable[..., Any],
         values: Sequence[Any],
     ) -> tuple[Any, ...]:
-        """Run a part ``forward``, ``bare`` or ``backward``; the first time, record it."""
-        key, forms, end = (part.name, direction), part.forms, part.name[1]
-        recorded, waiting = self._parts.get(key), part.waiting
+        """Run one of a part's functions, named by ``direction``; the first time, record it."""
+        key, tree_specs, end = (part.name, direction), part.tree_specs, part.name[1]
+        recorded, pending = self._parts.get(key), part.pending
         if recorded is None:
-            inputs, before = tuple(map(self._static_input, values)), len(waiting)
+            inputs, before = tuple(map(self._static_input, values)), len(pending)
             graph, outputs = self.record(lambda: function(*inputs))
             self._static |= {x.data_ptr() for x in outputs if isinstance(x, Tensor)}
-            recorded = RecordedPart(graph, inputs, outputs, forms[end], waiting[before:])
+            recorded = RecordedPart(graph, inputs, outputs, tree_specs[end], pending[before:])
             self._parts[key] = recorded
         else:
             recorded.copy_inputs(values)
-            waiting += recorded.deferred
-            forms[end] = recorded.output_spec
+            pending += recorded.deferred
+            tree_specs[end] = recorded.output_spec
         recorded.graph()
         outputs = recorded.static_outputs
         return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in outputs)
@@ -102,8 +102,8 @@ class GraphedPass:
 class GraphedPart:
     """A part of a pass that runs as graphs, with the interface of :class:`Subgraph`.
 
-    ``name`` is (the block's position, the index of the segment after the part); ``forms`` are the
-    pytree structures of the records between the block's segments.
+    ``name`` is (the block's position, the index of the segment after the part); ``tree_specs`` are
+    the pytree structures of the records between the block's segments.
     """
 
     is_exchange = False
@@ -114,10 +114,10 @@ class GraphedPart:
         part: Subgraph,
         name: tuple[Hashable, int],
         sink: GradientSink,
-        forms: list[Any],
+        tree_specs: list[Any],
     ) -> None:
-        self._graphs, self._part, self.name, self.forms = graphs, part, name, forms
-        self.waiting: list[Any] = sink.pending if isinstance(sink, DeferredSink) else []
+        self._graphs, self._part, self.name, self.tree_specs = graphs, part, name, tree_specs
+        self.pending: list[Any] = sink.pending if isinstance(sink, DeferredSink) else []
         """The pass's queue of deferred weight-gradient products."""
         self.seeds: Gradients = ()
         """Gradients of outputs that no later part takes, as in :class:`Subgraph`."""
@@ -128,7 +128,7 @@ class GraphedPart:
 
     def forward_no_grad(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the part without saving anything for backward."""
-        return self._graphs.run(self, "bare", self._part.forward_no_grad, inputs)
+        return self._graphs.run(self, "forward_no_grad", self._part.forward_no_grad, inputs)
 
     def backward(self, *gradients: Tensor | None) -> Gradients:
         """Return the inputs' gradients, given those of the outputs."""

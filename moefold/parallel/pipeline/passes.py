@@ -163,14 +163,14 @@ class ChunkPass:
         self, segments: Sequence[Segment], position: tuple[int, int]
     ) -> list[Subgraph | GraphedPart]:
         """Return a block's parts; records of tensors are flattened between them."""
-        forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
+        tree_specs: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
         def run(start: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
-            state = tree_unflatten(values, forms[start])
+            state = tree_unflatten(values, tree_specs[start])
             with flow.saved_tensors.layer_hooks(*position):
                 for segment in segments[start:end]:
                     state = segment(state, flow)
-            flat, forms[end] = tree_flatten(state)
+            flat, tree_specs[end] = tree_flatten(state)
             return tuple(flat)
 
         exchanges, graphs = [isinstance(segment, Exchange) for segment in segments], self._graphs
@@ -186,7 +186,7 @@ class ChunkPass:
             flow = self._second_flow if is_exchange and self._second_flow else self._flow
             part = Subgraph(partial(run, start, end, flow), is_exchange)
             if graphs is not None and graphed[start]:
-                parts.append(GraphedPart(graphs, part, (position, end), flow.sink, forms))
+                parts.append(GraphedPart(graphs, part, (position, end), flow.sink, tree_specs))
             else:
                 parts.append(part)
         return parts
