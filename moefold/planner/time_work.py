@@ -290,5 +290,5 @@ OFFLOADED_WORK = {
 def offload_bytes(sublayers: Iterable[Parts], modules: frozenset[str]) -> float:
     """Return a layer's offloaded bytes in bf16: inputs of products or of activation functions."""
     names = {name for module in modules for name in OFFLOADED_WORK[module]}
-    works = [parts[name] for parts in sublayers for name in names & set(parts)]
+    works = [work for parts in sublayers for name, work in parts.items() if name in names]
     return sum(BF16 * w.quantised_elements[0] if w.products else w.moved / 2 for w in works)
