@@ -57,11 +57,11 @@ class RoutingDecisions(dict[str, Any]):
         on_new: Callable[[str, Any], None] | None = None,
     ) -> None:
         super().__init__(initial)
-        self._read, self._tell = read, on_new
+        self._read, self._on_new = read, on_new
 
     def for_chunk(self) -> "RoutingDecisions":
         """Return a copy for a pass through one chunk, which adds its own decisions."""
-        return RoutingDecisions(self, self._read, self._tell)
+        return RoutingDecisions(self, self._read, self._on_new)
 
     def lookup(self, key: str) -> Any:
         """Return the decision of a layer; None if there is none yet."""
@@ -71,8 +71,8 @@ class RoutingDecisions(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Store the decision of a layer, and report it if it is new."""
-        if self._tell is not None and key not in self:
-            self._tell(key, value)
+        if self._on_new is not None and key not in self:
+            self._on_new(key, value)
         super().__setitem__(key, value)
 
 

@@ -140,8 +140,8 @@ class Decoder(Record):
         for i, stack in enumerate(self.stacks):
             for j, block in enumerate(stack.blocks):
                 for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
-                    broken = spec.violations(self.hidden) if isinstance(spec, LayerSpec) else ()
-                    yield from (v.under("stacks", i, "blocks", j, name) for v in broken)
+                    violations = spec.violations(self.hidden) if isinstance(spec, LayerSpec) else ()
+                    yield from (v.under("stacks", i, "blocks", j, name) for v in violations)
         main, values = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
         if not main or any(block.multi_token for block in main):
             rule = "blocks with multi_token must come last, after at least one without"

@@ -114,8 +114,8 @@ class _RmsNorm(Function):
         for rows in row_chunks(x_ND):
             x_nD, dy_nD, rstd_n1 = x_ND[rows].to(wide), dy_ND[rows].to(wide), rstd_N1[rows]
             # Both sums use this product: over a row for dx, over a column for dw.
-            both_nD = dy_nD * x_nD
-            mean_n1 = torch.mv(both_nD, scale_D)[:, None].mul_(-1 / x.shape[-1])
+            product_nD = dy_nD * x_nD
+            mean_n1 = torch.mv(product_nD, scale_D)[:, None].mul_(-1 / x.shape[-1])
             into = dx_ND[rows] if x.dtype == wide else None
             dx_nD = torch.mul(dy_nD, scale_D, out=into)
             dx_nD.addcmul_(x_nD, mean_n1.mul_(rstd_n1).mul_(rstd_n1)).mul_(rstd_n1)
@@ -123,7 +123,7 @@ class _RmsNorm(Function):
                 dx_ND[rows] = dx_nD
             if ctx.needs_input_grad[1]:
                 valid = max(0, valid_rows - rows.start)
-                dw_D.addmv_(both_nD[:valid].t(), rstd_n1[:valid, 0])
+                dw_D.addmv_(product_nD[:valid].t(), rstd_n1[:valid, 0])
         dw = ctx.sink.deliver(ctx.master, precomputed(dw_D)) if ctx.needs_input_grad[1] else None
         return dx_ND.view(x.shape), dw, None, None, None, None
 
