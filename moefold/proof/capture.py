@@ -50,7 +50,7 @@ class HostRead(NamedTuple):
     """An operator that needs values."""
 
     operator: str
-    location: str
+    at: str
     """``file:line`` of the innermost frame in the package or a plug-in."""
 
 
