@@ -27,8 +27,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Half as many workers again as processors: tests wait for ranks, locks and time-outs."""
-    return -(-3 * len(os.sched_getaffinity(0)) // 2)
+    """Twice as many workers as processors: tests wait for ranks, locks and time-outs."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

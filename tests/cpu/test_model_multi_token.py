@@ -102,8 +102,8 @@ def test_b80_a_step_is_that_of_a_plain_reference(
     assert rows.rows > rows.n_valid
     figures, ours = step(model, [rows])
     small.same(ours, want, 1e-12)
-    told = [figures.lm_loss, *figures.more.values()]
-    assert list(figures.more) == [f"multi_token/{k}" for k in range(1, len(depths) + 1)]
+    told = [figures.lm_loss, *figures.extra_figures.values()]
+    assert list(figures.extra_figures) == [f"multi_token/{k}" for k in range(1, len(depths) + 1)]
     assert told == pytest.approx([mean.item() for mean in means], rel=1e-12)
     _, again = step(model, [rows], Full())
     small.same(again, want, 1e-12)
@@ -121,7 +121,7 @@ def test_b80_micro_batches_weigh_by_their_labels_of_each_token() -> None:
     _, want = step(model, [pack(texts)])
     figures, found = step(model, [pack([text]) for text in texts])
     small.same(found, want, 1e-11)
-    assert figures.more["multi_token/2"] > 0
+    assert figures.extra_figures["multi_token/2"] > 0
 
 
 def test_b81_a_weight_of_zero_leaves_all_other_gradients_as_they_are() -> None:

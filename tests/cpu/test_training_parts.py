@@ -134,7 +134,7 @@ def test_one_can_write_the_loop_oneself(tmp_path: Path) -> None:
     run = run_of(tmp_path, watch={"plots": None, "experts_page": None})
     with moefold.open(run, tmp_path / "own") as job:
         while job.step_number < 4:
-            metrics = job.step(job.loader.load_step(job.progress.place()))
+            metrics = job.step(job.loader.load_step(job.progress.next_batch_index()))
             assert metrics["lm_loss"] > 0
         job.save()
         mine = weights(job)
