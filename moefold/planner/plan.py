@@ -168,7 +168,7 @@ class Plan:
     trainable: PlannedLayout | None
     """The fastest layout that training executes today and that the run's own rules allow."""
     trainable_problem: str
-    """Why ``today`` is None; otherwise empty."""
+    """Why ``trainable`` is None; otherwise empty."""
     same_format: tuple[PlannedLayout, ...]
     """The fastest layout in the run's own number format, where ``layouts`` have another one."""
     published: tuple[PlannedLayout, ...]
@@ -190,7 +190,7 @@ class Plan:
 
     @property
     def run_file(self) -> dict[str, Any] | None:
-        """Run file data for the layout ``today``, to merge over the run's own file if any."""
+        """Run file data for the layout ``trainable``, to merge over the run's own file if any."""
         if self.trainable is None:
             return None
         return (
