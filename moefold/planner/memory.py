@@ -3,8 +3,8 @@
 State is constant; activations of a chunk live from its forward to its backward; temporaries live
 during one action. Ranks of a stage differ only in their experts' load, so that one rank per stage
 is planned: the one whose experts get the most rows. A table is periodic: of its thousands of
-actions few differ, and fewer can be the peak. :func:`after_each` yields the memory after each
-action, activations by row, for comparison with a run.
+actions few differ, and fewer can be the peak. :func:`memory_after_each` yields the memory after
+each action, activations by row, for comparison with a run.
 """
 
 from collections import Counter

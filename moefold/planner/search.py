@@ -3,7 +3,7 @@
 A layout is decided in four steps: the two grids with micro-batch and number format; the pipeline's
 depth with what is sharded, recomputed and offloaded; schedule and dispatcher; stages. Each step
 computes a lower bound of the seconds of a partial layout and drops what cannot fit; the partial
-layout with the lowest bound is extended next. So :func:`planner.time.estimate_time` and
+layout with the lowest bound is extended next. So :func:`moefold.planner.time.estimate_time` and
 ``planner.memory`` evaluate few of millions of layouts, and the first evaluated one that fits is the
 fastest.
 """

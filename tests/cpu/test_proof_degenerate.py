@@ -3,9 +3,11 @@
 And what a number format is too coarse for from what it shows.
 """
 
+import ast
 import math
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from moefold.parallel.config import Layout
 from moefold.proof import rank_run
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import Outcome, find_degenerate, zero_gradients
-from moefold.proof.modes import NarrowWatch, ShuffledSums
+from moefold.proof.modes import ALLOWED, PACKAGE, QUANTISERS, NarrowWatch, ShuffledSums
 from moefold.proof.pool import run_reference
 from moefold.proof.rank_run import RankResult, run_rank
 from moefold.proof.rounding_noise import RoundingNoise
@@ -187,3 +189,13 @@ def test_fp32_angles_are_no_narrow_tensors_of_a_proof(rope: Rope) -> None:
     with NarrowWatch() as watch:
         Angles.of(torch.arange(8), rope, 16, torch.float64)
     assert not watch.operations
+
+
+def test_what_may_be_narrow_exists() -> None:
+    """A function that is renamed or moved would leave its permission to whatever comes there."""
+    for place in ALLOWED:
+        path, function = place.split(":")
+        syntax = ast.parse(Path(PACKAGE, path).read_text("utf-8"))
+        for name in function.split("."):
+            (syntax,) = (node for node in ast.walk(syntax) if getattr(node, "name", None) == name)
+    assert all(Path(PACKAGE, path).exists() for path in QUANTISERS)

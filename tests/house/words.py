@@ -31,6 +31,9 @@ ABOUT_SHAPE = {"shape", "size", "numel", "ndim", "dim", "dtype", "stride", "elem
 # Beginnings of docstrings that cannot be read without the sentence before them.
 LEANING = re.compile(r"\s*(The same|See|That of|As it|Like)\b")
 
+# What a docstring or a comment refers to by its name.
+REFERENCE = re.compile(r":\w+:`~?([\w.]+)`|``(moefold\.[\w.]+)``")
+
 # A remark that puts work off, spelled so that this file does not hold it.
 PUT_OFF = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]) + r")\b")
 # Folders that exist on one machine only.
@@ -189,6 +192,38 @@ def docstrings_stand_alone(root: Path) -> list[str]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(node.value.value, str) and (found := LEANING.match(node.value.value))
     ]
+
+
+def references_exist(root: Path) -> list[str]:
+    """What docstrings and comments refer to is defined, under the module that they name if any."""
+    package = modules(root)
+    defined = {name: {*_defined(module)} for name, module in package.items()}
+    anywhere = {name for names in defined.values() for name in names}
+    return [
+        module.at(number, f"refers to {target}, which is not defined")
+        for module in package.values()
+        for number, line in enumerate(module.source.splitlines(), 1)
+        for target in (found[1] or found[2] for found in REFERENCE.finditer(line))
+        if not _is_defined(target, defined, anywhere)
+    ]
+
+
+def _defined(module: Module) -> Iterator[str]:
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def _is_defined(target: str, defined: dict[str, set[str]], anywhere: set[str]) -> bool:
+    if not target.startswith("moefold."):
+        return anywhere.issuperset(target.split("."))
+    module, names = target, list[str]()
+    while module not in defined and "." in module:
+        module, _, name = module.rpartition(".")
+        names.append(name)
+    return defined.get(module, set()).issuperset(names)
 
 
 def texts(root: Path) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,7 @@ RULES: list[Rule] = [
     words.words_at_home,
     words.never_waits,
     words.docstrings_stand_alone,
+    words.references_exist,
     words.nothing_left_behind,
 ]
 
@@ -292,6 +293,18 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
         words.docstrings_stand_alone,
         {"moefold/a.py": '"""A likeness."""\nx = 1\n"""The same again."""\n'},
         "moefold/a.py:3: a docstring begins with 'The same'",
+    ),
+    (
+        "a reference to what is gone",
+        words.references_exist,
+        {"moefold/a.py": '"""Done by :func:`merge`."""\n\n\ndef join(): ...\n'},
+        "moefold/a.py:1: refers to merge, which is not defined",
+    ),
+    (
+        "a reference to what went elsewhere",
+        words.references_exist,
+        {"moefold/a.py": "# Done by ``moefold.b.join``.\n", "moefold/c.py": "def join(): ...\n"},
+        "moefold/a.py:1: refers to moefold.b.join, which is not defined",
     ),
     (
         "work put off",

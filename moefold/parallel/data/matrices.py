@@ -56,7 +56,7 @@ class Matrix(NamedTuple):
 
 
 class ShardedMatrices:
-    """Implements :class:`moefold.optim.base.Wholes` for parameters that ranks share.
+    """Implements :class:`moefold.optim.base.FullMatrices` for parameters that ranks share.
 
     ``sources`` are the parameters whose update needs full matrices, the same on all ranks that
     share them; ``empty`` is an empty tensor of the pieces' dtype and device.
