@@ -125,6 +125,8 @@ class FolderLock:
                 return
             time.sleep(pause_s)  # an unreadable file may be a transient storage error
         reason = f"{current} holds it now" if current else f"{HOLDER_FILE} is gone or unreadable"
+        if current == self.holder:
+            reason = "it was released"
         raise LockError(
             f"{self.path}: {self.holder.run!r} no longer holds this lock; {reason}. "
             "Only the holder may write checkpoints to this folder"

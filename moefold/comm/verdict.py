@@ -42,7 +42,7 @@ def diagnose(
     chain.
 
     Args:
-        beats: each rank's last heartbeat.
+        heartbeats: each rank's last heartbeat.
         silent: ranks whose heartbeat has stopped.
         recent_calls: last operations of the ranks that could still write them.
     """

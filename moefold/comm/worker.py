@@ -67,7 +67,7 @@ class WorkerResult(NamedTuple):
 
     ok: bool
     value: Any
-    """The function's result, or the traceback; ``DEAD`` if the process died."""
+    """The function's result, the traceback, or the launcher's mark of a process that died."""
     time: float
     """Time on the monotonic clock, which all processes of a machine share."""
     error: PicklableError | None = None

@@ -63,7 +63,7 @@ class SearchSpace:
 
     @cached_property
     def paired_values(self) -> list[bool]:
-        """Values of ``paired`` (exchanges overlap with compute) among the schedules."""
+        """Values of ``overlaps_passes`` among the schedules."""
         return sorted({schedule.overlaps_passes for schedule in self.schedules})
 
     @cached_property

@@ -208,6 +208,33 @@ def references_exist(root: Path) -> list[str]:
     ]
 
 
+def arguments_exist(root: Path) -> list[str]:
+    """The arguments that a docstring describes are those of its function, or of its class."""
+    return [
+        module.at(node.lineno, f"{node.name} has no argument {name}, which its docstring describes")
+        for module in modules(root).values()
+        for node in module.nodes
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        for name in _described(ast.get_docstring(node) or "")
+        if name not in _arguments(node)
+    ]
+
+
+def _described(docstring: str) -> list[str]:
+    """Return the names that a docstring's section on arguments describes."""
+    section = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    lines = re.findall(r"^ {4}([\w*][\w, *]*):", section, re.MULTILINE)
+    return [name.strip(" *") for line in lines for name in line.split(",")]
+
+
+def _arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    """Return a function's arguments, or the fields and the initialiser's arguments of a class."""
+    inner = ast.walk(node) if isinstance(node, ast.ClassDef) else [node.args]
+    names = {item.arg for part in inner for item in ast.walk(part) if isinstance(item, ast.arg)}
+    fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+    return names | {field.id for field in fields if isinstance(field, ast.Name)}
+
+
 def _defined(module: Module) -> Iterator[str]:
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

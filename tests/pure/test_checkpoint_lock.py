@@ -84,6 +84,17 @@ def test_a_holder_whose_files_are_removed_writes_no_more(tmp_path: Path, name: s
         mine.check()
 
 
+def test_a_lock_that_was_released_does_not_name_its_own_run_as_the_holder(tmp_path: Path) -> None:
+    """Its record stays where the folder can no longer be written."""
+    lock = FolderLock(tmp_path, "run one")
+    lock.acquire()
+    text = (tmp_path / HOLDER_FILE).read_text()
+    lock.release()
+    (tmp_path / HOLDER_FILE).write_text(text)
+    with pytest.raises(LockError, match="no longer holds this lock; it was released"):
+        lock.check()
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04garbage", b'{"run": "x"}', b"[" * 4000])
 def test_an_unreadable_record_is_replaced(tmp_path: Path, content: bytes) -> None:
     """Its writer was killed in the middle, or it is something else."""

@@ -32,6 +32,7 @@ RULES: list[Rule] = [
     words.never_waits,
     words.docstrings_stand_alone,
     words.references_exist,
+    words.arguments_exist,
     words.nothing_left_behind,
 ]
 
@@ -305,6 +306,15 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
         words.references_exist,
         {"moefold/a.py": "# Done by ``moefold.b.join``.\n", "moefold/c.py": "def join(): ...\n"},
         "moefold/a.py:1: refers to moefold.b.join, which is not defined",
+    ),
+    (
+        "an argument that is gone",
+        words.arguments_exist,
+        {
+            "moefold/a.py": "def f(rows: int) -> None:\n"
+            '    """Run.\n\n    Args:\n        rows: how many.\n        lines: how many.\n    """\n'
+        },
+        "moefold/a.py:1: f has no argument lines, which its docstring describes",
     ),
     (
         "work put off",
