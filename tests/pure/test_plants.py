@@ -1,9 +1,10 @@
 """The table of planted bugs is true of the code as it is; ``make plants`` runs it."""
 
-import ast
+import builtins
 import re
 from dataclasses import replace
 from pathlib import Path
+from symtable import symtable
 
 import pytest
 
@@ -21,12 +22,24 @@ def classes_tested() -> set[str]:
     return {bug for names in found for bug in names.strip("_").split("_")}
 
 
+def undefined(source: str) -> set[str]:
+    """Return the names that code reads and neither its scopes, its module nor Python define."""
+    module = symtable(source, "planted", "exec")
+    scopes = [module]
+    for scope in scopes:
+        scopes += scope.get_children()
+    read = {s.get_name() for scope in scopes for s in scope.get_symbols() if s.is_global()}
+    read |= {s.get_name() for s in module.get_symbols() if s.is_referenced()}
+    defined = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported()}
+    return read - defined - {*dir(builtins), "__file__"}
+
+
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: f"{p.bug} {p.said}")
-def test_a_plant_changes_one_place_and_still_parses(plant: Plant) -> None:
+def test_a_plant_changes_one_place_and_names_what_is_defined(plant: Plant) -> None:
     assert (ROOT / plant.path).exists(), "the file is gone, and no other one has the text"
     changed = plant.into((ROOT / plant.path).read_text("utf-8"))
-    ast.parse(changed)
     assert plant.old != plant.new
+    assert not undefined(changed), "the bug would be noticed by its names alone"
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: f"{p.bug} {p.said}")
@@ -53,3 +66,10 @@ def test_text_that_moved_to_another_file_is_found() -> None:
     moved = replace(plant, file="no/such/file.py")
     assert moved.path == plant.path
     assert replace(moved, old="text that stands nowhere").path == "moefold/no/such/file.py"
+
+
+def test_names_that_are_gone_are_noticed() -> None:
+    """In whatever scope: ``self`` of a method is none of a function beside it."""
+    source = "class C:\n    def f(self): return self\n    @classmethod\n    def g(cls): return {}\n"
+    assert undefined(source.format("self")) == {"self"}
+    assert undefined(source.format("[max(one) for one in cls.x]")) == set()
