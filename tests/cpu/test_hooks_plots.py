@@ -9,6 +9,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
+from moefold.training.hooks import plots
 from moefold.training.hooks.plots import HELD_OUT, TRAIN, draw_plots, load_figure, loss_figure
 from moefold.training.run_folder import BASELINES_FILE, LOAD_FILE, METRICS_FILE, History
 
@@ -38,13 +39,24 @@ def share_of(picture: np.ndarray, colour: str) -> float:
 def test_pictures_open_and_have_their_curves(tmp_path: Path) -> None:
     """Both curves are there in their colours, and no draft is left."""
     write(tmp_path)
-    drawn = draw_plots(tmp_path, "trial")
+    drawn = draw_plots(tmp_path)
     assert [path.name for path in drawn] == ["loss.png", "expert_load.png"]
     picture = imread(drawn[0])
     assert picture.shape[0] > 500 and picture.shape[1] > 1000
     assert share_of(picture, TRAIN) > 1e-3 and share_of(picture, HELD_OUT) > 1e-3
     assert imread(drawn[1]).std() > 0.05
     assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in drawn}
+
+
+def test_pictures_name_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that fine-tune one base have its name."""
+    titles: list[str] = []
+    for figure in ("loss_figure", "load_figure"):
+        monkeypatch.setattr(plots, figure, lambda history, title: titles.append(title))
+    (tmp_path / "tuned").mkdir()
+    write(tmp_path / "tuned")
+    monkeypatch.chdir(tmp_path / "tuned")
+    assert draw_plots(Path(".")) == [] and titles == ["tuned", "tuned"]
 
 
 def test_pictures_of_few_steps_are_filled_and_name_whole_steps(tmp_path: Path) -> None:
@@ -98,7 +110,7 @@ def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
     assert loss_figure(History([{"step": 1, "lm_loss": 5.0}]), "a") is None
     assert loss_figure(History([{"step": s, "lm_loss": None} for s in (1, 2, 3)]), "a") is None
     assert load_figure(History(), "a") is None
-    assert draw_plots(tmp_path, "a") == []
+    assert draw_plots(tmp_path) == []
 
 
 def test_a_check_stands_at_its_step_however_far_the_next_one_is(tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ class ExpertsPageHook(Hook):
         ]
         shown = sum(bool(spelling[token]) for token in documents[0][: self._tokens].tolist())
         where = f"held-out document {number} of {part.name}"
-        subtitle = f"{job.run.name}, step {job.step_number} · {where}"
-        page = render_experts(job.run.name, subtitle, texts, layers, shown=shown)
+        title = job.folder.resolve().name
+        subtitle = f"{title}, step {job.step_number} · {where}"
+        page = render_experts(title, subtitle, texts, layers, shown=shown)
         write_text(job.folder / PAGE_FILE, page)
 
 

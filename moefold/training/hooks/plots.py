@@ -37,17 +37,20 @@ class PlotsHook(Hook):
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Plot if the step is due."""
         if job.step_number % self._every == 0 and job.step_number < job.last_step:
-            draw_plots(job.folder, job.run.name)
+            draw_plots(job.folder)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Plot the end of the run, however it ended, except after Ctrl-C."""
         if not isinstance(error, KeyboardInterrupt):
-            draw_plots(job.folder, job.run.name)
+            draw_plots(job.folder)
 
 
-def draw_plots(folder: Path, title: str) -> list[Path]:
-    """Write every plot for which the folder's files have data; return the paths."""
-    history = History.read(folder)
+def draw_plots(folder: Path) -> list[Path]:
+    """Write every plot for which the folder's files have data; return the paths.
+
+    Titles name the folder: runs that fine-tune one base are all named after it.
+    """
+    history, title = History.read(folder), folder.resolve().name
     paths = []
     figures = {"loss": loss_figure(history, title), "expert_load": load_figure(history, title)}
     for name, figure in figures.items():
