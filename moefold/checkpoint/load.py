@@ -64,8 +64,9 @@ class Reader:
             if overlap is None:
                 continue
             destination = target[relative_slices(overlap, box)]
-            writable = destination.is_contiguous() and not destination.is_conj()
-            if writable and not destination.is_neg() and destination.shape == part.shape:
+            plain = destination.is_contiguous() and not destination.is_conj()
+            plain = plain and not destination.is_neg()
+            if plain and destination.shape == part.shape:
                 data = destination.view(-1).view(torch.uint8)
                 self._read_chunks(name, part, 0, len(part.sha256), data)
             elif not overlap:  # a scalar without plain memory

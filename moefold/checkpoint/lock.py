@@ -124,9 +124,10 @@ class FolderLock:
             if self._lock.is_locked and current == self.holder:
                 return
             time.sleep(pause_s)  # an unreadable file may be a transient storage error
-        reason = f"{current} holds it now" if current else f"{HOLDER_FILE} is gone or unreadable"
-        if current == self.holder:
-            reason = "it was released"
+        if current is None:
+            reason = f"{HOLDER_FILE} is gone or unreadable"
+        else:
+            reason = "it was released" if current == self.holder else f"{current} holds it now"
         raise LockError(
             f"{self.path}: {self.holder.run!r} no longer holds this lock; {reason}. "
             "Only the holder may write checkpoints to this folder"

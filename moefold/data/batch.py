@@ -246,6 +246,12 @@ def pack_last_tokens(texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBa
     )
 
 
+def random_batches(vocab: int, shape: tuple[int, int], number: int, seed: int) -> list[MicroBatch]:
+    """Return micro-batches of random ids of this shape, the same for the same seed."""
+    draw = torch.Generator().manual_seed(seed)
+    return [from_ids(torch.randint(vocab, shape, generator=draw)) for _ in range(number)]
+
+
 def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
     """Turn B sequences of S tokens into rows, one segment each, on the device of ``ids_BS``.
 

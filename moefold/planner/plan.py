@@ -238,7 +238,7 @@ def plan(
         batch: sequences per step over all devices; default is the run's.
         seq: tokens per sequence of a published model; default 4,096.
         load: rows of the fullest expert rank over the mean.
-        memory_gb: memory of each device in GB; default is what it is sold with.
+        memory_gb: memory of each device in GB; default is its nominal memory.
         faults: rate and cost of device failures.
         price: price of a device-hour.
         top: number of layouts to return.

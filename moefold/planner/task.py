@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
+from itertools import chain
 from typing import Any, Literal, cast, get_args
 
 from moefold.config.base import Record
@@ -142,13 +143,11 @@ class LayoutChoice:
         formats, software = replace(task.number_formats, recipe=self.recipe), task.software
         if self.recipe == "fp32":
             formats = replace(formats, weight_bytes=0)
-        overlaps, stages = (
-            replace(software.overlaps, ep=self.schedule.overlaps_passes),
-            self.stages,
-        )
+        overlaps = replace(software.overlaps, ep=self.schedule.overlaps_passes)
+        stages = self.stages
         if stages is None:
-            layers, way = layer_counts(task.decoder), self.schedule.stage_mapping
-            stages = balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, way)
+            layers, mapping = layer_counts(task.decoder), self.schedule.stage_mapping
+            stages = balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, mapping)
         decoder = task.decoder
         if software.stack == "moefold":
             decoder = quantised_decoder(decoder, self.recipe)
@@ -197,10 +196,9 @@ class LayoutChoice:
 
 def untrained_kinds(decoder: Decoder) -> tuple[str, ...]:
     """Return the names of a model's kinds of layers that only other stacks execute."""
-    halves = (
-        half for block in distinct_blocks(decoder)[0] for half in (block.attention, block.ffn)
-    )
-    names = (half.untrained for half in halves if isinstance(half, LayerSpec))
+    blocks = distinct_blocks(decoder)[0]
+    specs = chain.from_iterable((block.attention, block.ffn) for block in blocks)
+    names = (spec.untrained for spec in specs if isinstance(spec, LayerSpec))
     return tuple(dict.fromkeys(filter(None, names)))
 
 
@@ -261,11 +259,8 @@ def _parse_run(
         return task, choice, None
     policy = replace(choice.memory_policy, recompute=frozenset())
     target: OffloadTarget = "offload" if auto.host else "disk" if auto.disk else None
-    return (
-        task,
-        choice,
-        (replace(choice, memory_policy=policy).build_case(task), auto.bytes, target),
-    )
+    without_recompute = replace(choice, memory_policy=policy).build_case(task)
+    return task, choice, (without_recompute, auto.bytes, target)
 
 
 def resolve_memory_policy(run: Run, cluster: Cluster) -> MemoryPolicy:

@@ -32,18 +32,21 @@ QUANTISERS = ("kernels/quantise/", "kernels/scaled/", "layers/history.py")
 """Code in which values are fp32 by definition before they are quantised."""
 
 
-class NarrowWatch(TorchDispatchMode):
+class _EagerMode(TorchDispatchMode):
+    """A dispatch mode without PyTorch's guard against compiling it, which slows each operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class NarrowWatch(_EagerMode):
     """Records where narrower tensors are created, not where they are passed on or updated."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: set[str] = set()
         """Operations, each with the package's line that ran it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled; the guard against it would double each operation's cost."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -85,7 +88,7 @@ def _caller() -> tuple[str, str, int]:
     return "torch", "", 0
 
 
-class ShuffledSums(TorchDispatchMode):
+class ShuffledSums(_EagerMode):
     """Runs matrix products in two shuffled halves and leaves other operations unchanged.
 
     Halves of quantised products, which are summed in fp32, are rounded to the exchanged dtype.

@@ -57,13 +57,16 @@ class GroupedSchedule(Schedule):
         if self.group is not None and self.group < p:
             rule = f"must be at least the number of pipeline ranks ({p})"
             yield Violation(("group",), self.group, rule, group)
-        sizes = range(max(1, m - group), m + group + 1)
-        legal = [n for n in sizes if n % group == 0 or n % group >= p]
-        if m not in legal:
+
+        def is_legal(n: int) -> bool:
+            return n % group == 0 or n % group >= p
+
+        if not is_legal(m):
             rule = f"vpp{v} needs micro-batches in groups of {group}"
             if group > p:
                 rule += f", of which the last may have as few as {p}"
-            nearest = min(legal, key=lambda n: (abs(n - m), -n))  # the larger in a tie
+            sizes = filter(is_legal, range(max(1, m - group), m + group + 1))
+            nearest = min(sizes, key=lambda n: (abs(n - m), -n))  # the larger in a tie
             yield Violation(("micro_batches",), m, rule, nearest)
 
 

@@ -8,7 +8,7 @@ weight has codes along both of its dims, in a single copy if blocks are square.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from moefold.kernels.quantise.config import QUANTISE, Fp8Tensor, Quantise
 from moefold.model.config import Block, Decoder
@@ -19,6 +19,7 @@ from moefold.spec.layer import (
     NOTHING,
     STATISTIC,
     LayerSpec,
+    Module,
     Modules,
     Rows,
     Saved,
@@ -226,6 +227,6 @@ def _saved_codes(name: str, weights: list[str], product: WeightProduct, record: 
     """Return the saved codes of the rows that ``weights`` read."""
     size = code_bytes(record, product.inputs, product.rows, product.runs)
     path = weights[0].split(".")
-    module = next((kind for kind in CHECKPOINTED if kind in path), path[0])
+    module = cast("Module", next((kind for kind in CHECKPOINTED if kind in path), path[0]))
     freed_by = frozenset((module,)) if module in CHECKPOINTED else NOTHING
-    return Saved(f"{name}.codes", size, freed_by, module=module, operand_of=tuple(weights))  # type: ignore[arg-type]
+    return Saved(f"{name}.codes", size, freed_by, module=module, operand_of=tuple(weights))

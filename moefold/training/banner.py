@@ -184,16 +184,13 @@ def _execution(job: Trainer) -> Iterator[Row]:
     choice = f"{job.precision.why}; measured: {job.precision.rates_text}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({choice})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
-        num_narrow, wide = (
-            len(quantised_weight_names(job.run.decoder())),
-            str(dtype).removeprefix("torch."),
-        )
+        number, wide = len(quantised_weight_names(job.decoder)), str(dtype).removeprefix("torch.")
         products = f"y, dx and dw in {quantise.kind}"
         if quantise.wgrad == "wide":
             products = f"y and dx in {quantise.kind}, dw in {wide}"
         if quantise.scaling == "delayed":
             products += ", with delayed scaling"
-        yield "quantise", f"products of {num_narrow} weights: {products}"
+        yield "quantise", f"products of {number} weights: {products}"
         recipe = recipe_of(quantise)
         use = recipe.product_spec("y", False, dtype, job.device)
         yield from (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moefold.config.slot import build
-from moefold.data.batch import from_ids
+from moefold.data.batch import random_batches
 from moefold.kernels.attention.sdpa import attention
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
@@ -248,9 +248,8 @@ def build_step(case: Case) -> Callable[[], None]:
     precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
     model = DecoderModel(case.decoder, precision)
     initialise(model, case.decoder, seed=1)
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randint, case.decoder.vocab, (case.micro_batch, case.seq))
-    batches = [from_ids(draw(generator=generator)) for _ in range(case.num_micro_batches)]
+    shape = case.micro_batch, case.seq
+    batches = random_batches(case.decoder.vocab, shape, case.num_micro_batches, seed=0)
     data = ShardedState(single_rank_parts(model))
     optimizer = build(case.number_formats.optimizer, dict(model.named_parameters()))
 

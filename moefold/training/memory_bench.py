@@ -1,17 +1,15 @@
 """Comparison of a step's planned and measured memory, by part and action, on local processes."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch
 from moefold.comm.world import World
-from moefold.data.batch import from_ids
+from moefold.data.batch import random_batches
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.model.init import initialise
@@ -85,7 +83,9 @@ def planned_bytes(
     state, planned = stage_bytes(case, pp).state, []
     width = bytes_per_activation(case.number_formats.recipe)
     message_bytes = case.rows * case.decoder.hidden * width
-    num_messages = held_messages(plan_rank(layout, pp, case.num_micro_batches))  # type: ignore[arg-type]
+    # Records are hashable, which their types do not say.
+    plan = plan_rank(layout, pp, case.num_micro_batches)  # type: ignore[arg-type]
+    num_messages = held_messages(plan)
     for after, messages in zip(memory_after_each(case, pp), num_messages, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
         values = (*values, after.operands, messages * message_bytes, *after.offloaded)
@@ -112,9 +112,8 @@ def measure_rank(
         initialise(placed.model, decoder, run.seed, placed.shards)
         data = ShardedState(placed)
         optimizer = data.optimizer(run.optim)
-        generator = torch.Generator().manual_seed(run.seed)
-        draw = partial(torch.randint, decoder.vocab, (run.train.micro_batch, run.data.seq))
-        batches = [from_ids(draw(generator=generator)) for _ in range(micro_batches)]
+        shape = run.train.micro_batch, run.data.seq
+        batches = random_batches(decoder.vocab, shape, micro_batches, run.seed)
         gradients(data, batches, chunk)
         optimizer.step()
         data.refresh_weights()

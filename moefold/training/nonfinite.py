@@ -110,7 +110,7 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
     for rank, first in enumerate(gather_objects(operands[:1], world.on_host)):
         where = f" on rank {rank}" if world.size > 1 else ""
         for number, role, expert in first:
-            operand = f"{names[number]}" + ("" if expert is None else f", expert {expert}")
+            operand = names[number] + ("" if expert is None else f", expert {expert}")
             lines.append(f"First non-finite operand{where}: {ROLES[role]} {operand}")
     return lines
 

@@ -130,7 +130,7 @@ class MemoryCheckpoint:
             }
             if newest:
                 self.recovered["reached"] = newest["progress"]["step"]
-        turn = newest_common([[tuple(head["turn"]) for head in heads] for heads in by_rank])
+        turn = newest_common([[tuple(h["turn"]) for h in rank_heads] for rank_heads in by_rank])
         progress = None
         for copy in self._copies:
             # Newer copies belong to a history that the run does not continue.

@@ -179,7 +179,7 @@ def _written(decoder: object, path: Path) -> None:
             ends = (slice(0, half), slice(half, None)), (slice(0, wide), slice(wide, None))
             whole = [(e, slice(None), f, slice(None)) for e, f in product(*ends)]
         parts[PREFIX + name] = (tensor, whole)
-    write_sliced(path, 1, parts, describe_model(decoder, None))  # type: ignore[arg-type]
+    write_sliced(path, 1, parts, describe_model(decoder, None))
 
 
 def _brought_in(source: Path, folder: Path) -> None:

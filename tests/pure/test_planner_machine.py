@@ -44,7 +44,7 @@ def case(machine: Machine = MACHINE, **numbers: object) -> Case:
     decoder = Decoder(vocab=1024, hidden=128, stacks=(Stack(repeat=2, blocks=(block,)),))
     return Case(
         decoder, 256, 4, 4, machine.cluster, Sizes(), Stages.balanced(1, 1, 2), OneFOneB(),
-        "local", 1.0, NumberFormats(**numbers),  # type: ignore[arg-type]
+        "local", 1.0, NumberFormats(**numbers),
     )  # fmt: skip
 
 

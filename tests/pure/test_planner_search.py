@@ -270,7 +270,7 @@ def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
         (Sizes(tp=2), "local", None, {"partial", "step"}),
     )
     for sizes, dispatch, room, legal in tried:
-        given = LayoutChoice(sizes, dispatch=dispatch, max_rows=room)  # type: ignore[arg-type]
+        given = LayoutChoice(sizes, dispatch=dispatch, max_rows=room)
         others = {o.graphs: o for _, o in _single_changes(task, given) if o.graphs != "none"}
         assert others.keys() == legal
         for one in others.values():

@@ -258,7 +258,7 @@ def scaled_product(
 
         quantised = weight.cache(x_NI, for_dw, make)
     args = codes, quantised, weight, rows, sink
-    return _ScaledProduct.apply(x_NI, weight.master, *args)  # type: ignore[return-value]
+    return _ScaledProduct.apply(x_NI, weight.master, *args)
 
 
 class _ScaledProduct(Function):

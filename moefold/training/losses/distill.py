@@ -85,10 +85,16 @@ class Distillation(Objective):
         self.teacher = ShardedState(parts).placed
         return self
 
-    @torch.no_grad()
     def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        """Return the teacher's last normed rows [T, D], on the last stage and for training only."""
-        return forward(self.teacher, self.teacher_flow(batch)) if flow.training else None
+        """Return the teacher's output; None for held-out data, which needs none."""
+        return self.teacher_output(placed, batch, flow, chunk) if flow.training else None
+
+    @torch.no_grad()
+    def teacher_output(
+        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
+    ) -> Tensor | None:
+        """Return the teacher's last normed rows [T, D]; None before the last stage."""
+        return forward(self.teacher, self.teacher_flow(batch))
 
     def teacher_flow(self, batch: MicroBatch) -> Flow:
         """Return the teacher's forward pass for a micro-batch."""
@@ -151,10 +157,10 @@ class TopKDistillation(Distillation):
             x_TD, head, flow, compare=compare, temperature=t, scale=scale, chunk=chunk
         )
 
-    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        """Return the top probabilities [P, W], on the last stage and for training only."""
-        if not flow.training:
-            return None
+    def teacher_output(
+        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
+    ) -> Tensor | None:
+        """Return the teacher's top probabilities [P, W]; None before the last stage."""
         if self._folder is None:
             return self._top_probabilities(self.teacher_flow(batch), chunk)
         if not any(part.has_head for part in placed.chunks):
