@@ -58,13 +58,14 @@ class Record(BaseModel):
         strict=True,
         allow_inf_nan=False,
         validate_default=True,
-        use_attribute_docstrings=True,
         validate_by_alias=True,
         validate_by_name=True,
         serialize_by_alias=True,
     )
 
     owner: ClassVar[str | type | None] = None
+    preloads: ClassVar[tuple[str, ...]] = ()
+    """Modules that take long to import and that each rank of a run with this record needs."""
 
     def rules(self) -> Iterator[Violation]:
         """Yield violated constraints between this record's fields, with paths relative to it."""

@@ -3,7 +3,13 @@
 ``moefold explain --schema`` prints the schema of run files.
 """
 
-from typing import Any
+import ast
+import inspect
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
+from typing import Any, cast
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
@@ -52,6 +58,15 @@ def json_schema(cls: type[Record]) -> dict[str, Any]:
                 self.generate_inner(core)
             return schemas[record]["$ref"]
 
+        def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+            """Describe each field by its docstring."""
+            made, record = super().model_schema(schema), schema["cls"]
+            for name, text in _field_docstrings(record).items():
+                if name in record.model_fields:
+                    key = record.model_fields[name].alias or name
+                    made["properties"][key].setdefault("description", text)
+            return made
+
         def field_is_required(self, field: Any, total: bool) -> bool:
             return False
 
@@ -60,3 +75,26 @@ def json_schema(cls: type[Record]) -> dict[str, Any]:
     own = definitions_by_name[ref["$ref"].rsplit("/", 1)[1]]
     own["properties"] = {"base": _BASE, **own["properties"]}
     return {"$schema": DRAFT, **ref, "$defs": definitions_by_name}
+
+
+@cache
+def _field_docstrings(record: type[Record]) -> dict[str, str]:
+    """Return the docstrings below a record's fields, inherited ones too, by field.
+
+    pydantic can collect them as it creates a class, but that is a third of the time in which the
+    command line starts. A class that has no source, as in a shell, has none.
+    """
+    inherited = (base for base in reversed(record.__bases__) if issubclass(base, Record))
+    docstrings = {
+        name: text for base in inherited for name, text in _field_docstrings(base).items()
+    }
+    with suppress(OSError, TypeError, SyntaxError):
+        (definition,) = ast.parse(dedent(inspect.getsource(record))).body
+        for field, below in pairwise(cast(ast.ClassDef, definition).body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docstrings[name] = inspect.cleandoc(text)
+    return docstrings

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
+from pydantic import Field
 
 from moefold.cli.main import main
 from moefold.config.base import Record, to_dict
@@ -35,6 +36,15 @@ class Leaf(Record):
 
     kind: Literal["leaf"] = "leaf"
     weight: int
+
+
+class Branch(Node):
+    """Has another default for an inherited field, and a key that is no name in Python."""
+
+    twin: Node | None = Node()
+    where: int = Field(default=1, alias="from")
+    """Where it grows."""
+    bare: int = 1
 
 
 def checked(schema: dict[str, Any], data: Any) -> None:
@@ -82,6 +92,16 @@ def test_records_that_point_at_themselves() -> None:
         checked(json_schema(Node), {"left": {"kind": "leaf", "weight": "heavy"}})
     twin = json_schema(Node)["$defs"]["Node"]["properties"]["twin"]
     assert twin["description"] == "Itself without a slot between."
+
+
+def test_fields_are_described_by_the_docstrings_below_them() -> None:
+    found = json_schema(Branch)["$defs"]["Branch"]["properties"]
+    assert found["twin"]["description"] == "Itself without a slot between.", "as inherited"
+    assert found["from"]["description"] == "Where it grows."
+    assert "description" not in found["bare"]
+    shell: dict[str, Any] = {"Record": Record, "__name__": __name__}
+    exec("class Typed(Record):\n    size: int = 1\n    'Not to be found.'", shell)
+    assert "description" not in json_schema(shell["Typed"])["$defs"]["Typed"]["properties"]["size"]
 
 
 def test_kinds_registered_later_are_in_the_schema_at_once() -> None:
