@@ -98,10 +98,6 @@ def _places(
             yield from _places(below, value[part], (*path, part))
 
 
-def _put(data: Any, path: FieldPath, value: Any) -> Any:
-    return deepcopy(set_at(data, path, value))
-
-
 def _wrong_types(data: Any, path: FieldPath, place: FieldSpec) -> Iterator[Mutation]:
     legal: frozenset[str] = frozenset()
     for option in place.options:
@@ -111,7 +107,7 @@ def _wrong_types(data: Any, path: FieldPath, place: FieldSpec) -> Iterator[Mutat
         for sample in samples:
             not_finite = isinstance(sample, float) and not math.isfinite(sample)
             if sort not in legal or not_finite:
-                yield Mutation(f"{sample!r} as type", path, _put(data, path, sample))
+                yield Mutation(f"{sample!r} as type", path, set_at(data, path, sample))
 
 
 def _out_of_range(data: Any, path: FieldPath, place: FieldSpec) -> Iterator[Mutation]:
@@ -119,7 +115,7 @@ def _out_of_range(data: Any, path: FieldPath, place: FieldSpec) -> Iterator[Muta
         return
     for option in place.options:
         for value in _beyond(option):
-            yield Mutation(f"{value!r} out of range", path, _put(data, path, value))
+            yield Mutation(f"{value!r} out of range", path, set_at(data, path, value))
 
 
 def _beyond(option: Option) -> Iterator[Any]:
@@ -151,8 +147,8 @@ def _misspelt(data: Any, path: FieldPath, place: FieldSpec, value: Any) -> Itera
         if wrong not in names:
             restores = tag and len(value) > 4 and len(names) == 1
             sort = f"{wrong!r} for a name"
-            yield Mutation(sort, path, _put(data, path, wrong), restores=restores)
-    yield Mutation("a name far from any", path, _put(data, path, "zzzzqqqq"))
+            yield Mutation(sort, path, set_at(data, path, wrong), restores=restores)
+    yield Mutation("a name far from any", path, set_at(data, path, "zzzzqqqq"))
 
 
 def _typos(name: str) -> list[str]:
@@ -181,23 +177,23 @@ def _moved(data: Any, path: FieldPath, place: FieldSpec, value: Any) -> Iterator
     for moved in values:
         if moved != value:
             sort = f"{moved!r} for a relation"
-            yield Mutation(sort, path, _put(data, path, moved), refused=False)
+            yield Mutation(sort, path, set_at(data, path, moved), refused=False)
 
 
 def _keys(data: Any, path: FieldPath, known: Mapping[str, Any], value: Any) -> Iterator[Mutation]:
-    new = _put(data, (*path, "xyzzy_no_such_key"), 1)
+    new = set_at(data, (*path, "xyzzy_no_such_key"), 1)
     yield Mutation("unknown key", (*path, "xyzzy_no_such_key"), new, restores=True)
     for key, spec in known.items():
         here = (*path, key)
         if key not in value:
             continue
         required = spec.default is MISSING
-        gone = _put(data, here, REMOVE)
+        gone = set_at(data, here, REMOVE)
         yield Mutation("missing key", here, gone, refused=required)
         if len(key) > 2:
             wrong = key[:-2] + key[-1] + key[-2]
             wrong = wrong if wrong not in known else key + "_"
-            renamed = _put(gone, (*path, wrong), value[key])
+            renamed = set_at(gone, (*path, wrong), value[key])
             tag = spec.option("literal") is not None and key in ("kind", "family")
             yield Mutation("misspelt key", (*path, wrong), renamed, restores=not tag)
 

@@ -78,8 +78,8 @@ def run(bench: Bench) -> int:
             bench.tried(
                 f"{name} {policy}", partial(measured, bench, trial), layers=len(model.blocks)
             )
-            gc.collect()
             if bench.device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
     return bench.end()
 

@@ -45,8 +45,8 @@ def run(bench: Bench) -> int:
                         continue
                     title = f"{rule.kind} {times * MICRO_BATCHES * ROWS} tokens {name}"
                     bench.tried(title, partial(measured, bench, rule, times, state))
-                    gc.collect()
                     if bench.device.type == "cuda":
+                        gc.collect()
                         torch.cuda.empty_cache()
     return bench.end()
 
