@@ -26,7 +26,7 @@ from typing import Any
 from proof import RESULTS, Lines, every_case, machine, summary
 from proof_selection import selection
 
-from moefold.comm.worker import PRELOAD
+from moefold.comm.fork_server import PRELOAD
 from moefold.layers.config import Precision
 from moefold.proof.case import ProofCase
 from moefold.proof.negative_controls import Control, choose_covering, faults_of, run_faults

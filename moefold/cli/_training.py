@@ -37,11 +37,7 @@ def elastic_rank(
     record: Survive,
     args: argparse.Namespace,
 ) -> int:
-    """Call a command's ``rank`` with the memory from which it resumes after a loss of ranks.
-
-    Ranks fork from a process that has imported this function's module, which therefore imports
-    everything that training needs.
-    """
+    """Call a command's ``rank`` with the memory from which it resumes after a loss of ranks."""
     return rank(info, args, MemoryCheckpoint(attempt, record))
 
 

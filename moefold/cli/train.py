@@ -22,7 +22,9 @@ from rich.console import Console
 from moefold.checkpoint.folder import find_newest, is_checkpoint
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, print_json
 from moefold.comm.environment import RankInfo, rank_info_from_env
+from moefold.comm.fork_server import fork_server
 from moefold.config.load import load
+from moefold.config.slot import modules_to_preload
 from moefold.files import remove_empty_folders, unused_folder
 from moefold.layers.config import Auto
 from moefold.offload.disk import DiskFile
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from moefold.comm.world import World
     from moefold.training.recover import MemoryCheckpoint
     from moefold.training.trainer import Trainer
+
+RANK_MODULE = "moefold.cli._training"
+"""Module that imports all that training needs."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +68,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     run, info = parse_run(args)
+    nproc, record = args.nproc or 1, run.watch.survive
+    launches = info is None and (nproc > 1 or record is not None)
+    if launches:  # The server imports what ranks need while this process imports what it needs.
+        fork_server(RANK_MODULE, __name__, *modules_to_preload((run, run.decoder())))
 
     from moefold.cli._training import elastic_rank
     from moefold.comm.elastic import launch_elastic
@@ -70,12 +79,11 @@ def run(args: argparse.Namespace) -> int:
     from moefold.comm.rendezvous import join
     from moefold.training.distributed import MESSAGES, device_kind
 
-    time_out_s, record = run.watch.time_out_s, run.watch.survive
+    time_out_s = run.watch.time_out_s
     if info is not None:
         join(info, time_out_s, device_kind())
         return rank(info, args)
-    nproc = args.nproc or 1
-    if nproc == 1 and record is None:
+    if not launches:
         return _train(run, args, None)
     args.folder = args.folder or str(unused_folder(run.name))
     options = {"time_out_s": time_out_s, "device": device_kind(nproc), "messages": MESSAGES}

@@ -15,12 +15,12 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from moefold.comm.environment import RankInfo
+from moefold.comm.fork_server import fork_server
 from moefold.comm.interrupt import FORWARDED_SIGNALS, NO_MESSAGES, Messages, write_stderr
 from moefold.comm.rendezvous import serve
 from moefold.comm.watch import recent_report
-from moefold.comm.worker import POLL_S, Attempt, RankProcess, RankTask, WorkerResult, fork_server
+from moefold.comm.worker import POLL_S, Attempt, RankProcess, RankTask, WorkerResult
 from moefold.comm.world import IN_OPERATION
-from moefold.config.slot import owner_modules
 
 TIME_OUT_S = 300.0
 ERROR_WAIT_S, DEATH_WAIT_S = 0.5, 0.1
@@ -118,7 +118,7 @@ class Workers:
     """The rank processes of one attempt and their rendezvous store, as the launcher sees them.
 
     ``args`` has each rank's arguments, and ``attempts`` each rank's attempt in an elastic launch.
-    The server that ranks fork from imports the function's module and those that register parts.
+    The server that ranks fork from, if there is none yet, imports the function's module.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Workers:
         attempts: Sequence[Attempt] = (),
     ) -> None:
         """Serve the store; :meth:`start` starts the ranks."""
-        self._context = fork_server(function.__module__, *owner_modules())
+        self._context = fork_server(function.__module__)
         self._function, self._args, self._attempts = function, args, attempts
         self._time_out_s, self._device = time_out_s, device
         self._store = serve(0, time_out_s)

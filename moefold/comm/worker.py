@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import multiprocessing
 import os
 import signal
 import sys
@@ -12,28 +11,23 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
-from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple
 
 import torch
 
 from moefold.comm.agree import FirstRankFailed
 from moefold.comm.environment import RankInfo
-from moefold.comm.interrupt import block_signals_in_children, unblock_signals
+from moefold.comm.interrupt import unblock_signals
 from moefold.comm.rendezvous import join
 from moefold.comm.world import IN_OPERATION
 from moefold.config.plugins import PluginImports
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
 POLL_S = 0.1
 """Seconds between heartbeats, and between the launcher's checks for them."""
 GRACE_S = 3.0
-SOCKET_PATH_BYTES = 107
-"""Most bytes of a socket's path on Linux."""
 ORPHAN_S = 1.0
 BEATS, ATTEMPTS, STEPS = range(3)
 """Indices of counters: heartbeats, attempts that have stored state, steps stored."""
@@ -266,21 +260,3 @@ def _send_heartbeats(
         released.set()
         time.sleep(ORPHAN_S)
         os._exit(1)
-
-
-def fork_server(*preload: str) -> Any:
-    """Return the context that forks ranks; its server has imported torch and ``preload``."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
-    resource_tracker.ensure_running()  # if the server started it, its signals would be unblocked
-    temp_dir = tempfile.gettempdir()
-    if len(os.fsencode(temp_dir)) > SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
-        # ``multiprocessing`` would create its sockets there; paths in ``/tmp`` are short enough.
-        previous, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        try:
-            get_temp_dir()  # created once, then cached by ``multiprocessing``
-        finally:
-            tempfile.tempdir = previous
-    with block_signals_in_children():
-        forkserver.ensure_running()
-    return context

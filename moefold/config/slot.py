@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from moefold.config.base import Record
+from moefold.config.base import Record, iter_records
 
 RecordClass = TypeVar("RecordClass", bound=type[Record])
 
@@ -113,15 +113,21 @@ class Slot:
         return self.kinds.get(kind) if isinstance(kind, str) else None
 
 
-def owner_modules(base: type[Record] = Record) -> set[str]:
-    """Return the owner modules of all loaded records of this package.
+def record_modules(base: type[Record] = Record) -> set[str]:
+    """Return the modules of this package that define loaded records, and those of their owners.
 
     Owners of hooks are excluded, as hooks run on the first rank only.
     """
-    modules = {module for record in base.__subclasses__() for module in owner_modules(record)}
+    modules = {module for record in base.__subclasses__() for module in record_modules(record)}
+    modules.add(base.__module__)
     if isinstance(base.owner, str) and ".hooks." not in base.owner:
         modules.add(base.owner.partition(":")[0])
     return {module for module in modules if module.startswith(__name__.partition(".")[0] + ".")}
+
+
+def modules_to_preload(records: Any) -> list[str]:
+    """Return the modules that the records in a value want imported before ranks are forked."""
+    return sorted({module for _, record in iter_records(records) for module in record.preloads})
 
 
 def build(record: Record, *args: Any, **kwargs: Any) -> Any:

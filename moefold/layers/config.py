@@ -236,6 +236,8 @@ RecomputeKind = Literal[
 ]
 """Kinds of module that can be recomputed separately; ``permute`` is the experts' copies of rows, if
 one rank has all experts, and ``gather`` the rows gathered over tp."""
+CHECKPOINTING = ("torch._dynamo",)
+"""What the first ``torch.utils.checkpoint`` imports, in a second of processor time."""
 
 
 @RECOMPUTE.register
@@ -244,6 +246,8 @@ class Full(Record):
 
     kind: Literal["full"] = "full"
 
+    preloads = CHECKPOINTING
+
 
 @RECOMPUTE.register
 class Selective(Record):
@@ -251,6 +255,8 @@ class Selective(Record):
 
     kind: Literal["selective"] = "selective"
     modules: Annotated[tuple[RecomputeKind, ...], Field(min_length=1)]
+
+    preloads = CHECKPOINTING
 
     def violations(self, model_kinds: Collection[str], tp: int) -> Iterator[Violation]:
         """Yield kinds that the model does not have, and ``gather`` without tp."""
@@ -279,6 +285,8 @@ class Auto(Record):
     """Whether kinds may be offloaded to the host's memory."""
     disk: Annotated[str, Field(min_length=1, examples=["./scratch"]), OnDisk()] | None = None
     """Folder on a local disk, to which kinds may be offloaded instead."""
+
+    preloads = CHECKPOINTING
 
     def rules(self) -> Iterator[Violation]:
         """Refuse ``host`` together with ``disk``."""

@@ -4,7 +4,7 @@ T rows, D hidden, G query and key heads, H value heads, k key and v value dims, 
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -150,4 +150,4 @@ class DeltaMixer(nn.Module):
 
 def _slice_rows(inputs: ScanInputs, rows: slice) -> ScanInputs:
     """Return these rows of all inputs."""
-    return tuple(None if x is None else x[rows] for x in inputs)  # type: ignore[return-value]
+    return cast("ScanInputs", tuple(None if x is None else x[rows] for x in inputs))

@@ -18,9 +18,11 @@ from pathlib import Path
 
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import RankInfo
+from moefold.comm.fork_server import fork_server
 from moefold.comm.launch import launch
 from moefold.comm.rendezvous import join
 from moefold.comm.world import World
+from moefold.config.slot import modules_to_preload
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.parallel.config import Layout
@@ -98,8 +100,11 @@ def run_cases(
 def _run(tasks: dict[int, CaseTask], record: OnOutcome, time_out_s: float) -> str | None:
     """Run tasks until one fails; return the error, or None."""
     receiver, sender = Pipe(duplex=False)
-    ranks = max(task.case.world for task in tasks.values())
+    cases = [task.case for task in tasks.values()]
+    ranks = max(case.world for case in cases)
     arguments = list(tasks.items()), sender, time_out_s
+    records = [(case.layout, case.subject.decoder) for case in cases]
+    fork_server(__name__, *modules_to_preload(records))
     failed: list[str] = []
 
     def start() -> None:

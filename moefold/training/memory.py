@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 
 import torch
 
@@ -48,7 +49,8 @@ def heap_frozen() -> Iterator[None]:
     A full collection of them takes a tenth of a second, and each rank runs its own at a different
     step, in which all others wait. If something is frozen already, nothing changes.
     """
-    freezes = not gc.get_freeze_count()
+    # Ranks that were forked have frozen what they began with; to count that takes as long again.
+    freezes = parent_process() is None and not gc.get_freeze_count()
     if freezes:
         gc.collect()
         gc.freeze()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.comm.worker import fork_server
+from moefold.comm.fork_server import fork_server
 from tests.gloo.harness import load_in_fork_server
 
 

@@ -15,8 +15,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from moefold.comm.environment import RankInfo
+from moefold.comm.fork_server import PRELOAD
 from moefold.comm.launch import RankError, launch_all
-from moefold.comm.worker import PRELOAD
+from moefold.layers.config import CHECKPOINTING
+from moefold.run import load_run
 
 __all__ = ["RankError", "Reference", "load_in_fork_server", "one_at_a_time", "run_ranks"]
 
@@ -53,8 +55,9 @@ def load_in_fork_server() -> None:
 
     A rank that imports the package and its test by itself takes a second of processor time for it.
     """
+    load_run("tiny")  # imports all kinds of each part
     ours = [name for name in sys.modules if name.startswith(("moefold.", "tests.gloo."))]
-    PRELOAD.extend(["pytest", *sorted(ours)])
+    PRELOAD.extend([*CHECKPOINTING, "pytest", *sorted(ours)])
 
 
 def run_ranks(

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from random import sample
@@ -24,6 +25,8 @@ from moefold.comm.agree import FirstRankFailed
 from moefold.comm.environment import RankInfo
 from moefold.comm.launch import ERROR_WAIT_S, RankError, launch
 from moefold.comm.rendezvous import TCPStore, connect, join, serve, serve_in_subprocess
+from moefold.config.dump import dump_yaml
+from tests.cpu.runs import raw_run
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
@@ -98,6 +101,24 @@ def test_ranks_start_below_a_temporary_folder_of_a_long_name(tmp_path: Path) -> 
         words, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True
     )
     assert answered.stdout.strip() == "(0, 21, 1)", answered.stderr
+
+
+def test_ranks_import_nothing_that_they_could_share(tmp_path: Path) -> None:
+    """Four would take seconds for it at each start: the launcher imports, and what they fork from.
+
+    And the compiler, another second, is not there for a run that does not recompute.
+    """
+    run, out = tmp_path / "run.yaml", tmp_path / "out"
+    run.write_text(dump_yaml(raw_run(tmp_path, train={"steps": 3})))
+    words = [sys.executable, "-m", "moefold", "train", run, "--folder", out, "--nproc", "2"]
+    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    times = Counter(re.findall(r"^import time: .*\| +(\S+)$", ended.stderr, re.MULTILINE))
+    ours = {name: count for name, count in times.items() if name.startswith("moefold.")}
+    assert len(ours) > 200
+    assert not {name for name, count in ours.items() if count > 2}
+    assert times["sympy"] == 1 and not times["torch._dynamo"]
 
 
 def test_the_first_error_is_reported_and_the_others_end(tmp_path: Path) -> None:

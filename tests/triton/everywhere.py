@@ -2,8 +2,8 @@
 
 All rows go through own kernels, on every thread. Ranks fork from a server: where the environment
 says ``TRITON_INTERPRET=1`` and this file is the first of what the server loads
-(``moefold.comm.worker.PRELOAD``), they do so in every rank. With ``KERNELS_RUN`` a folder, an empty
-file there names each kernel that ran.
+(``moefold.comm.fork_server.PRELOAD``), they do so in every rank. With ``KERNELS_RUN`` a folder, an
+empty file there names each kernel that ran.
 """
 
 import os

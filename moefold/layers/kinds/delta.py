@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from moefold.config.errors import Violation
-from moefold.layers.config import ATTENTION, Size
+from moefold.layers.config import ATTENTION, CHECKPOINTING, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
     SMALL_HEAD,
@@ -71,6 +71,7 @@ class DeltaNet(LayerSpec):
     """Rank of the gate projection; None is full rank."""
 
     owner = "moefold.layers.delta:DeltaMixer"
+    preloads = CHECKPOINTING
     caches = True
 
     def rules(self) -> Iterator[Violation]:
