@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from moefold.kernels.function import EagerMode
 
 VALUES = {
     *("item", "tolist", "numpy", "cpu", "is_nonzero"),
@@ -50,7 +51,7 @@ def _noted(name: str, seen: Reads, thread: int | None) -> Callable[..., Any]:
     return call
 
 
-class _Sizes(TorchDispatchMode):
+class _Sizes(EagerMode):
     def __init__(self, seen: Reads) -> None:
         super().__init__()
         self._seen = seen

@@ -1,9 +1,10 @@
-"""Base class of autograd functions that skips autograd when gradients are disabled."""
+"""Base classes of autograd functions and of dispatch modes, with less overhead than PyTorch's."""
 
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _NoSaveContext:
@@ -33,3 +34,11 @@ class Function(torch.autograd.Function):
         if torch.is_grad_enabled():
             return super().apply(*args)
         return cls.forward(_NoSaveContext(), *args)
+
+
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode without PyTorch's guard against compiling it, which slows each operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

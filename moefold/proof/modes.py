@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from moefold.kernels.function import EagerMode
 
 aten = torch.ops.aten
 PACKAGE = str(Path(__file__).parents[1])
@@ -32,15 +33,7 @@ QUANTISERS = ("kernels/quantise/", "kernels/scaled/", "layers/history.py")
 """Code in which values are fp32 by definition before they are quantised."""
 
 
-class _EagerMode(TorchDispatchMode):
-    """A dispatch mode without PyTorch's guard against compiling it, which slows each operation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class NarrowWatch(_EagerMode):
+class NarrowWatch(EagerMode):
     """Records where narrower tensors are created, not where they are passed on or updated."""
 
     def __init__(self) -> None:
@@ -88,7 +81,7 @@ def _caller() -> tuple[str, str, int]:
     return "torch", "", 0
 
 
-class ShuffledSums(_EagerMode):
+class ShuffledSums(EagerMode):
     """Runs matrix products in two shuffled halves and leaves other operations unchanged.
 
     Halves of quantised products, which are summed in fp32, are rounded to the exchanged dtype.

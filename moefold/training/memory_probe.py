@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moefold.data.batch import MicroBatch
+from moefold.kernels.function import EagerMode
 from moefold.kernels.gradients import DeferredSink
 from moefold.kernels.swiglu.ffn import Products
 from moefold.optim.base import Optimizer
@@ -36,7 +36,7 @@ MAX_WAIT_S = 2.0
 """Maximum wait for threads of the communication back end to free rows that they have sent."""
 
 
-class StorageRecorder(TorchDispatchMode):
+class StorageRecorder(EagerMode):
     """Records every storage created while the mode is active, on the thread that entered it."""
 
     def __init__(self, storages: dict[int, tuple[StorageWeakRef, int]] | None = None) -> None:

@@ -17,10 +17,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefold.comm import collectives
+from moefold.kernels.function import EagerMode
 from moefold.parallel.pipeline.recording import Graph
 from tests.reads import watched
 
@@ -48,7 +49,7 @@ def free(tensor: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) <= ALIASES[storage._cdata] + 1
 
 
-class Tape(TorchDispatchMode):
+class Tape(EagerMode):
     """The operators of one run."""
 
     def __init__(self, pool: dict[int, Tensor]) -> None:

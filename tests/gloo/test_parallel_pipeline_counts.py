@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.comm.world import World
 from moefold.kernels import gradients
+from moefold.kernels.function import EagerMode
 from moefold.kernels.swiglu.ffn import Products, grouped_products
 from moefold.mesh.folding import Folding
 from moefold.moe import experts, router
@@ -49,7 +49,7 @@ class Counting(Executor):
         self.seen[step.kind, "exchange"] += sum(recorder.begun_counts().values()) - before
 
 
-class _Products(TorchDispatchMode):
+class _Products(EagerMode):
     count = forward = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
