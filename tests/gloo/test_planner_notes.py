@@ -25,7 +25,7 @@ from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, StorageRecorder
 from tests.cpu.test_planner_kept import ALL, BLOCKS
 from tests.gloo.forks import CPU, fork_ranks
 
-PATIENCE_S = 1.0
+PATIENCE_S, SETTLED_S = 1.0, 0.1
 """The thread that sends may let go of a buffer late."""
 
 
@@ -50,8 +50,9 @@ def alive(block: Block, policy: Record | None, world: World, planned: int | None
     flow.decisions.clear()
     for _ in range(4):  # a thread lets go of the rows of its last exchange when it has another
         sum_(torch.zeros(1), world.group("tp"))
-    given, until = {one.untyped_storage()._cdata for one in out}, time.monotonic() + PATIENCE_S
-    while (found := made.live_bytes(given)) != (planned or found) and time.monotonic() < until:
+    given = {one.untyped_storage()._cdata for one in out}
+    until = time.monotonic() + (PATIENCE_S if planned else SETTLED_S)
+    while (found := made.live_bytes(given)) != planned and time.monotonic() < until:
         time.sleep(0.01)
     return found
 
