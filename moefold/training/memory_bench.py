@@ -7,8 +7,10 @@ from matplotlib.figure import Figure
 
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import RankInfo
+from moefold.comm.fork_server import fork_server
 from moefold.comm.launch import launch
 from moefold.comm.world import World
+from moefold.config.slot import modules_to_preload
 from moefold.data.batch import random_batches
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
@@ -66,6 +68,8 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
     planned = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
     planned_parts = [[parts for parts, _ in line] for line in planned]
     args = run, precision, case.num_micro_batches, planned_parts
+    if world > 1:
+        fork_server(__name__, *modules_to_preload((run, run.decoder())))
     by_rank = launch(measure_rank, world, *args) if world > 1 else measure_rank(None, *args)
     compared: list[ActionBytes] = []
     for rank, measured in enumerate(by_rank):
