@@ -133,6 +133,8 @@ def _fill(
     x = x.contiguous()
     rows = x.reshape(1 if gathers else group.size, -1)
     local = rows.expand(group.size, -1) if gathers else rows[group.index]
+    if group.recorder.inject_fault is not None:
+        local = local.clone()  # ``out`` may be part of ``x``
     run = _gather_single if gathers else _scatter_single
     works = [run(out, x, group=group.handle, async_op=True)] if x.numel() else []
     pending = Pending(works, (record, group, out, local))
@@ -151,7 +153,10 @@ def all_gather_into(
 def reduce_scatter_into(
     out: Tensor, x: Tensor, group: Group, asynchronous: bool = False, label: str | None = None
 ) -> Pending:
-    """Fill contiguous ``out`` with this rank's part, along dim 0, of the sum of ``x``."""
+    """Fill contiguous ``out`` with this rank's part, along dim 0, of the sum of ``x``.
+
+    ``out`` may be that part of ``x``.
+    """
     return _fill("reduce_scatter", out, x, group, asynchronous, label)
 
 

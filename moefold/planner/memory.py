@@ -242,8 +242,8 @@ class StageBytes(NamedTuple):
     """Activations of a micro-batch in each chunk."""
     deferred: list[float]
     """Operands of deferred weight-gradient products of a micro-batch in each chunk."""
-    head_gradients: float
-    """Gradients allocated before any backward: those of the head."""
+    lasting_gradients: float
+    """Gradients, or shards of them, allocated during the whole step."""
     state_update: float
     """Peak of offloaded state that is on the device for its update."""
     passes: tuple[int, ...]
@@ -259,8 +259,13 @@ class StageBytes(NamedTuple):
 
     def gradients_before(self, action: RunningAction) -> float:
         """Return the gradients that are allocated before an action."""
-        begun = (self.chunks[chunk].first_gradients for chunk in action.with_gradients)
-        return self.head_gradients + sum(begun)
+        gradients = self.lasting_gradients
+        for chunk, sizes in enumerate(self.chunks):
+            if chunk in action.with_gradients:
+                gradients += sizes.first_gradients
+            if action.has_begun(chunk):
+                gradients += sizes.head_gradients
+        return gradients
 
     def offloaded_during(self, action: RunningAction) -> tuple[float, float]:
         """Return the peak of activations on the host and on disk while an action runs."""
@@ -293,6 +298,8 @@ class StageBytes(NamedTuple):
             temporaries = back.unsharded_gradients if action.kind == "W" else temporaries
         if action.forward is not None:
             ahead = chunks[action.forward]
+            if not action.has_begun(action.forward):
+                gradients += ahead.head_gradients
             temporaries = max(temporaries, ahead.forward + ahead.in_transfer)
             # In a pair the two passes gather weights of different units.
             temporaries += ahead.gathered_weights if action.backward is not None else 0.0
@@ -358,11 +365,16 @@ def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) 
         device, host = page_bytes(*rank_pages(case, rank), case.memory_policy.page)
         state = replace(state, pages=device, offloaded_pages=host)
     state, chunks, passes = add_graph_memory(case, rank, state, chunks)
-    head_gradients = state.gradients - sum(chunk.first_gradients for chunk in chunks)
+    if contents.embedding and len(chunks) > 1 and (contents.multi_token or case.decoder.tied):
+        # The chunk with the loss runs its backward first, and allocates the table's gradient.
+        table = estimator.table_gradients(case.contents.chunks[rank][0]) if contents.loss else 0.0
+        chunks[0] = chunks[0]._replace(first_gradients=chunks[0].first_gradients - table)
+    allocated = sum(chunk.first_gradients + chunk.head_gradients for chunk in chunks)
+    lasting_gradients = state.gradients - allocated
     saved, deferred = [chunk.saved for chunk in chunks], [chunk.deferred for chunk in chunks]
     on_device = case.memory_policy.state_step == "device"
     state_update = estimator.states.update_peak(contents) if on_device else 0.0
-    return StageBytes(state, chunks, saved, deferred, head_gradients, state_update, passes)
+    return StageBytes(state, chunks, saved, deferred, lasting_gradients, state_update, passes)
 
 
 def add_graph_memory(
@@ -391,8 +403,10 @@ def add_graph_memory(
         for chunk, (_, saved) in zip(chunks, static, strict=True)
     ]
     graphs = sum(count * size for count, (size, _) in zip(passes, static, strict=True))
-    # Graphs add to unsharded gradients in static memory, besides this rank's shards of the sums.
     sharding, shards = StateSharding.of(case), 0.0
+    if sharding.zero < 2:
+        return replace(state, graphs=graphs), chunks, passes
+    # Graphs add to unsharded gradients in static memory, besides this rank's shards of the sums.
     counter = collective_counter(case.decoder, sharding)
     for part, _, count in counter.part_uses(case.contents.ranks[rank]):
         for bucket in (bucket for bucket in part.buckets if bucket.op == "reduce_scatter"):

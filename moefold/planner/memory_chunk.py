@@ -34,6 +34,8 @@ class ChunkBytes(NamedTuple):
     """Activations saved by its fullest layer."""
     first_gradients: float
     """Gradients allocated by its first backward."""
+    head_gradients: float
+    """Gradients allocated by its first forward: the loss computes those of the head."""
     offloaded: tuple[float, float]
     """Activations on the host and on disk between its forward and its backward."""
     prefetched: float
@@ -121,7 +123,7 @@ class ChunkEstimator:
         offloaded, prefetched, in_transfer = self._offload_bytes(stage, order)
         return ChunkBytes(
             (saved - sum(offloaded)) * (1 + self.graphs), deferred, forward, backward, fullest,
-            self._first_gradients(stage), offloaded, prefetched, in_transfer, gathered,
+            *self._first_gradients(stage), offloaded, prefetched, in_transfer, gathered,
             sum(gradients),
         )  # fmt: skip
 
@@ -164,16 +166,25 @@ class ChunkEstimator:
         saved = (tensor for tensor in tensors if tensor.is_saved_under(policy.recompute))
         return sum(unpaged(t, policy, True).bytes - unpaged(t, policy).bytes for t in saved)
 
-    def _first_gradients(self, stage: StageContents) -> float:
-        """Return the bytes of gradients that a chunk's first backward allocates.
+    def _first_gradients(self, stage: StageContents) -> tuple[float, float]:
+        """Return the bytes of gradients that a chunk's first backward and forward allocate.
 
         Moefold frees gradients when a step begins; other stacks keep their buffers.
         """
         if self.stack != "moefold" or self.policy.zero > 1:
+            return 0.0, 0.0
+        head = "embedding" if self.decoder.tied else "head"
+        return (
+            self.table_gradients(stage) + self.states.layers_state(stage).gradients,
+            self.states.part_state(head).gradients if stage.loss else 0.0,
+        )
+
+    def table_gradients(self, stage: StageContents) -> float:
+        """Return the bytes of the embedding's gradient, if the backward of a chunk allocates it."""
+        if self.stack != "moefold" or self.policy.zero > 1 or (stage.loss and self.decoder.tied):
             return 0.0
-        has_table = stage.embedding and not self.decoder.tied
-        table = self.states.part_state("embedding").gradients if has_table else 0.0
-        return table + self.states.layers_state(stage).gradients
+        lookups = stage.embedding or stage.multi_token
+        return self.states.part_state("embedding").gradients if lookups else 0.0
 
 
 def unsharded_units(

@@ -37,6 +37,10 @@ class RunningAction(NamedTuple):
         """Whether the action computes weight gradients."""
         return self.kind in ("B", "W")
 
+    def has_begun(self, chunk: int) -> bool:
+        """Return whether a forward of the chunk has run before the action."""
+        return bool(self.saved[chunk] or self.deferred[chunk]) or chunk in self.with_gradients
+
     def dominates(self, other: "RunningAction") -> bool:
         """Return whether another action that runs the same passes needs at most as much memory."""
         counts, other_counts = self.saved + self.deferred, other.saved + other.deferred

@@ -84,7 +84,10 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
         for bucket in data.buckets:
             bucket.wait_reduce()
             assert bucket.summed_L is not None and bucket._freed_gradients is not None
-            sums += bucket.summed_L.nbytes
+            whole, share = (
+                one.untyped_storage()._cdata for one in (bucket._freed_gradients, bucket.summed_L)
+            )
+            sums += bucket.summed_L.nbytes * (whole != share)
         found.append((sum(storage.nbytes() for storage in storages.values()), sums))
         return left
 

@@ -280,12 +280,19 @@ class Bucket:
         for handle in self.handles.values():
             handle.grad = None
 
-    def reduce(self) -> None:
-        """Start to reduce-scatter the unsharded gradients; :meth:`wait_reduce` waits for it."""
+    def reduce(self, in_place: bool = False) -> None:
+        """Start to reduce-scatter the unsharded gradients; :meth:`wait_reduce` waits for it.
+
+        ``in_place``: the output overwrites this rank's run of the unsharded gradients, whose memory
+        then lasts as long as this rank's sums.
+        """
         if self.gradients is None or self.is_unsharded:
             return
         self.wait_reduce()
-        part_L = self.gradients.new_empty(self.length)
+        if in_place:
+            part_L = self.gradients[self.start : self.start + self.length]
+        else:
+            part_L = self.gradients.new_empty(self.length)
         with self.shard_group.recorder.module("gradients"):
             pending = reduce_scatter_into(
                 part_L, self.gradients, self.shard_group, asynchronous=True

@@ -34,7 +34,7 @@ class GradReducer:
             bucket.wait_reduce()
         self._reducing = self._units.get(unit, ())
         for bucket in self._reducing:
-            bucket.reduce()
+            bucket.reduce(in_place=not self._each_pass)
 
 
 class FsdpHooks(UnshardHooks):
