@@ -101,7 +101,7 @@ def ours(at: Path, precision: Any) -> Step:
 
 def theirs(at: Path, precision: str, experts: str) -> Step:
     """Return PEFT's step."""
-    from peft import PeftModel  # pyright: ignore[reportMissingImports]
+    from peft import PeftModel
 
     how = {"dtype": DTYPES[precision], "experts_implementation": experts}
     base = AutoModelForCausalLM.from_pretrained(at / "base", **how)

@@ -113,7 +113,7 @@ def megatron_core(folder: Path, ids_BS: Tensor, dtype: torch.dtype) -> Step:
     """Return Megatron Core's, with the layers of its ``local`` specification, its all-gather
     dispatcher and experts one after another; where it asks for the present GPU it is given the CPU.
     """
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: torch.device("cpu")
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel

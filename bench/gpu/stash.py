@@ -56,7 +56,7 @@ def run(bench: Bench) -> int:
     model = cut("qwen3_30b_a3b", 6)
     for name, spill in {"room": None, "pages": 0.0, "host": 1.0}.items():
         trial = PagedTrial("qwen3", model, rows=ROWS, spill=spill)
-        trial = small(trial) if bench.smoke else trial  # type: ignore[assignment]
+        trial = small(trial) if bench.smoke else trial
         bench.tried(f"step {name}", partial(stepped, bench, trial))
     return bench.end()
 

@@ -312,7 +312,7 @@ class _Differentiable(Function):
 def _differentiable(x: Tensor, group: Group, op: Operation, adjoint: Operation) -> Tensor:
     if group.size == 1:
         return x
-    return _Differentiable.apply(x, group, op, adjoint)  # type: ignore[return-value]
+    return _Differentiable.apply(x, group, op, adjoint)
 
 
 def _all_gather_along(x: Tensor, group: Group, dim: int, label: str | None = None) -> Tensor:

@@ -236,7 +236,7 @@ def _collect_results(
         if not ready and time.monotonic() >= until:
             return results
         for end in ready:
-            rank = ends[end]  # type: ignore[index]
+            rank = ends[end]
             try:
                 results[rank] = ranks[rank].result.recv()
             except (EOFError, OSError):

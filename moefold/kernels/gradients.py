@@ -107,7 +107,7 @@ def read_parameter(weight: Operand, sink: GradientSink) -> Tensor:
 
     For small parameters that no product of the kernels reads, such as a logit per head.
     """
-    return _ReadParameter.apply(weight.master, weight.value, sink)  # type: ignore[return-value]
+    return _ReadParameter.apply(weight.master, weight.value, sink)
 
 
 class _ReadParameter(Function):

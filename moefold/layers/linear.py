@@ -155,7 +155,7 @@ class Embedding(nn.Module):
         rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
         if is_local_T is not None:  # one rank holds the row of an id; the others add zeros
             rows = flow.scatter(torch.where(is_local_T[:, None], rows, 0))
-        return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
+        return rows.to(flow.recipe.dtype)
 
 
 def local_vocab_ids(ids: Tensor, vocab: int, ranks: Group) -> tuple[Tensor, Tensor]:

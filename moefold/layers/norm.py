@@ -110,7 +110,7 @@ class ShardedRmsNorm(RmsNorm):
             weight = self.scale(flow)
             args = weight.master, weight.value, flow.n_valid, flow.sink
             scaled = _ScaleRows.apply(wide, scale_T1, *args)
-            return scaled.to(x.dtype)  # type: ignore[union-attr]
+            return scaled.to(x.dtype)
 
         return flow.saved_tensors.run("norms", normed, x)
 

@@ -287,7 +287,7 @@ class SavedTensors:
         if store is None or not storage.nbytes():
             self._saved.set(tensor, _not_offloaded)
             return None
-        data_N = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+        data_N = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         stored = OffloadedStorage(store, store.write(data_N), data_N)
         self._saved.set(tensor, ref(stored))
         self.offloaded.add(self._layer[0], stored)

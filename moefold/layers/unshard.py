@@ -82,7 +82,7 @@ def _call_hooks(
 ) -> tuple[Tensor, ...]:
     calls = partial(forward, unit), partial(backward, unit)
     # torch's stubs state Tensor | None; the result is that of forward.
-    return _HookCalls.apply(*calls, *tensors)  # type: ignore[return-value]
+    return _HookCalls.apply(*calls, *tensors)
 
 
 class _HookCalls(Function):

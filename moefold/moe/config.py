@@ -169,7 +169,7 @@ class Router(Record):
 class IdleRouter(Router):
     """Top-k choice among experts and zero-computation experts."""
 
-    kind: Literal["idle"] = "idle"  # type: ignore[assignment]
+    kind: Literal["idle"] = "idle"
     idle: Idle = Idle(identity=1)
 
     @property
@@ -209,7 +209,7 @@ class Sinkhorn(_CustomChoice):
     2202.01169). Outside training each token chooses by its own scores.
     """
 
-    kind: Literal["sinkhorn"] = "sinkhorn"  # type: ignore[assignment]
+    kind: Literal["sinkhorn"] = "sinkhorn"
     rounds: Annotated[int, Field(ge=1)] = 8
     """Iterations, each of which scales experts and then tokens."""
 
@@ -223,7 +223,7 @@ class Hash(_CustomChoice):
     Scores only determine the weights.
     """
 
-    kind: Literal["hash"] = "hash"  # type: ignore[assignment]
+    kind: Literal["hash"] = "hash"
 
     owner = "moefold.moe.routers:HashRouter"
 
@@ -235,7 +235,7 @@ class RoundRobin(_CustomChoice):
     With ``skew`` tokens choose at random with unequal odds, for benchmarks of unbalanced load.
     """
 
-    kind: Literal["round_robin"] = "round_robin"  # type: ignore[assignment]
+    kind: Literal["round_robin"] = "round_robin"
     skew: Annotated[float, Field(ge=0)] = 0.0
     """Standard deviation of the logarithms of experts' odds in a layer; 0 is balanced."""
 
@@ -252,7 +252,7 @@ class ExpertChoice(_CustomChoice):
     experts by its own scores.
     """
 
-    kind: Literal["expert_choice"] = "expert_choice"  # type: ignore[assignment]
+    kind: Literal["expert_choice"] = "expert_choice"
     renormalise: bool = False
     most: Annotated[int, Field(ge=0)] = 0
     """Most experts per token, the best of those that chose it; 0 is no bound. On one rank the

@@ -106,7 +106,7 @@ class LinearDecay(LrSchedule):
 class Cosine(LinearDecay):
     """Half a cosine from the peak to ``final`` times the peak (arXiv 1608.03983)."""
 
-    kind: Literal["cosine"] = "cosine"  # type: ignore[assignment]
+    kind: Literal["cosine"] = "cosine"
     final: Fraction = 0.1
 
     curve = "cosine"

@@ -202,7 +202,7 @@ def attention(
         sinks_H: logit of each head's sink.
     """
     args = (q_THd, k_UGd, v_UGv, sinks_H, tuple(tiles), scale)
-    return _TiledAttention.apply(*args)  # type: ignore[return-value]
+    return _TiledAttention.apply(*args)
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ def attention(
     narrower = v_TGv.shape[-1] < q_THd.shape[-1]
     converted = narrower or (q_THd.is_cpu and q_THd.dtype.itemsize == 2)
     if converted and block_fused.fits(q_THd, v_TGv) and not _cudnn_supports(q_THd, k_TGd, v_TGv):
-        return _SaveUnpadded.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
+        return _SaveUnpadded.apply(q_THd, k_TGd, v_TGv, lengths, scale)
     inputs = (q_THd, k_TGd, v_TGv)
     tiles, row_counts = _tiles_and_lengths(lengths, q_THd.shape[0])
     # No split into one piece, whose backward would copy.

@@ -46,7 +46,7 @@ def short_convolution(
         sink: takes the weight's gradient.
     """
     args = weight.master, weight.value, positions_T, n_valid, sink, gated
-    return _Convolution.apply(x_TX, before_PJC, *args)  # type: ignore[no-any-return]
+    return _Convolution.apply(x_TX, before_PJC, *args)
 
 
 class _Convolution(Function):

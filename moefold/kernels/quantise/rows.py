@@ -37,11 +37,11 @@ class BlockCodec(NamedTuple):
 
     def fake_quantise(self, x_ND: Tensor) -> Tensor:
         """Return quantised and dequantised rows; gradients pass unchanged."""
-        return _FakeQuantise.apply(x_ND, self, None)  # type: ignore[return-value]
+        return _FakeQuantise.apply(x_ND, self, None)
 
     def fake_quantise_gradient(self, x_ND: Tensor) -> Tensor:
         """Return the rows unchanged; their gradient is quantised and dequantised."""
-        return _FakeQuantise.apply(x_ND, None, self)  # type: ignore[return-value]
+        return _FakeQuantise.apply(x_ND, None, self)
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:

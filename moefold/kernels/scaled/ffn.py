@@ -39,7 +39,7 @@ def scaled_ffn(
     """
     h_N2F = scaled_product(x_ND, w_in, rows, sink)
     a_NF = _Activation.apply(h_N2F, p_N, hidden if torch.is_grad_enabled() else None)
-    return scaled_product(a_NF, w_out, rows, sink)  # type: ignore[arg-type]
+    return scaled_product(a_NF, w_out, rows, sink)
 
 
 class _Activation(Function):

@@ -37,7 +37,7 @@ class ExpertVariant:
     def masters(self) -> tuple[Tensor | None, Tensor | None]:
         """Parameters of ``in_bias`` and ``out_bias``, each None without that bias."""
         biases = self.in_bias, self.out_bias
-        return biases[0] and biases[0].master, biases[1] and biases[1].master  # type: ignore[return-value]
+        return biases[0] and biases[0].master, biases[1] and biases[1].master
 
     def _row_experts(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return each row's expert, clamped to E - 1, and whether the row has an expert."""

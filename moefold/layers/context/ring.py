@@ -33,7 +33,7 @@ def attend(record: Ring, heads: AttentionInputs, world: World) -> Tensor:
 def ring_attention(heads: AttentionInputs, ranks: Group) -> Tensor:
     """Return ``out_THv``; ``ranks`` hold the micro-batch in zigzag pieces."""
     args = (*heads[:3], heads.sinks_H, heads.scale, heads.visibility(ranks.size), ranks)
-    return _Ring.apply(*args)  # type: ignore[return-value]
+    return _Ring.apply(*args)
 
 
 class _Transfer(NamedTuple):

@@ -210,7 +210,7 @@ class Windowed(Gqa):
     A sink is a logit that takes part in the softmax, with value zero (gpt-oss, arXiv 2508.10925).
     """
 
-    kind: Literal["windowed"] = "windowed"  # type: ignore[assignment]
+    kind: Literal["windowed"] = "windowed"
     window: Size | None = None
     """Number of tokens that a token attends to, including itself; None is no limit."""
     sinks: bool = True
@@ -245,7 +245,7 @@ class Windowed(Gqa):
 class Chunked(Gqa):
     """Grouped-query attention within chunks of a document (Llama 4)."""
 
-    kind: Literal["chunked"] = "chunked"  # type: ignore[assignment]
+    kind: Literal["chunked"] = "chunked"
     chunk: Size | None = None
     """Tokens per chunk, from the start of a document; None is the whole document."""
     temperature: Temperature | None = None

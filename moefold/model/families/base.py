@@ -201,7 +201,7 @@ class Family(Record):
             "rope": next((rope for rope in ropes if rope is not None), Rope()),
             **{n: getattr(decoder, n) for n in ("norm_epsilon", "tied", "init_std", "context")},
         }
-        return cls(shape=shape, **own, **fields)  # type: ignore[arg-type]
+        return cls(shape=shape, **own, **fields)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ParsedConfig:

@@ -20,8 +20,8 @@ class GranitemoesharedShape(GqaSizes, AnySharedSizes):
 class Granitemoeshared(Granitemoe):
     """A Granite MoE with a shared expert."""
 
-    family: Literal["granitemoeshared"] = "granitemoeshared"  # type: ignore[assignment]
-    shape: GranitemoesharedShape  # type: ignore[assignment]
+    family: Literal["granitemoeshared"] = "granitemoeshared"
+    shape: GranitemoesharedShape
 
     architecture = "GraniteMoeSharedForCausalLM"
     fields = (*Granitemoe.fields, WIDTH)

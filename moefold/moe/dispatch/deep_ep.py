@@ -60,7 +60,7 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
             return sums[:2]
 
         sent = NativeExchange.apply(send, reverse, x_TD.contiguous(), weights_TK.float())
-        x_ND, weights_NK, ids_NK, copies, *native = sent  # type: ignore[misc]
+        x_ND, weights_NK, ids_NK, copies, *native = sent
         slots_NK = torch.where(ids_NK < 0, per_rank, ids_NK.to(torch.int64))
         dispatched = permute(RoutedTokens(x_ND, weights_NK, slots_NK), per_rank, copies)
         return dispatched._replace(handle=(*dispatched.handle, *native))
@@ -78,7 +78,7 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         def reverse(native: Handle, dout_TD: Tensor, *_: Any) -> Handle:
             return buffer.dispatch(x=dout_TD.contiguous(), handle=native)[:1]
 
-        return NativeExchange.apply(send, reverse, y_ND)[0]  # type: ignore[index]
+        return NativeExchange.apply(send, reverse, y_ND)[0]
 
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
         """Return the buffer shared by all rows of this size; it holds no rows between calls."""

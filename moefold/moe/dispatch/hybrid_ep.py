@@ -54,7 +54,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
             return buffer.combine_with_unpermute(hidden=dx_RD, probs=dprobs_R, handle=native)
 
         sent = NativeExchange.apply(send, reverse, x_TD.contiguous(), probs_TE)
-        x_RD, probs_R, counts_E, *handle = sent  # type: ignore[misc]
+        x_RD, probs_R, counts_E, *handle = sent
         return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, tuple(handle))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
@@ -70,7 +70,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
                 hidden=dout_TD.contiguous(), handle=native, num_permuted_tokens=copies
             )[:1]
 
-        return NativeExchange.apply(send, reverse, y_RD)[0]  # type: ignore[index]
+        return NativeExchange.apply(send, reverse, y_RD)[0]
 
     def _buffer(self, x_XD: Tensor, world: World) -> Any:
         """Return the buffer for rows of this width, sized for the first call.

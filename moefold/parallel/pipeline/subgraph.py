@@ -35,7 +35,7 @@ class Subgraph:
             anchor = torch.empty(0, requires_grad=True)
             inputs = _CaptureGradients.apply(
                 anchor, self._input_gradients, requires_grad, *map(detached, inputs)
-            )  # type: ignore[assignment]
+            )
         outputs = self._function(*inputs)
         requires_grad = tuple(isinstance(y, Tensor) and y.requires_grad for y in outputs)
         pairs = zip(outputs, requires_grad, strict=True)
