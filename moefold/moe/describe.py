@@ -178,14 +178,13 @@ class MoeSpec(LayerSpec):
                 dropped = frozenset(("shared",))
                 size = shape.rows * (shape.hidden + 1) * shape.width
                 yield Saved("shared.gated", size, dropped, module="shared")
-        # As a separate segment combine is not recomputed, and saves the rows' destinations.
+        # As a block's last segment combine is not recomputed, and saves the rows' destinations.
+        runs_once = shape.separate_exchanges and self.latent is None
         places, back = shape.rows * self.router.places + shape.places, received
         if shape.room is None and shape.ep * shape.etp > 1:
             # Copies are sorted twice: before they are sent, and after they are received.
             places, back = places + received, back + shape.rows * self.router.top_k
-        yield Saved(
-            "combine.tokens", back * INDEX, saved=not shape.separate_exchanges, module="moe"
-        )
+        yield Saved("combine.tokens", back * INDEX, saved=not runs_once, module="moe")
         yield Saved("dispatch.rows", places * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
