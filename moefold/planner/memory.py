@@ -259,13 +259,12 @@ class StageBytes(NamedTuple):
 
     def gradients_before(self, action: RunningAction) -> float:
         """Return the gradients that are allocated before an action."""
-        gradients = self.lasting_gradients
-        for chunk, sizes in enumerate(self.chunks):
-            if chunk in action.with_gradients:
-                gradients += sizes.first_gradients
-            if action.has_begun(chunk):
-                gradients += sizes.head_gradients
-        return gradients
+        begun = (self.chunks[chunk].first_gradients for chunk in action.with_gradients)
+        # Only the last chunk can have the head.
+        head = self.chunks[-1].head_gradients
+        if head and not action.has_begun(len(self.chunks) - 1):
+            head = 0.0
+        return self.lasting_gradients + head + sum(begun)
 
     def offloaded_during(self, action: RunningAction) -> tuple[float, float]:
         """Return the peak of activations on the host and on disk while an action runs."""
