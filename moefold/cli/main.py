@@ -10,7 +10,6 @@ Exit status: the command's; 2 for wrong input, 130 after Ctrl-C, 141 for a broke
 """
 
 import argparse
-import ast
 import errno
 import io
 import os
@@ -179,9 +178,9 @@ def command_files() -> dict[str, Path]:
 
 
 def _summary(file: Path) -> str:
-    """Return a command's help line: the first line of its docstring, without the name."""
-    text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
-    return text.partition("\n")[0].partition("``: ")[2].rstrip(".")
+    """Return a command's help line: the first line of its file's docstring, without the name."""
+    with file.open(encoding="utf-8") as opened:
+        return opened.readline().partition("``: ")[2].rstrip('".\n')
 
 
 def _broken_pipe() -> int:
