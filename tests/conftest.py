@@ -17,6 +17,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["MPLBACKEND"] = "agg"
+# PyTorch's store asks a name server about each address that connects. An answer that is lost costs
+# five seconds otherwise.
+os.environ["RES_OPTIONS"] = "timeout:1"
 
 # No test depends on how fast a machine is; under CI the drawn cases are the same every time.
 settings.register_profile("house", deadline=None, derandomize="CI" in os.environ)
