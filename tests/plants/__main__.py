@@ -4,6 +4,7 @@ Words after it choose plants: a class (``b12``), or part of a plant's or a test'
 is run once without a bug, where it must pass, and once with each bug, where it must fail.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -74,12 +75,16 @@ def chosen(words: Sequence[str]) -> list[Plant]:
     return [plant for plant, text in said if not words or any(w in text for w in words)]
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Try plants, as many beside each other as there are cores, and print a table.
 
     Returns how many went unnoticed.
     """
-    plants, missed = chosen(words), list[str]()
+    parser = argparse.ArgumentParser("python -m tests.plants", description=__doc__)
+    parser.add_argument("words", nargs="*", help="what chooses plants; without words all are tried")
+    plants, missed = chosen(parser.parse_args(arguments).words), list[str]()
+    if not plants:
+        parser.error(f"no plant is named by {' or '.join(arguments)}; try b01 to b99, or a test")
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="plants-") as name, ThreadPoolExecutor(cores) as pool:
         free = SimpleQueue[Path]()

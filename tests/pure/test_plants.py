@@ -8,6 +8,7 @@ from symtable import symtable
 
 import pytest
 
+from tests.plants.__main__ import main
 from tests.plants.plant import Plant
 from tests.plants.table import PLANTS, REQUIRED
 
@@ -73,3 +74,10 @@ def test_names_that_are_gone_are_noticed() -> None:
     source = "class C:\n    def f(self): return self\n    @classmethod\n    def g(cls): return {}\n"
     assert undefined(source.format("self")) == {"self"}
     assert undefined(source.format("[max(one) for one in cls.x]")) == set()
+
+
+def test_words_that_name_no_plant_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not said to be "0 plants, 0 problems", as if something had been tried."""
+    with pytest.raises(SystemExit):
+        main(["b1O"])
+    assert "no plant is named by b1O" in capsys.readouterr().err
