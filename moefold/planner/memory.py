@@ -384,9 +384,9 @@ def add_graph_memory(
     shape, ahead = layer_shape(case), layer_counts(case.decoder)[1]
     captured, blocks = case.software.cuda_graphs, distinct_blocks(case.decoder)[0]
     if not case.has_partial_graphs:
-        full = captured == "full" and case.software.stack == "moefold"
-        rows = case.num_micro_batches * micro_batch_bytes(shape, ahead) if full else 0.0
-        return replace(state, graphs=rows), chunks, ()
+        if captured == "full" and case.software.stack == "moefold":
+            state = replace(state, graphs=case.num_micro_batches * micro_batch_bytes(shape, ahead))
+        return state, chunks, ()
     actions = list(running_actions(case.table.lines[rank], len(chunks)))
     # The most passes in flight of each chunk.
     passes = tuple(

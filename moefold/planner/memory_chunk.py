@@ -11,6 +11,7 @@ from moefold.planner.memoize import memoize
 from moefold.planner.memory_pages import unpaged
 from moefold.planner.memory_saved import (
     INPUT_CODE_BYTES,
+    SHARED_AGAIN,
     deferred_operands,
     local_expert_elements,
     saved_tensors,
@@ -237,7 +238,8 @@ def _block_bytes(
         elements = local_expert_elements(spec, shape) * (1 + clones)
         forward += elements * shape.width
         backward += elements * (shape.width + 2 * STATISTIC)
-    deferred = sum(tensor.bytes for tensor in deferred_operands(block, shape, policy.recompute))
+    operands = deferred_operands(block, shape, policy.recompute & SHARED_AGAIN)
+    deferred: float = sum(tensor.bytes for tensor in operands)
     if stack != "moefold":
         deferred *= INPUT_CODE_BYTES.get(recipe, shape.width) / shape.width
     return saved, forward, backward + max(recomputed, 0), deferred

@@ -40,6 +40,8 @@ INPUT_CODE_BYTES = {"fp8_tensor": 1.0, "fp8_block": 1.03125, "mxfp8": 1.03125, "
 """Bytes per element of a product's input that Megatron saves as codes, scales included."""
 ACTIVATION: Modules = frozenset(("moe_act",))
 MIXTURE: Modules = frozenset(("moe",))
+SHARED_AGAIN: Modules = frozenset(("shared", "block"))
+"""Kinds whose recompute repeats a shared expert."""
 
 
 class Widths(NamedTuple):
@@ -104,6 +106,7 @@ def saved_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     return sum(part.bytes for part in parts if part.is_saved_under(recompute))
 
 
+@memoize(1 << 12)
 def deferred_operands(
     block: Block, shape: Shape, recompute: Modules = NOTHING
 ) -> tuple[Saved, ...]:
@@ -111,10 +114,10 @@ def deferred_operands(
 
     These are the inputs of products, saved or computed by backward; the gradients of products'
     outputs; and gradients of vectors, which are computed in I. A shared expert that is recomputed
-    has its own copy of codes that other products read too.
+    has its own copy of codes that other products read too; nothing else depends on ``recompute``.
     """
     operands = [tensor for tensor in coded_saved(block, shape) if tensor.operand_of]
-    if recompute & {"shared", "block"}:
+    if recompute & SHARED_AGAIN:
         codes = (tensor for tensor in operands if tensor.name.endswith(".codes"))
         operands += [t for t in codes if t.module == "moe" and "moe.shared.w_in" in t.operand_of]
     repeated = _sharing_one_gradient(block, shape)[1:]

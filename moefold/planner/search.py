@@ -24,6 +24,7 @@ from moefold.planner.case import (
     StageContents,
     distinct_blocks,
 )
+from moefold.planner.memoize import memoize
 from moefold.planner.memory import peak_within, software_overheads
 from moefold.planner.memory_chunk import two_largest, unsharded_units
 from moefold.planner.memory_saved import saved_tensors_of
@@ -229,7 +230,7 @@ class Search:
             for schedule in space.schedules:
                 if schedule.overlaps_passes != paired and dispatch != "local":
                     continue
-                for vpp in self._virtual_stages(schedule, pp, m):
+                for vpp in virtual_stages(schedule, pp, m, self.foldings.layers):
                     choice = LayoutChoice(
                         grids.sizes(pp, vpp), schedule, grids.micro_batch, dispatch, grids.recipe,
                         policy,
@@ -264,17 +265,6 @@ class Search:
         for stages in filter(None, (equal_time, separate)):
             step_time = estimate_time(replace(case, stages=stages))
             yield step_time.seconds, 3, replace(choice, stages=stages)
-
-    def _virtual_stages(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
-        """Yield the numbers of virtual stages that a schedule can run."""
-        if pp == 1 or isinstance(schedule, OneFOneB):
-            if pp > 1 or not isinstance(schedule, (VShapedSchedule, ZeroBubbleH1, Interleaved)):
-                yield 1
-            return
-        first = 2 if isinstance(schedule, Interleaved) else 1
-        for vpp in range(first, min(MAX_VIRTUAL_STAGES, self.foldings.layers // pp) + 1):
-            if not any(schedule.violations(pp, vpp, m)):
-                yield vpp
 
     # --------------------------------------------------------------------------- time
 
@@ -433,14 +423,16 @@ class Search:
             case = self._one_batch_case(grids, MemoryPolicy())
             saved = [(part, n) for b, n in self.block_counts for part in saved_tensors_of(case, b)]
             by_work: list[tuple[float, float, RecomputeOffload]] = []
+            by_module: dict[Modules, Counter[str]] = {}
             sizes: dict[RecomputeOffload, float] = {}
-            for recompute, offload in space.recompute_offload_pairs:
-                option = recompute, offload
-                size = sizes[option] = sum(
-                    part.bytes * n
-                    for part, n in saved
-                    if part.module not in offload and part.is_saved_under(recompute)
-                )
+            for option in space.recompute_offload_pairs:
+                recompute, offload = option
+                if recompute not in by_module:
+                    by_module[recompute] = modules = Counter[str]()
+                    for part, n in saved:
+                        modules[part.module] += part.bytes * n * part.is_saved_under(recompute)
+                modules = by_module[recompute]
+                size = sizes[option] = modules.total() - sum(map(modules.__getitem__, offload))
                 if any(sizes.get((recompute - {module}, offload)) == size for module in recompute):
                     continue
                 passes = PassTime(self.task.decoder, *self._layer_inputs(wide, "local", option))
@@ -475,3 +467,14 @@ class Search:
         return LayoutChoice(
             grids.sizes(pp), SCHEDULES[0], grids.micro_batch, "alltoall", grids.recipe, policy
         ).build_case(task)
+
+
+@memoize(1 << 12)
+def virtual_stages(schedule: Schedule, pp: int, m: int, layers: int) -> tuple[int, ...]:
+    """Return the numbers of virtual stages that a schedule can run."""
+    if pp == 1 or isinstance(schedule, OneFOneB):
+        needs_pipeline = isinstance(schedule, (VShapedSchedule, ZeroBubbleH1, Interleaved))
+        return () if pp == 1 and needs_pipeline else (1,)
+    first = 2 if isinstance(schedule, Interleaved) else 1
+    numbers = range(first, min(MAX_VIRTUAL_STAGES, layers // pp) + 1)
+    return tuple(vpp for vpp in numbers if not any(schedule.violations(pp, vpp, m)))

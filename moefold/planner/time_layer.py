@@ -263,8 +263,8 @@ def _add_recompute(
     repeated = [(part, shares[name]) for name, part in parts.items() if shares[name]]
     seconds = sum(share * sum(part.forward.values()) for part, share in repeated)
     host = time.host_backward + sum(share * part.host_forward for part, share in repeated)
-    backward = {**time.backward, "recompute": seconds}
-    return replace(time, forward=dict(time.forward), backward=backward, host_backward=host)
+    passes = dict(time.forward), {**time.backward, "recompute": seconds}
+    return WorkTime(*passes, time.host_forward, host, time.weights, time.experts)
 
 
 @memoize(1 << 15)
