@@ -129,6 +129,8 @@ def main(words: list[str]) -> int:
         worse += change > SAME or spent > LIMIT_S
         print(f"{known.name:42} {spent:5.1f} s  step {found.step_s:9.4g} s {change - 1:+.1%}  "
               f"{found.layout}: {found.policies}", flush=True)  # fmt: skip
+    if not rows:
+        sys.exit(f"no task's name has all of: {', '.join(chosen)}")
     if write:
         FILE.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", "utf-8")
     return int(worse > 0)

@@ -10,7 +10,7 @@ fastest.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice, product
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ from moefold.planner.time_work import PERMUTING_DISPATCHERS, LayerPolicy, RankSh
 from moefold.planner.untrained import AbsentLayer, make_block
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
-from moefold.spec.layer import Modules, as_layer_spec
+from moefold.spec.layer import Modules, Saved, as_layer_spec
 
 MEMORY_SLACK = 1.1
 """Memory of balanced stages over the limit at which stages of equal time are still tried."""
@@ -423,16 +423,12 @@ class Search:
             case = self._one_batch_case(grids, MemoryPolicy())
             saved = [(part, n) for b, n in self.block_counts for part in saved_tensors_of(case, b)]
             by_work: list[tuple[float, float, RecomputeOffload]] = []
-            by_module: dict[Modules, Counter[str]] = {}
             sizes: dict[RecomputeOffload, float] = {}
-            for option in space.recompute_offload_pairs:
-                recompute, offload = option
-                if recompute not in by_module:
-                    by_module[recompute] = modules = Counter[str]()
-                    for part, n in saved:
-                        modules[part.module] += part.bytes * n * part.is_saved_under(recompute)
-                modules = by_module[recompute]
-                size = sizes[option] = modules.total() - sum(map(modules.__getitem__, offload))
+            recomputes = dict.fromkeys(recompute for recompute, _ in space.recompute_offload_pairs)
+            by_module = {recompute: saved_by_module(saved, recompute) for recompute in recomputes}
+            for recompute, offload in space.recompute_offload_pairs:
+                modules, option = by_module[recompute], (recompute, offload)
+                size = sizes[option] = modules.total() - sum(modules[module] for module in offload)
                 if any(sizes.get((recompute - {module}, offload)) == size for module in recompute):
                     continue
                 passes = PassTime(self.task.decoder, *self._layer_inputs(wide, "local", option))
@@ -467,6 +463,14 @@ class Search:
         return LayoutChoice(
             grids.sizes(pp), SCHEDULES[0], grids.micro_batch, "alltoall", grids.recipe, policy
         ).build_case(task)
+
+
+def saved_by_module(saved: Sequence[tuple[Saved, int]], recompute: Modules) -> Counter[str]:
+    """Return the bytes by module of tensors, with their numbers, under a recompute policy."""
+    sizes = Counter[str]()
+    for tensor, number in saved:
+        sizes[tensor.module] += tensor.bytes * number * tensor.is_saved_under(recompute)
+    return sizes
 
 
 @memoize(1 << 12)
