@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice, product
+from math import inf
 from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
@@ -47,18 +48,21 @@ from moefold.planner.time import (
     pipeline_seconds,
 )
 from moefold.planner.time_data import DataSeconds, collective_seconds, min_exposed_seconds
-from moefold.planner.time_layer import (
+from moefold.planner.time_exchange import (
     EXCHANGE_SM_COST,
-    KernelSetting,
-    WorkTime,
-    build_setting,
+    block_exchange_seconds,
     dispatch_seconds,
     dispatched_rows,
-    layer_time,
-    sublayer_seconds,
     tensor_seconds,
 )
-from moefold.planner.time_work import PERMUTING_DISPATCHERS, LayerPolicy, RankShare
+from moefold.planner.time_layer import WorkTime, layer_time, sublayer_seconds
+from moefold.planner.time_work import (
+    PERMUTING_DISPATCHERS,
+    KernelSetting,
+    LayerPolicy,
+    RankShare,
+    build_setting,
+)
 from moefold.planner.untrained import AbsentLayer, make_block
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
@@ -321,10 +325,18 @@ class Search:
         key = "dispatchers", grids, space.dispatchers, *space.paired_values
         if key not in self._cache:
             self._cache[key] = []
+            # Among those that permute rows, and among the others, exchanges make the difference.
+            fastest = dict[bool, tuple[float, Dispatcher]]()
+            for dispatch in space.dispatchers:
+                share, setting, _ = self._layer_inputs(grids, dispatch)
+                inputs = share, setting, dispatch
+                seconds = sum(n * block_exchange_seconds(b, *inputs) for b, n in self.block_counts)
+                if seconds < fastest.get(share.fused_permute, (inf,))[0]:
+                    fastest[share.fused_permute] = seconds, dispatch
             for paired in space.paired_values:
                 bounds = {
                     dispatch: self._pass_bounds(grids, dispatch, paired, NO_RECOMPUTE_OFFLOAD, 1)
-                    for dispatch in space.dispatchers
+                    for _, dispatch in fastest.values()
                 }
                 self._cache[key].append((min(bounds, key=bounds.__getitem__), paired))
         return self._cache[key]

@@ -29,17 +29,15 @@ from moefold.planner.time_data import (
     collective_seconds,
     exposed_seconds,
 )
+from moefold.planner.time_exchange import EXCHANGE_SM_COST
 from moefold.planner.time_layer import (
     DISK_BANDWIDTH,
-    EXCHANGE_SM_COST,
     PARTS,
-    KernelSetting,
     WorkTime,
-    build_setting,
     head_or_join_time,
     layer_time,
 )
-from moefold.planner.time_work import LayerPolicy, RankShare
+from moefold.planner.time_work import KernelSetting, LayerPolicy, RankShare, build_setting
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,

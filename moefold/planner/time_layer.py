@@ -1,28 +1,31 @@
 """Seconds of one layer and one micro-batch on one rank, by part: the work of ``time_work`` at the
-rates of ``curves``, and the layer's collectives by ``network``. Results are cached for all layouts:
+rates of ``curves``, and its exchanges by ``time_exchange``. Results are cached for all layouts:
 sublayers by their own shapes, whole layers by all inputs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moefold.config.base import Record
-from moefold.layers.config import Context
 from moefold.model.config import Block
-from moefold.planner.case import Software, bytes_per_activation
 from moefold.planner.curves import (
-    Constants,
-    Rates,
     attention_seconds,
-    constants,
     memory_seconds,
     product_seconds,
 )
-from moefold.planner.hardware import FORMAT_OF, Cluster
+from moefold.planner.hardware import FORMAT_OF
 from moefold.planner.memoize import memoize
-from moefold.planner.network import DispatchRows, exchange_seconds, ring_seconds, strided_reach
+from moefold.planner.time_exchange import (
+    block_exchange_seconds,
+    clone_seconds,
+    context_bytes,
+    context_seconds,
+    tensor_seconds,
+)
 from moefold.planner.time_work import (
     BF16,
+    QUANTISE_BYTES,
+    KernelSetting,
     LayerPolicy,
     RankShare,
     Work,
@@ -33,15 +36,6 @@ from moefold.planner.time_work import (
     sublayer_work,
 )
 from moefold.spec.decoder import norm_names, sublayers
-from moefold.spec.layer import (
-    GATHER,
-    STATISTIC,
-    Attention,
-    LayerSpec,
-    RoutingSpec,
-    Shape,
-    as_layer_spec,
-)
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -60,11 +54,6 @@ CAPTURED_WORK: dict[str, frozenset[str]] = {
     "partial": CAPTURED, "experts": CAPTURED | {"experts", "moe_act"}
 }  # fmt: skip
 """Parts of the work in graphs of parts of blocks; each has one launch."""
-QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
-"""Minimum bytes moved per value: read in bf16 (twice if the whole tensor's scale is computed
-first), and written along rows and along columns."""
-CODED_ROW_BYTES = 1 + 1 / 32
-"""Bytes per element of rows sent as codes: 128 share an fp32 scale, or 32 a scale of one byte."""
 RECOMPUTED_WORK: Mapping[str, Mapping[str, float]] = {
     "attention": {"attention": 1, "mla_up": 1, "core": 1},
     "experts": {"experts": 2 / 3},
@@ -75,59 +64,6 @@ only the first product, two of three matrices. Other modules repeat the part of 
 ``block`` repeats all."""
 NARROW_LAUNCHES = 1.5
 """Additional launches per product of a narrow recipe: quantising, and its scales."""
-EXCHANGE_SM_COST = 0.2
-"""Slowdown of products, relative to the time of a concurrent exchange: DeepEP with 20 SMs (arXiv
-2603.07685)."""
-
-
-@dataclass(frozen=True, eq=False)
-class KernelSetting:
-    """Inputs other than shapes that decide the time of kernels; equal settings are one object."""
-
-    cluster: Cluster
-    rates: Rates
-    uncertainty: float
-    """Relative spread of predictions with these rates."""
-    recipe: str
-    narrowed: frozenset[str]
-    graphs: str
-    host_speed: float
-    fused_quantise: float
-    """Factor on quantising and launches where experts are one fused operation."""
-    overlap_tp: bool
-    loss_chunk: int | None
-    """Rows of a chunk of logits; None is all rows, as in stacks other than Moefold."""
-    stack: str
-
-    @property
-    def width(self) -> int:
-        """Bytes per element of activations."""
-        return bytes_per_activation(self.recipe)
-
-
-_setting = memoize(1024)(KernelSetting)
-
-
-def build_setting(
-    cluster: Cluster,
-    software: Software,
-    recipe: str,
-    narrowed: frozenset[str],
-    given: Constants | None = None,
-) -> KernelSetting:
-    """Return the setting of a cluster, software and number format; equal settings are one object.
-
-    Args:
-        given: constants of devices and software; default is those of the package.
-    """
-    given, device, stack = given or constants(), cluster.device, software.stack
-    fused = software.cuda_graphs == "full" and stack != "moefold"
-    key = device.name, stack, software.release[:5], dict(device.rates).get(recipe, ())
-    return _setting(
-        cluster, given.rates(*key), given.uncertainty(*key), recipe, narrowed,
-        software.cuda_graphs, software.host_speed, given.values["common.fused"] if fused else 1.0,
-        software.overlaps.tp, software.loss_chunk if stack == "moefold" else None, stack,
-    )  # fmt: skip
 
 
 @dataclass
@@ -170,7 +106,8 @@ def layer_time(
 ) -> WorkTime:
     """Return the time of a block with its exchanges: a cached object that must not be modified."""
     inputs = block, share, setting
-    compute, parts, exchanges = _block_time(*inputs, policy.dispatch, policy.rows_per_hop)
+    compute, parts = _block_time(*inputs)
+    exchanges = block_exchange_seconds(*inputs, policy.dispatch, policy.rows_per_hop)
     # Copies of rows received from other ranks are never recomputed, as nothing else stores them.
     received = {"permute"} if share.ep * share.etp > 1 else set[str]()
     time = _add_recompute(compute, parts, policy.recompute - received)
@@ -178,7 +115,7 @@ def layer_time(
         time.add_part("tp", *tensor_seconds(*inputs, policy.recompute))
     if share.cp > 1 and "core" in parts:
         attention = time.forward["attention"], time.backward["attention"]
-        sent = _context_bytes(block.attention, share, setting.width)
+        sent = context_bytes(block.attention, share, setting.width)
         forward, backward = context_seconds(sent, attention, share, setting, policy.context)
         again = forward if policy.recompute & {"block", "attention"} else 0.0
         time.add_part("cp", forward, backward + again)
@@ -191,7 +128,7 @@ def layer_time(
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
         time.add_part("memory", copying, copying)
     if policy.clones:
-        time.add_part("dispatch", *_clone_seconds(*inputs, policy.clones))
+        time.add_part("dispatch", *clone_seconds(*inputs, policy.clones))
     runs = 2 if policy.recompute & {"block", "moe"} else 1
     time.add_part("dispatch", exchanges, exchanges * runs)
     return time
@@ -199,9 +136,9 @@ def layer_time(
 
 @memoize(1 << 15)
 def _block_time(
-    block: Block, share: RankShare, setting: KernelSetting, dispatch: str, hops: tuple[int, ...]
-) -> tuple[WorkTime, Mapping[str, WorkTime], float]:
-    """Return a block's compute time without recompute, its parts, and the seconds of exchanges."""
+    block: Block, share: RankShare, setting: KernelSetting
+) -> tuple[WorkTime, Mapping[str, WorkTime]]:
+    """Return a block's compute time without recompute, and its parts."""
     num_norms = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
     parts: dict[str, WorkTime] = {}
     for name, record in sublayers(block):
@@ -211,15 +148,7 @@ def _block_time(
         for part, time in times.items():
             parts.setdefault(part, WorkTime()).add(time)
     parts |= _time_parts(norm_work(share.dense, num_norms), setting)
-    exchanges, routing = 0.0, as_layer_spec(block.ffn).routing
-    if routing is not None and share.ep * share.etp > 1:
-        rows = dispatched_rows(routing, share, setting.width)
-        inputs = share, setting, dispatch, hops
-        combine = dispatch_seconds(rows, *inputs)
-        if setting.recipe in QUANTISE_BYTES and "rows" in setting.narrowed:
-            rows = replace(rows, bytes=rows.bytes * CODED_ROW_BYTES / BF16)
-        exchanges = dispatch_seconds(rows, *inputs) + combine
-    return _sum_parts(parts), parts, exchanges
+    return _sum_parts(parts), parts
 
 
 def sublayer_seconds(record: Record, share: RankShare, setting: KernelSetting) -> float:
@@ -280,7 +209,7 @@ def _time_parts(parts: Mapping[str, Work], setting: KernelSetting) -> dict[str, 
 
 def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
     """Return the time of a part of the work."""
-    rates, quantises = setting.rates, setting.recipe in QUANTISE_BYTES
+    rates, quantises = setting.rates, setting.quantises
     narrow = quantises and (not work.bf16_only or (name == "head" and "head" in setting.narrowed))
     trained = work.weights * work.trained_share
     time = WorkTime(weights=trained, experts=trained if name == "experts" else 0.0)
@@ -334,92 +263,6 @@ def _move_seconds(size: float, setting: KernelSetting) -> float:
     return seconds * setting.rates.device
 
 
-def dispatch_seconds(
-    rows: DispatchRows,
-    share: RankShare,
-    setting: KernelSetting,
-    dispatch: str,
-    rows_per_hop: tuple[int, ...] = (),
-) -> float:
-    """Return the seconds of one dispatch or combine, including the all-gather over etp.
-
-    ``rows_per_hop`` are the rows of each exchange if room is stated; they are equal on all ranks.
-    """
-    cluster, rates, copies = setting.cluster, setting.rates, rows.rows * rows.top_k
-    group, loads = strided_reach(cluster, share.ep, share.etp), [share.load]
-    if rows_per_hop:
-        dispatch, loads = "alltoall", [sent / copies for sent in rows_per_hop]
-    seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, load) for load in loads)
-    if share.etp > 1:
-        gathered = copies * rows.bytes * share.etp * loads[-1]
-        seconds += ring_seconds(gathered, strided_reach(cluster, share.etp, 1), cluster, rates)
-    return seconds
-
-
-def tensor_seconds(
-    block: Block, share: RankShare, setting: KernelSetting, recompute: frozenset[str]
-) -> tuple[float, float]:
-    """Return the seconds of gathering and scattering rows over tp, forward and backward.
-
-    Each sublayer with products that tp cuts gathers their inputs, which are saved unless
-    recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
-    """
-    group = strided_reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
-    scatter = ring_seconds(share.tokens * share.hidden * setting.width, *group)
-    if setting.stack != "moefold":
-        # Other stacks save a rank's own rows, and gather once more for weight gradients.
-        exposed = scatter * (0.5 if setting.overlap_tp else 1.0)
-        exposed *= sum(spec.routing is None for _, spec in sublayers(block))
-        return 2 * exposed, (3 + ("gather" in recompute)) * exposed
-    forward = backward = 0.0
-    for name, spec in sublayers(block):
-        gathered, repeating = _gathered_row_bytes(spec, share.hidden, share.tp, setting.width)
-        if not gathered:
-            continue
-        gather = ring_seconds(share.border_rows * gathered, *group)
-        forward, backward = forward + gather + scatter, backward + gather + scatter
-        if recompute & repeating:
-            backward += gather
-        # Recompute skips the reduce-scatter at the end of a block: backward does not read its sum.
-        if "block" in recompute and (name != "ffn" or spec.routing is not None):
-            backward += scatter
-    return forward, backward
-
-
-@memoize(1 << 12)
-def _gathered_row_bytes(
-    spec: LayerSpec, hidden: int, tp: int, width: int
-) -> tuple[float, frozenset[str]]:
-    """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
-    gather them again.
-    """
-    saved = spec.saved(Shape(hidden, 1, tp, width=width))
-    gathered = [tensor for tensor in saved if tensor.freed_by >= GATHER]
-    modules = frozenset(("block",)).union(*(tensor.freed_by for tensor in gathered))
-    return sum(tensor.bytes for tensor in gathered), modules
-
-
-def _clone_seconds(
-    block: Block, share: RankShare, setting: KernelSetting, slots: int
-) -> tuple[float, float]:
-    """Return the seconds of exchanging clones' weights, forward, and with fp32 gradients, backward.
-
-    A rank sends all its experts in pieces, and then as many as fill the slots of all ranks.
-    """
-    spec = as_layer_spec(block.ffn)
-    if spec.routing is None or share.ep == 1:
-        return 0.0, 0.0
-    weights = (weight for weight in spec.weights(share.hidden) if weight.is_expert)
-    local = sum(weight.local_elements(share.tp, share.ep, share.etp) for weight in weights)
-    sent = local * (1 + slots * share.ep / spec.routing.experts)
-    group = strided_reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates
-    forward, backward = (
-        exchange_seconds(DispatchRows(1.0, sent * width, 1), "alltoall", *group, 1.0)
-        for width in (setting.width, setting.width + STATISTIC)
-    )
-    return forward, backward
-
-
 DISK_BANDWIDTH = 2e9
 """Bytes/s in one direction between one rank and its machine's disks. Assumed: an eighth of four
 drives of 4 GB/s."""
@@ -444,55 +287,3 @@ def _add_offload(
     for seconds in (time.forward, time.backward):
         seconds["offload"] = max(0.0, transfer - 0.8 * sum(seconds.values()))
         seconds["memory"] += memory_seconds(moved, setting.rates, device.memory_bandwidth)
-
-
-def context_seconds(
-    sent: tuple[float, float],
-    attention: tuple[float, float],
-    share: RankShare,
-    setting: KernelSetting,
-    context: Context,
-) -> tuple[float, float]:
-    """Return the exposed seconds of exchanges between context ranks, forward and backward.
-
-    Attention hides the rounds of a ring. All-gathers of rows and exchanges of heads are exposed, as
-    are those of their gradients.
-
-    Args:
-        sent: bytes of a rank's keys and values, and of its queries and outputs.
-        attention: seconds of attention itself, forward and backward.
-    """
-    cluster, rates, keys = setting.cluster, setting.rates, sent[0]
-    if context.gathers:
-        group = strided_reach(cluster, share.cp, share.tp)
-        gather = ring_seconds(keys * share.cp, group, cluster, rates)
-        return gather, gather
-    heads = context.sharing_heads(share.cp)
-    # Queries, keys and values in one exchange, outputs in another.
-    group, rows = strided_reach(cluster, heads, share.tp), DispatchRows(1.0, sum(sent) / 2, 1)
-    exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)
-    ranks = share.cp // heads
-    if ranks == 1:
-        return exchanged, exchanged
-    group, device = strided_reach(cluster, ranks, share.tp * heads), cluster.device
-    rate = device.link_bandwidth if group.domains == 1 else device.nic_bandwidth
-    ring = keys * (ranks - 1) / (rate * rates.nic)
-    forward = max(ring / ranks, ring - attention[0])
-    return exchanged + forward, exchanged + max(2 * ring / ranks, 2 * ring - attention[1])
-
-
-def _context_bytes(attention: Record, share: RankShare, width: int) -> tuple[float, float]:
-    """Return the bytes of a rank's keys and values, and of its queries and outputs; 0 for layers
-    without attention.
-    """
-    column = share.tokens * width / share.tp
-    for operation in as_layer_spec(attention).operations(share.hidden):
-        if isinstance(core := operation.core, Attention):
-            return column * core.key_value_width, column * core.query_width
-    return 0.0, 0.0
-
-
-def dispatched_rows(routing: RoutingSpec, share: RankShare, width: int) -> DispatchRows:
-    """Return the rows that a rank sends to a layer's experts, with ``width`` bytes per element."""
-    size = (routing.width or share.hidden) * width
-    return DispatchRows(share.border_rows, size, routing.top_k, routing.groups_kept, routing.groups)

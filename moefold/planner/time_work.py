@@ -1,4 +1,5 @@
-"""Work of a micro-batch in one layer on one rank, independent of rates: products, bytes, launches.
+"""Work of a micro-batch in one layer on one rank, independent of rates: products, bytes, launches;
+and what decides its time besides: a rank's share, the policy of the layer, the setting of kernels.
 
 It follows from the layer's description (``moefold/spec/layer.py``). Bytes count each read and write
 of a tensor by an element-wise kernel, in bfloat16.
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 from moefold.config.base import Record
 from moefold.layers.config import Context
-from moefold.planner.case import Case, Dispatcher
-from moefold.planner.curves import Product
+from moefold.planner.case import Case, Dispatcher, Software, bytes_per_activation
+from moefold.planner.curves import Constants, Product, Rates, constants
+from moefold.planner.hardware import Cluster
 from moefold.planner.memoize import memoize
 from moefold.spec.decoder import has_routing
 from moefold.spec.layer import (
@@ -34,6 +36,9 @@ NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
 """Reads and writes of a row by two norms and two residual sums."""
 PERMUTING_DISPATCHERS: tuple[Dispatcher, ...] = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
+QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
+"""Minimum bytes moved per value: read in bf16 (twice if the whole tensor's scale is computed
+first), and written along rows and along columns."""
 SCAN_LENGTH, SCAN_DIM = 4096, 64
 """Length of sequences and width of heads at whose attention rate a scan's products run."""
 
@@ -158,6 +163,61 @@ class LayerPolicy(NamedTuple):
             memory.disk_share, case.context, case.clones, pages, memory.spill * pages,
             fixed.rows_per_hop(case.sizes.ep) if fixed else (),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSetting:
+    """Inputs other than shapes that decide the time of kernels; equal settings are one object."""
+
+    cluster: Cluster
+    rates: Rates
+    uncertainty: float
+    """Relative spread of predictions with these rates."""
+    recipe: str
+    narrowed: frozenset[str]
+    graphs: str
+    host_speed: float
+    fused_quantise: float
+    """Factor on quantising and launches where experts are one fused operation."""
+    overlap_tp: bool
+    loss_chunk: int | None
+    """Rows of a chunk of logits; None is all rows, as in stacks other than Moefold."""
+    stack: str
+
+    @property
+    def quantises(self) -> bool:
+        """Whether products read codes."""
+        return self.recipe in QUANTISE_BYTES
+
+    @property
+    def width(self) -> int:
+        """Bytes per element of activations."""
+        return bytes_per_activation(self.recipe)
+
+
+_setting = memoize(1024)(KernelSetting)
+
+
+def build_setting(
+    cluster: Cluster,
+    software: Software,
+    recipe: str,
+    narrowed: frozenset[str],
+    given: Constants | None = None,
+) -> KernelSetting:
+    """Return the setting of a cluster, software and number format; equal settings are one object.
+
+    Args:
+        given: constants of devices and software; default is those of the package.
+    """
+    given, device, stack = given or constants(), cluster.device, software.stack
+    fused = software.cuda_graphs == "full" and stack != "moefold"
+    key = device.name, stack, software.release[:5], dict(device.rates).get(recipe, ())
+    return _setting(
+        cluster, given.rates(*key), given.uncertainty(*key), recipe, narrowed,
+        software.cuda_graphs, software.host_speed, given.values["common.fused"] if fused else 1.0,
+        software.overlaps.tp, software.loss_chunk if stack == "moefold" else None, stack,
+    )  # fmt: skip
 
 
 Parts = dict[str, Work]

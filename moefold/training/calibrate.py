@@ -32,7 +32,7 @@ from moefold.planner.case import Case, NumberFormats
 from moefold.planner.hardware import Machine
 from moefold.planner.task import task_from_run
 from moefold.planner.time import estimate_time, newton_schulz_seconds
-from moefold.planner.time_layer import build_setting
+from moefold.planner.time_work import build_setting
 from moefold.run import Run
 from moefold.schedule.config import OneFOneB
 from moefold.training.machine import HOST_BYTES, cpu_name

@@ -27,7 +27,7 @@ from moefold.planner.task import (
     task_from_run,
 )
 from moefold.planner.time import estimate_time
-from moefold.planner.time_layer import build_setting
+from moefold.planner.time_work import build_setting
 from moefold.run import Run, load_run, require_fit
 from moefold.spec.decoder import model_needs
 from moefold.training.losses.config import Distill, Dpo

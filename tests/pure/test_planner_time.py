@@ -48,8 +48,8 @@ from moefold.planner.time import (
     model_flops,
     pipeline_seconds,
 )
-from moefold.planner.time_layer import build_setting, layer_time
-from moefold.planner.time_work import LayerPolicy, RankShare, sublayer_work
+from moefold.planner.time_layer import layer_time
+from moefold.planner.time_work import LayerPolicy, RankShare, build_setting, sublayer_work
 from moefold.schedule.config import (
     GPipe,
     Interleaved,

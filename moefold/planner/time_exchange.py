@@ -1,0 +1,185 @@
+"""Seconds of a layer's exchanges: dispatch and combine, rows over tp, keys and heads over cp,
+and weights of clones, by the rates of ``network``.
+"""
+
+from dataclasses import replace
+
+from moefold.config.base import Record
+from moefold.layers.config import Context
+from moefold.model.config import Block
+from moefold.planner.memoize import memoize
+from moefold.planner.network import DispatchRows, exchange_seconds, ring_seconds, strided_reach
+from moefold.planner.time_work import BF16, KernelSetting, RankShare
+from moefold.spec.decoder import sublayers
+from moefold.spec.layer import (
+    GATHER,
+    STATISTIC,
+    Attention,
+    LayerSpec,
+    RoutingSpec,
+    Shape,
+    as_layer_spec,
+)
+
+CODED_ROW_BYTES = 1 + 1 / 32
+"""Bytes per element of rows sent as codes: 128 share an fp32 scale, or 32 a scale of one byte."""
+EXCHANGE_SM_COST = 0.2
+"""Slowdown of products, relative to the time of a concurrent exchange: DeepEP with 20 SMs (arXiv
+2603.07685)."""
+
+
+def block_exchange_seconds(
+    block: Block,
+    share: RankShare,
+    setting: KernelSetting,
+    dispatch: str,
+    rows_per_hop: tuple[int, ...] = (),
+) -> float:
+    """Return the seconds of one dispatch and one combine of a block; 0 where its rows stay."""
+    routing = as_layer_spec(block.ffn).routing
+    if routing is None or share.ep * share.etp == 1:
+        return 0.0
+    rows = dispatched_rows(routing, share, setting.width)
+    inputs = share, setting, dispatch, rows_per_hop
+    combine = dispatch_seconds(rows, *inputs)
+    if setting.quantises and "rows" in setting.narrowed:
+        rows = replace(rows, bytes=rows.bytes * CODED_ROW_BYTES / BF16)
+    return dispatch_seconds(rows, *inputs) + combine
+
+
+def dispatch_seconds(
+    rows: DispatchRows,
+    share: RankShare,
+    setting: KernelSetting,
+    dispatch: str,
+    rows_per_hop: tuple[int, ...] = (),
+) -> float:
+    """Return the seconds of one dispatch or combine, including the all-gather over etp.
+
+    ``rows_per_hop`` are the rows of each exchange if room is stated; they are equal on all ranks.
+    """
+    cluster, rates, copies = setting.cluster, setting.rates, rows.rows * rows.top_k
+    group, loads = strided_reach(cluster, share.ep, share.etp), [share.load]
+    if rows_per_hop:
+        dispatch, loads = "alltoall", [sent / copies for sent in rows_per_hop]
+    seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, load) for load in loads)
+    if share.etp > 1:
+        gathered = copies * rows.bytes * share.etp * loads[-1]
+        seconds += ring_seconds(gathered, strided_reach(cluster, share.etp, 1), cluster, rates)
+    return seconds
+
+
+def tensor_seconds(
+    block: Block, share: RankShare, setting: KernelSetting, recompute: frozenset[str]
+) -> tuple[float, float]:
+    """Return the seconds of gathering and scattering rows over tp, forward and backward.
+
+    Each sublayer with products that tp cuts gathers their inputs, which are saved unless
+    recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
+    """
+    group = strided_reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
+    scatter = ring_seconds(share.tokens * share.hidden * setting.width, *group)
+    if setting.stack != "moefold":
+        # Other stacks save a rank's own rows, and gather once more for weight gradients.
+        exposed = scatter * (0.5 if setting.overlap_tp else 1.0)
+        exposed *= sum(spec.routing is None for _, spec in sublayers(block))
+        return 2 * exposed, (3 + ("gather" in recompute)) * exposed
+    forward = backward = 0.0
+    for name, spec in sublayers(block):
+        gathered, repeating = _gathered_row_bytes(spec, share.hidden, share.tp, setting.width)
+        if not gathered:
+            continue
+        gather = ring_seconds(share.border_rows * gathered, *group)
+        forward, backward = forward + gather + scatter, backward + gather + scatter
+        if recompute & repeating:
+            backward += gather
+        # Recompute skips the reduce-scatter at the end of a block: backward does not read its sum.
+        if "block" in recompute and (name != "ffn" or spec.routing is not None):
+            backward += scatter
+    return forward, backward
+
+
+@memoize(1 << 12)
+def _gathered_row_bytes(
+    spec: LayerSpec, hidden: int, tp: int, width: int
+) -> tuple[float, frozenset[str]]:
+    """Return the bytes that tensor ranks gather for each row of a rank, and which recompute modules
+    gather them again.
+    """
+    saved = spec.saved(Shape(hidden, 1, tp, width=width))
+    gathered = [tensor for tensor in saved if tensor.freed_by >= GATHER]
+    modules = frozenset(("block",)).union(*(tensor.freed_by for tensor in gathered))
+    return sum(tensor.bytes for tensor in gathered), modules
+
+
+def clone_seconds(
+    block: Block, share: RankShare, setting: KernelSetting, slots: int
+) -> tuple[float, float]:
+    """Return the seconds of exchanging clones' weights, forward, and with fp32 gradients, backward.
+
+    A rank sends all its experts in pieces, and then as many as fill the slots of all ranks.
+    """
+    spec = as_layer_spec(block.ffn)
+    if spec.routing is None or share.ep == 1:
+        return 0.0, 0.0
+    weights = (weight for weight in spec.weights(share.hidden) if weight.is_expert)
+    local = sum(weight.local_elements(share.tp, share.ep, share.etp) for weight in weights)
+    sent = local * (1 + slots * share.ep / spec.routing.experts)
+    group = strided_reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates
+    forward, backward = (
+        exchange_seconds(DispatchRows(1.0, sent * width, 1), "alltoall", *group, 1.0)
+        for width in (setting.width, setting.width + STATISTIC)
+    )
+    return forward, backward
+
+
+def context_seconds(
+    sent: tuple[float, float],
+    attention: tuple[float, float],
+    share: RankShare,
+    setting: KernelSetting,
+    context: Context,
+) -> tuple[float, float]:
+    """Return the exposed seconds of exchanges between context ranks, forward and backward.
+
+    Attention hides the rounds of a ring. All-gathers of rows and exchanges of heads are exposed, as
+    are those of their gradients.
+
+    Args:
+        sent: bytes of a rank's keys and values, and of its queries and outputs.
+        attention: seconds of attention itself, forward and backward.
+    """
+    cluster, rates, keys = setting.cluster, setting.rates, sent[0]
+    if context.gathers:
+        group = strided_reach(cluster, share.cp, share.tp)
+        gather = ring_seconds(keys * share.cp, group, cluster, rates)
+        return gather, gather
+    heads = context.sharing_heads(share.cp)
+    # Queries, keys and values in one exchange, outputs in another.
+    group, rows = strided_reach(cluster, heads, share.tp), DispatchRows(1.0, sum(sent) / 2, 1)
+    exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)
+    ranks = share.cp // heads
+    if ranks == 1:
+        return exchanged, exchanged
+    group, device = strided_reach(cluster, ranks, share.tp * heads), cluster.device
+    rate = device.link_bandwidth if group.domains == 1 else device.nic_bandwidth
+    ring = keys * (ranks - 1) / (rate * rates.nic)
+    forward = max(ring / ranks, ring - attention[0])
+    return exchanged + forward, exchanged + max(2 * ring / ranks, 2 * ring - attention[1])
+
+
+def context_bytes(attention: Record, share: RankShare, width: int) -> tuple[float, float]:
+    """Return the bytes of a rank's keys and values, and of its queries and outputs; 0 for layers
+    without attention.
+    """
+    column = share.tokens * width / share.tp
+    for operation in as_layer_spec(attention).operations(share.hidden):
+        if isinstance(core := operation.core, Attention):
+            return column * core.key_value_width, column * core.query_width
+    return 0.0, 0.0
+
+
+def dispatched_rows(routing: RoutingSpec, share: RankShare, width: int) -> DispatchRows:
+    """Return the rows that a rank sends to a layer's experts, with ``width`` bytes per element."""
+    size = (routing.width or share.hidden) * width
+    return DispatchRows(share.border_rows, size, routing.top_k, routing.groups_kept, routing.groups)
