@@ -239,7 +239,7 @@ def _block_bytes(
         forward += elements * shape.width
         backward += elements * (shape.width + 2 * STATISTIC)
     operands = deferred_operands(block, shape, policy.recompute & SHARED_AGAIN)
-    deferred: float = sum(tensor.bytes for tensor in operands)
+    deferred = sum(tensor.bytes for tensor in operands)
     if stack != "moefold":
         deferred *= INPUT_CODE_BYTES.get(recipe, shape.width) / shape.width
     return saved, forward, backward + max(recomputed, 0), deferred

@@ -51,8 +51,6 @@ from moefold.planner.time_data import DataSeconds, collective_seconds, min_expos
 from moefold.planner.time_exchange import (
     EXCHANGE_SM_COST,
     block_exchange_seconds,
-    dispatch_seconds,
-    dispatched_rows,
     tensor_seconds,
 )
 from moefold.planner.time_layer import WorkTime, layer_time, sublayer_seconds
@@ -66,7 +64,7 @@ from moefold.planner.time_work import (
 from moefold.planner.untrained import AbsentLayer, make_block
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
-from moefold.spec.layer import Modules, Saved, as_layer_spec
+from moefold.spec.layer import Modules, Saved
 
 MEMORY_SLACK = 1.1
 """Memory of balanced stages over the limit at which stages of equal time are still tried."""
@@ -304,17 +302,21 @@ class Search:
                 share, setting, _ = self._layer_inputs(grids, PERMUTING_DISPATCHERS[0])
                 overlap = True in space.paired_values
                 hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if overlap else 0.0
-                experts, exchanges = 0.0, dict.fromkeys(space.dispatchers, 0.0)
-                for _, ffn, n in self.moe_ffns:
-                    routing = as_layer_spec(ffn).routing
-                    assert routing is not None
-                    sent = dispatched_rows(routing, share, setting.width)
-                    experts += n * sublayer_seconds(ffn, share, setting)
-                    for dispatch in exchanges:
-                        exchanges[dispatch] += n * dispatch_seconds(sent, share, setting, dispatch)
-                seconds[ep, etp] = experts + 4 * min(exchanges.values()) * (1.0 - hidden)
+                experts = sum(
+                    n * sublayer_seconds(ffn, share, setting) for _, ffn, n in self.moe_ffns
+                )
+                least = min(self._exchange_seconds(grids, name) for name in space.dispatchers)
+                seconds[ep, etp] = experts + 2 * least * (1.0 - hidden)
             self._cache[key] = seconds
         return self._cache[key]
+
+    def _exchange_seconds(self, grids: Grids, dispatch: Dispatcher) -> float:
+        """Return the seconds of one dispatch and one combine of every layer."""
+        share, setting, _ = self._layer_inputs(grids, dispatch)
+        return sum(
+            n * block_exchange_seconds(block, share, setting, dispatch)
+            for block, _, n in self.moe_blocks
+        )
 
     def _fastest_dispatchers(
         self, space: SearchSpace, grids: Grids
@@ -328,11 +330,10 @@ class Search:
             # Among those that permute rows, and among the others, exchanges make the difference.
             fastest = dict[bool, tuple[float, Dispatcher]]()
             for dispatch in space.dispatchers:
-                share, setting, _ = self._layer_inputs(grids, dispatch)
-                inputs = share, setting, dispatch
-                seconds = sum(n * block_exchange_seconds(b, *inputs) for b, n in self.block_counts)
-                if seconds < fastest.get(share.fused_permute, (inf,))[0]:
-                    fastest[share.fused_permute] = seconds, dispatch
+                permutes = dispatch in PERMUTING_DISPATCHERS
+                seconds = self._exchange_seconds(grids, dispatch)
+                if seconds < fastest.get(permutes, (inf,))[0]:
+                    fastest[permutes] = seconds, dispatch
             for paired in space.paired_values:
                 bounds = {
                     dispatch: self._pass_bounds(grids, dispatch, paired, NO_RECOMPUTE_OFFLOAD, 1)
