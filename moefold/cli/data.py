@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     for name, reasons in facts["skipped"].items():
         for reason, left_out in reasons.items():
             first = ", ".join(left_out["first"][:3])
-            text = f"{name}: {plural(left_out['count'], 'document')} left out, {reason}: {first}"
+            number = plural(left_out["count"], left_out.get("unit", "document"))
+            text = f"{name}: {number} left out, {reason}: {first}"
             console.print(Text(text, style="yellow"))
     return INTACT
 

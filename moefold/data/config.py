@@ -132,7 +132,7 @@ class FileSource(SourceRecord):
 
 @SOURCE.register
 class Text(FileSource):
-    """UTF-8 text files, also ``.gz``: each one document, or several separated by ``split``."""
+    """UTF-8 text files, also compressed: each one document, or several separated by ``split``."""
 
     owner = "moefold.data.sources:TextReader"
     source: Literal["text"] = "text"
@@ -142,7 +142,10 @@ class Text(FileSource):
 
 @SOURCE.register
 class Jsonl(FileSource):
-    """JSON lines, also ``.gz``: one object per line, with the document in one of its fields."""
+    """JSON lines, also compressed: one object per line, with the document in one of its fields.
+
+    A file that holds one array of objects is read too.
+    """
 
     owner = "moefold.data.sources:JsonlReader"
     source: Literal["jsonl"] = "jsonl"
@@ -151,7 +154,10 @@ class Jsonl(FileSource):
 
 @SOURCE.register
 class Parquet(FileSource):
-    """Parquet files, streamed: one document per row, in a column of strings."""
+    """Parquet or Arrow files, or folders that ``datasets`` saved: one document per row.
+
+    The document is in a column of strings; files are streamed.
+    """
 
     owner = "moefold.data.sources:ParquetReader"
     source: Literal["parquet"] = "parquet"
@@ -160,7 +166,7 @@ class Parquet(FileSource):
 
 @SOURCE.register
 class Chat(FileSource):
-    """Conversations in JSON lines (also ``.gz``), Parquet or Arrow files, or folders of the latter.
+    """Conversations in JSON lines (also compressed), Parquet or Arrow files, or saved folders.
 
     An example has ``messages``, or ``prompt`` and ``completion``, and may have ``tools``. Only
     answers have labels; whole conversations are packed into sequences.

@@ -18,16 +18,9 @@ import numpy as np
 
 from moefold.data.config import Chat, DataError, Preferences
 from moefold.data.packing import REJECTED
-from moefold.data.sources import (
-    READ_ROWS,
-    BadDocument,
-    Encoded,
-    FileReader,
-    Skipped,
-    expand_patterns,
-    iter_lines,
-    parse_json_object,
-)
+from moefold.data.records import BadDocument, iter_objects, parse_json_object
+from moefold.data.sources import Encoded, FileReader, Skipped
+from moefold.data.tables import is_table, open_table
 from moefold.data.template import ASSISTANT, ChatTemplate, Message, Rendered
 from moefold.data.tokenizer import Tokenizer
 
@@ -54,6 +47,7 @@ class ConversationReader(FileReader):
     """Reads conversations, named ``path:line`` from 1, or ``path:row`` from 0 in tables."""
 
     whole_documents = True
+    tables = True
     unit = "conversation"
     remedy = "set long: cut (drops their ends) or long: skip (leaves them out) in the source"
     """Remedies for documents that are too long, besides a larger ``data.seq``."""
@@ -61,59 +55,36 @@ class ConversationReader(FileReader):
     def __init__(self, record: Chat | Preferences) -> None:
         super().__init__(record)
         self._answers, self._long = record.answers, record.long
-        if any(file.suffix in (".parquet", ".arrow") for file in self.files()):
-            self._arrow = import_module("pyarrow")
-            self._parquet = import_module("pyarrow.parquet")
-
-    def files(self) -> list[Path]:
-        """Return the files that match the patterns, and the Arrow files in matching folders."""
-        files: dict[Path, None] = {}
-        for pattern in self._patterns:
-            folder = Path(pattern)
-            parts = sorted(folder.glob("*.arrow")) if folder.is_dir() else []
-            if not parts and (folder / "dataset_dict.json").is_file():
-                raise DataError(f"{folder}: contains several sets; name the folder of one of them")
-            files.update(dict.fromkeys(parts or expand_patterns((pattern,))))
-        return list(files)
+        if any(is_table(file) for file in self.files()):
+            import_module("pyarrow.parquet")  # an optional dependency: fail before reading
 
     def examples(self, skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield name and content of the examples of all files."""
-        for path in self.files():
-            if path.suffix in (".parquet", ".arrow"):
-                yield from self._table_rows(path, skipped)
+        for path, columns in self._table_files(skipped):
+            if is_table(path):
+                yield from self._table_rows(path, columns, skipped)
                 continue
-            for name, line in iter_lines(path):
+            for name, line in iter_objects(path):
                 try:
                     yield name, parse_json_object(line)
                 except BadDocument as error:
                     self.refuse(name, *error.args, skipped=skipped)
 
-    def _table_rows(self, path: Path, skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
-        try:
-            with path.open("rb") as file:
-                batches = self._record_batches(path, file)
-                rows = (batch.slice(i, 1) for batch in batches for i in range(batch.num_rows))
-                for number, row in enumerate(rows):
-                    name = f"{path.as_posix()}:{number}"
-                    try:
-                        (example,) = row.to_pylist()
-                    except UnicodeDecodeError as error:
-                        detail = f"byte {error.start}: {error.reason}"
-                        self.refuse(name, "not UTF-8", detail, skipped)
-                    else:
-                        # A row of a table has all keys, with null for missing values.
-                        yield name, _drop_nulls(example)
-        except (self._arrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
-
-    def _record_batches(self, path: Path, file: Any) -> Iterator[Any]:
-        if path.suffix == ".parquet":
-            return self._parquet.ParquetFile(file).iter_batches(batch_size=READ_ROWS)
-        try:
-            return iter(self._arrow.ipc.open_stream(file))
-        except self._arrow.ArrowInvalid:  # the file format, not the stream format
-            reader = self._arrow.ipc.open_file(file)
-            return (reader.get_batch(i) for i in range(reader.num_record_batches))
+    def _table_rows(
+        self, path: Path, columns: Sequence[str] | None, skipped: Skipped
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        with open_table(path, columns) as table:
+            rows = (batch.slice(i, 1) for batch in table.batches for i in range(batch.num_rows))
+            for number, row in enumerate(rows):
+                name = f"{path.as_posix()}:{number}"
+                try:
+                    (example,) = row.to_pylist()
+                except UnicodeDecodeError as error:
+                    detail = f"byte {error.start}: {error.reason}"
+                    self.refuse(name, "not UTF-8", detail, skipped)
+                else:
+                    # A row of a table has all keys, with null for missing values.
+                    yield name, _drop_nulls(example)
 
     def encode(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Encoded]]:
         """Yield tokenized conversations, in groups."""

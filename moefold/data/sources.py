@@ -1,25 +1,24 @@
-"""Sources of documents: text, JSON lines and Parquet files, and the Python standard library.
+"""Sources of documents: text, JSON lines and tables, and the Python standard library.
 
 A source streams documents in a fixed order. An unreadable document is an error that names it, or
 is skipped and counted if the record says ``bad: skip``. Existing token files are in ``index.py``.
 """
 
 import glob
-import gzip
-import json
 import os
 import sysconfig
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moefold.data.config import DataError, FileSource, Jsonl, Parquet, PythonStdlib, Text
+from moefold.data.records import BadDocument, iter_objects, parse_json_object
+from moefold.data.streams import MAX_DOCUMENT, READ_BYTES, check_size, open_stream
+from moefold.data.tables import is_saved, is_text, open_saved, open_table
 from moefold.data.tokenizer import Tokenizer
 
 MAX_NAMES = 20
@@ -28,8 +27,6 @@ MAX_REFUSED = 8
 MAX_LONG = 10
 """Maximum number of overlong documents in an error."""
 _BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
-READ_BYTES, READ_ROWS = 1 << 20, 1024
-"""Bytes of a split text file and rows of a Parquet file that are read at a time."""
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 TABLE_FOLDERS = {"encodings", "pydoc_data"}
 EXCLUDED_FOLDERS = TEST_FOLDERS | TABLE_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
@@ -54,10 +51,6 @@ class Encoded(NamedTuple):
     """int64 [N]."""
     loss_mask_N: np.ndarray | None = None
     """[N], 1 for labels (for pairs see ``packing.REJECTED``); None if all tokens are labels."""
-
-
-class BadDocument(ValueError):
-    """An unusable example; arguments are the reason and a detail."""
 
 
 class Skipped(dict[str, dict[str, Any]]):
@@ -102,6 +95,11 @@ class Skipped(dict[str, dict[str, Any]]):
         if left_out["count"] <= MAX_NAMES:
             left_out["first"].append(name)
 
+    def note_file(self, name: str, reason: str) -> None:
+        """Count a file that is not read, and keep the first names."""
+        self.note(name, reason)
+        self[reason]["unit"] = "file"
+
 
 class Source(ABC):
     """Base of sources: streams documents in a fixed order."""
@@ -140,9 +138,22 @@ class FileReader(Source):
     def __init__(self, record: FileSource) -> None:
         self._patterns, self._bad = record.files, record.bad
 
+    tables = False
+    """Whether folders that ``datasets`` saved are read."""
+
     def files(self) -> list[Path]:
         """Return the files that the record's patterns match."""
-        return expand_patterns(self._patterns)
+        return list(self._expand().columns)
+
+    def _expand(self) -> "Expansion":
+        return expand_patterns(self._patterns, self.tables)
+
+    def _table_files(self, skipped: Skipped) -> Iterator[tuple[Path, list[str] | None]]:
+        """Yield the files and the columns to read (None for all); note files that are left out."""
+        found = self._expand()
+        for name in found.left_out:
+            skipped.note_file(name, "not named by state.json")
+        yield from found.columns.items()
 
     def refuse(self, where: str, reason: str, detail: str, skipped: Skipped) -> None:
         """Collect an unreadable document as an error, or count it if the record says ``skip``."""
@@ -171,9 +182,12 @@ class TextReader(FileReader):
 
     def _pieces(self, path: Path) -> Iterator[tuple[str, int, bytes]]:
         """Yield name, position in bytes and content of each document of a file."""
-        with open_binary(path) as file:
+        with open_stream(path) as file:
             if self._split is None:
-                yield path.as_posix(), 0, file.read()
+                remedy = "divide the file, or give what separates its documents with split"
+                data = file.read(MAX_DOCUMENT + 1)
+                check_size(path.as_posix(), len(data), remedy)
+                yield path.as_posix(), 0, data
                 return
             sep, rest, start, number = self._split.encode(), bytearray(), 0, 0
             while chunk := file.read(READ_BYTES):
@@ -183,21 +197,26 @@ class TextReader(FileReader):
                     yield f"{path.as_posix()}#{number}", start, bytes(rest[:end])
                     del rest[: end + len(sep)]
                     start, number, searched = start + end + len(sep), number + 1, 0
+                remedy = "use another separator (split), or divide the document"
+                check_size(f"{path.as_posix()}#{number}", len(rest), remedy)
             if rest:
                 yield f"{path.as_posix()}#{number}", start, bytes(rest)
 
 
 class JsonlReader(FileReader):
-    """Each line is an object with the text in one field; blank lines are ignored."""
+    """Each line, or item of an array, is an object with the text in one field.
+
+    Blank lines are ignored.
+    """
 
     def __init__(self, record: Jsonl) -> None:
         super().__init__(record)
         self._field = record.field
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        """Yield the lines of all files, named ``path:line`` with lines counted from 1."""
+        """Yield the lines of all files, named ``path:line`` from 1, or items ``path[item]``."""
         for path in self.files():
-            for name, line in iter_lines(path):
+            for name, line in iter_objects(path):
                 try:
                     yield Document(name, self._text(line))
                 except BadDocument as error:
@@ -223,36 +242,37 @@ class JsonlReader(FileReader):
 class ParquetReader(FileReader):
     """Each row is a document, in a column of strings; files are streamed."""
 
+    tables = True
+
     def __init__(self, record: Parquet) -> None:
         super().__init__(record)
         self._column = record.column
-        # An optional dependency: fail before anything is read.
-        self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        import_module("pyarrow.parquet")  # an optional dependency: fail before anything is read
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yield the rows of all files, named ``path:row`` with rows counted from 0."""
-        for path in self.files():
-            try:
-                with self._parquet.ParquetFile(path) as file:
-                    self._check(path, file.schema_arrow)
-                    yield from self._rows(path, file, skipped)
-            except (self._arrow.ArrowException, OSError) as error:
-                raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+        for path, shown in self._table_files(skipped):
+            with open_table(path, [self._column]) as table:
+                self._check(path, table.schema, shown)
+                values = (value for batch in table.batches for value in batch.column(0))
+                yield from self._rows(path, values, skipped)
 
-    def _check(self, path: Path, schema: Any) -> None:
-        if self._column not in schema.names:
+    def _check(self, path: Path, schema: Any, shown: list[str] | None) -> None:
+        columns = [name for name in schema.names if shown is None or name in shown]
+        if self._column not in columns:
+            hidden = f" ({path.parent}/state.json shows no others)" if shown else ""
             raise DataError(
-                f"{path}: has no column {self._column!r}; its columns are {schema.names}; "
+                f"{path}: has no column {self._column!r}; its columns are {columns}{hidden}; "
                 f"choose with {hint('column', 'NAME', 'field')}"
             )
-        kind, types = schema.field(self._column).type, self._arrow.types
-        inner = kind.value_type if types.is_dictionary(kind) else kind
-        if not (types.is_string(inner) or types.is_large_string(inner)):
-            raise DataError(f"{path}: column {self._column!r} holds {kind}, not strings")
+        kind = schema.field(self._column).type
+        if not is_text(kind):
+            raise DataError(
+                f"{path}: column {self._column!r} holds {kind}, not strings; choose another with "
+                f"{hint('column', 'NAME', 'field')}"
+            )
 
-    def _rows(self, path: Path, file: Any, skipped: Skipped) -> Iterator[Document]:
-        batches = file.iter_batches(batch_size=READ_ROWS, columns=[self._column])
-        values = (value for batch in batches for value in batch.column(0))
+    def _rows(self, path: Path, values: Iterator[Any], skipped: Skipped) -> Iterator[Document]:
         for number, value in enumerate(values):
             name = f"{path.as_posix()}:{number}"
             try:
@@ -263,6 +283,7 @@ class ParquetReader(FileReader):
             if text is None:
                 self.refuse(name, f"column {self._column!r} is not text", "it holds null", skipped)
             else:
+                check_size(name, len(text), "divide it, or leave it out")
                 yield Document(name, text)
 
 
@@ -329,61 +350,51 @@ def encode_utf8(document: Document) -> bytes:
         raise DataError(f"{document.name}: {problem}; correct the text") from error
 
 
-def iter_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the non-blank lines of a file, named ``path:line`` with lines from 1."""
-    with open_binary(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"{path.as_posix()}:{number}", line
+class Expansion(NamedTuple):
+    """The files that patterns match."""
+
+    columns: dict[Path, list[str] | None]
+    """The columns to read of each file, in order; None for all."""
+    left_out: list[str]
+    """Files that belong to no set."""
 
 
-def parse_json_object(line: bytes) -> dict[str, Any]:
-    """Return the object in a line of JSON; raise ``BadDocument`` if there is none."""
-    try:
-        content = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        detail = f"byte {error.start} of the line: {error.reason}"
-        raise BadDocument("not UTF-8", detail) from error
-    except (ValueError, RecursionError) as error:
-        raise BadDocument("not JSON", str(error)) from error
-    if not isinstance(content, dict):
-        raise BadDocument("not an object", f"the line holds a {type(content).__name__}")
-    return content
+def expand_patterns(patterns: tuple[str, ...], tables: bool = False) -> Expansion:
+    """Return the files that match paths and patterns, each once, sorted per pattern.
 
-
-def expand_patterns(patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files that match paths and patterns, each once, sorted per pattern."""
-    matches: dict[Path, None] = {}
+    With ``tables``, a folder that ``datasets`` saved stands for the files of its set.
+    """
+    found = Expansion({}, [])
     for pattern in patterns:
         if Path(pattern).is_file():
-            matches[Path(pattern)] = None
+            found.columns[Path(pattern)] = None
             continue
-        names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-        files = [Path(n) for n in names if Path(n).is_file()]
-        if not files:
-            folder = any(Path(n).is_dir() for n in names)
-            if folder:
-                raise DataError(f"{pattern}: is a folder; add a pattern such as /**/*.txt")
-            raise DataError(
-                f"{pattern}: no file matches; name existing files (files: [...] in the source)"
-            )
-        matches.update(dict.fromkeys(files))
-    return list(matches)
+        if Path(pattern).is_dir():
+            paths = [Path(pattern)]
+        else:
+            matches = glob.glob(os.path.expanduser(pattern), recursive=True)
+            paths = [Path(name) for name in sorted(matches)]
+        if files := [path for path in paths if path.is_file()]:
+            found.columns.update(dict.fromkeys(files))
+        else:
+            _expand_folders(pattern, [path for path in paths if path.is_dir()], tables, found)
+    return found
 
 
-@contextmanager
-def open_binary(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading bytes, decompressed if its name ends in ``.gz``."""
-    if path.suffix in (".zst", ".xz", ".bz2", ".zip"):
-        raise DataError(f"{path}: {path.suffix} is not supported; decompress it, or use .gz")
-    try:
-        packed = path.suffix == ".gz"
-        with cast(IO[bytes], gzip.open(path) if packed else path.open("rb")) as file:
-            yield file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: is damaged: {error}; get a new copy") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+def _expand_folders(pattern: str, folders: list[Path], tables: bool, found: Expansion) -> None:
+    """Add the sets in folders that ``datasets`` saved to ``found``; raise if there are none."""
+    saved = [folder for folder in folders if is_saved(folder)]
+    if saved and not tables:
+        raise DataError(f"{saved[0]}: is a folder of datasets; read it with source: parquet")
+    for folder in saved:
+        content = open_saved(folder)
+        found.columns.update(dict.fromkeys(content.files, content.columns))
+        found.left_out.extend(map(str, content.left_out))
+    if saved:
+        return
+    if folders:
+        raise DataError(f"{pattern}: is a folder; add a pattern such as /**/*.txt")
+    raise DataError(f"{pattern}: no file matches; name existing files (files: [...] in the source)")
 
 
 def hint(field: str, value: str, flag: str | None = None) -> str:

@@ -273,7 +273,8 @@ def _data(job: Trainer) -> Iterator[Row]:
     for name, reasons in prepared.skipped.items():
         for reason, skipped in reasons.items():
             first = ", ".join(skipped["first"][:2])
-            yield "skipped", f"{name}: {plural(skipped['count'], 'document')}, {reason}: {first}"
+            number = plural(skipped["count"], skipped.get("unit", "document"))
+            yield "skipped", f"{name}: {number}, {reason}: {first}"
     tokenizer = job.tokenizer
     kind = getattr(job.run.data.tokenizer, "kind", "")
     yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"

@@ -370,6 +370,8 @@ def test_tables_and_folders_of_datasets_give_what_lines_give(tmp_path: Path) -> 
         name = folder / f"data-{number:05d}-of-00002.arrow"
         with pyarrow.ipc.new_stream(name, table.schema) as writer:
             writer.write_table(part)
+    names = [{"filename": f"data-{number:05d}-of-00002.arrow"} for number in range(2)]
+    (folder / "state.json").write_text(json.dumps({"_data_files": names}))
     for source in (tmp_path / "chats.parquet", folder):
         assert documents(prepared_from(tmp_path, tmp_path / "model", source)) == expected
     broken = pyarrow.array([b"fine", b"\xff"], pyarrow.binary()).view(pyarrow.string())

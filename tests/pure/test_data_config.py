@@ -131,7 +131,8 @@ def test_paths_begin_at_the_file_that_names_them(
         assert text.files == (str(tmp_path / "a.txt"), "/far/b.txt", str(home / "c.txt"))
         assert isinstance(indexed, IndexedTokens)
         assert indexed.prefix == str(runs / "tokens" / "d")
-        assert [expand_patterns((name,)) for name in matched.files] == [[runs / "v[1].txt"]] * 2
+        found = [list(expand_patterns((name,)).columns) for name in matched.files]
+        assert found == [[runs / "v[1].txt"]] * 2
         assert jsonl.files == (str(here / "e.jsonl"),)
         assert load(Data, to_dict(data)).record == data
         raw = load(Data, {"seq": 8, "train": [{"source": "text", "files": ["a.txt"]}]}).record

@@ -112,7 +112,7 @@ def test_damaged_and_foreign_packings_are_named(tmp_path: Path) -> None:
     wrong.write_bytes(b"no gzip")
     other = tmp_path / "c.txt.zst"
     other.write_bytes(b"x")
-    for file, said in ((cut, "is damaged"), (wrong, "is damaged"), (other, "is not supported")):
+    for file, said in ((cut, "is damaged"), (wrong, "is named .gz"), (other, "is named .zst")):
         with pytest.raises(DataError, match=said) as caught:
             read(Text(files=(str(file),)))
         assert str(file) in str(caught.value)

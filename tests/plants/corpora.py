@@ -1,0 +1,68 @@
+"""Plants of corpora: what a file is, where it ends, which files belong to a set."""
+
+from tests.plants.plant import Plant
+
+CORPORA = "tests/pure/test_data_corpora.py::"
+CUT = CORPORA + "test_b43_a_compressed_file_that_is_cut_off_is_refused"
+PLAIN = CORPORA + "test_b43_compressed_lines_are_those_of_the_plain_file"
+FOREIGN = CORPORA + "test_b45_other_kinds_of_files_are_never_text"
+SAVED = CORPORA + "test_b47_a_saved_folder_is_the_files_of_its_state"
+
+PLANTS = (
+    Plant(
+        "b43",
+        "a compressed file that is cut off ends like one that is whole",
+        CUT,
+        "data/streams.py",
+        'raise EOFError("it is cut off within its compressed data")',
+        "return False",
+    ),
+    Plant(
+        "b43",
+        "what follows the first compressed stream of a file is lost",
+        PLAIN,
+        "data/streams.py",
+        "self._decoder = self._start()\n            elif",
+        "return False\n            elif",
+    ),
+    Plant(
+        "b45",
+        "a tar is text",
+        FOREIGN,
+        "data/streams.py",
+        "return _TAR_KIND if _begins_tar(head) else None",
+        "return None",
+    ),
+    Plant(
+        "b45",
+        "what is inside a compressed file is not looked at",
+        FOREIGN,
+        "data/streams.py",
+        "head = stream.peek(_HEAD)[:_HEAD]",
+        "head = file.peek(_HEAD)[:_HEAD]",
+    ),
+    Plant(
+        "b46",
+        "a line has no limit",
+        CORPORA + "test_b46_no_document_is_longer_than_the_stated_limit",
+        "data/records.py",
+        'check_size(f"{name}:{number}", len(line), "divide the line, or leave it out")',
+        "",
+    ),
+    Plant(
+        "b47",
+        "the cache of a saved set is read with it",
+        SAVED,
+        "data/tables.py",
+        "return SavedSet([folder / name for name in names], columns, others)",
+        'return SavedSet(sorted(folder.glob("*.arrow")), columns, others)',
+    ),
+    Plant(
+        "b47",
+        "columns that a saved set hides are read",
+        CORPORA + "test_b47_a_saved_folder_that_cannot_be_read_is_refused",
+        "data/sources.py",
+        "if shown is None or name in shown]",
+        "]",
+    ),
+)
