@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,41 @@ def path_in_errors(path: str | Path, kind: type[ValueError] = ValueError) -> Ite
         raise
     except UnicodeDecodeError as error:
         raise kind(f"{path}: is not UTF-8 text: {error}") from error
+
+
+KINDS_OF_FILE = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+"""Names of what is not a regular file, by its type bits."""
+
+
+def irregularity(path: Path) -> str | None:
+    """Return what ``path`` is if not a regular file or a link to one: reading may never end.
+
+    Raises:
+        OSError: if it does not exist.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return None
+    what = KINDS_OF_FILE.get(stat.S_IFMT(mode), "something else")
+    return f"is not a regular file but {what}; put the file itself there"
+
+
+def require_regular(path: Path, kind: type[ValueError] = ValueError) -> None:
+    """Check that ``path`` is a regular file or a link to one.
+
+    Raises:
+        ValueError: as class ``kind``, if it is a pipe, a socket, a device or a folder.
+        OSError: if it does not exist.
+    """
+    what = irregularity(path)
+    if what is not None:
+        raise kind(f"{path} {what}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -71,13 +107,15 @@ def read_json(
     """Read a JSON object of at most ``limit`` bytes, without NaN and infinities.
 
     Raises:
-        ValueError: as class ``kind``, naming the file, if it is too large or not a JSON object.
+        ValueError: as class ``kind``, naming the file, if it is no regular file, too large, or not
+            a JSON object.
         OSError: if it cannot be read.
     """
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not allowed")
 
+    require_regular(path, kind)
     with path_in_errors(path, kind):
         if limit is not None and path.stat().st_size > limit:
             raise kind(f"{path} is larger than {limit} bytes")

@@ -149,12 +149,12 @@ def load_run_with_origins(source: str | Path, overrides: Sequence[str] = ()) -> 
     if isinstance(overrides, str):
         raise TypeError(f"overrides is {overrides!r}; pass a list, such as [{overrides!r}]")
     path = Path(source)
-    if (path / "config.json").is_file():
+    finetune.require_base_model(source)
+    if (path / "config.json").exists():
         known = recipes() | finetune.recipes()
         try:
             return load(Run, *finetune.raw_run(path, overrides), known, f"fine-tuning of {path}")
         except ValueError:
             folder.read_config(path)  # its error is clearer for a family that nothing registered
             raise
-    finetune.require_base_model(source)
     return load(Run, source, overrides, recipes())

@@ -67,9 +67,14 @@ def print_conversion(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    for note in facts["notes"]:
-        on_stderr().print(Text(f"note: {note}", style="yellow"))
+    print_notes(facts["notes"])
     print(" · ".join(f"{name} {value}" for name, value in facts.items() if name != "notes"))
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print notes on stderr, a line each."""
+    for note in notes:
+        on_stderr().print(Text(f"note: {note}", style="yellow"))
 
 
 def plain_table(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from moefold.cli._common import print_notes
 from moefold.cli._generation import add_options, check_options, first_messages, sampling
 from moefold.training.formatting import escape_control
 
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     generator = TextGenerator.open(path, args.uses)
+    print_notes(generator.notes)
     messages = first_messages(args)
     # Fails at once if the folder has no chat template.
     generator.encode_chat([*messages, {"role": "user", "content": "?"}])

@@ -46,7 +46,7 @@ from moefold.mesh.grid import Grid
 from moefold.mesh.legality import folding_violations, size_violations
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.planner.count import count
-from moefold.planner.notes import run_notes
+from moefold.planner.notes import folder_notes, run_notes
 from moefold.run import IDENTITY, RECIPES, Run, load_run_with_origins
 from moefold.spec.decoder import model_needs
 from moefold.training import formatting
@@ -94,12 +94,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run, derived = loaded.record, derived_values(loaded)
     layout = LayoutReport.of(run, args.world)
+    notes = [*run_notes(run), *folder_notes(run)]
     report = _graph_report(run, layout.world) if args.graphs and not layout.violations else None
     if args.json:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
         answer = {"run": to_dict(run), "origins": origins, "derived": derived}
         graphs = {} if report is None else {"graphs": report}
-        print_json(answer | graphs | {"layout": layout.to_json(), "notes": list(run_notes(run))})
+        print_json(answer | graphs | {"layout": layout.to_json(), "notes": notes})
     else:
         console, tree = Console(), Tree(Text(run.name, style="bold"))
         _add_values(tree, to_dict(run), (), loaded.origins, args.given)
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(_table(["", ""], rows, most=len(rows)))
         if args.layout is not None or args.world is not None or layout.sizes != Sizes():
             layout.print(console)
-        for note in run_notes(run):
+        for note in notes:
             console.print(Text(note, style="yellow"), soft_wrap=True)
         _print_graph_report(console, report)
     return WRONG_INPUT if layout.violations else int(bool(report and report["reads"]))

@@ -19,6 +19,7 @@ from moefold.data.tokenizer import from_path
 from moefold.files import path_in_errors, read_json
 from moefold.model.families.dense import MOE_FAMILY, read_dense
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
+from moefold.model.families.hub import is_mark
 
 if TYPE_CHECKING:
     from moefold.convert.growth import GrownModel, Growth
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("nothing to grow: give --experts, --layers or another size")
     growth = Growth(**sizes, scale=args.scale, seed=args.seed)
     with ExitStack() as stack:
-        grown, first = _build_model(args, growth, stack)
+        grown, sources = _build_model(args, growth, stack)
+        first = sources[0]
         own = (first.source.folder / "tokenizer.json").is_file()
         tokenizer = from_path(str(first.source.folder)) if own else None
         stored = {info.dtype for info in first.source.tensors.values()}
@@ -80,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     shape = grown.model.shape
     facts = {"folder": str(args.folder), "family": grown.model.model_type, "layers": shape.layers}
     facts |= {"experts": shape.experts, "top_k": shape.top_k, "dtype": dtype}
-    print_conversion(facts | {"notes": [*grown.notes, *first.notes, *notes]}, args.json)
+    read = [*first.notes, *(note for source in sources[1:] for note in source.left_out)]
+    print_conversion(facts | {"notes": [*grown.notes, *read, *notes]}, args.json)
     return 0
 
 
@@ -92,14 +95,14 @@ def _positive_int(text: str) -> int:
 
 def _build_model(
     args: argparse.Namespace, growth: "Growth", stack: ExitStack
-) -> tuple["GrownModel", "ImportedFolder"]:
-    """Build the new model; return it and its first source."""
+) -> tuple["GrownModel", list["ImportedFolder"]]:
+    """Build the new model; return it and its sources."""
     from moefold.convert.growth import grow, upcycle
     from moefold.convert.importer import import_folder
 
     configs = []
     for path in (folder / "config.json" for folder in args.sources):
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"{path} does not exist")
         configs.append(read_json(path, limit=CONFIG_LIMIT))
     dense = [config.get("model_type") in MOE_FAMILY for config in configs]
@@ -112,7 +115,7 @@ def _build_model(
             raise ValueError("--granularity cuts dense feed-forwards, not experts: leave it out")
         reading = read_config(args.sources[0], multi_token=False)
         imported = stack.enter_context(import_folder(args.sources[0], config=reading))
-        return grow(reading, imported.tensors, growth, _expert_loads(args)), imported
+        return grow(reading, imported.tensors, growth, _expert_loads(args)), [imported]
     _require_compatible(args.sources, configs)
     sizes = growth.experts, growth.top_k, growth.granularity
     readings = [read_dense(config, *sizes) for config in configs]
@@ -120,14 +123,15 @@ def _build_model(
         stack.enter_context(import_folder(folder, config=plain))
         for folder, (plain, _) in zip(args.sources, readings, strict=True)
     ]
-    return upcycle(readings[0][1], [source.tensors for source in sources], growth), sources[0]
+    return upcycle(readings[0][1], [source.tensors for source in sources], growth), sources
 
 
 def _require_compatible(folders: list[Path], configs: list[dict[str, Any]]) -> None:
     """Raise ``ValueError`` if dense models differ in more than names, versions and dtypes."""
     ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"}
     for i, j in combinations(range(len(folders)), 2):
-        names = sorted({*configs[i], *configs[j]} - ignored)
+        named = {*configs[i], *configs[j]} - ignored
+        names = sorted(name for name in named if not is_mark(name))
         differ = [n for n in names if configs[i].get(n) != configs[j].get(n)]
         if differ:
             values = ", ".join(

@@ -9,7 +9,7 @@ import argparse
 from rich.console import Console
 from rich.text import Text
 
-from moefold.cli._common import add_json, print_json
+from moefold.cli._common import add_json, print_json, print_notes
 from moefold.cli._generation import add_options, check_options, first_messages, sampling
 from moefold.training.formatting import escape_control
 
@@ -47,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
             {"prompt": prompt, "text": text, "tokens": tokens}
             for prompt, (text, tokens) in zip(prompts, texts, strict=True)
         ]
-        print_json({"checkpoint": str(path), "step": generator.step, "samples": rows})
+        notes = {"notes": list(generator.notes)}
+        print_json({"checkpoint": str(path), "step": generator.step, "samples": rows} | notes)
         return 0
+    print_notes(generator.notes)
     console = Console(highlight=False, soft_wrap=True)
     for number, (prompt, (text, _)) in enumerate(zip(prompts, texts, strict=True)):
         if number:

@@ -18,7 +18,7 @@ from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, TensorSlice, write_shard
 from moefold.convert.exporter import require_new_folder, staging_folder
 from moefold.convert.plan import WEIGHT_DTYPES, Dtype
-from moefold.convert.source import ConvertError
+from moefold.convert.source import ConvertError, nonfinite
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
 from moefold.layers.placement import Box
@@ -144,13 +144,13 @@ class AdapterTensors(Mapping[str, Tensor]):
         """Read A or B in fp32.
 
         Raises:
-            ConvertError: if it contains NaN.
+            ConvertError: if it contains NaN or an infinity.
         """
         weight, end = name[: -len(LORA_A)], name[-len(LORA_A) :]
         parts = [self._from_peft(stored, end) for stored in self.peft.stored[weight]]
         tensor = torch.stack(parts) if self.peft.stored[weight][0].site.index else parts[0]
-        if bool(tensor.isnan().any()):
-            raise ConvertError(self.peft.path, [f"the adapter of {weight} contains NaN"])
+        if (what := nonfinite(tensor)) is not None:
+            raise ConvertError(self.peft.path, [f"the adapter of {weight} contains {what}"])
         return tensor
 
     def _from_peft(self, stored: StoredAdapter, end: str) -> Tensor:

@@ -5,6 +5,7 @@ E experts, F expert width, D hidden (``model/families/names.py`` describes the l
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,13 @@ from torch import Tensor
 from moefold.convert.adapter import AdapterTensors, identity
 from moefold.convert.pickled import PickledWeights
 from moefold.convert.plan import MXFP4_CODES, MXFP4_SCALES, ImportPlan, meta_state_dict, plan_import
-from moefold.convert.source import NON_TEXT, ConvertError, SafetensorsWeights, Weights
+from moefold.convert.source import (
+    NON_TEXT,
+    ConvertError,
+    SafetensorsWeights,
+    Weights,
+    nonfinite,
+)
 from moefold.data.config import TOKENIZER_CONFIG
 from moefold.files import read_json
 from moefold.kernels.quantise.elements import E8M0, decode_e2m1, unpack
@@ -23,7 +30,7 @@ from moefold.model.config import Decoder
 from moefold.model.families.base import Family, ParsedConfig
 from moefold.model.families.folder import CONFIG_LIMIT, MULTI_TOKEN_FIELD, read_config
 from moefold.model.families.names import TensorPiece, resolve_rows
-from moefold.model.families.peft import base_folder, read_adapter
+from moefold.model.families.peft import base_folder, leftover_notes, read_adapter
 from moefold.model.tuning import merge_adapter
 from moefold.spec.decoder import LORA_A, LORA_B
 
@@ -68,7 +75,8 @@ class FolderTensors(Mapping[str, Tensor]):
         For an adapter's folder, the adapter is merged into the weight.
 
         Raises:
-            ConvertError: if it contains NaN, from the folder or because a part was not filled.
+            ConvertError: if it contains NaN or an infinity, from the folder or because a part was
+                not filled.
         """
         target = self.targets[name]
         tensor = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
@@ -81,11 +89,8 @@ class FolderTensors(Mapping[str, Tensor]):
             used.append(piece)
             part = tensor[tuple(i - start for i, (start, _) in indices)]
             part.copy_(self._read_piece(piece, target.shape[len(outer) :], inner))
-        if bool(tensor.isnan().any()):
-            names = [piece.name for piece in used]
-            present = [n for n in names if n in self._source.tensors]
-            with_nan = [n for n in present if bool(self._source.read(n).isnan().any())] or names
-            raise ConvertError(self._source.folder, [f"{n} contains NaN" for n in with_nan])
+        if (what := nonfinite(tensor)) is not None:
+            raise ConvertError(self._source.folder, self._nonfinite_problems(used, what))
         for copy in self._copies.get(name, ()):
             if not torch.equal(self._source.read_box(copy, box).to(tensor.dtype), tensor):
                 original = "embedding" if name == _EMBED else "head"
@@ -100,12 +105,29 @@ class FolderTensors(Mapping[str, Tensor]):
         b = b[tuple(slice(*dim) for dim in box[:-1])]
         return merge_adapter(tensor, a, b, low_rank.scale)
 
+    def _nonfinite_problems(self, used: Sequence[TensorPiece], what: str) -> list[str]:
+        """Return which stored tensors contain NaN or infinities; without any, all ``used``."""
+        problems: list[str] = []
+        for piece in used:
+            scale = self._plan.scales.get(piece.name)
+            stored = {piece.name: torch.uint8} if piece.name in self._source.tensors else {}
+            stored |= {scale.name: E8M0} if scale is not None else {}
+            for name, bytes_as in stored.items():
+                values = self._source.read(name)
+                values = values.view(bytes_as) if values.dtype == torch.uint8 else values
+                if (kind := nonfinite(values.double())) is not None:
+                    file = self._source.tensors[name].file
+                    problems.append(f"{name} in {file} contains {kind}; write or copy it again")
+        too_large = "contains numbers above the largest of 32 bits"
+        rest = [f"{piece.name} {too_large if what != 'NaN' else 'contains NaN'}" for piece in used]
+        return problems or rest
+
     def _read_piece(self, piece: TensorPiece, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return a box of ``piece``, a tensor on disk whose shape in the model is ``shape``."""
         scale = self._plan.scales.get(piece.name)
-        if scale is not None and self._plan.block is not None:
-            codes, scales = self._source.read(piece.name), self._source.read(scale)
-            full = piece.from_hf(dequantise_fp8(codes, scales, self._plan.block), shape)
+        if scale is not None and not scale.name.endswith(MXFP4_SCALES):
+            codes, scales = self._source.read(piece.name), self._source.read(scale.name)
+            full = piece.from_hf(dequantise_fp8(codes, scales, scale.block), shape)
             return full[tuple(slice(start, end) for start, end in box)]
         if piece.rows is not None:
             rows = dict.fromkeys(piece.rows.disk_rows(*box[0]))
@@ -115,7 +137,9 @@ class FolderTensors(Mapping[str, Tensor]):
             return torch.cat([self._source.read_box(piece.name, (r, *box[1:])) for r in ranges])
         if piece.perm:  # dims on disk are permuted, so full experts are read
             stored = self._read_experts(piece.name + MXFP4_CODES if scale else piece.name, box)
-            stored = dequantise_mxfp4(stored, self._read_experts(scale, box)) if scale else stored
+            stored = (
+                dequantise_mxfp4(stored, self._read_experts(scale.name, box)) if scale else stored
+            )
             experts = piece.from_hf(stored, (len(stored), *shape[1:]))
             return experts[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
         if piece.shape == shape:
@@ -222,8 +246,9 @@ def import_folder(
     except BaseException:
         source.close()
         raise
-    left_out = (*source.notes, *_ignored_notes(plan))
-    mxfp4 = sum(scale.endswith(MXFP4_SCALES) for scale in plan.scales.values())
+    unread = dict.fromkeys((*config.left_out, *leftover_notes(folder)))
+    left_out = (*unread, *source.notes, *_ignored_notes(plan))
+    mxfp4 = sum(scale.name.endswith(MXFP4_SCALES) for scale in plan.scales.values())
     counts = {"FP8": len(plan.scales) - mxfp4, "MXFP4": mxfp4}
     scaled = [
         f"{kind} tensors dequantised with their block scales: {number}"
@@ -291,13 +316,18 @@ def _ignored_notes(plan: ImportPlan) -> Iterator[str]:
 
 
 def dequantise_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Dequantise FP8 codes [R, C] with a scale per ``block`` of (rows, columns); return fp32.
+    """Dequantise FP8 codes [..., R, C] with a scale per ``block`` of (rows, columns); return fp32.
 
-    The arithmetic is that of DeepSeek-V3's release (arXiv 2412.19437, section 3.3).
+    Bytes are exponents as in E8M0. The arithmetic is that of DeepSeek-V3's release (arXiv
+    2412.19437, section 3.3).
     """
-    rows, columns = codes.shape
-    scales = scales.float().repeat_interleave(block[0], 0)[:rows]
-    return codes.float() * scales.repeat_interleave(block[1], 1)[:, :columns]
+    *lead, rows, columns = codes.shape
+    scales = scales.view(E8M0) if scales.dtype == torch.uint8 else scales
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    per_matrix = lead if scales.numel() == prod((*lead, *grid)) else [1] * len(lead)
+    scales = scales.float().reshape(*per_matrix, *grid)
+    scales = scales.repeat_interleave(block[0], -2)[..., :rows, :]
+    return codes.float() * scales.repeat_interleave(block[1], -1)[..., :columns]
 
 
 def dequantise_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:

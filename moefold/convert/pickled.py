@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moefold.checkpoint.manifest import tiles
 from moefold.convert.source import DTYPES, ConvertError, TensorInfo, Weights
+from moefold.files import irregularity
 from moefold.layers.placement import Box, intersection, relative_slices
 
 METADATA = ".metadata"
@@ -81,7 +82,7 @@ class PickledWeights(Weights):
     """
 
     def __init__(self, path: Path, anchor: str) -> None:
-        found = dict(_read_dcp(path) if (path / METADATA).is_file() else _read_state_dicts(path))
+        found = dict(_read_dcp(path) if (path / METADATA).exists() else _read_state_dicts(path))
         anchors = [name for name in found if name == anchor or name.endswith("." + anchor)]
         if len(anchors) != 1:
             known = ", ".join(list(found)[:3]) or "none"
@@ -208,6 +209,7 @@ def _read_metadata(path: Path) -> Any:
     Raises:
         ConvertError: if it is too large, damaged, or has a name that is not on the allow-list.
     """
+    _require_regular(path, path)
     size = path.stat().st_size
     if size > METADATA_LIMIT:
         raise ConvertError(path, [f"has {size} bytes, more than the limit of {METADATA_LIMIT}"])
@@ -219,13 +221,22 @@ def _read_metadata(path: Path) -> Any:
 
 def _weight_files(path: Path) -> list[Path]:
     """Return the weight files at a path."""
-    if path.is_file():
+    if path.exists() and not path.is_dir():
+        _require_regular(path, path)
         return [path]
     for pattern in PATTERNS:
         if found := sorted(path.glob(pattern)):
+            for file in found:
+                _require_regular(path, file)
             return found
     missing = f"has no {METADATA} and no {' or '.join(PATTERNS)}"
     raise ConvertError(path, [missing if path.is_dir() else "does not exist"])
+
+
+def _require_regular(path: Path, file: Path) -> None:
+    """Raise ``ConvertError`` for ``path`` if ``file``, in it or the same, is not a regular file."""
+    if (what := irregularity(file)) is not None:
+        raise ConvertError(path, [f"{file.name} {what}"])
 
 
 def _flatten(data: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:

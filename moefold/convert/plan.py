@@ -4,6 +4,7 @@ Every parameter is filled completely, and every tensor on disk is used once or i
 Otherwise the import is refused, with all problems.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,8 +31,12 @@ from moefold.model.families.registry import family_of
 Dtype = Literal["float32", "bfloat16"]
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes in which weights are written."""
-FP8_SCALES = "_scale_inv"
-"""Name suffix of an FP8 tensor's scales."""
+FP8_SCALES = ("_scale_inv", "_scale")
+"""Name suffixes of an FP8 tensor's scales, by which its codes are multiplied in either case."""
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+"""Dtypes of scales; bytes are exponents as in E8M0."""
+ACTIVATION_SCALES = re.compile(r".*[._](input|activation|input_activation)_scale(_inv)?")
+"""Names of scales for products of quantised activations."""
 MXFP4_CODES, MXFP4_SCALES = "_blocks", "_scales"
 """Name suffixes of an MXFP4 tensor's codes and their scales."""
 MXFP4_BLOCK = 32
@@ -91,6 +96,15 @@ def contract(
 
 
 @dataclass(frozen=True)
+class StoredScales:
+    """The scales of an FP8 or MXFP4 tensor."""
+
+    name: str
+    block: tuple[int, int] = (1, MXFP4_BLOCK)
+    """Rows and columns that share a scale, as stored."""
+
+
+@dataclass(frozen=True)
 class ImportPlan:
     """The tensors on disk from which each parameter is read, and those that are ignored."""
 
@@ -98,12 +112,10 @@ class ImportPlan:
     """The tensors on disk of which each parameter consists."""
     ignored: Mapping[str, str]
     """Reasons for ignoring tensors on disk, by name."""
-    scales: Mapping[str, str]
-    """Names of the scales, by name of FP8 or MXFP4 tensor."""
+    scales: Mapping[str, StoredScales]
+    """The scales, by name of FP8 or MXFP4 tensor."""
     targets: Mapping[str, Tensor]
     """Shape and dtype of each parameter."""
-    block: tuple[int, int] | None
-    """Rows and columns that share a scale, if the folder is FP8."""
 
 
 def plan_import(
@@ -123,7 +135,7 @@ def plan_import(
         targets: every parameter to fill.
         present: every tensor on disk.
         ignore_reason: returns why a tensor is ignored, or None.
-        block: rows and columns that share a scale, if the folder is FP8.
+        block: rows and columns of FP8 blocks, if the folder states them.
 
     Raises:
         ConvertError: with all tensors that are missing, unexpected, used twice, or of another shape
@@ -141,17 +153,19 @@ def plan_import(
     scales, scale_problems = _scales(needed, present, block)
     for piece in needed:
         if piece.name in coded:
-            scales[piece.name] = piece.name + MXFP4_SCALES
+            scales[piece.name] = StoredScales(piece.name + MXFP4_SCALES)
             scale_problems += _code_problems(piece, present)
     problems += scale_problems
     once = {(p.name, p.rows): p for p in needed if p.rows}.values()
     alone = [*(p for p in needed if not p.rows), *{p.name: p for p in once}.values()]
     stored_as = [p.name + MXFP4_CODES if p.name in coded else p.name for p in alone]
-    uses = Counter(stored_as + list(scales.values()))
+    uses = Counter(stored_as + [scale.name for scale in scales.values()])
     problems += [f"{n} is needed {count} times, not once" for n, count in uses.items() if count > 1]
     ignored: dict[str, str] = {}
     for name in present:
         reason = None if name in uses else ignore_reason(name)
+        if reason is None and scales and ACTIVATION_SCALES.fullmatch(name):
+            reason = "scales of activations, which are not quantised here"
         if reason is not None:
             ignored[name] = reason
         elif name not in uses:
@@ -170,33 +184,77 @@ def plan_import(
             problems.append(f"{piece.name} is of type {stored.dtype}; supported: {known}")
     if problems:
         raise ConvertError(folder, problems)
-    return ImportPlan(parts, ignored, scales, targets, block)
+    return ImportPlan(parts, ignored, scales, targets)
 
 
 def _scales(
     needed: list[TensorPiece], present: Mapping[str, TensorInfo], block: tuple[int, int] | None
-) -> tuple[dict[str, str], list[str]]:
-    """Return the names of scales by FP8 tensor, and all problems with scales."""
-    scales: dict[str, str] = {}
+) -> tuple[dict[str, StoredScales], list[str]]:
+    """Return the scales of FP8 tensors by their names, and all problems with scales."""
+    scales: dict[str, StoredScales] = {}
     problems: list[str] = []
     for piece in needed:
         stored = present.get(piece.name)
         if stored is None or stored.dtype != "F8_E4M3":
             continue
-        scale = piece.name + FP8_SCALES
-        info = present.get(scale)
-        if block is None:
-            problems.append(f"{piece.name} is FP8, but config.json has no weight_block_size")
-        elif info is None:
-            problems.append(f"{scale} is missing")
-        else:
-            scales[piece.name] = scale
-            sizes = [-(-n // b) for n, b in zip(piece.shape, block, strict=False)]
-            if len(piece.shape) != 2 or list(info.shape) != sizes:
-                problems.append(f"{scale} has shape {list(info.shape)}, expected {sizes}")
-            if info.dtype not in ("F32", "BF16"):
-                problems.append(f"{scale} is of type {info.dtype}; supported: F32, BF16")
+        names = [name for name in _scale_names(piece.name) if name in present]
+        if not names:
+            problems.append(f"{piece.name}{FP8_SCALES[0]} is missing")
+            continue
+        info = present[names[0]]
+        found = _scale_block(stored.shape, info.shape, block)
+        if found is None:
+            expected = _expected_scales(stored.shape, block)
+            problems.append(
+                f"{names[0]} in {info.file} has shape {list(info.shape)}, expected {expected}"
+            )
+        if info.dtype not in SCALE_DTYPES:
+            known = ", ".join(SCALE_DTYPES)
+            problems.append(
+                f"{names[0]} in {info.file} is of type {info.dtype}; supported: {known}"
+            )
+        scales[piece.name] = StoredScales(names[0], found or (1, 1))
     return scales, problems
+
+
+def _scale_names(name: str) -> Iterator[str]:
+    """Yield the names under which programs store an FP8 tensor's scales."""
+    yield from (name + ending for ending in FP8_SCALES)
+    if name.endswith(".weight"):
+        module = name.removesuffix(".weight")
+        yield from (f"{module}.scale", f"{module}.qscale_weight")
+
+
+def _scale_block(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return the rows and columns of matrices ``[..., R, C]`` that share one of ``scales``.
+
+    Scales are per block of the config, per row, per matrix, or one for all; None if of no such
+    shape. The leading dim, if any, is that of experts.
+    """
+    if len(shape) < 2:
+        return None
+    *lead, rows, columns = shape
+    if block is not None and scales == (*lead, -(-rows // block[0]), -(-columns // block[1])):
+        return block
+    if scales in ((*lead, rows), (*lead, rows, 1)):
+        return 1, columns
+    whole = {tuple(lead), (*lead, 1), (*lead, 1, 1), (), (1,), (1, 1)}
+    return (rows, columns) if scales in whole else None
+
+
+def _expected_scales(shape: tuple[int, ...], block: tuple[int, int] | None) -> str:
+    """Return the shapes that scales of a tensor may have, as text."""
+    *lead, rows, columns = shape
+    allowed = [[*lead, rows, 1], [*lead, 1]]
+    if block is None:
+        return (
+            f"{' or '.join(map(str, allowed))}, as config.json has no weight_block_size; add it "
+            "to quantization_config if scales are per block"
+        )
+    grid = [*lead, -(-rows // block[0]), -(-columns // block[1])]
+    return f"{grid} for blocks of {block[0]} x {block[1]}, or {' or '.join(map(str, allowed))}"
 
 
 def _code_problems(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> Iterator[str]:

@@ -5,6 +5,7 @@ and code is never run.
 """
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moefold.checkpoint.tensors import DTYPES as STORED
-from moefold.files import read_json
+from moefold.files import irregularity, read_json
 from moefold.layers.placement import Box
 from moefold.model.families.folder import INDEX, INDEX_LIMIT
+from moefold.model.families.peft import PICKLED, TENSORS
 
 SINGLE = "model.safetensors"
 PLAIN_NAME = re.compile(r"[^/\\:\0]*\.safetensors")
@@ -45,6 +47,16 @@ class ConvertError(ValueError):
         listed = "".join(f"\n  {p}" for p in self.problems[:MAX_LISTED])
         more = len(self.problems) - MAX_LISTED
         super().__init__(f"{path}:{listed}" + (f"\n  and {more} more" if more > 0 else ""))
+
+
+def nonfinite(tensor: torch.Tensor) -> str | None:
+    """Return ``"NaN"`` or ``"an infinity"`` if a tensor contains one, else None."""
+    if not tensor.numel():
+        return None
+    low, high = (float(value) for value in tensor.aminmax())
+    if math.isnan(low + high):  # NaN, or infinities of both signs
+        return "NaN" if math.isnan(low) else "an infinity"
+    return "an infinity" if math.isinf(low + high) else None
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,7 @@ def _weight_files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
     if not folder.is_dir():
         raise ConvertError(folder, ["is not a folder"])
     present = sorted(p.name for p in folder.iterdir())
+    present = [name for name in present if name not in (TENSORS, PICKLED)]  # said elsewhere
     pickled = [name for name in present if name.endswith(PICKLE_SUFFIXES)]
     files: dict[str, set[str] | None] = {SINGLE: None}
     if INDEX in present:
@@ -171,6 +184,9 @@ def _weight_files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
                 "pass them with --weights, which reads only tensors"
             )
         raise ConvertError(folder, [problem])
+    irregular = [f"{file} {what}" for file in files if (what := irregularity(folder / file))]
+    if irregular:
+        raise ConvertError(folder, irregular)
     stray = [n for n in present if n.endswith(".safetensors") and n not in files]
     for note, names in (
         ("Python code in the folder is never run", [n for n in present if n.endswith(".py")]),
@@ -201,7 +217,7 @@ def _read_index(folder: Path) -> dict[str, set[str]]:
             problems.append(f"{name}: {json.dumps(file)[:80]} is not a safetensors file name")
         else:
             files.setdefault(file, set()).add(name)
-    problems += [f"{file} is missing" for file in files if not (folder / file).is_file()]
+    problems += [f"{file} is missing" for file in files if not (folder / file).exists()]
     if problems:
         raise ConvertError(folder, problems)
     return files

@@ -28,6 +28,14 @@ def run_notes(run: Run) -> tuple[str, ...]:
     return notes
 
 
+def folder_notes(run: Run) -> tuple[str, ...]:
+    """Return notes on the folder of a run's model: defaults taken, and what is not read."""
+    if not isinstance(run.model, Folder):
+        return ()
+    parsed = run.model.read_config()
+    return tuple(f"{run.model.path}: {note}" for note in (*parsed.notes, *parsed.left_out))
+
+
 def step_notes(run: Run) -> tuple[str, ...]:
     """Return the notes that do not depend on the training data."""
     decoder, seq = run.decoder(), run.data.seq

@@ -34,6 +34,8 @@ class TextGenerator:
     """Maximum number of tokens that the model sees, its training length; None: no limit."""
     step: int | None = None
     """Steps that the model was trained for, None for a Hugging Face folder."""
+    notes: tuple[str, ...] = ()
+    """Notes on what of a Hugging Face folder is not read."""
 
     @classmethod
     def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> "TextGenerator":
@@ -43,6 +45,7 @@ class TextGenerator:
             CheckpointError: if it has no tokenizer.
         """
         path, device, step = Path(source), device_kind(), None
+        notes: tuple[str, ...] = ()
         if is_hub_folder(path):
             import_plugins(uses)
             folder = path if (path / "tokenizer.json").is_file() else base_folder(path)
@@ -50,6 +53,7 @@ class TextGenerator:
             with import_folder(path) as imported:
                 model = DecoderModel(imported.decoder, "fp32", device=device)
                 fill(model, imported.tensors)
+            notes = imported.left_out
             window = imported.decoder.context
         else:
             with StoredModel.open(path, uses) as stored:
@@ -62,7 +66,7 @@ class TextGenerator:
                 f"{path} has no tokenizer, so it cannot read or write text; import it from a "
                 "folder that has one"
             )
-        return cls(path, model, tokenizer, window, step)
+        return cls(path, model, tokenizer, window, step, notes)
 
     def settings(self, **overrides: Any) -> dict[str, Any]:
         """Return options of ``generate``: the overrides, else the folder's, else the defaults."""

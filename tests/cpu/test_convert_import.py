@@ -42,7 +42,7 @@ def test_rows_that_lie_among_others_take_time_by_their_number_alone(tmp_path: Pa
     save_file({"qkvz": stored}, tmp_path / "model.safetensors")
     piece = TensorPiece("qkvz", (2 * 8192, 1), (), rows=JoinedRows(16, 512, 512, 1024))
     targets = {"k": torch.empty(8192, 1)}
-    plan = ImportPlan({"k": (piece,)}, {}, {}, targets, None)
+    plan = ImportPlan({"k": (piece,)}, {}, {}, targets)
     began = time.process_time()
     found = FolderTensors(SafetensorsWeights(tmp_path), plan, {})["k"]
     assert torch.equal(found.view(16, 512), stored.view(16, 2, 512)[:, 1])
@@ -153,7 +153,9 @@ def test_nan_on_disk_is_refused_by_name(olmoe: tuple[Path, dict[str, Tensor]]) -
     with import_folder(folder) as found:
         with pytest.raises(ConvertError) as caught:
             found.tensors["layers.2.moe.experts.w_in"]
-        assert caught.value.problems == (f"{sick} contains NaN",)
+        assert caught.value.problems == (
+            f"{sick} in model.safetensors contains NaN; write or copy it again",
+        )
 
 
 def test_one_tensor_is_read_at_a_time(
@@ -286,7 +288,12 @@ def test_fp8_is_multiplied_out_with_its_scales(tmp_path: Path) -> None:
     write_hub(tmp_path, decoder, stored, quantization_config=quantised)
     assert problems(tmp_path) == [f"{name}_scale_inv is missing"]
     write_hub(tmp_path, decoder, stored)
-    assert problems(tmp_path) == [f"{name} is FP8, but config.json has no weight_block_size"]
+    (said,) = problems(tmp_path)
+    assert said == f"{name}_scale_inv is missing"
+    stored[name + "_scale_inv"] = scales
+    write_hub(tmp_path, decoder, stored)
+    (said,) = problems(tmp_path)
+    assert "has shape [2, 2], expected [16, 1] or [1], as config.json has no weight_block" in said
 
 
 def test_fp8_of_gate_above_up_is_multiplied_out(tmp_path: Path) -> None:

@@ -103,6 +103,6 @@ def test_codes_of_another_shape_or_type_and_scales_that_are_no_number(tmp_path: 
     write_hub(tmp_path, described, stored, **CONFIG)
     with (
         import_folder(tmp_path) as found,
-        pytest.raises(ConvertError, match="down_proj contains NaN"),
+        pytest.raises(ConvertError, match=r"down_proj_scales in model\.safetensors contains NaN"),
     ):
         found.tensors["layers.1.moe.experts.w_out"]

@@ -42,6 +42,8 @@ class ParsedConfig:
     """Rows and columns of an FP8 block with one scale; None if weights are not stored as FP8."""
     from_multimodal: bool = False
     """Whether it is the text model of a multimodal model, whose other parts are left out."""
+    left_out: tuple[str, ...] = ()
+    """Notes on fields and files of the folder that are not read."""
 
 
 class Family(Record):
@@ -239,7 +241,8 @@ class Family(Record):
             field.check(reader, model)
         reader.raise_problems()
         decoder = model.describe(model.shape.vocab or 2)
-        return ParsedConfig(model, decoder, tokens, tuple(reader.notes), block)
+        left_out = tuple(reader.left_out)
+        return ParsedConfig(model, decoder, tokens, tuple(reader.notes), block, left_out=left_out)
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self:

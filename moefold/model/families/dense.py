@@ -1,6 +1,7 @@
 """Dense Hugging Face models from which an MoE model is grown (upcycling)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moefold.layers.kinds.dense import Dense
@@ -59,5 +60,4 @@ def read_dense(
     ffn = Dense(width=width)
     blocks = (block.model_copy(update={"ffn": ffn}) for block in mixture.decoder.blocks)
     decoder = mixture.decoder.model_copy(update={"stacks": to_stacks(blocks)})
-    tokens, notes = mixture.special_tokens, mixture.notes
-    return ParsedConfig(mixture.model, decoder, tokens, notes, mixture.fp8_block), mixture
+    return replace(mixture, decoder=decoder), mixture

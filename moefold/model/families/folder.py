@@ -1,6 +1,7 @@
 """The model family ``folder``: a model read from a Hugging Face folder."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from moefold.config.fields import OnDisk
 from moefold.files import read_json
 from moefold.model.config import MODEL, Decoder, MultiToken, to_stacks
 from moefold.model.families.base import Balance, ParsedConfig, balance_rules, raise_violations
+from moefold.model.families.peft import leftover_notes
 from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
 
@@ -33,7 +35,7 @@ def read_config(folder: Path, multi_token: bool = True) -> ParsedConfig:
         ValueError: if the file cannot be read or has an unsupported field.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path} does not exist")
     config = read_json(path, limit=CONFIG_LIMIT)
     if config.get(MULTI_TOKEN_FIELD):
@@ -41,9 +43,10 @@ def read_config(folder: Path, multi_token: bool = True) -> ParsedConfig:
         if not (multi_token and _has_tensor(folder, first)):
             config = config | {MULTI_TOKEN_FIELD: 0}
     try:
-        return from_hf(config)
+        parsed = from_hf(config)
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", str(path), 1)) from None
+    return replace(parsed, left_out=(*parsed.left_out, *leftover_notes(folder)))
 
 
 def _has_tensor(folder: Path, name: str) -> bool:
@@ -51,6 +54,8 @@ def _has_tensor(folder: Path, name: str) -> bool:
     if (index := folder / INDEX).is_file():
         return name in read_json(index, limit=INDEX_LIMIT).get("weight_map", {})
     for path in folder.glob("*.safetensors"):
+        if not path.is_file():  # refused where weights are read
+            continue
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if f'"{name}"'.encode() in file.read(min(size, INDEX_LIMIT)):

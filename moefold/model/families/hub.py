@@ -4,11 +4,13 @@ A field is read, refused by name, or on a list of fields without effect here. An
 refused, as it may change what the model computes.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from moefold.layers.config import Bands, Rope, Yarn
 from moefold.model.config import Decoder, MultiToken
+from moefold.model.families.quantised import block_of, is_empty
 from moefold.moe.config import Aux, Moe
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -43,6 +45,11 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
     "layer_types": (None,),
 }
+_MARKS = re.compile(
+    r"_?unsloth_.*|transformers\.js_config|_commit_hash|_flash_attn_2_enabled"
+    r"|_attn_implementation_(autoset|internal)|axolotl_.*"
+)
+"""Names of fields in which tools say who wrote a folder, or how a program should load it."""
 REQUIRED = object()
 """Default of a field that must be present."""
 
@@ -61,6 +68,8 @@ class ConfigReader:
         self.config = config
         self.model_type = model_type
         self.notes: list[str] = []
+        self.left_out: list[str] = []
+        """Notes on fields that are not read."""
         self._problems: list[str] = []
         self._read: set[str] = set()
         self._architectures = architectures
@@ -133,26 +142,19 @@ class ConfigReader:
         self._problems.append(problem)
 
     def fp8_block(self) -> tuple[int, int] | None:
-        """Return rows and columns of FP8 blocks; None if weights are not stored as FP8.
-
-        MXFP4 needs no size: its blocks are fixed, and tensors are identified by their names.
-        """
+        """Return rows and columns of FP8 blocks; None if the config states none."""
         name = "quantization_config"
         self._read.add(name)
         value = self.config.get(name)
-        if value is None:
+        if is_empty(value):
+            if value is not None:
+                self.left_out.append(f"{name} in config.json states no quantisation")
             return None
-        settings = value if isinstance(value, dict) else {}
-        method, block = settings.get("quant_method"), settings.get("weight_block_size")
-        if method == "fp8" and isinstance(block, list) and [type(n) for n in block] == [int, int]:
-            return block[0], block[1]
-        if method == "mxfp4":
+        try:
+            return block_of(value)
+        except ValueError as error:
+            self._problems.append(str(error))
             return None
-        self._problems.append(
-            f"{name} has quant_method {method!r} and weight_block_size {block!r}; supported: "
-            "'fp8' with two block sizes, or 'mxfp4'"
-        )
-        return None
 
     def special_tokens(self) -> dict[str, Any]:
         """Return the ids of special tokens, which only generation uses."""
@@ -176,6 +178,11 @@ class ConfigReader:
         if self.config.get("auto_map") is not None:
             self.notes.append("auto_map refers to Python code in the folder, which is never run")
         self._read.add("auto_map")
+        if marks := sorted(filter(is_mark, self.config)):
+            self.left_out.append(
+                f"marks of tools in config.json without effect: {', '.join(marks)}"
+            )
+        self._read.update(marks)
         known_names = {*self._read, *_NO_EFFECT.split()}
         if unknown := sorted(name for name in self.config if name not in known_names):
             self._problems.append(
@@ -187,6 +194,11 @@ class ConfigReader:
         """Raise ``ValueError`` with the problems collected so far, if there are any."""
         if self._problems:
             raise ValueError("config.json: " + "; ".join(dict.fromkeys(self._problems)))
+
+
+def is_mark(name: str) -> bool:
+    """Return whether a field is one in which a tool says that it wrote or changed the folder."""
+    return _MARKS.fullmatch(name) is not None
 
 
 def _placeholder(kind: type) -> Any:

@@ -29,6 +29,10 @@ IDENTITY = "base_identity"
 ORIENTED_RELEASE = "0.19.0"
 """First release of PEFT that interprets experts' matrices as ``[E, out, in]``."""
 HEADER_LIMIT = 64 * 2**20
+_MODEL_WEIGHTS = re.compile(
+    r"(model|pytorch_model|consolidated)[^/]*\.(safetensors|bin|pt|pth)(\.index\.json)?"
+)
+"""Names of files with a model's weights; a trainer leaves others, such as ``optimizer.pt``."""
 _PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"
 _EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -44,13 +48,39 @@ _BASE_PRESERVING_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder contains only an adapter."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+    """Return whether a folder contains an adapter and no weights of a model.
+
+    Converters and trainers copy the base model's ``config.json`` into adapters' folders, so that
+    this file alone makes no folder a model's.
+    """
+    if not (folder / CONFIG).exists():
+        return False
+    return not (folder / "config.json").exists() or not _has_model_weights(folder)
+
+
+def _has_model_weights(folder: Path) -> bool:
+    """Return whether a folder has a file named as a model's weights are."""
+    return any(_MODEL_WEIGHTS.fullmatch(path.name) for path in folder.iterdir())
 
 
 def is_hub_folder(folder: Path) -> bool:
     """Return whether a folder contains a Hugging Face model, or an adapter."""
-    return (folder / "config.json").is_file() or is_adapter(folder)
+    return (folder / "config.json").exists() or is_adapter(folder)
+
+
+def leftover_notes(folder: Path) -> list[str]:
+    """Return a note if a model's folder also contains an adapter, which is not read.
+
+    ``transformers`` applies such an adapter whenever it loads the folder.
+    """
+    found = [name for name in (CONFIG, TENSORS, PICKLED) if (folder / name).exists()]
+    if CONFIG not in found or is_adapter(folder):
+        return []
+    return [
+        f"{' and '.join(found)} beside the model's weights are not read, though transformers "
+        "applies this adapter when it loads the folder; move them to a folder of their own, and "
+        "name that folder to read the model with the adapter"
+    ]
 
 
 def base_folder(folder: Path) -> Path:

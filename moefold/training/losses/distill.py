@@ -9,6 +9,7 @@ stored: a file of fp32 rows for each data rank, with the labels of one segment a
 ``index.json`` records what was scored, and the file and first row of each segment.
 """
 
+import logging
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from moefold.training.losses.base import Objective, segment_digests
 from moefold.training.losses.config import Distill
 from moefold.training.model_checkpoint import fill_from_folder
 
+_log = logging.getLogger("moefold.training")
 INDEX_FILE, ROWS_FILE = "index.json", "{}.rows"
 
 
@@ -74,6 +76,8 @@ class Distillation(Objective):
         data = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
             fill_from_folder(imported, data)
+        for note in imported.left_out if job.world.rank == 0 else ():
+            _log.warning("%s", note)
         self.teacher = data.placed
         return self
 

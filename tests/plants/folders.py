@@ -1,0 +1,70 @@
+"""Plants of folders as tools leave them: scales, infinities, files that are none, adapters."""
+
+from tests.plants.plant import Plant
+
+FOLDERS = "tests/cpu/test_convert_folders.py::"
+SCALES = FOLDERS + "test_b89_scales_of_each_form_multiply_as_in_transformers"
+PACKED = FOLDERS + "test_b89_scales_of_packed_experts_multiply"
+NUMBERS = FOLDERS + "test_b89_weights_that_are_no_numbers_are_refused"
+FILES = FOLDERS + "test_b89_what_is_no_file_is_refused_at_once"
+BESIDE = FOLDERS + "test_b89_an_adapter_beside_its_bases_config_is_an_adapter"
+LEFT = FOLDERS + "test_b89_an_adapter_beside_a_model_is_said_wherever_the_folder_is_read"
+
+PLANTS = (
+    Plant(
+        "b89",
+        "bytes of scales are numbers",
+        SCALES,
+        "convert/importer.py",
+        "    scales = scales.view(E8M0) if scales.dtype == torch.uint8 else scales\n",
+        "",
+    ),
+    Plant(
+        "b89",
+        "scales of rows are those of blocks of one row",
+        SCALES,
+        "convert/plan.py",
+        "        return 1, columns\n",
+        "        return 1, 1\n",
+    ),
+    Plant(
+        "b89",
+        "every expert has the first one's scale",
+        PACKED,
+        "convert/plan.py",
+        "return (rows, columns) if scales in whole else None",
+        "return (rows, columns) if scales in whole - {(*lead, 1, 1)} else None",
+    ),
+    Plant(
+        "b89",
+        "an infinity passes",
+        NUMBERS,
+        "convert/source.py",
+        '    return "an infinity" if math.isinf(low + high) else None\n',
+        "    return None\n",
+    ),
+    Plant(
+        "b89",
+        "a device is a file",
+        FILES,
+        "files.py",
+        "    if stat.S_ISREG(mode):\n",
+        "    if stat.S_ISREG(mode) or stat.S_ISCHR(mode):\n",
+    ),
+    Plant(
+        "b89",
+        "an optimizer's state is a model's weights",
+        BESIDE,
+        "model/families/peft.py",
+        'r"(model|pytorch_model|consolidated)',
+        'r"(model|pytorch_model|consolidated|optimizer)',
+    ),
+    Plant(
+        "b89",
+        "explain does not say what lies beside a model",
+        LEFT,
+        "planner/notes.py",
+        "(*parsed.notes, *parsed.left_out))",
+        "parsed.notes)",
+    ),
+)
