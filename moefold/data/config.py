@@ -23,7 +23,15 @@ BYTES = 256
 MAX_IDS = 1 << 24
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
-SIDECAR_FILES = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG, "special_tokens_map.json")
+TEMPLATE_VALUES = "chat_template_kwargs.json"
+"""Values of the template that all conversations of the training data have."""
+SIDECAR_FILES = (
+    TOKENIZER_CONFIG,
+    TEMPLATE_FILE,
+    TEMPLATE_VALUES,
+    GENERATION_CONFIG,
+    "special_tokens_map.json",
+)
 """Files next to a ``tokenizer.json`` that import and export keep with it."""
 Files = Annotated[
     tuple[Annotated[str, Field(min_length=1), OnDisk(globs=True)], ...],
@@ -164,12 +172,21 @@ class Parquet(FileSource):
     column: Annotated[str, Field(min_length=1)] = "text"
 
 
+class ExampleSource(FileSource):
+    """Base of the sources whose documents have columns and messages."""
+
+    ignore: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Columns, and fields of messages, that are left out before anything is read. Fields that
+    neither the run nor the template reads are otherwise refused."""
+
+
 @SOURCE.register
-class Chat(FileSource):
+class Chat(ExampleSource):
     """Conversations in JSON lines (also compressed), Parquet or Arrow files, or saved folders.
 
-    An example has ``messages``, or ``prompt`` and ``completion``, and may have ``tools``. Only
-    answers have labels; whole conversations are packed into sequences.
+    An example has ``messages``, ``conversations``, ``prompt`` and ``completion``, or
+    ``instruction`` and ``output``, and may have ``tools``. Only answers have labels; whole
+    conversations are packed into sequences.
     """
 
     owner = "moefold.data.conversations:ConversationReader"
@@ -182,11 +199,12 @@ class Chat(FileSource):
 
 
 @SOURCE.register
-class Preferences(FileSource):
+class Preferences(ExampleSource):
     """Pairs of answers, in the file formats of ``chat``: ``prompt``, ``chosen`` and ``rejected``.
 
-    All three are messages, or all three text; without ``prompt`` both answers are whole
-    conversations. A pair is in one sequence, one answer after the other. For losses like ``dpo``.
+    All three are messages, or all three text; without ``prompt`` both are whole conversations, or
+    whole texts, whose common beginning is the prompt. A pair is in one sequence, one answer after
+    the other. For losses like ``dpo``.
     """
 
     owner = "moefold.data.conversations:PreferenceReader"
@@ -195,7 +213,7 @@ class Preferences(FileSource):
     """Policy for a pair that does not fit a sequence: stop and name it, or leave it out and count
     it in the report."""
     answers: Literal["last"] = "last"
-    """Which answers are compared: the last ones."""
+    """Which answers are compared: those after the messages that both conversations begin with."""
 
 
 @SOURCE.register

@@ -17,23 +17,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moefold.data.config import Chat, DataError, Preferences
+from moefold.data.fields import TRAINED, check_messages, refuse_media, refuse_unread, untrained
 from moefold.data.packing import REJECTED
 from moefold.data.records import BadDocument, iter_objects, parse_json_object
+from moefold.data.shapes import (
+    Conversation,
+    Example,
+    PlainText,
+    read_example,
+    read_pair,
+    refuse_variables,
+    without_ignored,
+)
 from moefold.data.sources import Encoded, FileReader, Skipped
+from moefold.data.table_rows import row_decoder
 from moefold.data.tables import is_table, open_table
-from moefold.data.template import ASSISTANT, ChatTemplate, Message, Rendered
+from moefold.data.template import ASSISTANT, ChatTemplate, Rendered
+from moefold.data.template_names import CommonValues, check_values, template_variables
 from moefold.data.tokenizer import Tokenizer
 
 BATCH = 512
-PAIR_KEYS = ("chosen", "rejected")
-MAY_FOLLOW = {
-    "system": ("",),
-    "developer": ("", "system"),
-    "user": ("", "system", "developer", ASSISTANT),
-    ASSISTANT: ("user", "tool"),
-    "tool": (ASSISTANT, "tool"),
-}
-"""Roles that each role may follow; the empty one stands for the beginning."""
 
 
 class ExampleText(NamedTuple):
@@ -55,8 +58,14 @@ class ConversationReader(FileReader):
     def __init__(self, record: Chat | Preferences) -> None:
         super().__init__(record)
         self._answers, self._long = record.answers, record.long
+        self._values = CommonValues()
+        self._ignored = frozenset(record.ignore)
         if any(is_table(file) for file in self.files()):
             import_module("pyarrow.parquet")  # an optional dependency: fail before reading
+
+    def template_values(self) -> list[dict[str, Any]]:
+        """Return the values that all rendered conversations have in common."""
+        return [self._values.values]
 
     def examples(self, skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield name and content of the examples of all files."""
@@ -75,16 +84,18 @@ class ConversationReader(FileReader):
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         with open_table(path, columns) as table:
             rows = (batch.slice(i, 1) for batch in table.batches for i in range(batch.num_rows))
+            decode = row_decoder(table.schema)
             for number, row in enumerate(rows):
                 name = f"{path.as_posix()}:{number}"
                 try:
-                    (example,) = row.to_pylist()
+                    example = decode(row)
                 except UnicodeDecodeError as error:
                     detail = f"byte {error.start}: {error.reason}"
                     self.refuse(name, "not UTF-8", detail, skipped)
+                except BadDocument as error:
+                    self.refuse(name, *error.args, skipped=skipped)
                 else:
-                    # A row of a table has all keys, with null for missing values.
-                    yield name, _drop_nulls(example)
+                    yield name, example
 
     def encode(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Encoded]]:
         """Yield tokenized conversations, in groups."""
@@ -96,7 +107,7 @@ class ConversationReader(FileReader):
                 text = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
                 split_key = text.encode()
                 template = templates[bool(example.get("tools"))]
-                texts = self._example_texts(example, template, tokenizer)
+                texts = self._example_texts(example, template, tokenizer, skipped)
             except UnicodeEncodeError as error:
                 self.refuse(name, "invalid text", f"{error.reason}", skipped)
             except BadDocument as error:
@@ -110,25 +121,36 @@ class ConversationReader(FileReader):
             yield self._encode_batch(batch, tokenizer, seq, skipped)
 
     def _example_texts(
-        self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+        self,
+        row: Mapping[str, Any],
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        skipped: Skipped,
     ) -> tuple[ExampleText, ...]:
         """Return an example's text; a pair has two."""
-        if any(side in example for side in PAIR_KEYS):
-            detail = "chosen and rejected need source: preferences, for losses such as dpo"
-            raise BadDocument("a pair of answers", detail)
-        return (self._conversation_text(example, template, tokenizer),)
+        examples, unread = self._read(without_ignored(row, self._ignored))
+        variables = template_variables(template.text)
+        refuse_variables(unread, row, variables)
+        texts = tuple(self._text(example, template, tokenizer) for example in examples)
+        skipped.note_columns(unread)
+        return texts
 
-    def _conversation_text(
-        self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
-    ) -> ExampleText:
-        """Return a conversation's text, rendered unless prompt and completion are strings."""
-        if isinstance(prompt := example.get("prompt"), str):
-            completion = example.get("completion")
-            if not isinstance(completion, str) or not completion:
-                raise BadDocument("example without an answer", "completion is empty or not text")
+    def _read(self, row: Mapping[str, Any]) -> tuple[tuple[Example, ...], list[str]]:
+        """Return a row's examples, and the columns that were not read."""
+        example, unread = read_example(row)
+        return (example,), unread
+
+    def _text(self, example: Example, template: ChatTemplate, tokenizer: Tokenizer) -> ExampleText:
+        """Return an example's text, rendered unless it is plain text."""
+        if isinstance(example, PlainText):
             begin = tokenizer.files.special_tokens().get("bos_token", "") if tokenizer.start else ""
-            return ExampleText(Rendered(begin + prompt, ()), completion + tokenizer.end)
-        return ExampleText(render_example(example, template, self._answers == "last"))
+            return ExampleText(
+                Rendered(begin + example.prompt, ()), example.completion + tokenizer.end
+            )
+        known = template_variables(template.text)
+        check_values(example.values, known, "chat_template_kwargs")
+        self._values.add(example.values)
+        return ExampleText(render_conversation(example, template, self._answers == "last"))
 
     def _encode_batch(
         self,
@@ -163,17 +185,9 @@ class PreferenceReader(ConversationReader):
 
     unit, shorten = "pair", "set long: skip (leaves them out) in the source"
 
-    def _example_texts(
-        self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
-    ) -> tuple[ExampleText, ...]:
-        if missing := [side for side in PAIR_KEYS if side not in example]:
-            raise BadDocument("not a pair", f"it has {sorted(example)[:20]}, but lacks {missing}")
-        shared = {name: value for name, value in example.items() if name not in PAIR_KEYS}
-        answer = "completion" if "prompt" in example else "messages"
-        sides = [shared | {answer: example[side]} for side in PAIR_KEYS]
-        if sides[0] == sides[1]:
-            raise BadDocument("pair without a difference", "chosen and rejected are equal")
-        return tuple(self._conversation_text(side, template, tokenizer) for side in sides)
+    def _read(self, row: Mapping[str, Any]) -> tuple[tuple[Example, ...], list[str]]:
+        """Return a row's chosen and rejected examples, and the columns that were not read."""
+        return read_pair(row)
 
 
 def encode_examples(
@@ -208,70 +222,27 @@ def load_chat_template(tokenizer: Tokenizer, tools: bool = False, **options: Any
     return ChatTemplate(text, tokenizer.files.special_tokens(), source, **options)
 
 
-def render_example(example: Mapping[str, Any], template: ChatTemplate, last_only: bool) -> Rendered:
-    """Render an example's conversation; with ``last_only``, only its last answer is a label.
+def render_conversation(
+    conversation: Conversation, template: ChatTemplate, last_only: bool
+) -> Rendered:
+    """Render a conversation; with ``last_only``, only its last answer is a label.
 
     Raises:
-        BadDocument: if the example is malformed, has no answer or has roles out of order, or if
+        BadDocument: if it is malformed, has a field that nothing reads or no trained answer, or if
             the template fails.
     """
-    first = 0
-    if "messages" in example:
-        messages = example["messages"]
-    elif "prompt" in example and "completion" in example:
-        prompt, completion = example["prompt"], example["completion"]
-        if not (isinstance(prompt, list) and isinstance(completion, list)):
-            detail = "prompt and completion must be both text or both lists of messages"
-            raise BadDocument("not a conversation", detail)
-        messages, first = [*prompt, *completion], len(prompt)
-    else:
-        detail = f"it has {sorted(example)[:20]}, but needs messages, or prompt and completion"
-        raise BadDocument("not a conversation", detail)
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        detail = "messages must be a list of objects with role and content"
-        raise BadDocument("not a conversation", detail)
-    check_roles(messages)
-    if last_only:
-        first = len(messages) - 1
-    if not any(m["role"] == ASSISTANT for m in messages[first:]):
+    given, first, tools, values = conversation
+    check_messages(given)
+    refuse_media(given)
+    context = untrained(given)
+    messages = [{k: v for k, v in message.items() if k not in TRAINED} for message in given]
+    refuse_unread(messages, lambda changed: template.render(changed, tools, **values).text)
+    answers = [n for n, m in enumerate(messages) if m["role"] == ASSISTANT]
+    chosen = answers[-1:] if last_only else answers
+    trained = [number for number in chosen if number >= first and number not in context]
+    if not trained:
         detail = f"completion must contain a message with role {ASSISTANT}"
+        if context.intersection(chosen):
+            detail = "its messages say that no answer of it is trained; leave it out"
         raise BadDocument("example without an answer", detail)
-    tools, options = example.get("tools"), example.get("chat_template_kwargs")
-    if isinstance(tools, str):  # tables store schemas of different shapes as text
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise BadDocument("tools are not JSON", str(error)) from error
-    if not isinstance(tools, list | None) or not isinstance(options, dict | None):
-        detail = "tools must be a list, and chat_template_kwargs an object"
-        raise BadDocument("not a conversation", detail)
-    return template.render_answers(messages, tools or None, first, **(options or {}))
-
-
-def check_roles(messages: Sequence[Message]) -> None:
-    """Raise ``BadDocument`` for unknown roles, wrong order, empty messages, or no last answer."""
-    previous = ""
-    for number, message in enumerate(messages):
-        role, text = message.get("role"), message.get("content")
-        if not isinstance(role, str) or role not in MAY_FOLLOW:
-            detail = f"message {number} has role {role!r}; known roles: {', '.join(MAY_FOLLOW)}"
-            raise BadDocument("unknown role", detail)
-        if previous not in MAY_FOLLOW[role]:
-            place = f"follows {previous}" if previous else "comes first"
-            detail = f"message {number} ({role}) {place}; reorder messages, or merge neighbours"
-            raise BadDocument("roles out of order", detail)
-        if not (isinstance(text, str | list) or (role == ASSISTANT and message.get("tool_calls"))):
-            raise BadDocument("no content", f"message {number} ({role}) has no content")
-        if role == ASSISTANT and not text and not message.get("tool_calls"):
-            raise BadDocument("example without an answer", f"message {number} ({role}) is empty")
-        previous = role
-    if previous != ASSISTANT:
-        detail = f"the last message has role {previous}" if previous else "it has no messages"
-        detail += f"; the last must have role {ASSISTANT}"
-        raise BadDocument("example without an answer", detail)
-
-
-def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
-    return [_drop_nulls(v) for v in value] if isinstance(value, list) else value
+    return template.render_answers(messages, tools, trained, **values)

@@ -34,10 +34,11 @@ from moefold.data.index import (
 )
 from moefold.data.packing import MaskedCorpus
 from moefold.data.sources import Skipped, Source, encode_utf8
+from moefold.data.template_names import common_values
 from moefold.data.tokenizer import Tokenizer, load
 from moefold.files import folder_for, path_in_errors, read_json, write_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MASK = ".mask"
 """Suffix of the token files that hold loss masks."""
@@ -182,6 +183,10 @@ def _write(draft: Path, data: Data, sources: Sequence[BuiltSource], on_progress:
     for record, source in texts:
         skipped[record.label] = Skipped()
         _encode(draft, record, source, tokenizer, data.seq, skipped[record.label], on_progress)
+    values = [each for _, source in training for each in source.template_values()]
+    if values:
+        tokenizer.files.set_template_values(common_values(values))
+        tokenizer.save(draft / _TOKENIZER)
     content = {
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint,

@@ -8,7 +8,7 @@ import glob
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +61,7 @@ class Skipped(dict[str, dict[str, Any]]):
         self._refused: list[str] = []
         self._long: list[tuple[int, str]] = []
         self._remedy = ""
+        self._columns: set[str] = set()
 
     def refuse(self, document: str) -> None:
         """Collect an unreadable document; raise once there are ``MAX_REFUSED``."""
@@ -100,6 +101,15 @@ class Skipped(dict[str, dict[str, Any]]):
         self.note(name, reason)
         self[reason]["unit"] = "file"
 
+    def note_columns(self, names: Iterable[str]) -> None:
+        """Keep the names of columns that are not read, each once."""
+        reason = "not read"
+        for name in names:
+            if name not in self._columns:
+                self._columns.add(name)
+                self.note(name, reason)
+                self[reason]["unit"] = "column"
+
 
 class Source(ABC):
     """Base of sources: streams documents in a fixed order."""
@@ -121,6 +131,10 @@ class Source(ABC):
             encoded = tokenizer.encode_documents([document.text for document in batch])
             pairs = zip(batch, encoded, strict=True)
             yield [Encoded(document.name, encode_utf8(document), ids) for document, ids in pairs]
+
+    def template_values(self) -> list[dict[str, Any]]:
+        """Return the template's values of the conversations read so far, if they are any."""
+        return []
 
     def stamp(self) -> list[tuple[str, int, int]]:
         """Return path, size and modification time of each file, to detect changes."""

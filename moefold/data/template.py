@@ -8,7 +8,7 @@ renders earlier turns differently once others follow is rejected.
 
 import json
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
@@ -91,6 +91,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now}
         self._special, self._today, self._source = special, today, source
+        self.text = text
         try:
             self._inner = environment.from_string(text)
         except TemplateSyntaxError as error:
@@ -140,9 +141,13 @@ class ChatTemplate:
         return Rendered("".join(parts), non_empty, bool(spans))
 
     def render_answers(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int, **options: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        trained: Collection[int],
+        **options: Any,
     ) -> Rendered:
-        """Render a conversation, with the spans of its answers from message ``first`` on.
+        """Render a conversation, with the spans of the answers whose messages are ``trained``.
 
         Raises:
             BadDocument: if the template fails, or the spans cannot be determined.
@@ -158,18 +163,22 @@ class ChatTemplate:
             self._require_prefix(full.text, before, number)
             return len(before)
 
-        if full.marked:
-            start = answer_start(first) if first else 0
-            return full._replace(spans=tuple(s for s in full.spans if s[0] >= start))
-        spans = []
-        for number in range(first, len(messages)):
-            if messages[number]["role"] == ASSISTANT:
-                start, until = answer_start(number), full.text
-                if number + 1 < len(messages):
-                    until = self.render(messages[: number + 1], tools, **options).text
-                    self._require_prefix(full.text, until, number)
-                spans.append((start, len(until)))
-        return Rendered(full.text, tuple(spans))
+        def answer_span(number: int) -> tuple[int, int]:
+            """Return where the answer in message ``number`` begins and ends in the text."""
+            start, until = answer_start(number), full.text
+            if number + 1 < len(messages):
+                until = self.render(messages[: number + 1], tools, **options).text
+                self._require_prefix(full.text, until, number)
+            return start, len(until)
+
+        answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if full.marked and set(answers) <= set(trained):
+            return full
+        spans = [answer_span(number) for number in answers if number in trained]
+        if not full.marked:
+            return Rendered(full.text, tuple(spans))
+        inside = (s for s in full.spans if any(a <= s[0] and s[1] <= b for a, b in spans))
+        return full._replace(spans=tuple(inside))
 
     def _require_prefix(self, full: str, head: str, number: int) -> None:
         """Raise ``BadDocument`` if a rendered beginning is not a prefix of the full text."""

@@ -12,6 +12,7 @@ from moefold.data.config import (
     GENERATION_CONFIG,
     SIDECAR_FILES,
     TEMPLATE_FILE,
+    TEMPLATE_VALUES,
     TOKENIZER_CONFIG,
     DataError,
 )
@@ -103,6 +104,16 @@ class TokenizerFiles(dict[str, str]):
             by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
             template = (tools and by_name.get("tool_use")) or by_name.get("default")
         return template if isinstance(template, str) else None
+
+    def template_values(self) -> dict[str, Any]:
+        """Return values of the template that all conversations of the training data had."""
+        return self.json(TEMPLATE_VALUES)
+
+    def set_template_values(self, values: Mapping[str, Any]) -> None:
+        """Keep values of the template; none are kept if there are none."""
+        self.pop(TEMPLATE_VALUES, None)
+        if values:
+            self[TEMPLATE_VALUES] = json.dumps(values, indent=2)
 
     def write(self, folder: Path, end_id: int, context: int | None) -> dict[str, Any]:
         """Write the files; return special token ids for ``config.json``.
