@@ -126,8 +126,8 @@ class ChoiceReader:
 
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
         """Read from a file the choices for this rank's tokens."""
-        with open_recording(path, "pt") as (file, choices):
-            token_M, id_M = file.get_tensor("token"), file.get_tensor("id")
+        with open_recording(path, "pt") as file:
+            choices, token_M, id_M = file.experts, file.token_M, file.id_M
             sorted_N, order_N = token_N.sort()
             at_M = torch.searchsorted(sorted_N, token_M).clamp(max=len(sorted_N) - 1)
             local_M = sorted_N[at_M] == token_M
@@ -142,15 +142,14 @@ class ChoiceReader:
                     "same order"
                 )
             for key in sorted(self._chosen.keys() & choices.keys()):
-                chosen_MK, chosen_NK = file.get_tensor(key), self._chosen[key]
+                chosen_MK, chosen_NK = file.chosen(key), self._chosen[key]
                 expected = chosen_NK.shape[1], self._layers[key].router.choices
-                invalid = (chosen_MK < -expected[1]) | (chosen_MK > expected[1])
-                if (chosen_MK.shape[1], choices[key]) != expected or bool(invalid.any()):
+                if (chosen_MK.shape[1], choices[key]) != expected:
                     raise RoutingError(
                         f"{path}: {key} chose {chosen_MK.shape[1]} of {choices[key]} experts, but "
                         f"chooses {expected[0]} of {expected[1]} in this run"
                     )
-                chosen_NK[row_L] = chosen_MK[local_M]
+                chosen_NK[row_L] = chosen_MK[local_M].to(chosen_NK.dtype)
 
     def _decision(self, rows: MicroBatch, token_range: slice, key: str) -> Decision:
         """Return the recorded decision of a layer for one micro-batch."""
