@@ -5,15 +5,25 @@ therefore replaced by the nearest legal values before the rules run; violations 
 marked as depending on the suggested values.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import isfinite
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from moefold.config.base import Record, iter_records, to_dict
-from moefold.config.errors import MISSING, REMOVE, FieldPath, Remove, Rename, Violation, dotted
+from moefold.config.errors import (
+    MAX_LISTED,
+    MISSING,
+    REMOVE,
+    FieldPath,
+    Remove,
+    Rename,
+    Violation,
+    dotted,
+)
 from moefold.config.fields import (
     ANYTHING,
     FieldSpec,
@@ -52,10 +62,11 @@ PydanticErrors = dict[FieldPath, list[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class CheckResult(Generic[R]):
-    """Result of a check: the record, or None and all violations."""
+    """Result of a check: the record, or None and the violations, of which some are only counted."""
 
     record: R | None
     violations: tuple[Violation, ...] = ()
+    unlisted: int = 0
 
 
 def check(cls: type[R], data: Any, overrides: Collection[FieldPath] = ()) -> CheckResult[R]:
@@ -67,10 +78,19 @@ def check(cls: type[R], data: Any, overrides: Collection[FieldPath] = ()) -> Che
     rounds: list[list[Violation]] = []
     for _ in range(MAX_ROUNDS):
         record, errors = validate(cls, data)
+        unlisted = 0
         if record is None:
-            violations = _field_violations(cls, data, errors, overrides)
+            unlisted = max(len(errors) - MAX_LISTED, 0)
+            listed = dict(islice(errors.items(), MAX_LISTED))
+            data = _without(data, set(islice(errors, MAX_LISTED, None)), _prefixes(listed))
+            violations = _field_violations(cls, data, listed, overrides)
         else:
-            violations = _rule_violations(record, data)
+            broken = broken_rules(record)
+            unlisted = max(len(broken) - MAX_LISTED, 0)
+            violations = _rule_violations(record, broken[:MAX_LISTED], data)
+        if unlisted:  # too much is wrong for what depends on the suggestions to be of use
+            rounds.append(list(violations))
+            return CheckResult(None, tuple(_merge_rounds(rounds, data)), unlisted)
         fresh = [item for item in violations if not any(item in earlier for earlier in rounds)]
         # Remove list items last and from the end, so that other indices stay valid.
         drops = [v for v in fresh if v.nearest == REMOVE and v.path and isinstance(v.path[-1], int)]
@@ -127,6 +147,34 @@ def validate(record: type[M], data: Any) -> tuple[M | None, PydanticErrors]:
             errors.setdefault(path, []).append((item["type"], item["msg"]))
         parents = {path[:end] for path in errors for end in range(len(path))}
         return None, {path: items for path, items in errors.items() if path not in parents}
+
+
+def _prefixes(paths: Iterable[FieldPath]) -> set[FieldPath]:
+    """Return the paths, and each path around them."""
+    return {path[:end] for path in paths for end in range(len(path) + 1)}
+
+
+def _without(data: Any, removed: set[FieldPath], kept: set[FieldPath]) -> Any:
+    """Return raw data without the values at ``removed`` paths.
+
+    A list ends before the first item at or below which something is removed, unless that item is
+    among the ``kept`` paths.
+    """
+    around = _prefixes(removed)
+
+    def copy(value: Any, path: FieldPath) -> Any:
+        if path not in around:
+            return value
+        if isinstance(value, Mapping):
+            present = {key: item for key, item in value.items() if (*path, key) not in removed}
+            return {key: copy(item, (*path, key)) for key, item in present.items()}
+        if isinstance(value, list):
+            cut = (i for i in range(len(value)) if (*path, i) in around and (*path, i) not in kept)
+            items = enumerate(value[: next(cut, len(value))])
+            return [copy(item, (*path, i)) for i, item in items]
+        return value
+
+    return copy(data, ()) if removed else data
 
 
 # --------------------------------------------------------------------------- individual fields
@@ -236,13 +284,14 @@ def _violation_id(kinds: list[str]) -> str:
 # ------------------------------------------------------------------- constraints between fields
 
 
-def _rule_violations(record: Record, data: Any) -> Iterator[Violation]:
-    """Yield violated rules of a record with legal fields, each with a legal value.
+def _rule_violations(record: Record, broken: Sequence[Violation], data: Any) -> Iterator[Violation]:
+    """Yield the violated rules of a record with legal fields, each with a legal value.
 
     If a rule suggests no value, null or the default is suggested if it satisfies the rule.
     """
-    for item in broken_rules(record):
-        spec = spec_at(FieldSpec(type(record)), to_dict(record), item.path)
+    plain = to_dict(record)
+    for item in broken:
+        spec = spec_at(FieldSpec(type(record)), plain, item.path)
         suggestion, attempts = item.nearest, list[Any]()
         if suggestion is MISSING or (suggestion is None and not spec.option("none")):
             suggestion, attempts = MISSING, [None, spec.default]

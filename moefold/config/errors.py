@@ -43,6 +43,10 @@ class Rename:
 
 
 REMOVE = Remove()
+MAX_LISTED = 40
+"""Violations that are looked up and listed; further ones are counted."""
+MAX_SHOWN_PATH = 200
+"""Characters of a path that messages show."""
 _NO_VALUE = ("missing", "syntax", "tag", "too-large", "no-file", "override")
 """Ids of violations where a value of None means that there is no value."""
 
@@ -72,22 +76,31 @@ class Violation:
 class RunError(ValueError):
     """All violations of a run at once.
 
-    ``violations`` are in the order in which to fix them; ``data`` is the raw data that was checked,
-    after ``base`` and overrides. The message is a count, then the path, value, rule and nearest
-    value of each.
+    ``violations`` are in the order in which to fix them, at most ``MAX_LISTED``; ``unlisted`` is
+    the number of others. ``data`` is the raw data that was checked, after ``base`` and overrides.
+    The message is a count, then the path, value, rule and nearest value of each.
     """
 
-    def __init__(self, violations: Iterable[Violation], data: Any = None, source: str = "") -> None:
-        self.violations = tuple(violations)
+    def __init__(
+        self,
+        violations: Iterable[Violation],
+        data: Any = None,
+        source: str = "",
+        unlisted: int = 0,
+    ) -> None:
+        found = tuple(violations)
+        self.violations = found[:MAX_LISTED]
         self.data = data
         self.source = source
-        count = len(self.violations)
-        head = f"{source or 'the run'}: {count} error{'s' if count != 1 else ''}"
-        lines = (line for item in self.violations for line in format_violation(item))
+        self.unlisted = unlisted + len(found) - len(self.violations)
+        count = len(self.violations) + self.unlisted
+        head = f"{source or 'the run'}: {count:,} error{'s' if count != 1 else ''}"
+        lines = [line for item in self.violations for line in format_violation(item)]
+        lines += [f"  and {self.unlisted:,} more"] if self.unlisted else []
         super().__init__("\n".join([head, *lines]))
 
     def __reduce__(self) -> tuple[type["RunError"], tuple[Any, ...]]:
-        return type(self), (self.violations, self.data, self.source)
+        return type(self), (self.violations, self.data, self.source, self.unlisted)
 
 
 def format_violation(violation: Violation) -> list[str]:
@@ -96,7 +109,8 @@ def format_violation(violation: Violation) -> list[str]:
     no_value = violation.value is None and violation.id in _NO_VALUE
     value = "" if no_value else f" = {format_value(violation.value)}"
     no_path = "(override)" if violation.id == "override" else "(whole file)"
-    lines = [f"  {dotted(violation.path) or no_path}{value}{where}", f"      {violation.rule}"]
+    path = shorten(dotted(violation.path), MAX_SHOWN_PATH) or no_path
+    lines = [f"  {path}{value}{where}", f"      {violation.rule}"]
     if violation.nearest is not MISSING:
         lines.append(f"      nearest: {format_value(violation.nearest)}")
     return lines
@@ -114,7 +128,12 @@ def format_value(value: Any) -> str:
         return repr(value)
     else:
         text = repr(str(value) if isinstance(value, PurePath) else value)
-    return text if len(text) <= 100 else text[:99] + "…"
+    return shorten(text, 100)
+
+
+def shorten(text: str, most: int) -> str:
+    """Return a text of at most ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def dotted(path: Iterable[PathPart]) -> str:

@@ -8,16 +8,18 @@ from typing import Any, Generic, Literal, TypeVar
 
 from moefold.config.base import Record, to_dict
 from moefold.config.check import check
-from moefold.config.errors import MISSING, REMOVE, FieldPath, RunError, Violation
+from moefold.config.errors import MAX_LISTED, MISSING, REMOVE, FieldPath, RunError, Violation
 from moefold.config.fields import iter_file_paths, leaves, set_at, specs
 from moefold.config.merge import ConfigLayer, MergedData, ValueOrigin
 from moefold.config.plugins import import_plugins, resolve_path
-from moefold.config.reader import MAX_BYTES, read_value, read_yaml
+from moefold.config.reader import MAX_BYTES, MAX_NODES, read_value, read_yaml
 from moefold.config.suggest import closest
 from moefold.files import path_in_errors
 
 BASE = "base"
 USES = "uses"
+MAX_FILES = 100
+"""Files that a run file may build on, and plug-ins that it may use, each in total."""
 
 R = TypeVar("R", bound=Record)
 
@@ -70,10 +72,12 @@ def load(
         # The intended base may set it.
         unreported = [item for item in unreported if item.id != "missing"]
     violations = [*state.violations, *unreported]
+    unlisted = checked.unlisted + max(len(violations) - MAX_LISTED, 0)
+    violations = violations[:MAX_LISTED]
     if violations or checked.record is None:
         origins = (item.where or merged.origin(item.path).where for item in violations)
         located = [replace(v, where=w) for v, w in zip(violations, origins, strict=True)]
-        raise RunError(located, merged.data, name)
+        raise RunError(located, merged.data, name, unlisted)
     leaf_paths = (path for path, _ in leaves(to_dict(checked.record)))
     origins = {path: merged.origins.get(path, ValueOrigin("default")) for path in leaf_paths}
     return LoadedRecord(checked.record, origins)
@@ -109,6 +113,8 @@ class _LoadState:
         self.violations: list[Violation] = []
         self.plugins: dict[str, ValueOrigin] = {}
         self.errors: dict[str, str] = {}
+        self.base_count = 0
+        self.value_count = 0
 
     def read(self, source: str | Path | Mapping[str, Any], name: str, folder: Path | None) -> str:
         """Read a source and its bases; return its name for messages."""
@@ -189,6 +195,10 @@ class _LoadState:
             rule = "must hold a mapping of keys to values at its top level"
             item = Violation((), parsed.data, rule, id="syntax", where=name)
             raise RunError([item], source=name)
+        self.value_count += parsed.count
+        if self.value_count > MAX_NODES:
+            rule = f"the files that a run builds on hold more than {MAX_NODES} values"
+            raise RunError([Violation((), None, rule, id="too-large", where=name)], source=name)
         self.violations += parsed.violations
         layer = ConfigLayer(parsed.data, kind, name, parsed.lines, folder or path.parent)
         self._add_layer(layer, (*chain, path))
@@ -202,6 +212,10 @@ class _LoadState:
             names = {(BASE, i): name for i, name in enumerate(bases)}
         elif not names:
             errors[(BASE,)] = bases, "must be a path, a recipe's name, or a list of these", REMOVE
+        self.base_count += len(names)
+        if self.base_count > MAX_FILES:
+            errors[(BASE,)] = None, f"a run builds on at most {MAX_FILES} files", MISSING
+            names = {}
         for path, name in names.items():
             base = self._find_file(name, folder)
             if base is None:
@@ -218,13 +232,19 @@ class _LoadState:
         ]
         own = {key: value for key, value in layer.data.items() if key != BASE}
         if USES in specs(self.cls) and _is_string_list(own.get(USES)):
-            for i, item in enumerate(own[USES]):
+            for i, item in enumerate(own[USES][: MAX_FILES + 1]):
                 self._import_plugins([item], folder, layer.origin((USES, i)))
         self.layers.append(replace(layer, data=own))
 
     def _import_plugins(self, uses: list[str], folder: Path, origin: ValueOrigin) -> None:
         """Import plugins; record their origins and errors."""
         for item in uses:
+            if len(self.plugins) >= MAX_FILES:
+                rule = f"a run uses at most {MAX_FILES} plug-ins"
+                too_many = Violation((USES,), None, rule, id="uses", where=origin.where)
+                if too_many not in self.violations:
+                    self.violations.append(too_many)
+                return
             path = resolve_path(item, folder)
             self.plugins.setdefault(str(path), origin)
             try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from moefold.config.fields import (
     set_at,
     spec_at,
 )
+from moefold.config.path_tree import PathTree
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,22 @@ class ConfigLayer:
 
     def origin(self, path: FieldPath) -> ValueOrigin:
         """Return the origin of this layer's value at a path, with the value's first line."""
-        below = [line for leaf, line in self.lines.items() if leaf[: len(path)] == path]
-        around = [self.lines[path[:end]] for end in range(len(path)) if path[:end] in self.lines]
-        suffix = f":{min(below or around)}" if below or around else ""
+        line = self._first_lines.get(path)
+        if line is None:
+            around = (self.lines.get(path[:end]) for end in range(len(path)))
+            line = min((number for number in around if number is not None), default=None)
+        suffix = "" if line is None else f":{line}"
         return ValueOrigin(self.kind, self.name + suffix, self.folder)
+
+    @cached_property
+    def _first_lines(self) -> dict[FieldPath, int]:
+        """The first line of what is at or below each path."""
+        first: dict[FieldPath, int] = {}
+        for leaf, line in self.lines.items():
+            for end in range(len(leaf) + 1):
+                path = leaf[:end]
+                first[path] = min(line, first.get(path, line))
+        return first
 
 
 class MergedData:
@@ -60,7 +74,7 @@ class MergedData:
     def __init__(self, cls: type[Record]) -> None:
         self.spec = FieldSpec(cls)
         self.data: Any = {}
-        self.origins: dict[FieldPath, ValueOrigin] = {}
+        self.origins: PathTree[ValueOrigin] = PathTree()
 
     def add(self, layer: ConfigLayer) -> None:
         """Merge a layer over the current data."""
@@ -73,9 +87,10 @@ class MergedData:
         both = isinstance(override, Mapping) and isinstance(base, Mapping)
         lower: Mapping[str, Any] = base if both and not changes_kind(spec, base, override) else {}
         if not lower and base is not MISSING:
-            self._drop_origins(path)
+            self.origins.drop(path)
         if not isinstance(override, Mapping) or not (override or lower):
-            self.origins |= {leaf: layer.origin(leaf) for leaf, _ in leaves(override, path)}
+            for leaf, _ in leaves(override, path):
+                self.origins[leaf] = layer.origin(leaf)
             return override
         merged, combined = dict(lower), {**lower, **override}
         for key, item in override.items():
@@ -85,12 +100,7 @@ class MergedData:
 
     def origin(self, path: FieldPath) -> ValueOrigin:
         """Return the origin of the value at a path, or of the nearest enclosing value."""
-        for end in range(len(path), 0, -1):
-            inner = (origin for leaf, origin in self.origins.items() if leaf[:end] == path[:end])
-            first = next(inner, None)
-            if first is not None:
-                return first
-        return ValueOrigin("default")
+        return self.origins.nearest(path, ValueOrigin("default"))
 
     def override(self, path: FieldPath, value: Any, text: str, append: bool) -> Violation | None:
         """Set the value at a path, or with ``append`` append it to the list there.
@@ -116,10 +126,10 @@ class MergedData:
         if isinstance(holder, Mapping) and changes_kind(parent, holder, tagged):
             path, value = path[:-1], tagged  # another kind replaces the whole mapping
         value = spec_at(self.spec, self.data, path).with_tag(value)
-        self._drop_origins(path)
+        self.origins.drop(path)
         self.data = set_at(self.data, path, value)
-        origin = ValueOrigin("override", text)
-        self.origins |= dict.fromkeys((leaf for leaf, _ in leaves(value, path)), origin)
+        for leaf, _ in leaves(value, path):
+            self.origins[leaf] = ValueOrigin("override", text)
         return None
 
     def _path_error(self, path: FieldPath, part: PathPart) -> str | None:
@@ -136,8 +146,3 @@ class MergedData:
         if isinstance(value, Mapping):
             return "is not a list" if isinstance(part, int) else None
         return f"is a single value: it has no {part!r}"
-
-    def _drop_origins(self, path: FieldPath) -> None:
-        """Drop the origins of everything at or below a path."""
-        for leaf in [leaf for leaf in self.origins if leaf[: len(path)] == path]:
-            del self.origins[leaf]

@@ -105,7 +105,7 @@ HOSTILE: list[tuple[str, str, str, str]] = [
     ("unclosed", "a: {b: 1", "syntax", "YAML"),
     ("tab", "a:\n\t- b", "syntax", "YAML"),
     ("control character", "a: \x00", "syntax", "YAML"),
-    ("lone surrogate", 'a: "\\ud800"', "syntax", "valid text"),
+    ("lone surrogate", 'a: "\\ud800"', "syntax", "invalid Unicode"),
     ("future YAML", "%YAML 9.0\n---\na: 1", "syntax", "YAML"),
     ("word as bool", "a: !!bool maybe", "syntax", "true or false"),
     ("word as int", "a: !!int many", "syntax", "whole number"),

@@ -94,10 +94,9 @@ def test_overlaps_are_those_of_counted_pairs(tmp_path: Path) -> None:
     draw = np.random.default_rng(3)
     steps = []
     for step in range(2):
-        ids, chosen = draw.integers(0, 5 + step, 40), draw.integers(-5, 5, (40, 3)).astype(np.int32)
-        record(
-            tmp_path, {"token": np.arange(40), "id": ids, "layers.0": chosen}, CHOICES, step=step
-        )
+        ids = draw.integers(0, 5 + step, 40)
+        chosen = draw.integers(-5, 5, (40, 3)).astype(np.int32)
+        record(tmp_path, {"token": np.arange(40), "id": ids, "layers.0": chosen}, step=step)
         steps.append((ids, np.where(chosen < 0, -1 - chosen, chosen)))
     counts = np.zeros((2, 6, 5))
     for step, (ids, experts) in enumerate(steps):
