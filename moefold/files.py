@@ -170,6 +170,32 @@ def folder_for(path: Path) -> Iterator[None]:
         raise
 
 
+def try_output(path: Path) -> None:
+    """Try, before long work, whether ``write_text`` can write ``path``; nothing stays.
+
+    What is not a regular file, such as a pipe, is not opened.
+
+    Raises:
+        OSError: if its folder does not exist, takes no files, or ``path`` is a folder.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        require_writable(path)
+        return
+    draft = path.with_name(f".{path.name}.part")
+    try:
+        with draft.open("wb") as file:
+            file.write(b" ")
+            file.flush()
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
 def require_writable(path: Path) -> None:
     """Check, without writing, that the file or folder ``path`` could be created or written to.
 

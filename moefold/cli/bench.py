@@ -23,7 +23,7 @@ from moefold.cli._common import (
     plain_table,
     print_json,
 )
-from moefold.files import require_writable
+from moefold.files import try_output
 from moefold.planner.hardware import default_machine_file
 from moefold.run import load_run
 
@@ -32,8 +32,9 @@ DEFAULT_RUNS = ["demo", "tiny"]
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    text = "run files or recipes (default: demo tiny); with --memory one, then k=v overrides"
+    text = "run files or recipes (default: demo tiny; with --memory one), and overrides k=v of all"
     parser.add_argument("sources", metavar="RUN", nargs="*", help=text)
+    parser.set_defaults(overrides=[])
     text = "output .json file (default: the cached one that `plan --cluster cpu` reads)"
     parser.add_argument("--machine", metavar="FILE", help=text)
     parser.add_argument(
@@ -56,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("layout", "world", "picture"):
         if getattr(args, flag) is not None:
             raise ValueError(f"--{flag} needs --memory")
-    runs = {source: load_run(source) for source in args.sources or DEFAULT_RUNS}
+    sources = args.sources or DEFAULT_RUNS
+    runs = {source: load_run(source, args.overrides) for source in sources}
     file = Path(args.machine) if args.machine else default_machine_file()
-    require_writable(file)  # before minutes of measuring
+    try_output(file)  # before minutes of measuring
     from moefold.training.calibrate import calibrate
 
     machine, steps = calibrate(runs, args.rounds)
@@ -87,12 +89,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare_memory(args: argparse.Namespace) -> int:
     """Print planned and measured memory of the ranks after each action of a step."""
-    source, *overrides = args.sources or DEFAULT_RUNS[:1]
-    run = load_run(source, [*overrides, *overrides_of(args)])
+    source, *others = args.sources or DEFAULT_RUNS[:1]
+    if others:
+        raise ValueError(f"--memory compares one run: leave {' '.join(others)} out")
+    run = load_run(source, overrides_of(args))
     world = run.layout.split.smallest_world if args.world is None else args.world
     picture = None if args.picture is None else Path(args.picture)
     if picture is not None:
-        require_writable(picture)
+        try_output(picture)
     from moefold.training.memory_bench import PARTS, compare_bytes, draw_bytes
 
     actions = compare_bytes(run, world)

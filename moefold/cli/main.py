@@ -109,14 +109,33 @@ def _run_command(words: list[str]) -> int:
     parser, command = build_parser(next((word for word in words if word[:1] != "-"), None))
     args, rest = parser.parse_known_args(words)
     # Overrides k=v may also follow options, where argparse does not expect them.
-    overrides = vars(args).get("overrides")
-    if rest and (overrides is None or any(w.startswith("-") or "=" not in w for w in rest)):
+    takes_overrides = "overrides" in args
+    if rest and (not takes_overrides or any(w.startswith("-") or "=" not in w for w in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides = [*(overrides or []), *rest]
+    if takes_overrides:
+        _sort_words(args, rest)
     if command is None:
         parser.print_help()
         return 0
     return command.run(args)
+
+
+def _sort_words(args: argparse.Namespace, rest: list[str]) -> None:
+    """Tell names of runs from overrides, alike for all commands; both keep their order."""
+    given = vars(args)
+    several = "sources" in args
+    first = given["sources"] if several else [given.get("source")]
+    words = [word for word in (*first, *given["overrides"], *rest) if word is not None]
+    names = [word for word in words if "=" not in word or Path(word).exists()]
+    if several:
+        args.sources = names
+        args.overrides = [word for word in words if word not in names]
+    elif "source" not in args or not names:
+        args.overrides = words[words[:1] == [given.get("source")] :]
+    else:
+        args.source = names[0]
+        words.remove(names[0])
+        args.overrides = words
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, plain_table, print_json
-from moefold.files import write_text
+from moefold.files import try_output, write_text
 from moefold.planner.goodput import DAY, Price
 from moefold.planner.page import plan_json, render_page
 from moefold.planner.plan import GB, Plan, PlannedLayout, require_positive
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     numbers = ("batch", "seq", "load", "memory", "tokens")
     require_positive(**{f"--{name}": getattr(args, name) for name in numbers})
+    if args.html:
+        try_output(Path(args.html))  # before a search
     plan = planned(
         args.source,
         args.cluster,

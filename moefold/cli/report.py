@@ -10,7 +10,7 @@ from pathlib import Path
 from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import find_newest
 from moefold.cli._common import add_json, print_json
-from moefold.files import write_text
+from moefold.files import try_output, write_text
 from moefold.training.report import render_report, summary
 from moefold.training.run_folder import History
 
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(summary(history))
         return 0
     path = Path(args.html) if args.html else folder / "report.html"
+    try_output(path)
     write_text(path, render_report(history, folder.resolve().name, str(folder)))
     print(path)
     checkpoint = find_newest(folder)

@@ -8,7 +8,7 @@ import argparse
 import json
 from pathlib import Path
 
-from moefold.files import write_text
+from moefold.files import try_output, write_text
 from moefold.training.routing_trace import iter_figures
 
 
@@ -26,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     if not args.folder.is_dir():
         raise FileNotFoundError(2, "no such folder", str(args.folder))
+    if args.out is not None:
+        try_output(args.out)
     rows = (json.dumps(line) for line in iter_figures(args.folder, args.tokens))
     if args.out is None:
         for row in rows:

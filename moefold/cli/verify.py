@@ -11,14 +11,17 @@ exit status:
 """
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._common import add_json, add_run, add_world, plain_table, print_json
+from moefold.config.errors import RunError
 from moefold.proof.matrix import RULES, matrix
 from moefold.run import Run, load_run
 from moefold.training.formatting import plural
@@ -90,13 +93,25 @@ def _requested_run(args: argparse.Namespace) -> Run | None:
             raise ValueError("name a RUN, or give --matrix for the layouts of a release")
         if args.precision is not None:
             raise ValueError("--precision needs --matrix; for a RUN use --as-run")
-        return load_run(args.source, args.overrides)
+        return _load_run(args.source, args.overrides, args.layout)
     if args.source is not None or args.layout or args.as_run:
         raise ValueError("--matrix has its own models and layouts: give no RUN, --layout, --as-run")
     unknown = [name for name in args.matrix if name not in RULES]
     if unknown:
         raise ValueError(f"--matrix {unknown[0]}: unknown rule; known are {', '.join(RULES)}")
     return None
+
+
+def _load_run(source: str, overrides: list[str], layouts: list[str] | None) -> Run:
+    """Load the run as ``train --layout`` does, in the first layout in which it is legal.
+
+    It may be legal only in one of ``layouts``, as with stages of a pipeline; a layout in which it
+    is not is reported with the others.
+    """
+    for sizes in layouts or ():
+        with suppress(RunError):
+            return load_run(source, [*overrides, f"layout.sizes={json.dumps(sizes)}"])
+    return load_run(source, overrides)
 
 
 class VerdictPrinter:
