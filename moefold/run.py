@@ -22,7 +22,7 @@ from moefold.model.families import folder
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import model_needs, qk_clip_violations
+from moefold.spec.decoder import model_needs, qk_clip_violations, too_large
 from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
 from moefold.spec.tuning import apply_tuning, tuning_violations
 from moefold.training.config import ADAPTER, Lora, Train
@@ -40,7 +40,7 @@ class Run(Record):
     """One training run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: Annotated[int, Field(ge=0)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     deterministic: bool = False
     """Whether two runs give the same bits, at some cost of speed."""
     model: Annotated[Record, MODEL]
@@ -69,6 +69,9 @@ class Run(Record):
             violations = list(self.model.violations(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in violations)
             if violations:
+                return
+            if problem := too_large(self._base_decoder()):
+                yield Violation(("model",), self.model, problem)
                 return
             if self.train.freeze or self.adapter or self.train.quantise:
                 yield from tuning_violations(self._base_decoder(), self.train.freeze, self.adapter)

@@ -28,7 +28,7 @@ class CheckpointPolicy(Record):
     """Number of newest checkpoints that are kept."""
     keep_every: Count | None = None
     """Also keep each checkpoint whose step is a multiple of this."""
-    shard_bytes: Annotated[int, Field(ge=1024)] = 2**30
+    shard_bytes: Annotated[int, Field(ge=1024, le=2**50)] = 2**30
     """Most bytes of tensors in a shard file; a larger tensor has its own shard."""
     attempts: Annotated[int, Field(ge=1, le=10)] = 3
     """Number of attempts at a save when storage has a transient error."""

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.files import plain
+from moefold.mesh.config import MAX_RANKS
 
 WRONG_INPUT = 2
 """Exit status for wrong input, of every command."""
@@ -43,7 +44,15 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add ``--world``, the number of ranks of a layout."""
     text = "number of ranks (default: the fewest that the layout needs)"
-    parser.add_argument("--world", metavar="N", type=int, help=text)
+    parser.add_argument("--world", metavar="N", type=rank_number, help=text)
+
+
+def rank_number(text: str) -> int:
+    """Parse a number of ranks, at most ``MAX_RANKS``."""
+    number = int(text)
+    if number > MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text[:40]} ranks: at most {MAX_RANKS:,} are possible")
+    return number
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ from moefold.config.load import LoadedRecord
 from moefold.config.merge import ValueOrigin
 from moefold.config.plugins import import_plugins
 from moefold.config.schema import json_schema
-from moefold.mesh.config import ORDERS, Sizes
+from moefold.mesh.config import MAX_RANKS, ORDERS, Sizes
 from moefold.mesh.folding import ATTENTION, EXPERTS, GROUP_KINDS, Folding, Ranks
 from moefold.mesh.grid import Grid
 from moefold.mesh.legality import folding_violations, size_violations
@@ -59,6 +59,8 @@ FITTING_LAYOUT: dict[FieldPath, str] = {
 """The layout fields that may not fit a model, each with a value that fits every model."""
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_RUNS = 16, 8, 4, 4
 """Maximum rows of a table, columns of a grid, groups of a kind, and runs of ranks shown."""
+MAX_LISTED_RANKS = 100_000
+"""Ranks up to which ``--json`` lists every group."""
 GRID_AXES = {ATTENTION: (("pp", "dp"), ("cp", "tp")), EXPERTS: (("pp", "edp"), ("ep", "etp"))}
 """Axes of the rows and columns of each grid, the slowest first."""
 
@@ -306,6 +308,8 @@ class LayoutReport:
     def of(cls, run: Run, world: int | None = None) -> "LayoutReport":
         """Describe a run's layout, legal or not (default ``world``: the minimum)."""
         layout, sizes = run.layout, run.layout.split
+        if max(sizes.smallest_world, sizes.vpp) > MAX_RANKS:
+            raise ValueError(f"layout {sizes.text!r}: must fit at most {MAX_RANKS:,} ranks")
         model, count = model_needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
         violations = size_violations(sizes, model, world, layout.order, layout.stages)
         world = sizes.smallest_world if world is None else world
@@ -341,7 +345,9 @@ class LayoutReport:
             grids = {ATTENTION: folding.attention, EXPERTS: folding.experts}
             answer |= {"order": folding.order, "dp": folding.dp, "edp": folding.edp}
             answer["grids"] = {name: dict(grid.axes) for name, grid in grids.items()}
-            answer["groups"] = {kind: folding.groups(kind) for kind in GROUP_KINDS}
+            listed = self.world <= MAX_LISTED_RANKS
+            groups = {kind: folding.groups(kind) for kind in GROUP_KINDS} if listed else None
+            answer["groups"] = groups
             answer["same_groups"] = folding.first_equal_kinds()
         if stages is not None:
             answer["stages"] = {"text": stages.text, "table": stages.table(self.sizes.pp, self.way)}
@@ -403,10 +409,11 @@ def _grid_table(name: str, grid: Grid) -> tuple[str, Table]:
 
     columns = list(_abridge(grid.offsets(across), MAX_COLUMNS))
     titles = [place(column, across) for column in columns]
-    rows = [
-        (place(row, down), *("…" if column is None else str(row + column) for column in columns))
-        for row in grid.offsets(down)
-    ]
+    rows = []
+    for row in _abridge(grid.offsets(down), MAX_ROWS):
+        gap = row is None
+        ranks = ("…" if gap or column is None else str(row + column) for column in columns)
+        rows.append((place(row, down), *ranks))
     return f"{name}: {title}", _table(["", *titles], rows, right=titles)
 
 
@@ -414,9 +421,10 @@ def _group_table(folding: Folding) -> Table:
     """Return a table of the kinds of groups: size, number, first groups, purpose."""
     rows = []
     for kind, first in folding.first_equal_kinds().items():
-        groups = folding.groups(kind)
+        groups = folding.some_groups(kind, MAX_GROUPS)
         ranks = f"same as {first}" if first != kind else format_groups(groups)
-        figures = str(len(groups[0])), f"{len(groups):,}"
+        size = 0 if groups[0] is None else len(groups[0])
+        figures = str(size), f"{folding.group_count(kind):,}"
         rows.append((kind, *figures, ranks, GROUP_KINDS[kind].purpose))
     titles = ("kind", "size", "number", "ranks", "for")
     table = _table(titles, rows, right=("size", "number"), most=len(rows))
@@ -449,9 +457,9 @@ def _format_layers(numbers: Sequence[int]) -> str:
     return f"layer{'s' * (len(numbers) > 1)} {format_ranks(numbers)}"
 
 
-def format_groups(groups: Sequence[Ranks]) -> str:
-    """Format groups of ranks in short form: ``0–3 | 4–7 | … | 28–31``."""
-    if len(groups[0]) == 1:
+def format_groups(groups: Sequence[Ranks | None]) -> str:
+    """Format groups of ranks in short form, None as a gap: ``0–3 | 4–7 | … | 28–31``."""
+    if groups[0] is not None and len(groups[0]) == 1:
         return "each rank alone"
     return " | ".join("…" if g is None else format_ranks(g) for g in _abridge(groups, MAX_GROUPS))
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from moefold.cli._common import add_json, add_layout, add_run, overrides_of, plain_table, print_json
 from moefold.files import try_output, write_text
+from moefold.layers.config import MAX_SIZE
 from moefold.planner.goodput import DAY, Price
 from moefold.planner.page import plan_json, render_page
 from moefold.planner.plan import GB, Plan, PlannedLayout, require_positive
@@ -56,8 +57,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    numbers = ("batch", "seq", "load", "memory", "tokens")
-    require_positive(**{f"--{name}": getattr(args, name) for name in numbers})
+    given = vars(args)
+    require_positive(**{f"--{name}": given[name] for name in ("load", "memory", "tokens")})
+    require_positive(MAX_SIZE, **{f"--{name}": given[name] for name in ("batch", "seq")})
     if args.html:
         try_output(Path(args.html))  # before a search
     plan = planned(

@@ -40,6 +40,10 @@ RANK_MODULE = "moefold.cli._training"
 """Module that imports all that training needs."""
 
 
+MAX_HERE = 4096
+"""Ranks that one machine starts."""
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_run(parser, "train.steps=100", optional=True)
@@ -109,8 +113,8 @@ def parse_run(args: argparse.Namespace) -> tuple[Run, RankInfo | None]:
     for flag in ("weights_only", "new_tokenizer"):
         if vars(args)[flag] and args.fork is None:
             raise ValueError(f"--{flag.replace('_', '-')} is only for forks: add --fork NEW")
-    if args.nproc is not None and args.nproc < 1:
-        raise ValueError(f"--nproc {args.nproc}: must be at least 1")
+    if args.nproc is not None and not 1 <= args.nproc <= MAX_HERE:
+        raise ValueError(f"--nproc {args.nproc}: must be at least 1 and at most {MAX_HERE}")
     run = load_requested_run(args)
     if info is None or info.world_size == 1:
         require_fit(run, args.nproc or 1)

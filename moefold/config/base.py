@@ -20,21 +20,30 @@ from moefold.config.errors import FieldPath, Violation
 
 # Types that accept lists and plain strings, as YAML has no others; items stay strict.
 _LENIENT = frozenset({"list", "tuple", "set", "frozenset", "enum", "lax-or-strict"})
+MOST: dict[str, Any] = {"int": 2**31 - 1, "float": 1e30}
+"""Bounds of the magnitude of numbers in fields that state none of their own."""
 _OPAQUE = frozenset({"metadata", "serialization", "default", "config", "cls"})
 
 
-def _accept_lists(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> None:
-    """Let a core schema's containers accept lists, except in nested schemas of other records."""
+def _adapt(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> None:
+    """Let a core schema's containers accept lists, and bound its numbers.
+
+    Nested schemas of other records stay as they are.
+    """
     if isinstance(schema, list | tuple):
         for item in schema:
-            _accept_lists(item, handler)
+            _adapt(item, handler)
     if not isinstance(schema, dict):
         return
     kind = schema.get("type")
+    if isinstance(kind, str) and kind in MOST:
+        for inclusive, exclusive, bound in (("le", "lt", MOST[kind]), ("ge", "gt", -MOST[kind])):
+            if inclusive not in schema and exclusive not in schema:
+                schema[inclusive] = bound
     if kind == "definition-ref":
         target = handler.resolve_ref_schema(cast(CoreSchema, schema))
         if target.get("type") == "enum":
-            _accept_lists(target, handler)
+            _adapt(target, handler)
         return
     if kind == "model" and not top:
         return
@@ -42,11 +51,11 @@ def _accept_lists(schema: Any, handler: GetCoreSchemaHandler, top: bool = False)
         schema["strict"] = False
     for key, item in schema.items():
         if key not in _OPAQUE:
-            _accept_lists(item, handler)
+            _adapt(item, handler)
 
 
 class Record(BaseModel):
-    """A frozen, strict configuration record.
+    """A frozen, strict configuration record; every number in it is bounded.
 
     ``owner`` is the class that is built from the record, as ``"module:name"``. It is imported only
     when it is built, so that configuration needs neither torch nor optional packages.
@@ -75,7 +84,7 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Build the strict schema, which accepts lists for tuples and strings for paths."""
         schema = handler(source)
-        _accept_lists(handler.resolve_ref_schema(schema), handler, top=True)
+        _adapt(handler.resolve_ref_schema(schema), handler, top=True)
         return schema
 
 

@@ -236,7 +236,7 @@ def _value_violation(
         likely = likely_kind(parent, slot, get_at(data, path[:-1]))
         legal, attempts = f"one of {', '.join(slot.kinds)}", iter((likely, *slot.kinds))
     else:
-        legal, attempts = describe(spec), candidates(spec, value)
+        legal, attempts = describe(spec, value), candidates(spec, value)
     violation_id = _violation_id([kind for kind, _ in errors])
     if violation_id == "missing" and value is not MISSING:
         violation_id = "out-of-range"  # a list that is too short

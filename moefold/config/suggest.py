@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from moefold.config.base import MOST
 from moefold.config.errors import MISSING, FieldPath, format_value
 from moefold.config.fields import FieldSpec, Option, required, specs
 from moefold.config.slot import Slot
@@ -43,8 +44,18 @@ _BOUND_TEXTS = {
 # ------------------------------------------------------------------------------- descriptions
 
 
-def describe(spec: FieldSpec) -> str:
-    """Describe a field's legal values: ``a whole number of at least 1 or null``."""
+def describe(spec: FieldSpec, value: Any = None) -> str:
+    """Describe a field's legal values: ``a whole number of at least 1 or null``.
+
+    A bound that all fields have is named if the rejected ``value`` is beyond it.
+    """
+    number = _number(value)
+    for option in spec.options:
+        most = MOST.get(option.kind)
+        free = not {"le", "lt"} & set(option.bounds)
+        if most is not None and number is not None and number > most and free:
+            shown = f"{most:,}" if option.kind == "int" else f"{most:g}"
+            return f"{_KIND_TEXTS[option.kind]} of at most {shown}"
     # An example is clearer than a pattern.
     hidden = ("pattern",) if spec.examples else ()
     texts = dict.fromkeys(_describe_option(option, hidden) for option in spec.options)
@@ -185,7 +196,9 @@ def _clamp(option: Option, number: int | float) -> Iterator[int | float]:
     above, below = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
     if not above < number < below and not integer:
         return
-    low, high = bounds.get("ge", above + 1), bounds.get("le", below - 1)
+    most = MOST[option.kind]
+    low = bounds.get("ge", above + 1 if "gt" in bounds else -most)
+    high = bounds.get("le", below - 1 if "lt" in bounds else most)
     clamped = min(max(number, low), high) if integer or "ge" in bounds or "le" in bounds else number
     clamped = round(clamped) if integer else float(clamped)
     step = bounds.get("multiple_of")

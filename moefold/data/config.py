@@ -21,6 +21,8 @@ SOURCE = Slot("source", tag="source")
 
 BYTES = 256
 MAX_IDS = 1 << 24
+MAX_TRAINED = 1 << 20
+"""Ids of a tokenizer that is trained; the library reserves memory for all of them at once."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FILE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
 TEMPLATE_VALUES = "chat_template_kwargs.json"
@@ -62,10 +64,10 @@ class BpeTokenizer(TokenizerRecord):
 
     owner = "moefold.data.tokenizer:train"
     kind: Literal["bpe"] = "bpe"
-    vocab: Annotated[int, Field(ge=BYTES + 1)] = 2048
+    vocab: Annotated[int, Field(ge=BYTES + 1, le=MAX_TRAINED)] = 2048
     """Number of tokens: the end of a document, 256 bytes, then merges. A small corpus may yield
     fewer; the embedding still has this many rows, and the ids past the last token never occur."""
-    sample_bytes: Annotated[int, Field(ge=1)] = 4_000_000
+    sample_bytes: Annotated[int, Field(ge=1, le=2**40)] = 4_000_000
     """Approximate bytes of text it is trained on, in pieces sampled over all training sources."""
 
     def vocab_size(self) -> int:
@@ -230,7 +232,7 @@ class IndexedTokens(SourceRecord):
 class Data(Record):
     """Data on which a run is trained and evaluated."""
 
-    seq: Annotated[int, Field(ge=2)]
+    seq: Annotated[int, Field(ge=2, le=MAX_IDS)]
     """Tokens per sequence."""
     tokenizer: Annotated[TokenizerRecord, TOKENIZER] = BpeTokenizer()
     train: Annotated[

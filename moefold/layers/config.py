@@ -17,7 +17,11 @@ FFN = Slot("feed-forward", package="moefold.layers.kinds")
 CONTEXT = Slot("context parallelism")
 RECOMPUTE = Slot("recompute policy")
 
-Size = Annotated[int, Field(ge=1)]
+MAX_SIZE = 1 << 24
+"""Bound of every size of a model or a batch, and of the vocabulary."""
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Vocab = Annotated[int, Field(ge=2, le=MAX_SIZE)]
+"""Rows of an embedding."""
 Positive = Annotated[float, Field(gt=0)]
 
 

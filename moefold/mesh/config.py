@@ -9,7 +9,8 @@ from pydantic import Field
 from moefold.config.base import Record
 
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
-PATTERN = rf"^\s*(({'|'.join(AXES)})[1-9][0-9]*(\s+|$))*$"
+MAX_RANKS = 1_000_000
+PATTERN = rf"^\s*(({'|'.join(AXES)})[1-9][0-9]{{0,6}}(\s+|$))*$"
 
 STAGES = r"^[EtdxmL|()*0-9, ]+$"
 
@@ -17,19 +18,20 @@ Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 """Orders of axes, from that of neighbouring ranks on; for experts tp is etp and dp is edp."""
 ORDERS: tuple[Order, ...] = get_args(Order)
 
-StagesText = Annotated[str, Field(pattern=STAGES)]
-SizesText = Annotated[str, Field(pattern=PATTERN, examples=["tp2 pp2 ep4"])]
+StagesText = Annotated[str, Field(pattern=STAGES, max_length=10_000)]
+Axis = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+SizesText = Annotated[str, Field(pattern=PATTERN, max_length=200, examples=["tp2 pp2 ep4"])]
 
 
 class Sizes(Record):
     """Sizes of a layout's axes; the data-parallel sizes follow from the number of ranks."""
 
-    tp: Annotated[int, Field(ge=1)] = 1
-    cp: Annotated[int, Field(ge=1)] = 1
-    pp: Annotated[int, Field(ge=1)] = 1
-    vpp: Annotated[int, Field(ge=1)] = 1
-    ep: Annotated[int, Field(ge=1)] = 1
-    etp: Annotated[int, Field(ge=1)] = 1
+    tp: Axis = 1
+    cp: Axis = 1
+    pp: Axis = 1
+    vpp: Axis = 1
+    ep: Axis = 1
+    etp: Axis = 1
 
     @classmethod
     def parse(cls, text: str) -> "Sizes":
@@ -40,10 +42,12 @@ class Sizes(Record):
         """
         sizes: dict[str, int] = {}
         for word in text.split():
-            match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
+            match = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,6})", word)
             if match is None or match[1] not in AXES:
                 axes = ", ".join(AXES)
                 raise ValueError(f"layout {text!r}: {word!r} is not an axis ({axes}) and size")
+            if int(match[2]) > MAX_RANKS:
+                raise ValueError(f"layout {text!r}: {word} is more than {MAX_RANKS:,} ranks")
             if match[1] in sizes:
                 raise ValueError(f"layout {text!r}: {match[1]} is given twice")
             sizes[match[1]] = int(match[2])

@@ -123,6 +123,20 @@ class Folding:
         grid, axes, offsets = self._layout_of(kind)
         return tuple([shifted(offsets, start) for start in grid.starts(axes)])
 
+    def group_count(self, kind: str) -> int:
+        """Return the number of groups of a kind."""
+        grid, axes, _ = self._layout_of(kind)
+        return len(grid.starts(axes))
+
+    def some_groups(self, kind: str, most: int) -> tuple[Ranks | None, ...]:
+        """Return the first groups of a kind, None for a gap, and the last, ``most`` in all."""
+        grid, axes, offsets = self._layout_of(kind)
+        starts = list(grid.starts(axes))
+        shown: list[int | None] = list(starts)
+        if len(starts) > most:
+            shown = [*starts[: most - 2], None, starts[-1]]
+        return tuple(None if start is None else shifted(offsets, start) for start in shown)
+
     def group(self, kind: str, rank: int) -> Ranks:
         """Return a rank's group of a kind, without computing the others.
 

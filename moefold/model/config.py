@@ -14,7 +14,7 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.kernels.quantise.config import QUANTISE
-from moefold.layers.config import ATTENTION, FFN, Positive, Size
+from moefold.layers.config import ATTENTION, FFN, Positive, Size, Vocab
 from moefold.spec.layer import LayerSpec
 
 MODEL = Slot("model family", tag="family", package="moefold.model.families")
@@ -92,7 +92,7 @@ def to_stacks(blocks: Iterable[Block]) -> tuple[Stack, ...]:
 class Decoder(Record):
     """A decoder-only transformer."""
 
-    vocab: Annotated[int, Field(ge=2)]
+    vocab: Vocab
     hidden: Size
     stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
     """Stacks of blocks, in order."""

@@ -16,6 +16,7 @@ from moefold.spec.layer import Weight
 
 ROUTER = Slot("router", default="topk")
 BALANCE = Slot("balance term")
+MAX_EXPERTS = 1 << 16
 
 
 class Groups(Record):
@@ -50,11 +51,11 @@ class Idle(Record):
     constants also mix in the token by a learned weight, unlike here).
     """
 
-    identity: Annotated[int, Field(ge=0)] = 0
+    identity: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """Number of choices that return their input."""
-    constant: Annotated[int, Field(ge=0)] = 0
+    constant: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """Number of choices that each return a learned row."""
-    zero: Annotated[int, Field(ge=0)] = 0
+    zero: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """Number of choices that return zeros."""
 
     @property
@@ -73,9 +74,9 @@ class Router(Record):
     """Top-k choice of experts and their weights; base of every router's record."""
 
     kind: Literal["topk"] = "topk"
-    experts: Annotated[int, Field(ge=0)] = 0
+    experts: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """Experts of a layer; 0 under a family, whose shape states the number."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """Experts per token; 0 under a family, whose shape states the number."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["score_first", "topk_first"] = "score_first"
@@ -210,7 +211,7 @@ class Sinkhorn(_CustomChoice):
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"
-    rounds: Annotated[int, Field(ge=1)] = 8
+    rounds: Annotated[int, Field(ge=1, le=1000)] = 8
     """Iterations, each of which scales experts and then tokens."""
 
     owner = "moefold.moe.routers:SinkhornRouter"

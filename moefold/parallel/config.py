@@ -13,7 +13,7 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ring, Selective
-from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
+from moefold.mesh.config import MAX_RANKS, ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import divisors, size_violations
 from moefold.mesh.pipeline import Stages
 from moefold.moe.dispatch.config import (
@@ -27,6 +27,8 @@ from moefold.moe.dispatch.config import (
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, build_table
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
+
+MAX_VIRTUAL = 10_000
 
 
 class StatePlacement(Record):
@@ -102,6 +104,13 @@ class Layout(Record):
             yield Violation(
                 ("sizes",), self.sizes, "must name each axis once", " ".join(by_axis.values())
             )
+            return
+        if any(int(w.lstrip("abcdefghijklmnopqrstuvwxyz")) > MAX_RANKS for w in words):
+            rule = f"must have at most {MAX_RANKS} ranks along an axis"
+            yield Violation(("sizes",), self.sizes, rule, "")
+        elif self.split.smallest_world > MAX_RANKS or self.split.vpp > MAX_VIRTUAL:
+            rule = f"must fit at most {MAX_RANKS} ranks, with at most vpp{MAX_VIRTUAL}"
+            yield Violation(("sizes",), self.sizes, rule, "")
 
     def violations(self, model: ModelNeeds, rows: int | None = None) -> Iterator[Violation]:
         """Yield options that conflict with one another or with the model.

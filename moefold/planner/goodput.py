@@ -93,8 +93,8 @@ class Price:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.per_device_hour is not None and not 0 <= self.per_device_hour < math.inf:
-            raise ValueError(f"price {self.per_device_hour}: must be finite and at least 0")
+        if self.per_device_hour is not None and not 0 <= self.per_device_hour <= 1e18:
+            raise ValueError(f"price {self.per_device_hour}: must be from 0 to 1e18")
         if not 1 <= self.pue < math.inf:
             raise ValueError(f"PUE {self.pue}: must be finite and at least 1")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from moefold.config.base import to_dict
 from moefold.config.errors import RunError, Violation, dotted
+from moefold.layers.config import MAX_SIZE
 from moefold.moe.dispatch.config import DISPATCH, FixedShape
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
@@ -41,6 +42,8 @@ from moefold.spec.decoder import model_needs, with_multi_token
 from moefold.spec.quantised import legal_rows_setting
 
 GB = 1e9
+MAX_NUMBER = 1e18
+"""Bound of every number that a plan is given."""
 SEPARATE_MULTI_TOKEN = "multi-token layers on another stage than the loss"
 MEMORY_ERROR = 0.1
 """Largest relative error of planned memory in measured runs; see docs/plan.md."""
@@ -248,7 +251,8 @@ def plan(
         ValueError: the run, model or device does not exist, a published model has no batch, or a
             number is not legal.
     """
-    require_positive(batch=batch, seq=seq, load=load, memory_gb=memory_gb, top=top)
+    require_positive(load=load, memory_gb=memory_gb, top=top)
+    require_positive(MAX_SIZE, batch=batch, seq=seq)
     if isinstance(cluster, str):
         cluster = parse_cluster(cluster)
     if memory_gb is not None:
@@ -275,8 +279,8 @@ def plan(
     )
 
 
-def require_positive(**numbers: float | None) -> None:
-    """Check that all numbers other than None are finite and positive.
+def require_positive(most: float = MAX_NUMBER, **numbers: float | None) -> None:
+    """Check that all numbers other than None are finite, positive and at most ``most``.
 
     Raises:
         ValueError: a number is not; the message has its name.
@@ -284,6 +288,8 @@ def require_positive(**numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} {value:g}: must be a finite number above 0")
+        if value is not None and value > most:
+            raise ValueError(f"{name} {value:g}: must be at most {most:g}")
 
 
 def _resolve_task(

@@ -58,15 +58,13 @@ class GroupedSchedule(Schedule):
             rule = f"must be at least the number of pipeline ranks ({p})"
             yield Violation(("group",), self.group, rule, group)
 
-        def is_legal(n: int) -> bool:
-            return n % group == 0 or n % group >= p
-
-        if not is_legal(m):
+        rest = m % group
+        if 0 < rest < p:
             rule = f"vpp{v} needs micro-batches in groups of {group}"
             if group > p:
                 rule += f", of which the last may have as few as {p}"
-            sizes = filter(is_legal, range(max(1, m - group), m + group + 1))
-            nearest = min(sizes, key=lambda n: (abs(n - m), -n))  # the larger in a tie
+            fewer, more = m - rest, m - rest + p
+            nearest = fewer if fewer > 0 and rest < more - m else more  # the larger in a tie
             yield Violation(("micro_batches",), m, rule, nearest)
 
 

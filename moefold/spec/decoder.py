@@ -1,6 +1,7 @@
 """Properties of a whole decoder that follow from the descriptions of its layers: parameters, legal
 sizes, saved tensors, and the weights that QK-clip scales."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
@@ -23,6 +24,8 @@ from moefold.spec.layer import (
     norm,
 )
 
+MAX_ELEMENTS, MAX_TOTAL_EXPERTS = 2**45, 2**20
+"""Bounds of the numbers of one weight, and of the experts of all layers."""
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 """Suffixes of the names of an adapter's A and B, after the name of the adapted weight."""
 
@@ -135,6 +138,22 @@ def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
         for record in (block.attention, block.ffn):
             as_layer_spec(record)
     return tuple(known_weights(decoder))
+
+
+def too_large(decoder: Decoder) -> str | None:
+    """Return what of a model is larger than anything can hold, or None."""
+    experts = 0
+    for stack in decoder.stacks:
+        for block in stack.blocks:
+            routing = as_layer_spec(block.ffn).routing
+            experts += stack.repeat * (0 if routing is None else routing.experts)
+            for weight in block_weights(block, decoder.hidden, 0):
+                if math.prod(weight.shape) > MAX_ELEMENTS:
+                    numbers = " x ".join(map(str, weight.shape))
+                    return f"a weight would have {numbers} numbers; at most 2^45 are possible"
+    if experts > MAX_TOTAL_EXPERTS:
+        return f"has {experts:,} experts in all layers; at most {MAX_TOTAL_EXPERTS:,} are possible"
+    return None
 
 
 def known_weights(decoder: Decoder) -> Iterator[Weight]:

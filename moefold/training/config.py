@@ -94,7 +94,7 @@ class Routing(Record):
 class Train(Record):
     """Number and size of steps, number formats, loss, and what is trained."""
 
-    steps: Size
+    steps: Annotated[int, Field(ge=1)]
     batch: Size
     """Sequences per optimizer step, over all data-parallel ranks."""
     micro_batch: Size = 1

@@ -10,12 +10,12 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
-from moefold.layers.config import Rope, Size
+from moefold.layers.config import Rope, Size, Vocab
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Decoder, Layers
-from moefold.moe.config import Moe
+from moefold.moe.config import MAX_EXPERTS, Moe
 
 
 class FamilySizes(Record):
@@ -24,10 +24,10 @@ class FamilySizes(Record):
     hidden: Size
     layers: Layers
     heads: Size
-    experts: Size
+    experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
     top_k: Size
     expert_width: Size
-    vocab: Annotated[int, Field(ge=2)] | None = None
+    vocab: Vocab | None = None
     """Rows of the embedding; None is the tokenizer's number of tokens."""
 
     @property
