@@ -22,7 +22,7 @@ from moefold.model.families import folder
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import model_needs, qk_clip_violations, too_large
+from moefold.spec.decoder import model_needs, qk_clip_violations, require_possible
 from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
 from moefold.spec.tuning import apply_tuning, tuning_violations
 from moefold.training.config import ADAPTER, Lora, Train
@@ -70,9 +70,7 @@ class Run(Record):
             yield from (violation.under("model") for violation in violations)
             if violations:
                 return
-            if problem := too_large(self._base_decoder()):
-                yield Violation(("model",), self.model, problem)
-                return
+            require_possible(self._base_decoder())
             if self.train.freeze or self.adapter or self.train.quantise:
                 yield from tuning_violations(self._base_decoder(), self.train.freeze, self.adapter)
                 yield from quantise_violations(self.decoder())

@@ -140,8 +140,8 @@ def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
     return tuple(known_weights(decoder))
 
 
-def too_large(decoder: Decoder) -> str | None:
-    """Return what of a model is larger than anything can hold, or None."""
+def require_possible(decoder: Decoder) -> None:
+    """Raise ``ValueError`` if a part of a model is larger than anything can hold."""
     experts = 0
     for stack in decoder.stacks:
         for block in stack.blocks:
@@ -150,10 +150,10 @@ def too_large(decoder: Decoder) -> str | None:
             for weight in block_weights(block, decoder.hidden, 0):
                 if math.prod(weight.shape) > MAX_ELEMENTS:
                     numbers = " x ".join(map(str, weight.shape))
-                    return f"a weight would have {numbers} numbers; at most 2^45 are possible"
+                    raise ValueError(f"a weight has {numbers} numbers; at most 2^45 are possible")
     if experts > MAX_TOTAL_EXPERTS:
-        return f"has {experts:,} experts in all layers; at most {MAX_TOTAL_EXPERTS:,} are possible"
-    return None
+        most = f"{MAX_TOTAL_EXPERTS:,}"
+        raise ValueError(f"has {experts:,} experts in all layers; at most {most} are possible")
 
 
 def known_weights(decoder: Decoder) -> Iterator[Weight]:

@@ -36,7 +36,7 @@ from moefold.training.saving import start_background
 
 NAME_FILE = "local.json"
 """File in the run folder with the name of its copies, which are of no use without it."""
-HEAD_BYTES = 65536
+HEAD_BYTES = 1 << 20
 HEAD_TYPES = [int, str, int, str, str]
 _log = logging.getLogger("moefold.training")
 

@@ -22,7 +22,7 @@ from moefold.comm.world import World
 
 NUM_COPIES = 2
 ALIGNMENT = 16
-HEAD_BYTES = 16 * PAGESIZE
+HEAD_BYTES = 1 << 20
 """Bytes before a copy's tensors: whether it is complete, and its head."""
 
 

@@ -40,7 +40,7 @@ from moefold.run import Run, require_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, on_all_ranks, stop_on_signals
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.figures import StepFigures, routing_health
-from moefold.training.hooks.base import Figures, Hook, call_hooks
+from moefold.training.hooks.base import HOOKS, Figures, Hook, call_hooks, hook_states, stop_hooks
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
@@ -91,6 +91,7 @@ class Trainer:
         run, precision: the run with its number format filled in; that format and its reason.
         model, optimizer, loader, tokenizer: the run's parts on this rank.
         progress: steps, tokens, and places of the data order that rewinds left out.
+        hook_states: states of rank 0's hooks, of the checkpoint and then after each event.
         last_step: the step at which :meth:`train` ends.
         rank_zero: makes all ranks run the methods that hooks call on rank 0.
     """
@@ -116,6 +117,7 @@ class Trainer:
         self.progress, self.batch_index = Progress(), 0
         self._busy_s, self._running, self._closed = 0.0, False, False
         self.resumed_from: Path | None = None
+        self.hook_states: dict[str, Any] = {}
         # The step whose checkpoint this process has read completely, or written.
         self._saved: int | None = None
         # Reasons to stop: requested on this rank, and agreed by all ranks.
@@ -178,12 +180,14 @@ class Trainer:
             return False
         self.data.refresh_weights()
         self.progress = Progress.from_dict(progress)
+        self.hook_states = progress.get(HOOKS, {})
         return True
 
     def _save_copies(self, rewound: bool = False) -> None:
         """Copy the state to memory or local disk, if configured; ``rewound``: after a rewind."""
         for copies in filter(None, (self.memory, self.local)):
-            copies.save(asdict(self.progress), self._state_tensors, rewound)
+            progress = {**asdict(self.progress), HOOKS: self.hook_states}
+            copies.save(progress, self._state_tensors, rewound)
         self.data.flush()
 
     def _state_tensors(self) -> list[torch.Tensor]:
@@ -206,6 +210,7 @@ class Trainer:
             if report is None:
                 self.data.refresh_weights()
                 self._saved = stored.step
+                self.hook_states = stored.meta.get(HOOKS, {})
                 return path
             older = self._newest_checkpoint(before=stored.step)
             if older is None:
@@ -337,6 +342,7 @@ class Trainer:
             fill_initial_values(self.run, self.decoder, self.data, self._is_fork)
             self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
+            self.hook_states = {}
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, index}))
         self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
         self._saved = None  # the stored checkpoint of this step lacks the exclusion
@@ -354,30 +360,19 @@ class Trainer:
     def _call_hooks(self, event: str, *args: Any) -> None:
         """Call the hooks for an event on rank 0, and agree on all ranks whether to stop."""
         call = partial(call_hooks, self.hooks, event, self, *args)
-        self._agreed_stop = self.rank_zero.lead(call, lambda: self._stop_request)
+        answer = self.rank_zero.lead(call, lambda: [self._stop_request, hook_states(self.hooks)])
+        self._agreed_stop, self.hook_states = answer
 
     def _stop_hooks(self, error: BaseException | None) -> None:
         """Call every hook's ``on_stop``, also after one of them fails."""
         if not self._running:
             return
         self._running = False
-        errors: list[Exception] = []
-
-        def stop_all() -> None:
-            for hook in self.hooks:
-                try:
-                    hook.on_stop(self, error)
-                except Exception as caught:
-                    errors.append(caught)
-
+        # After an error without waiting: other ranks may have failed or exited.
         if error is None or isinstance(error, Interrupted):
-            self.rank_zero.lead(stop_all, lambda: None)
+            self.rank_zero.lead(partial(stop_hooks, self.hooks, self, error), lambda: None)
         elif self.rank_zero.is_leader:
-            stop_all()  # Without waiting: other ranks may have failed or exited.
-        for caught in errors:
-            if error is None:
-                raise caught
-            _log.warning("a hook failed at the end of the run: %s", caught)
+            stop_hooks(self.hooks, self, error)
 
     @on_all_ranks
     def evaluate(self, tokens: int | None = None) -> Figures:
@@ -414,6 +409,7 @@ class Trainer:
             "parts": self.plugins,
             "data": self.loader.fingerprint(),
             "progress": {**asdict(self.progress), "excluded": list(self.progress.excluded)},
+            HOOKS: hook_states(self.hooks),  # of the first rank, which writes the manifest
         }
         path = self.saver.save(step, assigned_state(self.data, self.optimizer), meta)
         self._saved = step

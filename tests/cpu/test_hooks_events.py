@@ -132,9 +132,10 @@ def test_checks_that_failed_are_counted_over_a_resume(
 ) -> None:
     """Also where steps are made again; who goes on after a stop is told once more."""
     record = Health(every=1, patience=3, action=action)  # type: ignore[arg-type]
+    states: dict[int, str] = {}
 
     def go(start: int, steps: int) -> list[int]:
-        job = FakeJob(tmp_path, [HealthHook(record, console())], last_step=30)
+        job = FakeJob(tmp_path, [HealthHook(record, console())], last_step=30, states=states)
         job.layers = [layer(0, ONE_SIDED), layer(1, EVEN)]
         return [m["step"] for m in job.go(steps, start) if m.get("moe/alarms")]
 

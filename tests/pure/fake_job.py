@@ -1,12 +1,13 @@
 """A job that hooks can be tried on: it has a folder and counts steps, and trains nothing."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moefold.config.base import Record
 from moefold.training.config import Train
-from moefold.training.hooks.base import Figures, Hook
+from moefold.training.hooks.base import Figures, Hook, hook_states, load_hook_states
 
 
 class Trial(Record):
@@ -29,7 +30,15 @@ EMPTY = Empty()
 class FakeJob:
     """Runs hooks as the loop does."""
 
-    def __init__(self, folder: Path, hooks: Sequence[Hook], last_step: int = 10) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hooks: Sequence[Hook],
+        last_step: int = 10,
+        states: dict[int, str] | None = None,
+    ) -> None:
+        self.states: dict[int, str] = {} if states is None else states
+        """JSON of the hooks' states by step, as in checkpoints."""
         self.run: Any = Trial()
         self.folder = folder
         self.hooks = hooks
@@ -37,6 +46,7 @@ class FakeJob:
         self.last_step = last_step
         self.tokens = 0
         self.recovered: dict[str, Any] = {}
+        self.hook_states: dict[str, Any] = {}
         self.model = self.loader = None
         self.tokenizer: Any = EMPTY
         self.layers: list[dict[str, Any]] = []
@@ -62,6 +72,8 @@ class FakeJob:
     def go(self, steps: int | None = None, start: int = 0) -> list[Figures]:
         """Start at a step, run some, end; return each step's figures as the hooks left them."""
         self.step_number = start
+        self.hook_states = json.loads(self.states.get(start, "{}"))
+        load_hook_states(self.hooks, self.hook_states)
         for hook in self.hooks:
             hook.on_start(self)
         seen = []
@@ -71,6 +83,7 @@ class FakeJob:
             metrics: Figures = {"step": self.step_number, "lm_loss": 3.0 / self.step_number}
             for hook in self.hooks:
                 hook.on_step(self, metrics)
+            self.states[self.step_number] = json.dumps(hook_states(self.hooks))
             seen.append(metrics)
         self.end()
         return seen

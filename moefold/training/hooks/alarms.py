@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.base import Figures, Hook, HookState, JobView
 from moefold.training.hooks.config import Health, Pace, Spikes
 from moefold.training.hooks.logs import StepLinesHook
 from moefold.training.run_folder import LOAD_FILE, METRICS_FILE, log_event, read_lines
@@ -29,21 +29,32 @@ class HealthHook(StepLinesHook):
     """Adds ``moe/<layer>/<quantity>`` to the metrics and writes each expert's share of the load.
 
     A layer fails a check if too many of its experts get no token, or the busiest one gets too
-    many; ``patience`` consecutive failures raise its alarm, once until it recovers. The count of
-    failures is stored with the loads, so that a resumed run continues it.
+    many; ``patience`` consecutive failures raise its alarm, once until it recovers. Only checks at
+    multiples of ``every`` count: that at a process's last step is for the figures.
     """
 
     def __init__(self, record: Health, console: Console) -> None:
         super().__init__(LOAD_FILE)
         self._record, self._console = record, console
+        self._failed: dict[str, int] = {}
+        """Consecutive failed checks of each layer that failed the last one."""
+
+    def state(self) -> HookState:
+        """Return the counts of failed checks."""
+        return {"failed": self._failed}
+
+    def load_state(self, state: HookState) -> None:
+        """Continue the counts of a checkpoint."""
+        self._failed = dict(state.get("failed", {}))
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Check the layers if the step is due."""
-        due = job.step_number % self._record.every == 0 or job.step_number == job.last_step
+        counts = job.step_number % self._record.every == 0
+        due = counts or job.step_number == job.last_step
         layers = job.health() if due else []
         if not layers:
             return
-        before, failed = self.lines.newest.get("failed", {}), dict[str, int]()
+        failed = dict[str, int]()
         loads: dict[str, list[float]] = {}
         alarms = 0
         for figures in layers:
@@ -52,9 +63,10 @@ class HealthHook(StepLinesHook):
             for key, value in figures.items():
                 if key not in UNWRITTEN_KEYS:
                     metrics[f"moe/{layer}/{key}"] = value
-            if not (problem := self.problem(figures)):
+            problem = self.problem(figures)
+            if not problem or not counts:
                 continue
-            failed[layer] = before.get(layer, 0) + 1
+            failed[layer] = self._failed.get(layer, 0) + 1
             if failed[layer] == self._record.patience:
                 alarms += 1
                 text = f"layer {layer}: {problem} in {self._record.patience} consecutive checks"
@@ -62,8 +74,9 @@ class HealthHook(StepLinesHook):
         metrics[ALARMS_KEY] = alarms
         if alarms and self._record.action == "stop":
             failed = {}  # a run that resumes there is alarmed again
-        line = {"load": loads, "failed": failed} if failed else {"load": loads}
-        self.lines.append(job.step_number, line)
+        if counts:
+            self._failed = failed
+        self.lines.append(job.step_number, {"load": loads})
 
     def problem(self, figures: Mapping[str, Any]) -> str:
         """Describe what is wrong with one layer's statistics; empty if nothing is."""
@@ -107,6 +120,14 @@ class PaceHook(Hook):
         self._record, self._console = record, console
         self._slow: dict[int, int] = {}
 
+    def state(self) -> HookState:
+        """Return how often in a row each slow rank was slow."""
+        return {"slow": {str(rank): count for rank, count in self._slow.items()}}
+
+    def load_state(self, state: HookState) -> None:
+        """Continue the counts of a checkpoint; with another number of ranks they mean nothing."""
+        self._slow = {int(rank): count for rank, count in state.get("slow", {}).items()}
+
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """If the step is due, check; warn of a rank that was slow ``patience`` times in a row."""
         record = self._record
@@ -139,9 +160,22 @@ class SpikesHook(Hook):
     def __init__(self, record: Spikes, console: Console) -> None:
         self._record, self._console = record, console
         self._norms: deque[float] = deque(maxlen=record.of)
+        self._stored = False
+
+    def state(self) -> HookState:
+        """Return the recent gradient norms."""
+        return {"norms": list(self._norms)}
+
+    def load_state(self, state: HookState) -> None:
+        """Continue with the norms of a checkpoint."""
+        self._stored = "norms" in state
+        self._norms.clear()
+        self._norms.extend(state.get("norms", ()))
 
     def on_start(self, job: JobView) -> None:
-        """Read the recent gradient norms from ``metrics.jsonl``."""
+        """Read the recent norms from ``metrics.jsonl`` if the checkpoint is too old to have any."""
+        if self._stored:
+            return
         self._norms.clear()
         for line in read_lines(job.folder / METRICS_FILE):
             if line["step"] <= job.step_number and line.get("grad_norm") is not None:

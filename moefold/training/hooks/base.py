@@ -1,7 +1,7 @@
 """The base of hooks, which the trainer calls at a run's events, and what they may access."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,11 @@ from moefold.checkpoint.disk import OUT_OF_SPACE
 Figures = dict[str, float | int]
 """Metrics of one step or evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
 
+
+HOOKS = "hooks"
+"""Key of the hooks' states in a checkpoint's metadata, and beside the progress of copies."""
+HookState = dict[str, Any]
+"""What a hook has counted or collected, as plain JSON: text, numbers, lists and mappings."""
 
 _log = logging.getLogger("moefold.training")
 
@@ -28,6 +33,8 @@ class JobView(Protocol):
     """This rank's part of the model."""
     loader: Any
     tokenizer: Any
+    hook_states: Mapping[str, HookState]
+    """States of the hooks, of the checkpoint from which the run starts or to which it returned."""
     batch_index: int
     """Index of the newest step's batch in the data order."""
 
@@ -90,6 +97,19 @@ class Hook:
     write_failed = False
     """Whether the last write failed because the disk was full."""
 
+    def state(self) -> HookState:
+        """Return what this hook has counted, so that a resumed run continues as if never stopped.
+
+        It is stored in each checkpoint, under the class's name, whatever the layout.
+        """
+        return {}
+
+    def load_state(self, state: HookState) -> None:
+        """Take over what :meth:`state` returned, before ``on_start`` and ``on_rewind``.
+
+        ``state`` is empty at the start of a run, and for checkpoints without this hook's state.
+        """
+
     def on_start(self, job: JobView) -> None:
         """Called before the first step of this process, after a checkpoint is loaded."""
 
@@ -106,9 +126,37 @@ class Hook:
         """Called once, when the run ends or fails with ``error``."""
 
 
+def _named(hooks: Sequence[Hook]) -> dict[str, Hook]:
+    """Return the hooks by the name of their class, numbered from the second of a class on."""
+    named: dict[str, Hook] = {}
+    for hook in hooks:
+        base = name = type(hook).__name__
+        number = 1
+        while name in named:
+            number += 1
+            name = f"{base}#{number}"
+        named[name] = hook
+    return named
+
+
+def hook_states(hooks: Sequence[Hook]) -> dict[str, HookState]:
+    """Return the state of each hook that has one, by name."""
+    states = ((name, hook.state()) for name, hook in _named(hooks).items())
+    return {name: state for name, state in states if state}
+
+
+def load_hook_states(hooks: Sequence[Hook], states: Mapping[str, Any]) -> None:
+    """Give each hook its state of a checkpoint, or an empty one."""
+    for name, hook in _named(hooks).items():
+        state = states.get(name)
+        hook.load_state(dict(state) if isinstance(state, dict) else {})
+
+
 def call_hooks(hooks: Sequence[Hook], event: str, job: JobView, *args: Any) -> None:
     """Call the hooks for an event, in order; log a full disk once per hook if the run may go on."""
     recoverable = event in ("on_step", "on_evaluate")
+    if event in ("on_start", "on_rewind"):
+        load_hook_states(hooks, job.hook_states)
     for hook in hooks:
         try:
             getattr(hook, event)(job, *args)
@@ -122,3 +170,20 @@ def call_hooks(hooks: Sequence[Hook], event: str, job: JobView, *args: Any) -> N
                 name = type(hook).__name__.removesuffix("Hook").lower()
                 _log.warning("%s: %s; training continues without writing these steps", name, error)
             hook.write_failed = True
+
+
+def stop_hooks(hooks: Sequence[Hook], job: JobView, error: BaseException | None) -> None:
+    """Call every hook's ``on_stop``, also after one of them fails; raise the first failure.
+
+    If the run ends with an error, failures are logged instead.
+    """
+    errors: list[Exception] = []
+    for hook in hooks:
+        try:
+            hook.on_stop(job, error)
+        except Exception as caught:
+            errors.append(caught)
+    for caught in errors:
+        if error is None:
+            raise caught
+        _log.warning("a hook failed at the end of the run: %s", caught)

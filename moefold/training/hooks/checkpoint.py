@@ -8,7 +8,7 @@ from rich.markup import escape
 from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
 from moefold.training.hooks.alarms import ALARMS_KEY
-from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.base import Figures, Hook, HookState, JobView
 from moefold.training.run_folder import log_event
 
 
@@ -25,6 +25,10 @@ class CheckpointHook(Hook):
         self._policy, self._console, self._on_alarm = policy, console, on_alarm
         self._retry_step: int | None = None
         self._retry_delay = 1
+
+    def load_state(self, state: HookState) -> None:
+        """Forget failed saves: the checkpoint that was read was written."""
+        self._retry_step, self._retry_delay = None, 1
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Save if the step is due, or if an earlier save that failed is to be repeated."""

@@ -129,7 +129,7 @@ class Spikes(Record):
 
     ratio: Annotated[float, Field(gt=1)] = 10.0
     """A spike is a gradient norm above the median by this factor."""
-    of: Annotated[int, Field(ge=8)] = 50
+    of: Annotated[int, Field(ge=8, le=1000)] = 50
     """Number of steps of the median."""
 
     owner = "moefold.training.hooks.alarms:SpikesHook"
