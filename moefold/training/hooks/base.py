@@ -33,7 +33,7 @@ class JobView(Protocol):
     """This rank's part of the model."""
     loader: Any
     tokenizer: Any
-    hook_states: Mapping[str, HookState]
+    hook_states: dict[str, Any]
     """States of the hooks, of the checkpoint from which the run starts or to which it returned."""
     batch_index: int
     """Index of the newest step's batch in the data order."""
