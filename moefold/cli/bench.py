@@ -23,7 +23,7 @@ from moefold.cli._common import (
     plain_table,
     print_json,
 )
-from moefold.files import try_output
+from moefold.files import folder_for, try_output
 from moefold.planner.hardware import default_machine_file
 from moefold.run import load_run
 
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     sources = args.sources or DEFAULT_RUNS
     runs = {source: load_run(source, args.overrides) for source in sources}
     file = Path(args.machine) if args.machine else default_machine_file()
-    try_output(file)  # before minutes of measuring
+    with folder_for(file.parent):
+        try_output(file)  # before minutes of measuring
     from moefold.training.calibrate import calibrate
 
     machine, steps = calibrate(runs, args.rounds)

@@ -89,7 +89,7 @@ def test_two_runs_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (
         "explain tiny demo",
         "bench --memory tiny demo",
-        "plan tiny demo --cluster cpu",
+        "plan tiny demo --cluster h100x8",
     ):
         assert main(command.split()) == 2
         assert "demo" in capsys.readouterr().err
@@ -110,7 +110,6 @@ def test_an_output_file_is_tried_before_the_work(
     (tmp_path / "routing").mkdir()
     for command in (
         f"plan tiny --cluster cpu --html {file}",
-        f"bench tiny --machine {file}",
         f"bench --memory tiny --picture {file}",
         f"report run --html {file}",
         f"routing routing --out {file}",
@@ -118,3 +117,6 @@ def test_an_output_file_is_tried_before_the_work(
         assert main(command.split()) == 2, command
         assert file in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["routing", "run"]
+    for command in ("bench tiny --machine /proc/x.json", "bench tiny --machine run"):
+        assert main(command.split()) == 2
+        assert command.split()[-1] in capsys.readouterr().err
