@@ -29,7 +29,7 @@ REFUSED = {
     "explain tiny data.tokenizer.vocab=100000000000": "at most 1048576",
     "explain tiny data.seq=1000000000": "at most 16777216",
     "explain tiny optim.lr=1e300": "at most 1e+30",
-    "explain tiny watch.pace.every=99999999999": "at most 2,147,483,647",
+    "explain tiny train.steps=99999999999": "at most 2,147,483,647",
     "explain tiny model.router={kind:sinkhorn,rounds:99999999}": "at most 1000",
     "explain tiny layout.stages=Et*999999999|L": "10,000 letters",
     "plan tiny --cluster h100x8 --memory 1e300": "at most",
