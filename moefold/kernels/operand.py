@@ -18,6 +18,8 @@ class Operand:
     value: Tensor
     low_rank: "AdapterOperand | None" = None
     """Low-rank adapter whose product is added to each product of the weight."""
+    first_row: int = 0
+    """Index of its first row in the whole weight, of which it may be a rank's shard."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moefold.comm.collectives import all_gather, gather, max_, reduce_scatter, sum_
 from moefold.comm.group import Group
@@ -95,14 +96,17 @@ def compare_full(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) ->
     return compare
 
 
-def compare_top(top_PW: Tensor) -> Compare:
-    """Compare with a teacher's largest probabilities, as :func:`top_probabilities` returns them."""
+def compare_top(top_PW: Tensor, head: Operand) -> Compare:
+    """Compare the head's distribution with a teacher's largest probabilities.
+
+    ``top_PW`` is what :func:`top_probabilities` returns.
+    """
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
-        top_CW, local_vocab = top_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
+        top_CW = top_PW[rows].to(logq_Cv.dtype)
         k = top_CW.shape[1] // 2
         ids_Ck, logp_Ck, rest_C1 = top_CW.split([k, k, 1], 1)
-        is_local_Ck, local_id_Ck = local_vocab_ids(ids_Ck, local_vocab, ranks)
+        is_local_Ck, local_id_Ck = local_vocab_ids(ids_Ck, head.first_row, logq_Cv.shape[1])
         p_Ck = torch.where(is_local_Ck, logp_Ck.exp(), 0)
         losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, local_id_Ck))).sum(1)
         q_Cv = logq_Cv.exp_()
@@ -135,14 +139,15 @@ def top_probabilities(
         logp_Cv = _log_softmax(x_PD[rows], head, temperature, ranks)
         local_vocab = logp_Cv.shape[1]
         best, index = logp_Cv.topk(min(k, local_vocab), 1)
-        shares_R2Ck = gather(
-            torch.stack([best, (index + ranks.index * local_vocab).to(wide)]), ranks
-        )
+        local_2Ck = torch.stack([best, (index + head.first_row).to(wide)])
+        # Ranks may have fewer than k tokens, and not all as many: what is missing is never chosen.
+        local_2Ck = F.pad(local_2Ck, (0, k - best.shape[1]), value=-torch.inf)
+        shares_R2Ck = gather(local_2Ck, ranks)
         best, ids = shares_R2Ck.permute(1, 2, 0, 3).flatten(2)
         best, index = best.topk(k, 1)
         ids = ids.gather(1, index)
         # Summed, as 1 minus the others would be mere rounding error if few tokens remain.
-        is_local, index = local_vocab_ids(ids, local_vocab, ranks)
+        is_local, index = local_vocab_ids(ids, head.first_row, local_vocab)
         p_Cv = logp_Cv.exp_()
         p_Cv.scatter_add_(1, index, -torch.where(is_local, p_Cv.gather(1, index), 0))
         rest_C1 = sum_(p_Cv.sum(1, keepdim=True), ranks).log_()

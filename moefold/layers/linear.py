@@ -8,7 +8,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.group import Group
 from moefold.kernels.function import Function
 from moefold.kernels.fused import uses_triton
 from moefold.kernels.gradients import GradientSink
@@ -91,8 +90,13 @@ def adapted_operand(
 
 
 def assign_shards(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Give layers the shards of their weights that have quantised products or adapter dropout."""
+    """Tell layers which part of the whole weight theirs is, where their arithmetic depends on it.
+
+    Those are a linear layer's or an embedding's rows, quantised products, and adapter dropout.
+    """
     for path, module in model.named_modules():
+        if isinstance(module, Linear | Embedding):
+            module.first_row = shards[f"{path}.weight"].box[0][0]
         if isinstance(module, WeightProducts):
             module.narrow = {
                 leaf: narrow.for_shard(shards[f"{path}.{leaf}"])
@@ -116,6 +120,7 @@ class Linear(Adaptable):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.first_row = 0  # of the whole weight, if this one is a rank's shard
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x_TI: Tensor, flow: Flow) -> Tensor:
@@ -144,6 +149,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        self.first_row = 0  # of the whole weight, if this one is a rank's shard
 
     def forward(self, flow: Flow) -> Tensor:
         """Return this rank's rows [T, hidden] in the compute dtype."""
@@ -151,17 +157,17 @@ class Embedding(nn.Module):
         whole, ranks = flow.whole, flow.world.group("tp")
         ids_T, is_local_T = whole.rows.ids_T, None
         if ranks.size > 1:
-            is_local_T, ids_T = local_vocab_ids(ids_T, len(table.value), ranks)
+            is_local_T, ids_T = local_vocab_ids(ids_T, self.first_row, len(table.value))
         rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
         if is_local_T is not None:  # one rank holds the row of an id; the others add zeros
             rows = flow.scatter(torch.where(is_local_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)
 
 
-def local_vocab_ids(ids: Tensor, vocab: int, ranks: Group) -> tuple[Tensor, Tensor]:
-    """Return which ids are in this rank's ``vocab`` entries, and their local indices, else 0."""
-    local_ids = ids.long() - ranks.index * vocab
-    is_local = (local_ids >= 0) & (local_ids < vocab)
+def local_vocab_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return which ids are among ``count`` entries from ``first`` on, and their indices, else 0."""
+    local_ids = ids.long() - first
+    is_local = (local_ids >= 0) & (local_ids < count)
     return is_local, torch.where(is_local, local_ids, 0)
 
 

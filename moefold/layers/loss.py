@@ -86,7 +86,7 @@ def append_adapter(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
 def _vocab_arguments(head: Operand, ranks: Group) -> dict[str, Any]:
     """Return arguments of ``chunked``: the rank's first token id, and how to combine statistics."""
     return {
-        "vocab_start": ranks.index * len(head.value),
+        "vocab_start": head.first_row,
         "combine": partial(_combine_stats, ranks=ranks),
     }
 

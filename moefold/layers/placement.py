@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from moefold.mesh.shares import share
 from moefold.model.config import Decoder
 from moefold.spec.decoder import known_weights
 
@@ -44,6 +45,8 @@ class Placement:
 
     cuts: Mapping[str, int] = field(default_factory=dict)
     """Dim that each axis (``tp``, ``ep``, ``etp``) cuts; no two axes cut one dim."""
+    uneven: frozenset[str] = frozenset()
+    """Axes that need not divide the dim: some ranks then have one index more than others."""
     wide: bool = False
     """Whether layers read this matrix in the master dtype, as they do all vectors."""
 
@@ -90,7 +93,9 @@ def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
             built = list(tensor.shape)
             raise ValueError(f"{name} has shape {built}; its layer states {list(weight.shape)}")
         by_name[name] = Placement(
-            {units.axis: dim for dim, units in weight.cuts}, weight.is_master_matrix
+            {units.axis: dim for dim, units in weight.cuts},
+            uneven=frozenset(units.axis for _, units in weight.cuts if units.uneven),
+            wide=weight.is_master_matrix,
         )
     return by_name
 
@@ -129,8 +134,7 @@ def shard(
     box = [(0, size) for size in shape]
     for axis, dim in placement.cuts.items():
         index, ranks = axes[axis]
-        if shape[dim] % ranks:
+        if shape[dim] % ranks and axis not in placement.uneven:
             raise ValueError(f"{name}: {axis}{ranks} does not divide dim {dim} of {list(shape)}")
-        shard_size = shape[dim] // ranks
-        box[dim] = (index * shard_size, (index + 1) * shard_size)
+        box[dim] = share(shape[dim], ranks, index)
     return Shard(name, shape, tuple(box), placement)

@@ -3,12 +3,12 @@
 The nearest values of one result are legal together.
 """
 
-import math
 from collections.abc import Iterator
 
 from moefold.config.errors import Violation
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages
+from moefold.mesh.shares import divisors
 from moefold.spec.decoder import ModelNeeds
 
 SPLIT_AXES = ("pp", "tp", "cp", "ep", "etp")
@@ -62,7 +62,7 @@ def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
     if sizes.vpp > 1 and sizes.pp == 1:
         rules.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
     requested = dict(sizes)
-    rules += [need.rule for need in model.units if need.number % requested[need.axis]]
+    rules += [need.rule for need in model.units if not need.allows(requested[need.axis])]
     if sizes.pp * sizes.vpp > most:
         rules.append(
             f"pp * vpp ({sizes.pp * sizes.vpp}) must be at most {most}, the number of layers or "
@@ -113,8 +113,7 @@ def nearest_sizes(
         if axis == "pp":
             legal = None if deepest is None else range(1, deepest + 1)  # None: all sizes
         else:
-            units = [need.number for need in model.units if need.axis == axis] if model else []
-            legal = divisors(math.gcd(*units)) if units else None
+            legal = None if model is None else model.legal_sizes(axis)
         if world is not None:
             fitting = [d for d in divisors(world) if legal is None or d in legal]
             legal = [d for d in fitting if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
@@ -123,9 +122,3 @@ def nearest_sizes(
         chosen[axis] = min(legal or (), key=lambda d: (max(d / size, size / d), d), default=size)
     virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
     return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number, ascending."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})

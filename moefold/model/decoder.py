@@ -7,7 +7,7 @@ T rows, D hidden, V vocabulary, B sequences of S tokens, N router terms of a lay
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -187,8 +187,10 @@ class DecoderModel(nn.Module):
     def head_operand(self, flow: Flow | None = None) -> Operand:
         """Return the head's weight as an operand, its adapter with dropout if ``flow`` trains."""
         if self.head is not None:
-            return adapted_operand(self.head, "weight", self.recipe, flow=flow)
-        return self.recipe.operand(self.head_weight)
+            operand = adapted_operand(self.head, "weight", self.recipe, flow=flow)
+            return replace(operand, first_row=self.head.first_row)
+        assert self.embed is not None, "the tied embedding is not on this rank"
+        return replace(self.recipe.operand(self.embed.weight), first_row=self.embed.first_row)
 
     def sum_router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the mean of each term over layers, and the weighted sum to add to the loss."""

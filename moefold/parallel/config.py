@@ -14,8 +14,9 @@ from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ring, Selective
 from moefold.mesh.config import MAX_RANKS, ORDERS, Order, Sizes, SizesText, StagesText
-from moefold.mesh.legality import divisors, size_violations
+from moefold.mesh.legality import size_violations
 from moefold.mesh.pipeline import Stages
+from moefold.mesh.shares import divisors
 from moefold.moe.dispatch.config import (
     DISPATCH,
     AllToAll,

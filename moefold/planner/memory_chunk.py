@@ -5,6 +5,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from moefold.layers.config import offloaded_layers
+from moefold.mesh.shares import largest_share
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import MemoryPolicy, StageContents, distinct_blocks
 from moefold.planner.memoize import memoize
@@ -86,7 +87,8 @@ class ChunkEstimator:
         return self._by_content[stage, order]
 
     def _compute(self, stage: StageContents, order: tuple[int, ...]) -> ChunkBytes:
-        shape, columns = self.shape, self.decoder.vocab / self.shape.tp
+        shape = self.shape
+        columns = largest_share(self.decoder.vocab, shape.tp)
         # Other stacks save all logits between forward and backward, and a second time in fp32.
         all_logits = shape.piece * columns * (shape.width + 4)
         logits = shape.hidden_bytes if self.stack == "moefold" else all_logits

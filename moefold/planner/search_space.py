@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
 
-from moefold.mesh.legality import divisors
 from moefold.mesh.pipeline import LAYERS, Stages
+from moefold.mesh.shares import divisors
 from moefold.planner.case import Dispatcher, Recipe
 from moefold.planner.hardware import Device
 from moefold.planner.task import THIRD_PARTY_DISPATCHERS, TrainingTask
@@ -147,9 +147,9 @@ class Foldings:
         model, world = model_needs(task.decoder, task.seq), task.cluster.devices
         sizes = dict[str, tuple[int, ...]]()
         for axis in ("tp", "cp", "ep", "etp"):
-            units = [unit.number for unit in model.units if unit.axis == axis]
-            divisible = units or axis in ("tp", "cp")
-            sizes[axis] = tuple(divisors(math.gcd(world, *units))) if divisible else (1,)
+            units = [unit for unit in model.units if unit.axis == axis]
+            possible = divisors(world) if units or axis in ("tp", "cp") else [1]
+            sizes[axis] = tuple(n for n in possible if all(unit.allows(n) for unit in units))
         pp = tuple(size for size in divisors(world) if size <= model.layers)
         return cls(world, model.layers, **sizes, pp=pp)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from moefold.config.base import Record
 from moefold.layers.config import Context
+from moefold.mesh.shares import largest_share
 from moefold.planner.case import Case, Dispatcher, Software, bytes_per_activation
 from moefold.planner.curves import Constants, Product, Rates, constants
 from moefold.planner.hardware import Cluster
@@ -271,10 +272,11 @@ def head_work(
         chunk: rows of a chunk of logits; None is all rows.
         frozen: whether the matrix has no gradient.
     """
-    logits = share.tokens * vocab / share.tp
+    columns = largest_share(vocab, share.tp)
+    logits = share.tokens * columns
     rows = min(chunk or share.tokens, share.tokens)
-    product = Product(rows, vocab / share.tp, share.hidden, share.tokens / rows)
-    weights = share.hidden * vocab / share.tp
+    product = Product(rows, columns, share.hidden, share.tokens / rows)
+    weights = share.hidden * columns
     moved = 3 * logits * FP32
     launches, trained = 8 * ceil(share.tokens / rows), 0.0 if frozen else 1.0
     return {"head": Work((product,), (), moved, moved, launches, weights, True, trained)}

@@ -259,6 +259,15 @@ def models() -> Iterator[ProofCase]:
 
 
 @rule
+def vocabularies() -> Iterator[ProofCase]:
+    """Numbers of tokens that tp does not divide, in every ZeRO stage."""
+    names = ["odd vocabulary", "odd vocabulary tied"]
+    for zero in range(4):
+        yield from _cases(names, [("tp2", 4), ("tp4 pp2", 8)], zero=zero)
+    yield from _cases(names, [("tp4", 4), ("tp8", 8), ("tp2 cp2 ep2", 4)])
+
+
+@rule
 def multi_token() -> Iterator[ProofCase]:
     """Multi-token losses in every schedule, ZeRO stage and recompute policy."""
     both = ["multi token", "multi token tied"]

@@ -109,13 +109,19 @@ def small_decoder(decoder: Decoder, needs: SizeRequirements) -> Decoder:
         for b in blocks
     )
     changed = {
-        "vocab": round_up(VOCAB, needs.divisors.tp),
+        "vocab": small_vocabulary(decoder.vocab, needs.divisors.tp),
         "hidden": HIDDEN,
         "stacks": to_stacks(small),
         "init_std": STD,
         "init_out_scale": 1.0,
     }
     return decoder.model_copy(update=changed)
+
+
+def small_vocabulary(vocab: int, tp: int) -> int:
+    """Return a small number of tokens that tp divides if it divides ``vocab``, else one more."""
+    small = round_up(VOCAB, tp)
+    return small if vocab % tp == 0 else small + 1
 
 
 def _select_blocks(blocks: tuple[Block, ...], needs: SizeRequirements) -> tuple[Block, ...]:

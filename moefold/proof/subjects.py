@@ -194,6 +194,10 @@ SUBJECTS: dict[str, Subject] = {
     "multi token tied": subject(
         with_multi_token(decoder(MLA, DENSE, BIASED, tied=True), LATER[1:])
     ),
+    "odd vocabulary": subject(decoder(MHA, DENSE, SHARED, vocab=67)),
+    "odd vocabulary tied": subject(
+        with_multi_token(decoder(MHA, DENSE, SHARED, tied=True, vocab=61), LATER[1:])
+    ),
     "dense": subject(decoder(GQA, DENSE, DENSE)),
     "dense in parts": subject(decoder(GQA, *FACTORED, SHARED)),
 }

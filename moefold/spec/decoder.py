@@ -9,12 +9,14 @@ from typing import Any
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
+from moefold.mesh.shares import divisors
 from moefold.model.config import Block, Decoder, LowRank, MultiToken, to_stacks
 from moefold.spec.layer import (
     NORMS,
     NOTHING,
     STATISTIC,
     Attention,
+    Axis,
     LayerSpec,
     Saved,
     Shape,
@@ -58,6 +60,16 @@ class ModelNeeds:
             kind for s in self.specs for part in s.saved(shape) for kind in part.freed_by
         )
 
+    def legal_sizes(self, axis: Axis) -> list[int] | None:
+        """Return the sizes of an axis that its units allow, ascending; None if it has no units."""
+        units = [unit for unit in self.units if unit.axis == axis]
+        if not units:
+            return None
+        divided = [unit.number for unit in units if not unit.uneven]
+        most = min(unit.number for unit in units)
+        candidates = divisors(math.gcd(*divided)) if divided else range(1, most + 1)
+        return [size for size in candidates if size <= most]
+
     @property
     def layers(self) -> int:
         """Number of layers."""
@@ -82,7 +94,7 @@ def model_needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     from either end, so that all have equal work under a causal mask. A plug-in layer without a
     description has no rules.
     """
-    units = [Units("tp", decoder.vocab, "the vocabulary size")]
+    units = [vocabulary_units(decoder)]
     if seq is not None:
         rule = f"cp must be 1, or 2 * cp must divide the sequence length ({seq})"
         units.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
@@ -123,8 +135,13 @@ def final_norm_weight(decoder: Decoder) -> Weight:
     return replace(weight, frozen=weight.name in decoder.frozen)
 
 
+def vocabulary_units(decoder: Decoder) -> Units:
+    """Return the rows of the embedding and of the head, which tp cuts; it need not divide them."""
+    return Units("tp", decoder.vocab, "the vocabulary size", uneven=True)
+
+
 def _vocab_matrix(decoder: Decoder, name: str) -> Weight:
-    cut = ((0, Units("tp", decoder.vocab, "the vocabulary size")),)
+    cut = ((0, vocabulary_units(decoder)),)
     return Weight(name, (decoder.vocab, decoder.hidden), cut, frozen=name in decoder.frozen)
 
 

@@ -16,6 +16,7 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.layers.config import Context, Ring
 from moefold.mesh.config import Sizes
+from moefold.mesh.shares import largest_share
 
 Axis = Literal["tp", "cp", "ep", "etp"]
 Rows = Literal["own", "group", "routed"]
@@ -67,15 +68,33 @@ class Units(NamedTuple):
     """Whether context ranks may divide them further."""
     said: str = ""
     """Text of the rule in place of the default one."""
+    uneven: bool = False
+    """Whether the axis need not divide the number: a rank may have one unit more than another, as
+    :func:`moefold.mesh.shares.share` says. Each unit is then one index of the dim."""
 
     @property
     def rule(self) -> str:
-        """The rule that a layout must keep, such as ``tp must divide the vocabulary size (7)``."""
-        return self.said or f"{self.axis} must divide {self.name} ({self.number})"
+        """The rule that a layout must keep, such as ``tp must divide the expert width (7)``."""
+        if self.said:
+            return self.said
+        relation = "be at most" if self.uneven else "divide"
+        return f"{self.axis} must {relation} {self.name} ({self.number})"
+
+    def allows(self, ranks: int) -> bool:
+        """Return whether ``ranks`` ranks can divide the units among them."""
+        return ranks <= self.number if self.uneven else self.number % ranks == 0
 
     def fraction(self, ranks: int) -> float:
-        """Return the fraction of the units that one rank computes, at least one unit."""
+        """Return the fraction of the units that the fullest rank computes, at least one unit."""
+        if self.uneven:
+            return largest_share(self.number, ranks) / self.number
         return max(self.number, ranks) / (self.number * ranks)
+
+    def part_of(self, size: float, ranks: int) -> float:
+        """Return how much of a dim of ``size``, which the units fill, the fullest rank has."""
+        if self.uneven:
+            return float(largest_share(self.number, ranks))  # exact, where a fraction is rounded
+        return size * self.fraction(ranks)
 
 
 @dataclass(frozen=True)
@@ -140,15 +159,23 @@ class Weight:
         return any(units.axis == "ep" for _, units in self.cuts)
 
     def local_elements(self, tp: int, ep: int, etp: int) -> float:
-        """Return the number of elements on one rank, before sharding over data ranks."""
+        """Return the number of elements on the fullest rank, before sharding over data ranks."""
         sizes = {"tp": tp, "ep": ep, "etp": etp}
-        return self.elements / prod(sizes[units.axis] for _, units in self.cuts)
+        elements = self.elements
+        ranks = 1
+        for dim, units in self.cuts:
+            if units.uneven:
+                elements //= self.shape[dim]
+                elements *= largest_share(units.number, sizes[units.axis])
+            else:
+                ranks *= sizes[units.axis]
+        return elements / ranks
 
     def local_matrix(self, tp: int, ep: int, etp: int) -> tuple[float, float, float]:
         """Return outputs, inputs and number of the weight's matrices on one rank."""
         sizes, shape = {"tp": tp, "ep": ep, "etp": etp}, [float(size) for size in self.shape]
         for dim, units in self.cuts:
-            shape[dim] *= units.fraction(sizes[units.axis])
+            shape[dim] = units.part_of(shape[dim], sizes[units.axis])
         matrices = shape.pop(0) if self.is_expert else 1.0
         return prod(shape[:-1]), shape[-1], matrices
 

@@ -119,8 +119,8 @@ class _QuantisedCuts(NamedTuple):
         axes, divisors = ("tp", "cp", "ep", "etp"), list[list[int]]()
         for axis in axes:
             largest = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
-            numbers = [u.number for u in (*model.units, *self.units) if u.axis == axis]
-            divisors.append([n for n in range(1, largest + 1) if not any(m % n for m in numbers)])
+            units = [u for u in (*model.units, *self.units) if u.axis == axis]
+            divisors.append([n for n in range(1, largest + 1) if all(u.allows(n) for u in units)])
         updates = (dict(zip(axes, values, strict=True)) for values in product(*divisors))
         candidates = (sizes.model_copy(update=update) for update in updates)
         legal = (c for c in candidates if not any(self.violated_rules(c, seq)))

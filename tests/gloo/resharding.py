@@ -87,7 +87,7 @@ SELECTED = {"adamw": (0, 16, 19), "muon": (1, 11), "adamw fp8": (0, 4, 13, 20)}
 Place = tuple[str, int, int]
 
 MODELS = {
-    "tied": decoder(WINDOWED, DENSE, SHARED, BIASED, SHARED, tied=True),
+    "tied": decoder(WINDOWED, DENSE, SHARED, BIASED, SHARED, tied=True, vocab=67),
     "latent": decoder(MLA, DENSE, BIASED, SHARED, BIASED),
 }
 

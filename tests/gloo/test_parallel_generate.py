@@ -44,6 +44,8 @@ def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -
         ("gqa", "ep2", 3),
         ("gqa", "cp2", 0),
         ("mla", "tp2 ep2", 0),
+        ("odd vocabulary", "tp2", 3),
+        ("odd vocabulary tied", "tp2", 0),
         *(
             pytest.param(name, "tp2", 0, marks=pytest.mark.matrix)
             for name in ("delta", "channels", "convolved", "chunked", "gated latents")

@@ -46,6 +46,11 @@ def case(loss: str, sizes: str, world: int, layout: dict[str, Any]) -> ProofCase
     return ProofCase(f"{loss}: {sizes} {layout}", subject, record, world)
 
 
+def with_vocabulary(made: ProofCase, vocab: int) -> ProofCase:
+    decoder = made.subject.decoder.model_copy(update={"vocab": vocab})
+    return replace(made, subject=replace(made.subject, decoder=decoder))
+
+
 def failed(cases: list[ProofCase]) -> dict[str, Any]:
     """Return what is wrong by layout."""
     found = prove(cases).verdicts
@@ -59,6 +64,13 @@ def test_b76_pairs_and_teachers_on_context_ranks_are_those_of_one_rank() -> None
 
 def test_b77_pairs_and_teachers_where_ranks_share_the_vocabulary() -> None:
     assert not failed([case(loss, "tp2", 2, {}) for loss in ("dpo", "distill", "top_k")])
+
+
+def test_pairs_and_teachers_where_ranks_have_different_numbers_of_tokens() -> None:
+    """With seven tokens, one of four ranks has fewer than the two of a teacher that are kept."""
+    cases = [with_vocabulary(case("dpo", "tp2", 2, {}), 67)]
+    cases += [with_vocabulary(case(loss, "tp4", 4, {}), 7) for loss in ("distill", "top_k")]
+    assert not failed(cases)
 
 
 @pytest.mark.matrix

@@ -12,7 +12,7 @@ class Plant:
     """One bug, and the test that must fail while it is there."""
 
     bug: str
-    """Its class: the letters and digits after ``test_`` in the test's name."""
+    """A word of the test's name by which plants are chosen; older ones have a class such as b12."""
     said: str
     """What is wrong while it is planted."""
     test: str

@@ -25,9 +25,8 @@ PLANTS = (
         "all ranks save their experts under the first rank's numbers",
         LAYOUTS + "test_b25_every_expert_of_every_rank_is_in_its_place",
         "layers/placement.py",
-        "        box[dim] = (index * shard_size, (index + 1) * shard_size)\n",
-        "        box[dim] = (index * shard_size, (index + 1) * shard_size)\n"
-        "        box[dim] = (0, shard_size) if axis == 'ep' else box[dim]\n",
+        "        box[dim] = share(shape[dim], ranks, index)\n",
+        "        box[dim] = share(shape[dim], ranks, 0 if axis == 'ep' else index)\n",
     ),
     Plant(
         "b25",

@@ -26,6 +26,7 @@ from tests.plants import (
     rows,
     stored,
     tuning,
+    vocabulary,
 )
 from tests.plants.plant import Plant
 
@@ -57,6 +58,7 @@ PLANTS: tuple[Plant, ...] = tuple(
             *rows.PLANTS,
             *stored.PLANTS,
             *tuning.PLANTS,
+            *vocabulary.PLANTS,
         ),
         key=lambda plant: plant.bug,
     )

@@ -46,12 +46,13 @@ def test_a_plant_changes_one_place_and_names_what_is_defined(plant: Plant) -> No
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: f"{p.bug} {p.said}")
 def test_a_plant_names_a_test_of_its_class(plant: Plant) -> None:
     file, _, name = plant.test.partition("::")
-    assert f"_{plant.bug}_" in name
+    assert plant.bug in name.split("_")
     assert f"def {name}(" in (ROOT / file).read_text("utf-8")
 
 
 def test_every_class_has_a_test_and_a_plant() -> None:
-    planted, tested = {plant.bug for plant in PLANTS}, classes_tested()
+    planted = {plant.bug for plant in PLANTS if re.fullmatch(r"b\d\d", plant.bug)}
+    tested = classes_tested()
     assert set(REQUIRED) <= planted
     assert tested == planted, "a test named after a bug is shown to notice it: add a plant"
 

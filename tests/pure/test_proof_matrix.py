@@ -41,7 +41,7 @@ def test_there_are_enough_and_each_is_legal_and_once(cases: tuple[ProofCase, ...
 
 def test_a_case_that_breaks_a_rule_says_which_option_of_the_layout_does() -> None:
     first, *_, last = ProofCase("odd", SUBJECTS["gqa"], Layout(sizes="tp3"), 4).broken_rules()
-    assert first == "layout.sizes = 'tp3': tp must divide the vocabulary size (64)"
+    assert first == "layout.sizes = 'tp3': tp must divide the number of attention heads (8)"
     assert last.startswith("world = 4: must be a multiple of")
 
 

@@ -10,12 +10,15 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from moefold.comm.collectives import all_gather, broadcast_, receive, send, sum_
+from moefold.comm.collectives import broadcast_, gather, receive, send, sum_
+from moefold.comm.group import Group
 from moefold.data.batch import pack
 from moefold.kernels.linear.product import linear
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow, local_rows
+from moefold.mesh.shares import largest_share, share
 from moefold.parallel.apply import ModelParts
 
 Score = Callable[..., Tensor]
@@ -65,7 +68,7 @@ def next_logits(
     if x_TD is not None:
         with unsharded_head(placed):
             logits_PV = linear(_gather_rows(x_TD, flow, last_P), model.head_operand())
-        logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
+        logits_PV = _gather_vocabulary(logits_PV, vocab, world.group("tp"))
     last_rank = placed.table.rank_of(placed.table.stages - 1)
     return broadcast_(logits_PV, world.group("pp"), last_rank)
 
@@ -107,6 +110,18 @@ def unsharded_head(placed: ModelParts) -> AbstractContextManager[None]:
     """Unshard the head's matrix in this context."""
     hooks = placed.hooks_for(placed.chunks[-1], training=False)
     return hooks.unsharded(placed.model.head_unit)
+
+
+def _gather_vocabulary(logits_Pv: Tensor, vocab: int, ranks: Group) -> Tensor:
+    """Return the logits [P, V] of all tensor ranks, whose shares may differ by one column."""
+    widest = largest_share(vocab, ranks.size)
+    logits_RPv = gather(pad(logits_Pv, (0, widest - logits_Pv.shape[1])), ranks)
+    shares = [share(vocab, ranks.size, index) for index in range(ranks.size)]
+    columns = [
+        logits_Pv[:, : end - start]
+        for logits_Pv, (start, end) in zip(logits_RPv, shares, strict=True)
+    ]
+    return torch.cat(columns, 1)
 
 
 def _gather_rows(x_TD: Tensor, flow: Flow, positions_P: Tensor) -> Tensor:

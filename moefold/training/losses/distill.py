@@ -156,7 +156,7 @@ class TopKDistillation(Distillation):
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Return the summed divergence, and its gradient."""
-        compare, t = compare_top(flow.known), self.record.temperature
+        compare, t = compare_top(flow.known, head), self.record.temperature
         return divergence_and_gradients(
             x_TD, head, flow, compare=compare, temperature=t, scale=scale, chunk=chunk
         )
