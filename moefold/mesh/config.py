@@ -42,11 +42,12 @@ class Sizes(Record):
         """
         sizes: dict[str, int] = {}
         for word in text.split():
-            match = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,6})", word)
+            match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
             if match is None or match[1] not in AXES:
                 axes = ", ".join(AXES)
                 raise ValueError(f"layout {text!r}: {word!r} is not an axis ({axes}) and size")
-            if int(match[2]) > MAX_RANKS:
+            # Compared by its digits first: Python refuses to read a number of thousands of them.
+            if len(match[2]) > len(str(MAX_RANKS)) or int(match[2]) > MAX_RANKS:
                 raise ValueError(f"layout {text!r}: {word} is more than {MAX_RANKS:,} ranks")
             if match[1] in sizes:
                 raise ValueError(f"layout {text!r}: {match[1]} is given twice")

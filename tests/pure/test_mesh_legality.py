@@ -167,11 +167,17 @@ def test_odd_sequences_are_not_cut() -> None:
 
 
 def test_huge_sizes_are_refused_at_once() -> None:
-    text = "tp1000000007 cp1000000007 pp1000000007 vpp1000000007 ep1000000007"
+    text = "tp999983 cp999983 pp999983 vpp999983 ep999983"
     start = time.process_time()
     found = size_violations(Sizes.parse(text), MODEL, world=10**12, stages="EttttttL")
     assert {item.nearest for item in found if item.path == ("sizes",)} == {"tp4 cp60 pp3 vpp2 ep24"}
     assert time.process_time() - start < 10, "numbers are walked through one by one"
+
+
+def test_more_ranks_than_any_machine_has_are_refused() -> None:
+    for size in ("1000001", "9" * 5000):
+        with pytest.raises(ValueError, match="is more than 1,000,000 ranks"):
+            Sizes.parse(f"pp2 tp{size}")
 
 
 def test_divisors() -> None:
