@@ -31,7 +31,8 @@ from moefold.training.hooks.config import Watch
 RECIPES = Path(__file__).parent / "recipes"
 IDENTITY = ("seed", "model", "data", "optim", "train", "adapter")
 """Fields that define what is computed; a run folder is resumed only if they agree."""
-FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"), ("train", "routing"))
+_FREE_IN_TRAIN = ("steps", "extend", "repeat", "loss_chunk", "routing")
+FREE_IN_IDENTITY = tuple(("train", field) for field in _FREE_IN_TRAIN)
 """Fields inside ``IDENTITY`` that may change on resume. ``micro_batch`` may not: balance terms and
 capacity are computed over a micro-batch."""
 

@@ -64,7 +64,8 @@ def train_to_end(
         console.print(banner_panel(job, banner_rows))
     if job.step_number >= job.last_step:
         job.save()
-        command = f"--folder {folder} train.steps={2 * job.step_number}{without_fork}"
+        steps = f"train.steps={2 * job.step_number} train.extend=constant"
+        command = f"--folder {folder} {steps}{without_fork} (or train.extend=decay or rewarm)"
         text = f"step {job.step_number} is done already; to train further, run again with {command}"
         console.print(Text(text), soft_wrap=True)
         return COMPLETED

@@ -210,6 +210,7 @@ def _train(
                 f"forked from {forked['from']} with its {', '.join(forked['taken'])}; starts at "
                 f"step {forked['step']}; tokenizer: {forked['tokenizer']}",
                 *(f"  {line}" for line in forked["changed"]),
+                *(f"  data: {line}" for line in forked["data"]),
             ]
             console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
         _set_last_step(job, args.until, resumed)

@@ -13,20 +13,38 @@ step's batch, in any layout; it runs in round ``j // dp`` on data rank ``j % dp`
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain, islice, repeat
+from typing import NamedTuple
 
 import numpy as np
 
 from moefold.data.batch import IGNORE_INDEX, MicroBatch, SegmentOrigin, assemble, pack
 from moefold.data.config import DataError
 from moefold.data.index import DocumentPiece
-from moefold.data.order import Mixture, evenly_spaced
+from moefold.data.order import Given, Mixture, OrderStart, evenly_spaced, match_given
 from moefold.data.packing import build_sequences
 from moefold.data.prepare import PreparedData, PreparedPart
 from moefold.spec.layer import round_up
 
 _ORDER_VERSION = 1
+
+
+class Reading(NamedTuple):
+    """What some steps read of a training source."""
+
+    name: str
+    n_tokens: int
+    """Tokens of the source."""
+    epoch: int
+    """Epochs of it that were read before, whole."""
+    given: int
+    """Tokens of the epoch in progress that were read before."""
+    tokens: int
+    """Tokens that the steps read."""
+    again: int
+    """Those among them of a second or later epoch."""
 
 
 class Loader:
@@ -60,16 +78,66 @@ class Loader:
         if batch % micro_batch:
             raise ValueError(f"batch {batch} must be a multiple of micro_batch {micro_batch}")
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
-        self._rank, self._ranks = rank, ranks
-        self.offset = 0
-        """Added to ``step * batch`` for the number of a step's first sequence; nonzero in a fork of
-        a run with another batch size."""
+        self._seed, self._rank, self._ranks = seed, rank, ranks
         self.rows = round_up(micro_batch * seq, pad_to)
         """Number of rows T of each micro-batch."""
         self._parts = prepared.train
         self._mixture = Mixture(tuple(p.weight for p in self._parts))
-        self._sequences = [build_sequences(p.corpus, seed, p.name, seq) for p in self._parts]
         self._valid = {p.name: p for p in prepared.valid}
+        self._start: OrderStart | None = None
+        self.start_order(OrderStart(), 0)
+
+    def start_order(self, start: OrderStart, offset: int) -> None:
+        """Read in the order that begins at ``start``.
+
+        ``offset`` is added to ``step * batch`` for the number of a step's first sequence. It is not
+        zero in a fork of a run with another batch size.
+        """
+        self._first, self._offset = start.first, offset
+        if start == self._start:
+            return
+        self._start = start
+        given, self._given_of_others = match_given(start.given, self.identities)
+        self._sequences = [
+            build_sequences(part.corpus, self._seed, part.name, self.seq, one)
+            for part, one in zip(self._parts, given, strict=True)
+        ]
+
+    @property
+    def identities(self) -> list[tuple[str, str]]:
+        """Name and digest of each training source."""
+        return [(part.name, part.digest) for part in self._parts]
+
+    def given(self, step: int) -> tuple[Given, ...]:
+        """Return what every source has given before ``step``, also those no longer read."""
+        taken = self._taken(step)
+        parts = zip(self._parts, self._sequences, taken, strict=True)
+        given = (replace(s.given_after(n), digest=part.digest) for part, s, n in parts)
+        return (*given, *self._given_of_others)
+
+    def readings(self, first: int, end: int) -> tuple[Reading, ...]:
+        """Return what steps ``first`` to ``end`` read of each training source."""
+        before, after = self._taken(first), self._taken(end)
+        return tuple(
+            Reading(
+                part.name,
+                part.corpus.n_tokens,
+                *source.place(n),
+                source.count_tokens(n, until),
+                source.again(until) - source.again(n),
+            )
+            for part, source, n, until in zip(
+                self._parts, self._sequences, before, after, strict=True
+            )
+        )
+
+    def _number(self, step: int) -> int:
+        """Return the number, in this order, of a step's first sequence."""
+        return step * self.batch + self._offset - self._first
+
+    def _taken(self, step: int) -> tuple[int, ...]:
+        """Return how many sequences of each source this order has before ``step``."""
+        return self._mixture.counts(self._number(step))
 
     @property
     def n_micro_batches(self) -> int:
@@ -92,9 +160,8 @@ class Loader:
 
     def epoch(self, step: int) -> dict[str, float]:
         """Return how many epochs of each training source precede ``step``."""
-        taken = self._mixture.counts(step * self.batch + self.offset)
-        pairs = zip(self._parts, taken, self._sequences, strict=True)
-        return {part.name: n / source.n_sequences for part, n, source in pairs}
+        pairs = zip(self._parts, self._taken(step), self._sequences, strict=True)
+        return {part.name: source.epochs(n) for part, n, source in pairs}
 
     def load_step(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step (from 0), determined by seed and step."""
@@ -105,10 +172,13 @@ class Loader:
     def load_micro_batch(self, step: int, j: int) -> MicroBatch:
         """Return micro-batch ``j`` of a step, of any rank."""
         assert step >= 0 and 0 <= j < self.n_micro_batches, (step, j)
+        number = self._number(step)
+        if number < 0:
+            raise ValueError(f"step {step} is before the data order of this fork begins")
         first = j * self.micro_batch
         sequences = []
         for i in range(first, first + self.micro_batch):
-            source, n = self._mixture.pick(step * self.batch + self.offset + i)
+            source, n = self._mixture.pick(number + i)
             sequences.append((self._parts[source], self._sequences[source].train_sequence(n)))
         padding = self.batch * self.seq + j * (self.rows - self.micro_batch * self.seq)
         return self._build(sequences, first * self.seq, padding)

@@ -1,17 +1,21 @@
-"""The order of sequences: a pure function of seed and sequence number, with no state to save.
+"""The order of sequences: a pure function of seed, source, epoch and position.
 
 Sequence number k of a run (k = step x batch + index in the batch) is assigned to a source, becomes
 the n-th sequence of that source, and thus a position in one of its shuffled epochs. All of it is
 integer arithmetic that works for any k, so a run resumes exactly, and neither the number of ranks
 nor the size of a micro-batch matters.
+
+A run that goes on with another mixture, length of sequences or seed begins a new order
+(:class:`OrderStart`), in which each source continues where it stopped (:class:`Given`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
 from math import isqrt, lcm
+from typing import Any
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -100,12 +104,111 @@ class Epochs:
         """Number of sequences of an epoch."""
         return self.tokens // self.seq
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of an epoch's sequences."""
+        return self.n_sequences * self.seq
+
     def start_row(self, n: int) -> int:
         """Return the first row of this source's n-th sequence, counted over all epochs."""
         epoch, position = divmod(n, self.n_sequences)
-        key = stable_hash("epoch", self.seed, self.name, epoch)
+        key = epoch_key(self.seed, self.name, epoch)
         index = permuted_index(position, self.n_sequences, key)
         return (_splitmix64(key) % self.tokens + index * self.seq) % self.tokens
+
+    def stretch(self, epoch: int, start: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield (first row in the ring, rows) of a stretch of an epoch's sequences, end to end."""
+        end = start + rows
+        while start < end:
+            n, skipped = divmod(start, self.seq)
+            first = self.start_row(epoch * self.n_sequences + n)
+            taken = min(self.seq - skipped, end - start)
+            yield (first + skipped) % self.tokens, taken
+            start += taken
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a source has given: every epoch before ``epoch``, and a part of that one.
+
+    It is stated for the source alone, so that it holds in any mixture.
+    """
+
+    name: str
+    """Name of the source when the epoch began; with ``seed`` and ``epoch`` it sets the order."""
+    digest: str
+    """Hash of the source's tokens, by which another run recognises the source."""
+    seed: int
+    cuts: tuple[tuple[int, int], ...]
+    """Tokens per sequence, and sequences given at that length. The first cut divides the whole
+    epoch, each later one the part that those before it left."""
+    epoch: int = 0
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "Given":
+        """Read from a checkpoint's JSON data."""
+        return cls(**{**stored, "cuts": tuple((seq, n) for seq, n in stored["cuts"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON data."""
+        return {**vars(self), "cuts": [list(cut) for cut in self.cuts]}
+
+    @property
+    def key(self) -> int:
+        """Selects the order of the epoch in progress."""
+        return epoch_key(self.seed, self.name, self.epoch)
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether nothing of the epoch is given yet, so that it can be cut and ordered anew."""
+        return not any(n for _, n in self.cuts)
+
+    def more(self, seq: int, n: int) -> "Given":
+        """Return what is given after ``n`` further sequences of ``seq`` tokens of the epoch."""
+        *before, (last, count) = self.cuts
+        if n and last != seq:
+            return replace(self, cuts=(*self.cuts, (seq, n)))
+        return replace(self, cuts=(*before, (last, count + n)))
+
+
+@dataclass(frozen=True)
+class OrderStart:
+    """Where an order of sequences begins: at the start of a run, or where a fork changed it."""
+
+    first: int = 0
+    """Number of the first sequence in this order, counted from the start of the run."""
+    given: tuple[Given, ...] = ()
+    """What sources have given before, those that are no longer read too. A source that is missing
+    here has given nothing."""
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "OrderStart":
+        """Read from a checkpoint's JSON data."""
+        return cls(stored["first"], tuple(map(Given.from_dict, stored["given"])))
+
+
+def match_given(
+    given: Sequence[Given], sources: Sequence[tuple[str, str]]
+) -> tuple[list[Given | None], list[Given]]:
+    """Find what each source, a (name, digest), has given; return also what is of none of them.
+
+    Sources are recognised by their tokens, by name only among equals.
+    """
+    left = list(given)
+    found: list[Given | None] = [None] * len(sources)
+    for by_name in (True, False):
+        for i, (name, digest) in enumerate(sources):
+            for one in left if found[i] is None else ():
+                if one.digest == digest and (one.name == name or not by_name):
+                    found[i] = one
+                    left.remove(one)
+                    break
+    return found, left
+
+
+def epoch_key(seed: int, name: str, epoch: int) -> int:
+    """Return the key of an epoch's permutation."""
+    return stable_hash("epoch", seed, name, epoch)
 
 
 def evenly_spaced(n: int, count: int) -> Sequence[int]:

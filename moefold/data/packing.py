@@ -1,54 +1,212 @@
 """Sequences of a corpus: chunks of text, or packed conversations of N tokens."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, starmap
 
 import numpy as np
 
 from moefold.data.config import DataError
 from moefold.data.index import Corpus, DocumentPiece, IndexedDataset
-from moefold.data.order import Epochs, permuted_index, stable_hash
+from moefold.data.order import Epochs, Given, epoch_key, permuted_index
 
 REJECTED = 2
 """Added to the mask values of a pair's rejected answer."""
 
 
-class ChunkedSequences:
-    """Sequences of ``seq`` rows cut from concatenated documents (:class:`Epochs`)."""
+class TrainSequences(ABC):
+    """Training sequences of a source, from the place that it has reached on: epoch after epoch.
 
-    def __init__(self, corpus: Corpus, seed: int, name: str, seq: int) -> None:
-        self._corpus, self._seq = corpus, seq
-        self._epochs = Epochs(seed, name, corpus.n_tokens, seq)
+    First come those that are left of the epoch in progress, which ``given`` describes, cut to
+    ``seq`` if they were cut to another length; then whole epochs in the order of ``seed`` and
+    ``name``. Numbers n count from that place.
+    """
+
+    n_sequences: int
+    """Number of sequences of an epoch."""
+    n_left: int
+    """Number of sequences left of the epoch in progress."""
+
+    def __init__(self, tokens: int, seed: int, name: str, seq: int, given: Given | None) -> None:
+        fresh = Given(name, "", seed, ((seq, 0),))
+        given = given or fresh
+        if given.is_between_epochs:  # nothing ties its next epoch to an earlier order
+            given = replace(fresh, digest=given.digest, epoch=given.epoch)
+        self.given, self.tokens, self.seq = given, tokens, seq
+        self._fresh = replace(fresh, digest=given.digest)
+
+    def given_after(self, n: int) -> Given:
+        """Return what the source has given after ``n`` sequences."""
+        if n < self.n_left:
+            return self.given.more(self.seq, n)
+        epoch, position = self._place(n)
+        return replace(self._fresh, epoch=epoch, cuts=((self.seq, position),))
+
+    def epochs(self, n: int) -> float:
+        """Return how many epochs of the source precede the n-th sequence, over the whole run."""
+        if n < self.n_left:
+            read = self.tokens_given / self.tokens
+            return self.given.epoch + read + (1 - read) * n / self.n_left
+        epoch, position = self._place(n)
+        return epoch + position / self.n_sequences
+
+    def place(self, n: int) -> tuple[int, int]:
+        """Return the epoch that the n-th sequence belongs to, and its tokens that precede it."""
+        if n < self.n_left:
+            return self.given.epoch, self.tokens_given + self.count_tokens(0, n)
+        epoch, position = self._place(n)
+        return epoch, self.count_tokens(n - position, n)
+
+    def again(self, n: int) -> int:
+        """Return how many tokens of the next ``n`` sequences are of a second or later epoch.
+
+        All of them were given before, except for the fewer than one sequence of tokens that the
+        first epoch of text leaves out.
+        """
+        if self.given.epoch:
+            return self.count_tokens(0, n)
+        return self.count_tokens(min(n, self.n_left), n)
+
+    @abstractmethod
+    def train_sequence(self, n: int) -> Iterator[DocumentPiece]:
+        """Yield the pieces of the n-th training sequence."""
+
+    @abstractmethod
+    def count_tokens(self, first: int, end: int) -> int:
+        """Return the number of tokens of sequences ``first`` to ``end``."""
+
+    @property
+    @abstractmethod
+    def tokens_given(self) -> int:
+        """Number of tokens of the epoch in progress that were given before."""
+
+    def _place(self, n: int) -> tuple[int, int]:
+        """Return epoch and position in it of a sequence after the epoch in progress."""
+        epoch, position = divmod(n - self.n_left, self.n_sequences)
+        return self.given.epoch + 1 + epoch, position
+
+
+class ChunkedSequences(TrainSequences):
+    """Sequences of ``seq`` rows cut from concatenated documents (:class:`Epochs`).
+
+    What is left of an epoch that was cut to another length is one stretch of its sequences in
+    their order, end to end, cut anew; the last sequence of it may be shorter.
+    """
+
+    def __init__(
+        self, corpus: Corpus, seed: int, name: str, seq: int, given: Given | None = None
+    ) -> None:
+        tokens = corpus.n_tokens
+        super().__init__(tokens, seed, name, seq, given)
+        self._corpus = corpus
+        self._epochs = Epochs(seed, name, tokens, seq)
+        given = self.given
+        self._begun = Epochs(given.seed, given.name, tokens, given.cuts[0][0])
         self.n_sequences = self._epochs.n_sequences
-        """Number of sequences of an epoch."""
-        self.n_ordered_sequences = -(-corpus.n_tokens // seq)
+        self.n_left = -(-(self._begun.rows - self.tokens_given) // seq)
+        self.n_ordered_sequences = -(-tokens // seq)
         """Number of consecutive sequences that cover every row once; the last may be shorter."""
 
+    @property
+    def tokens_given(self) -> int:
+        """Number of tokens of the epoch in progress that were given before."""
+        return sum(seq * n for seq, n in self.given.cuts)
+
     def train_sequence(self, n: int) -> Iterator[DocumentPiece]:
-        """Yield the pieces of the n-th training sequence, counted over all epochs."""
-        return self._corpus.slice(self._epochs.start_row(n), self._seq)
+        """Yield the pieces of the n-th training sequence."""
+        if n < self.n_left:
+            start = self.tokens_given + n * self.seq
+            rows = min(self.seq, self._begun.rows - start)
+            stretch = self._begun.stretch(self.given.epoch, start, rows)
+        else:
+            epoch, position = self._place(n)
+            stretch = self._epochs.stretch(epoch, position * self.seq, self.seq)
+        return chain.from_iterable(starmap(self._corpus.slice, stretch))
+
+    def count_tokens(self, first: int, end: int) -> int:
+        """Return the number of tokens of sequences ``first`` to ``end``."""
+        left = self._begun.rows - self.tokens_given
+
+        def until(n: int) -> int:
+            return min(n * self.seq, left) + max(n - self.n_left, 0) * self.seq
+
+        return until(end) - until(first)
 
     def ordered_sequence(self, n: int) -> Iterator[DocumentPiece]:
         """Yield the pieces of the n-th consecutive sequence."""
-        start = n * self._seq
-        return self._corpus.slice(start, min(self._seq, self._corpus.n_tokens - start))
+        start = n * self.seq
+        return self._corpus.slice(start, min(self.seq, self._corpus.n_tokens - start))
 
 
-class PackedSequences:
-    """Sequences of whole documents, the same in every epoch except for their order."""
+class PackedSequences(TrainSequences):
+    """Sequences of whole documents, the same in every epoch except for their order.
 
-    def __init__(self, corpus: "MaskedCorpus", seed: int, name: str, seq: int) -> None:
-        self._corpus, self._seed, self._name = corpus, seed, name
+    The documents that are left of an epoch that was packed to another length are packed anew.
+    """
+
+    def __init__(
+        self,
+        corpus: "MaskedCorpus",
+        seed: int,
+        name: str,
+        seq: int,
+        given: Given | None = None,
+    ) -> None:
+        super().__init__(corpus.n_tokens, seed, name, seq, given)
+        self._corpus = corpus
         self._packs = best_fit_decreasing(corpus.lengths.tolist(), seq)
+        # Packs of the epoch in progress, by document, and how many of them were given before.
+        self._begun, self._skipped = self._packs, 0
+        if not self.given.is_between_epochs:
+            self._begun, self._skipped = self._pack_rest()
         self.n_sequences = self.n_ordered_sequences = len(self._packs)
+        self.n_left = len(self._begun) - self._skipped
+
+    def _pack_rest(self) -> tuple[list[list[int]], int]:
+        """Return the packs of the epoch in progress, and how many of them were given before."""
+        lengths, key = self._corpus.lengths, self.given.key
+        documents, packs, given = list(range(len(lengths))), list[list[int]](), 0
+        cuts = self.given.cuts
+        for seq, count in cuts if cuts[-1][0] == self.seq else (*cuts, (self.seq, 0)):
+            left = (packs[permuted_index(i, len(packs), key)] for i in range(given, len(packs)))
+            documents = sorted(chain.from_iterable(left)) if packs else documents
+            packed = best_fit_decreasing(lengths[documents].tolist(), seq)
+            packs, given = [[documents[i] for i in pack] for pack in packed], count
+        return packs, given
+
+    @cached_property
+    def tokens_given(self) -> int:
+        """Number of tokens of the epoch in progress that were given before."""
+        if self.given.is_between_epochs:
+            return 0
+        return self._corpus.n_tokens - self.count_tokens(0, self.n_left)
 
     def train_sequence(self, n: int) -> Iterator[DocumentPiece]:
-        """Yield the documents of the n-th training sequence, counted over all epochs."""
-        epoch, position = divmod(n, self.n_sequences)
-        key = stable_hash("epoch", self._seed, self._name, epoch)
-        return self.ordered_sequence(permuted_index(position, self.n_sequences, key))
+        """Yield the documents of the n-th training sequence."""
+        return chain.from_iterable(map(self._corpus.pieces, self._pack(n)))
+
+    def _pack(self, n: int) -> list[int]:
+        """Return the documents of the n-th training sequence."""
+        packs, key, position = self._begun, self.given.key, self._skipped + n
+        if n >= self.n_left:
+            epoch, position = self._place(n)
+            packs, key = self._packs, epoch_key(self._fresh.seed, self._fresh.name, epoch)
+        return packs[permuted_index(position, len(packs), key)]
+
+    def count_tokens(self, first: int, end: int) -> int:
+        """Return the number of tokens of sequences ``first`` to ``end``."""
+        lengths = self._corpus.lengths
+
+        def until(n: int) -> int:
+            epochs, rest = divmod(max(n - self.n_left, 0), self.n_sequences)
+            numbers = chain(range(min(n, self.n_left)), range(n - rest, n))
+            documents = list(chain.from_iterable(map(self._pack, numbers)))
+            return epochs * self._corpus.n_tokens + int(lengths[documents].sum())
+
+        return until(end) - until(first)
 
     def ordered_sequence(self, n: int) -> Iterator[DocumentPiece]:
         """Yield the documents of the n-th pack."""
@@ -114,9 +272,16 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def build_sequences(
-    corpus: Corpus, seed: int, name: str, seq: int, require_full: bool = True
+    corpus: Corpus,
+    seed: int,
+    name: str,
+    seq: int,
+    given: Given | None = None,
+    require_full: bool = True,
 ) -> ChunkedSequences | PackedSequences:
     """Return the sequences of a corpus; with ``require_full``, text must fill at least one.
+
+    ``given`` is what the source has given before; None: nothing.
 
     Raises:
         DataError: if it does not, or if a conversation exceeds one.
@@ -127,11 +292,11 @@ def build_sequences(
                 f"source {corpus.name}: {corpus.n_tokens} tokens in {corpus.n_documents} documents "
                 f"do not fill one sequence of {seq}; add text, or lower data.seq"
             )
-        return ChunkedSequences(corpus, seed, name, seq)
+        return ChunkedSequences(corpus, seed, name, seq, given)
     longest = int(corpus.lengths.max(initial=0))
     if longest > seq:
         raise DataError(
             f"source {corpus.name}: a conversation of {longest} tokens does not fit a sequence of "
             f"{seq}; raise data.seq"
         )
-    return PackedSequences(corpus, seed, name, seq)
+    return PackedSequences(corpus, seed, name, seq, given)

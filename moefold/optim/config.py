@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -57,7 +57,7 @@ class LrSchedule(Record):
 
     warmup: Span = 0
     """Steps (whole number) or fraction of the run over which the rate rises linearly. Recipes use
-    fractions, so that ``train.steps`` can be changed alone."""
+    fractions, so that ``train.steps`` can be changed alone before the first step."""
 
     def factor(self, step: int, total_steps: int) -> float:
         """Return the factor on the peak rate at ``step`` (updates done before it, from 0)."""
@@ -69,6 +69,10 @@ class LrSchedule(Record):
     def after_warmup(self, step: int, steps: int) -> float:
         """Return the factor ``step`` steps after warm-up, 0 <= step <= steps."""
         return 1.0
+
+    def resolved(self, warmup: int, total_steps: int) -> Self:
+        """Return the schedule with spans in steps that fit a run of ``total_steps``."""
+        return self.model_copy(update={"warmup": warmup})
 
     def rules(self) -> Iterator[Violation]:
         """Require a valid span for ``warmup``."""
@@ -130,6 +134,11 @@ class Wsd(LrSchedule):
         if step < span_steps(self.warmup, total_steps) or decayed <= 0:
             return super().factor(step, total_steps)
         return _decay_value(self.shape, self.final, decayed, decay)
+
+    def resolved(self, warmup: int, total_steps: int) -> Self:
+        """Return the schedule with spans in steps that fit a run of ``total_steps``."""
+        decay = min(span_steps(self.decay, total_steps), total_steps - warmup)
+        return self.model_copy(update={"warmup": warmup, "decay": decay})
 
     def rules(self) -> Iterator[Violation]:
         """Require valid spans for ``warmup`` and ``decay``."""

@@ -22,6 +22,7 @@ from moefold.layers.precision import recipe_of
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
+from moefold.optim.rates import describe_rate
 from moefold.planner.plan import graph_bytes
 from moefold.planner.time import newton_schulz_flops
 from moefold.spec.decoder import model_weights
@@ -36,7 +37,7 @@ Row = tuple[str, str]
 def banner_rows(job: Trainer) -> list[Row]:
     """Return the banner's lines as (title, text); an empty title continues the line above."""
     lines = [*_model(job), *_cost(job), *_execution(job), ("balance", _balance(job)), *_data(job)]
-    lines.append(("folder", str(job.folder)))
+    lines += [*_rate(job), ("folder", str(job.folder))]
     if job.resumed_from is not None:
         lines.append(("resumes", f"from {job.resumed_from.name}: step {job.step_number:,}"))
     return lines
@@ -256,6 +257,14 @@ def _balance(job: Trainer) -> str:
     return "; ".join(texts) + ". The reported LM loss excludes balancing terms"
 
 
+def _rate(job: Trainer) -> Iterator[Row]:
+    """Describe the learning rate of the next step, if any is to go."""
+    if job.step_number < job.last_step:
+        optim, progress = job.run.optim, job.progress
+        text = describe_rate(progress.rate, optim.schedule_lr, progress.step, optim.lr)
+        yield "rate", text
+
+
 def _data(job: Trainer) -> Iterator[Row]:
     prepared, last = job.loader.prepared, max(job.last_step, job.step_number)
     steps = last - job.step_number
@@ -278,7 +287,3 @@ def _data(job: Trainer) -> Iterator[Row]:
     tokenizer = job.tokenizer
     kind = getattr(job.run.data.tokenizer, "kind", "")
     yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"
-    if tokenizer.ends[1:]:
-        yield "tokenizer", f"texts end with {' or '.join(tokenizer.ends)}"
-    for note in tokenizer.notes:
-        yield "tokenizer", note

@@ -114,6 +114,14 @@ class Train(Record):
     """Patterns of global names of parameters that are not trained, such as ``*.router.*``. They
     have no gradient, master or optimizer state, and are stored in the dtype in which they are
     read."""
+    extend: Literal["decay", "constant", "rewarm"] | None = None
+    """What happens to the learning rate when a begun run gets another number of steps: it falls
+    from its present value to the end of the schedule, stays, or rises to the peak and follows the
+    schedule again. None: such a change is refused if the rate would jump."""
+    repeat: Literal["refuse", "allow"] = "refuse"
+    """Whether a fork that changes the order of data (mixture, length of sequences, sources, seed)
+    may train again what was trained once. ``refuse`` does not concern a source that the run repeats
+    without the change."""
     routing: Routing | None = None
     """Recording or replay of routers' choices; None: neither."""
 

@@ -12,6 +12,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
 from moefold.optim.base import PREFIX
 from moefold.spec.decoder import LORA_A, LORA_B
+from moefold.training.continuation import continue_data, continue_steps
 from moefold.training.model_checkpoint import tokenizer_of
 from moefold.training.resume import differences, with_current_defaults
 from moefold.training.run_folder import TOKENIZER_FILE
@@ -79,15 +80,20 @@ def fork(
         ) from None
     job.data.refresh_weights()
     stored_run = with_current_defaults(meta["run"], job.run) if "run" in meta else {}
+    lines: list[str] = []
     if not weights_only:
-        job.progress = job.progress.rebatched(stored_run["train"]["batch"], job.run.train.batch)
-        job.loader.offset = job.progress.sequence_offset
+        job.progress, lines = continue_data(job.progress, meta, stored_run, job.run, job.loader)
+        stored_schedule = stored_run["optim"].get("schedule_lr")
+        if stored_schedule != to_dict(job.run.optim.schedule_lr):
+            job.progress.rate = ()  # another schedule is stated
+    job.progress, _ = continue_steps(job.progress, job.run, job.loader)
     facts = {
         "from": str(path),
         "taken": ["weights"] if weights_only else ["weights", "optimizer state", "progress"],
         "tokenizer": tokenizer,
         "step": job.step_number,
         "changed": differences(stored_run, to_dict(job.run)) if stored_run else [],
+        "data": lines,
     }
     run_on_first(lambda: write_json(job.folder / FORK_FILE, facts), ranks)
     job.save()

@@ -6,7 +6,7 @@ draws of (seed, step). Statistics such as expert counts are reset at each step.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,19 @@ from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, describe_mismatch
 from moefold.checkpoint.tensors import DTYPES, TensorSlice
 from moefold.comm.collectives import sum_
+from moefold.data.order import OrderStart
 from moefold.layers.placement import slices
 from moefold.optim.base import Optimizer
 from moefold.optim.config import matches
+from moefold.optim.rates import RatePhase
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.spec.decoder import known_weights
 from moefold.training.model_checkpoint import MODEL_PREFIX
 
 MIN_WRITE_BYTES = 16 * 2**20
 """Minimum bytes that each rank writes if several ranks split a box that they all hold."""
+FROM_THE_START = OrderStart()
+"""The data order of a run that no fork changed."""
 
 
 @dataclass
@@ -46,12 +50,24 @@ class Progress:
     """Number of steps done before the newest non-finite step."""
     sequence_offset: int = 0
     """Sequences read beyond batch index times batch size, if a fork changed the batch size."""
+    order: OrderStart = FROM_THE_START
+    """Where the data order began: at the start of the run, or where a fork changed it."""
+    rate: tuple[RatePhase, ...] = ()
+    """Phases of the learning rate; empty before a run has said its number of steps."""
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "Progress":
         """Read from a checkpoint's JSON data, of versions with fewer or more fields too."""
         values = {spec.name: stored[spec.name] for spec in fields(cls) if spec.name in stored}
-        return cls(**{**values, "excluded": tuple(stored["excluded"])})
+        values["excluded"] = tuple(stored["excluded"])
+        if "order" in values:
+            values["order"] = OrderStart.from_dict(values["order"])
+        values["rate"] = tuple(map(RatePhase.from_dict, stored.get("rate", ())))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON data."""
+        return json.loads(json.dumps(asdict(self)))
 
     def next_batch_index(self) -> int:
         """Return the index of the next step's batch in the data order."""
@@ -60,11 +76,15 @@ class Progress:
             index += excluded <= index
         return index
 
+    def first_sequence(self, batch: int) -> int:
+        """Return the number of the next step's first sequence, counted over the whole run."""
+        return self.next_batch_index() * batch + self.sequence_offset
+
     def rebatched(self, batch: int, new: int) -> "Progress":
         """Return the progress to continue with ``new`` sequences per step instead of ``batch``."""
         if batch == new:
             return self
-        offset = self.sequence_offset + self.next_batch_index() * batch - self.step * new
+        offset = self.first_sequence(batch) - self.step * new
         return replace(self, excluded=(), sequence_offset=offset)
 
 
@@ -174,4 +194,9 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
                     part.tensor.copy_(values)
         if optimizer is None:
             return Progress()
-        return Progress.from_dict(reader.manifest.meta["progress"])
+        meta = reader.manifest.meta
+        progress = Progress.from_dict(meta["progress"])
+        # A checkpoint of an earlier version: the schedule as it was stated.
+        if not progress.rate and "run" in meta:
+            progress.rate = (RatePhase(meta["run"]["train"]["steps"]),)
+        return progress

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,19 @@ from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
-from moefold.data.loader import Loader
-from moefold.data.prepare import PreparedData, prepare
 from moefold.data.prepare import Progress as OnProgress
+from moefold.data.prepare import prepare
 from moefold.files import path_in_errors, require_writable
 from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
+from moefold.optim.rates import rate_factor
 from moefold.parallel.apply import build_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import incremental_logits
 from moefold.planner.count import count
 from moefold.planner.notes import run_notes
 from moefold.run import Run, require_fit
+from moefold.training.continuation import continue_steps, open_loader
 from moefold.training.distributed import RankZeroRunner, device_kind, on_all_ranks, stop_on_signals
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.figures import StepFigures, routing_health
@@ -138,7 +138,7 @@ class Trainer:
                 prepared = lru_cache(partial(prepare, run.data, cache, on_progress, scratch))
                 run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
                 self.tokenizer = prepared().tokenizer
-                self.loader = _loader(run, prepared(), world)
+                self.loader = open_loader(run, prepared(), world)
                 check_ranks_agree(run, self.plugins, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
                 placed = build_parts(self.decoder, choice.precision, run.layout, world, "meta")
@@ -161,7 +161,9 @@ class Trainer:
                     _log.warning("%s", line)
                 if not restored:
                     self.resumed_from = self._resume()
-                self.loader.offset = self.progress.sequence_offset
+                self.progress, lines = continue_steps(self.progress, run, self.loader)
+                for line in lines if self.rank_zero.is_leader else ():
+                    _log.warning("%s", line)
                 if scratch is None:
                     self.saver.allocate_copies(partial(assigned_state, self.data, self.optimizer))
         except BaseException:
@@ -186,7 +188,7 @@ class Trainer:
     def _save_copies(self, rewound: bool = False) -> None:
         """Copy the state to memory or local disk, if configured; ``rewound``: after a rewind."""
         for copies in filter(None, (self.memory, self.local)):
-            progress = {**asdict(self.progress), HOOKS: self.hook_states}
+            progress = {**self.progress.to_dict(), HOOKS: self.hook_states}
             copies.save(progress, self._state_tensors, rewound)
         self.data.flush()
 
@@ -301,7 +303,7 @@ class Trainer:
         if decision == "rewind":
             self._rewind(index)
             return {}
-        lr_factor = run.optim.schedule_lr.factor(step, run.train.steps)
+        lr_factor = rate_factor(self.progress.rate, run.optim.schedule_lr, step)
         if decision == "update":
             self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)
             self.data.end_step()
@@ -341,7 +343,7 @@ class Trainer:
         if self._resume() is None:
             fill_initial_values(self.run, self.decoder, self.data, self._is_fork)
             self.optimizer = self.data.optimizer(self.run.optim)
-            self.progress = Progress()
+            self.progress = Progress(rate=before.rate)
             self.hook_states = {}
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, index}))
         self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
@@ -401,6 +403,7 @@ class Trainer:
         present, step = self._newest_checkpoint(), self.progress.step
         if present is not None and present.name == step_name(step) and self._saved == step:
             return present
+        index = self.progress.next_batch_index()
         meta: dict[str, Any] = {
             "format": 1,
             "run": to_dict(self.run),
@@ -408,7 +411,8 @@ class Trainer:
             **describe_model(self.decoder, self.tokenizer),
             "parts": self.plugins,
             "data": self.loader.fingerprint(),
-            "progress": {**asdict(self.progress), "excluded": list(self.progress.excluded)},
+            "progress": self.progress.to_dict(),
+            "sources": [each.to_dict() for each in self.loader.given(index)],
             HOOKS: hook_states(self.hooks),  # of the first rank, which writes the manifest
         }
         path = self.saver.save(step, assigned_state(self.data, self.optimizer), meta)
@@ -458,10 +462,3 @@ class Trainer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
-
-
-def _loader(run: Run, prepared: PreparedData, world: World) -> Loader:
-    """Return the loader of this data rank's micro-batches."""
-    sizes = run.data.seq, run.train.batch, run.train.micro_batch
-    pad_to, rank, ranks = world.folding.sizes.row_multiple, world.attention.dp, world.folding.dp
-    return Loader(prepared, *sizes, run.seed, pad_to=pad_to, rank=rank, ranks=ranks)

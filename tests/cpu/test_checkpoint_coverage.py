@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from moefold.checkpoint.disk import Disk
 from moefold.config.base import Record
+from moefold.data.order import Given, OrderStart
 from moefold.optim.adamw import AdamWOptimizer
+from moefold.optim.rates import RatePhase
 from moefold.training import trainer
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.state import Progress
@@ -31,7 +33,16 @@ from tests.cpu.runs import Notes, job_of
 
 ANEW = re.compile(r"\.counters\b|\.recipe\.(seed|step)$")
 """Counts of a step, which begin at zero in the next, and what draws by chance go by."""
-PROGRESS = Progress(3, 77, (1,), 2, 1, sequence_offset=9)
+PROGRESS = Progress(
+    3,
+    77,
+    (1,),
+    2,
+    1,
+    sequence_offset=9,
+    order=OrderStart(2, (Given("left out", "its digest", 1, ((16, 3), (8, 1)), epoch=1),)),
+    rate=(RatePhase(6), RatePhase(8, "constant", 6, 0.5)),
+)
 BIASED = {
     "family": "deepseek_v3",
     "shape": {"hidden": 16, "layers": 2, "heads": 2, "experts": 4, "top_k": 2, "expert_width": 6}

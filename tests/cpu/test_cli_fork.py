@@ -118,7 +118,8 @@ def test_another_tokenizer_is_refused_unless_it_is_asked_for(
     trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """What the refusal says keeps the old one; under it the new text's loss is no worse."""
-    fork = ["train", "--folder", str(trained), other_data(tmp_path), "train.steps=6", "--fork"]
+    longer = ["train.steps=6", "train.extend=constant"]
+    fork = ["train", "--folder", str(trained), other_data(tmp_path), *longer, "--fork"]
     assert main([*fork, str(tmp_path / "refused")]) == 2
     said = capsys.readouterr().err
     assert "TokenizerMismatch" in said and "--new-tokenizer" in said
@@ -206,7 +207,8 @@ def test_an_imported_checkpoint_is_no_run_and_can_become_one(tmp_path: Path, cap
     assert fork_of(new)["taken"] == ["weights"] and fork_of(new)["tokenizer"] == "same"
     assert same_model(new / "step-00000000", imported / "step-00000000")
     assert not same_model(new / "step-00000004", new / "step-00000000")
-    assert main(["train", "--folder", str(new), "train.steps=5", "--json"]) == 0
+    longer = ["train.steps=5", "train.extend=decay"]
+    assert main(["train", "--folder", str(new), *longer, "--json"]) == 0
     capsys.readouterr()
     assert main(["demo", "--folder", str(imported)]) == 2
     assert f"--folder {imported} --fork NEW" in capsys.readouterr().err

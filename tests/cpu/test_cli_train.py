@@ -128,13 +128,19 @@ def test_a_finished_run_says_so_and_goes_on_when_asked(trained: Path, capsys: An
     assert "step 8 is done already" in capsys.readouterr().out
     assert main(["train", "--folder", str(trained), "train.steps=5"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", "").split())
-    assert "step 8 is done already; to train further" in said and "train.steps=16" in said
+    assert "step 8 is done already; to train further" in said
+    assert "train.steps=16 train.extend=constant" in said
     assert "0 steps to go, 0 tokens" in said and "(kept from the run's start;" in said
-    assert main([*again, "train.steps=10", "--json"]) == 0
+    assert main([*again, "train.steps=10"]) == 2
+    said = capsys.readouterr().err
+    assert "from 0.005 at step 8 to 0.01 at step 9" in said and "train.extend" in said
+    assert main([*again, "train.steps=10", "train.extend=decay", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["step"] == 10 and answer["restarts"] == 1 and answer["status"] == 0
     lines = History.read(trained).lines
     assert lines[:8] == before and [line["step"] for line in lines[8:]] == [9, 10]
+    rates = [line["lr"] for line in lines[7:]]
+    assert rates == pytest.approx([0.005, 0.005, 0.0025])
 
 
 def test_another_run_is_refused_and_can_be_forked(
@@ -145,7 +151,7 @@ def test_another_run_is_refused_and_can_be_forked(
     assert main(other) == 2
     said = capsys.readouterr().err
     assert "optim.lr: 0.01 -> 0.02" in said and "--fork" in said
-    steps = ["train.steps=14", "--until", "12"]
+    steps = ["train.steps=14", "train.extend=constant", "--until", "12"]
     assert main([*other, *steps, "--fork", str(tmp_path / "new")]) == 0
     fork = json.loads((tmp_path / "new" / "fork.json").read_text())
     first = History.read(tmp_path / "new").lines[0]
@@ -266,7 +272,7 @@ def test_a_dry_run_of_a_begun_run_says_where_it_goes_on(trained: Path, capsys: A
         "--dry-run",
         "--json",
     ]
-    assert main([*run, "train.steps=99"]) == 0
+    assert main([*run, "train.steps=99", "train.extend=rewarm"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["step"] >= 8 and "step-" in facts["resumed_from"]
     assert sorted(path.name for path in trained.iterdir()) == before
@@ -464,7 +470,7 @@ def test_a_signal_saves_and_has_its_own_status(tmp_path: Path, capsys: Any) -> N
     assert main(command) == 0
     lines = History.read(out).lines
     assert [line["outside/seen"] for line in lines] == list(range(1, 9))
-    later = ["train.steps=12", "watch.hooks=[{kind: preempted, step: 10}]"]
+    later = ["train.steps=12", "train.extend=decay", "watch.hooks=[{kind: preempted, step: 10}]"]
     assert main([*command, "--fork", str(tmp_path / "new"), *later]) == 75
     said = capsys.readouterr().out
     assert f"--folder {tmp_path / 'new'} and without --fork" in said

@@ -103,13 +103,7 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*base, node.module] if node.module else base)
 
 
-GROUND = (
-    "moefold/model/families/",
-    "moefold/layers/kinds/",
-    "moefold/moe/describe.py",
-    "moefold/data/errors.py",
-    "moefold/data/folder/",
-)
+GROUND = ("moefold/model/families/", "moefold/layers/kinds/", "moefold/moe/describe.py")
 
 
 def is_ground(module: Module) -> bool:

@@ -87,8 +87,8 @@ PLANTS = (
         "a run that goes on begins the data anew",
         DEALT,
         "training/state.py",
-        'Progress.from_dict(reader.manifest.meta["progress"])',
-        'Progress.from_dict(reader.manifest.meta["progress"] | {"step": 0})',
+        'Progress.from_dict(meta["progress"])',
+        'Progress.from_dict(meta["progress"] | {"step": 0})',
     ),
     Plant(
         "b37",
