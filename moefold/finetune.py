@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moefold.data.config import TEMPLATE_FILE, TOKENIZER_CONFIG
+from moefold.data.folder.files import TEMPLATE_FILE, TOKENIZER_CONFIG
 from moefold.files import read_json
 from moefold.model.families.peft import base_folder, is_adapter
 

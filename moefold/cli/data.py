@@ -84,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
     console, tokenizer = Console(soft_wrap=True), facts["tokenizer"]
     head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
     console.print(Text(f"{head} · all prepared in {facts['seconds']:.1f} s"))
+    if tokenizer["ends"][1:]:
+        console.print(Text(f"texts end with {' or '.join(tokenizer['ends'])}"))
+    for note in tokenizer["notes"]:
+        console.print(Text(f"tokenizer: {note}", style="yellow"))
     rows, figures = [], ("documents", "tokens", "bytes")
     for part in facts["parts"]:
         ratio = "" if part["bytes_per_token"] is None else f"{part['bytes_per_token']:.3f}"
@@ -152,7 +156,10 @@ def _prepared_json(prepared: PreparedData) -> dict[str, Any]:
         "folder": str(prepared.folder),
         "seconds": prepared.seconds,
         "fingerprint": prepared.fingerprint(),
-        "tokenizer": {name: getattr(tokenizer, name) for name in ("size", "vocab", "fingerprint")},
+        "tokenizer": {
+            name: getattr(tokenizer, name)
+            for name in ("size", "vocab", "fingerprint", "ends", "notes")
+        },
         "parts": parts,
         "skipped": prepared.skipped,
     }

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         ids = [generator.tokenizer.encode_prompt(text) for text in prompts]
     if not all(ids):
         raise ValueError("--prompt must have text: this tokenizer has no token that begins a text")
-    continued = generator.generate(ids, args.tokens, **sampling(args))
+    continued = generator.generate(ids, args.tokens, chat=args.chat, **sampling(args))
     texts = [(generator.tokenizer.decode(new), len(new)) for new in continued]
     if args.json:
         rows = [

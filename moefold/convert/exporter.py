@@ -15,7 +15,7 @@ from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, NamedSlice, TensorSlice, pack, write_shard
 from moefold.convert.plan import Dtype, ExportTensor, contract, meta_state_dict
 from moefold.convert.source import INDEX, ConvertError
-from moefold.data.config import GENERATION_CONFIG
+from moefold.data.folder.files import GENERATION_CONFIG
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
 from moefold.model.config import Decoder

@@ -22,7 +22,8 @@ from moefold.convert.source import (
     Weights,
     nonfinite,
 )
-from moefold.data.config import TOKENIZER_CONFIG
+from moefold.data.folder.files import OTHER_FORMS, TOKENIZER, TOKENIZER_CONFIG, read_sidecars
+from moefold.data.folder.tokens import assemble
 from moefold.files import read_json
 from moefold.kernels.quantise.elements import E8M0, decode_e2m1, unpack
 from moefold.layers.placement import Box
@@ -299,11 +300,15 @@ def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors
 
 def _tokenizer_notes(folder: Path) -> Iterator[str]:
     """Yield notes on a folder's tokenizer."""
-    config = folder / TOKENIZER_CONFIG
-    if not (folder / "tokenizer.json").is_file():
+    file, config = folder / TOKENIZER, folder / TOKENIZER_CONFIG
+    if not file.is_file():
         yield f"{folder} has no tokenizer.json; the checkpoint will have no tokenizer"
-    elif config.is_file() and "auto_map" in read_json(config, limit=CONFIG_LIMIT):
+        return
+    if config.is_file() and "auto_map" in read_json(config, limit=CONFIG_LIMIT):
         yield f"auto_map in {config.name} refers to Python code in the folder, which is never run"
+    yield from assemble(read_json(file), read_sidecars(folder), str(folder)).notes
+    if unread := [name for name in OTHER_FORMS if (folder / name).is_file()]:
+        yield f"files that are not read beside {TOKENIZER} are left out: {', '.join(unread)}"
 
 
 def _ignored_notes(plan: ImportPlan) -> Iterator[str]:

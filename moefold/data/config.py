@@ -14,6 +14,9 @@ from moefold.config.base import Record
 from moefold.config.errors import MISSING, REMOVE, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
+from moefold.data.errors import DataError
+from moefold.data.folder.files import CONFIG, read_sidecars, sidecar_paths
+from moefold.data.folder.tokens import assemble
 from moefold.files import read_json
 
 TOKENIZER = Slot("tokenizer")
@@ -23,27 +26,11 @@ BYTES = 256
 MAX_IDS = 1 << 24
 MAX_TRAINED = 1 << 20
 """Ids of a tokenizer that is trained; the library reserves memory for all of them at once."""
-TOKENIZER_CONFIG = "tokenizer_config.json"
-TEMPLATE_FILE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
-TEMPLATE_VALUES = "chat_template_kwargs.json"
-"""Values of the template that all conversations of the training data have."""
-SIDECAR_FILES = (
-    TOKENIZER_CONFIG,
-    TEMPLATE_FILE,
-    TEMPLATE_VALUES,
-    GENERATION_CONFIG,
-    "special_tokens_map.json",
-)
-"""Files next to a ``tokenizer.json`` that import and export keep with it."""
 Files = Annotated[
     tuple[Annotated[str, Field(min_length=1), OnDisk(globs=True)], ...],
     Field(min_length=1, examples=[["corpus/*.txt"]]),
 ]
 """Paths and glob patterns (also ``**``), relative to the run file; read in sorted order."""
-
-
-class DataError(ValueError):
-    """Unusable data; the message names the file, the position in it, and a remedy."""
 
 
 class TokenizerRecord(Record):
@@ -83,23 +70,24 @@ class FileTokenizer(TokenizerRecord):
     kind: Literal["file"] = "file"
     path: Annotated[str, Field(min_length=1, examples=["tokenizer.json"]), OnDisk()]
     end: str | None = None
-    """Token that ends a document (default: ``eos_token`` of ``tokenizer_config.json`` in its
-    folder, or a well-known name)."""
+    """Token that ends a document (default: ``eos_token`` of its folder's files; if they name none,
+    the only well-known one)."""
     template: Annotated[str, Field(min_length=1), OnDisk()] | None = None
     """A file with the chat template (default: the one in the tokenizer's folder)."""
     start: str | None = None
-    """Token that begins a document (default: ``bos_token`` of ``tokenizer_config.json``, else
-    ``end``); the empty string for none."""
+    """Token that begins a text (default: what ``tokenizer.json`` adds before each text, if
+    anything); the empty string for none."""
 
     def vocab_size(self) -> int:
         """Return the highest token id plus one, read from the file."""
         file = tokenizer_file(self.path)
-        return read_vocab_size(file, file.stat().st_mtime_ns)
+        files = [file, *(path for _, path in sidecar_paths(file.parent))]
+        return read_vocab_size(file, max(each.stat().st_mtime_ns for each in files))
 
     def stamp(self) -> str:
         """Return the SHA-256 of the tokenizer's files."""
         file = tokenizer_file(self.path)
-        files = [file, *(file.with_name(name) for name in (*SIDECAR_FILES, "config.json"))]
+        files = [file, *(path for _, path in sidecar_paths(file.parent)), file.with_name(CONFIG)]
         files += [] if self.template is None else [Path(self.template)]
         read = [f.read_bytes() for f in files if f.is_file()]
         return sha256(b"\0".join(read)).hexdigest()
@@ -296,8 +284,9 @@ def tokenizer_file(path: str) -> Path:
 
 @lru_cache(maxsize=8)
 def read_vocab_size(file: Path, mtime_ns: int = 0) -> int:
-    """Return the highest id in a ``tokenizer.json`` plus one; ``mtime_ns`` is a cache key."""
-    content = read_json(file, DataError)
+    """Return the highest id of a folder's tokenizer plus one; ``mtime_ns`` is a cache key."""
+    stored = read_json(file, DataError)
+    content = assemble(stored, read_sidecars(file.parent), str(file.parent)).content
     try:
         vocab = content["model"]["vocab"]
         added = content.get("added_tokens") or []

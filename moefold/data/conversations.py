@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moefold.data.answer_end import answer_ends
 from moefold.data.config import Chat, DataError, Preferences
 from moefold.data.fields import TRAINED, check_messages, refuse_media, refuse_unread, untrained
 from moefold.data.packing import REJECTED
@@ -40,10 +41,11 @@ BATCH = 512
 
 
 class ExampleText(NamedTuple):
-    """An example's text: a rendered template, followed by a completion without template."""
+    """An example's text: a rendered template, or a prompt and its completion without template."""
 
     rendered: Rendered
     completion: str = ""
+    """The completion, with its end token; ``rendered`` is then the prompt."""
 
 
 class ConversationReader(FileReader):
@@ -97,6 +99,10 @@ class ConversationReader(FileReader):
                 else:
                     yield name, example
 
+    def end_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the ids of the tokens that end the template's answers."""
+        return answer_ends(tokenizer)
+
     def encode(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Encoded]]:
         """Yield tokenized conversations, in groups."""
         templates = [load_chat_template(tokenizer, tools) for tools in (False, True)]
@@ -143,10 +149,10 @@ class ConversationReader(FileReader):
     def _text(self, example: Example, template: ChatTemplate, tokenizer: Tokenizer) -> ExampleText:
         """Return an example's text, rendered unless it is plain text."""
         if isinstance(example, PlainText):
-            begin = tokenizer.files.special_tokens().get("bos_token", "") if tokenizer.start else ""
-            return ExampleText(
-                Rendered(begin + example.prompt, ()), example.completion + tokenizer.end
-            )
+            completion = example.completion
+            if not completion.endswith(tokenizer.end):
+                completion += tokenizer.end
+            return ExampleText(Rendered(example.prompt, ()), completion)
         known = template_variables(template.text)
         check_values(example.values, known, "chat_template_kwargs")
         self._values.add(example.values)
@@ -163,6 +169,8 @@ class ConversationReader(FileReader):
         encoded = encode_examples([text for _, _, texts in batch for text in texts], tokenizer)
         for name, split_key, texts in batch:
             ids, masks = zip(*islice(encoded, len(texts)), strict=True)
+            if texts[0].completion:
+                masks = _begin_together(masks)
             ids_N = np.concatenate(ids)
             marks_N = np.concatenate([mask + REJECTED * i for i, mask in enumerate(masks)])
             if not all(mask[1:].any() for mask in masks):
@@ -194,20 +202,55 @@ def encode_examples(
     texts: Sequence[ExampleText], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the token ids of each example, and a mask of its labels."""
-    chats = tokenizer.encode_chats([written.rendered.text for written in texts])
-    suffixes = tokenizer.encode_chats([written.completion for written in texts])
-    for (rendered, _), (ids_N, spans_N2), (more_N, _) in zip(texts, chats, suffixes, strict=True):
-        mask_N = np.zeros(len(ids_N), bool)
-        for start, stop in rendered.spans:
-            overlapping = np.flatnonzero((spans_N2[:, 0] < stop) & (spans_N2[:, 1] > start))
-            if not len(overlapping):
-                continue
-            first, end = int(overlapping[0]), int(overlapping[-1]) + 1
-            if not rendered.marked:  # the template's own text follows an answer's last end token
-                ends = np.flatnonzero(np.isin(ids_N[first:end], tokenizer.end_ids))
-                end = first + int(ends[-1]) + 1 if len(ends) else end
-            mask_N[first:end] = True
-        yield np.append(ids_N, more_N), np.append(mask_N, np.ones(len(more_N), bool))
+    chats = iter(tokenizer.encode_chats([text.rendered.text for text in texts]))
+    pairs = [(text.rendered.text, text.completion) for text in texts if text.completion]
+    encoded_pairs = encode_pairs(pairs, tokenizer)
+    ends = answer_ends(tokenizer)
+    for text, (ids_N, spans_N2) in zip(texts, chats, strict=True):
+        if text.completion:
+            yield next(encoded_pairs)
+        else:
+            yield ids_N, _label_mask(text.rendered, ids_N, spans_N2, ends or tokenizer.end_ids)
+
+
+def _begin_together(masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return masks of completions that all begin where the first does, as one prompt has them."""
+    first = min(int(mask.argmax()) for mask in masks)
+    return [np.arange(len(mask)) >= first for mask in masks]
+
+
+def encode_pairs(
+    pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield token ids and label mask of each prompt with its completion, both without template.
+
+    Both are encoded as one text, so tokens may cross from one to the other. Labels begin where the
+    ids differ from those of the prompt alone, as in TRL (release 1.16, ``sft_trainer.py``).
+    """
+    prompts = tokenizer.encode_texts([prompt for prompt, _ in pairs])
+    whole = tokenizer.encode_texts([prompt + completion for prompt, completion in pairs])
+    for prompt_N, ids_N in zip(prompts, whole, strict=True):
+        shorter = min(len(prompt_N), len(ids_N))
+        differing = np.flatnonzero(prompt_N[:shorter] != ids_N[:shorter])
+        first = int(differing[0]) if len(differing) else shorter
+        yield ids_N, np.arange(len(ids_N)) >= first
+
+
+def _label_mask(
+    rendered: Rendered, ids_N: np.ndarray, spans_N2: np.ndarray, ends: Sequence[int]
+) -> np.ndarray:
+    """Return a mask [N] of the tokens of a rendered conversation's answers."""
+    mask_N = np.zeros(len(ids_N), bool)
+    for start, stop in rendered.spans:
+        overlapping = np.flatnonzero((spans_N2[:, 0] < stop) & (spans_N2[:, 1] > start))
+        if not len(overlapping):
+            continue
+        first, end = int(overlapping[0]), int(overlapping[-1]) + 1
+        if not rendered.marked:  # the template's own text follows an answer's last end token
+            found = np.flatnonzero(np.isin(ids_N[first:end], ends))
+            end = first + int(found[-1]) + 1 if len(found) else end
+        mask_N[first:end] = True
+    return mask_N
 
 
 def load_chat_template(tokenizer: Tokenizer, tools: bool = False, **options: Any) -> ChatTemplate:

@@ -178,6 +178,8 @@ def _write(draft: Path, data: Data, sources: Sequence[BuiltSource], on_progress:
     texts = [(record, source) for record, source in sources if isinstance(source, Source)]
     training = [(r, s) for r, s in texts if any(r is t for t in data.train)]
     tokenizer: Tokenizer = build(data.tokenizer, lambda size: _sample(training, size, on_progress))
+    for _, source in texts:
+        tokenizer.add_ends(source.end_ids(tokenizer))
     tokenizer.save(draft / _TOKENIZER)
     skipped: dict[str, Skipped] = {}
     for record, source in texts:

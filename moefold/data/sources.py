@@ -121,6 +121,10 @@ class Source(ABC):
     whole_documents = False
     """Whether documents are never cut, so that prepared data depends on the sequence length."""
 
+    def end_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the ids of tokens that end generated texts because documents end with them."""
+        return [tokenizer.end_id]
+
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents; count the others in ``skipped``."""
         raise NotImplementedError(f"{type(self).__name__} must implement documents")

@@ -2,9 +2,10 @@
 
 V vocabulary, N tokens of a document.
 
-A document is encoded as ``start, its text, end``, so that every byte is predicted exactly once and
-bits per byte are comparable with a compressor's. A byte-level BPE trained here has one token for
-both start and end. Text that looks like a special token is encoded as text.
+A document is encoded as its text, with the tokens that the tokenizer adds around each text, then
+the end token. No token that begins or ends a text is written twice. A byte-level BPE trained here
+has one token for both start and end, so that every byte is predicted exactly once and bits per byte
+are comparable with a compressor's; documents that contain that token's text get it as text.
 """
 
 import json
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -24,19 +26,22 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moefold.data.config import (
     BYTES,
-    TEMPLATE_FILE,
-    TOKENIZER_CONFIG,
     BpeTokenizer,
     DataError,
     FileTokenizer,
     check_vocab_size,
     tokenizer_file,
 )
-from moefold.data.tokenizer_files import TokenizerFiles, token_text
+from moefold.data.folder.files import TEMPLATE_FILE, TOKENIZER_CONFIG, read_sidecars
+from moefold.data.folder.post_processor import added_around, around_texts
+from moefold.data.folder.tokens import assemble, is_byte_level, token_text
+from moefold.data.tokenizer_files import TokenizerFiles
 from moefold.files import path_in_errors, read_json, write_json
 
 END = "<|endoftext|>"
 _KNOWN_END_TOKENS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]")
+_SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""Text whose spaces ``clean_up_tokenization_spaces`` removes, in this order (transformers 5.24)."""
 STDERR = 2
 _STDERR_LOCK = threading.Lock()
 TextSampler = Callable[[int], Iterator[str]]
@@ -49,40 +54,70 @@ class Tokenizer:
     Args:
         text: content of a ``tokenizer.json``.
         end: token that ends a document.
-        start: token that begins a document, or None.
+        start: token that begins each text, the empty string for none; None: as ``text`` says.
         vocab: rows of the embedding (default: the number of ids).
         source: origin of the content, for error messages.
         files: content of its sidecar files by name (default: those of a tokenizer trained here).
+        special_as_text: encode special tokens in documents as text, whatever the files say.
     """
 
     def __init__(
         self,
         text: str,
         end: str,
-        start: str | None,
+        start: str | None = None,
         vocab: int | None = None,
         source: str = "tokenizer",
         files: Mapping[str, str] | None = None,
+        special_as_text: bool = False,
     ) -> None:
         with _library_errors(source):
             self._backend = tokenizers.Tokenizer.from_str(text)
         self._backend.no_truncation()  # a stored limit would silently cut documents
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # as ordinary text
         self.text = text
         self.source = source
         self.template_source: str | None = None
-        self.start, self.end = start, end
+        self.notes: tuple[str, ...] = ()
+        """Notes on fields and files of its folder that are not used."""
+        self.end = end
         self.end_id = self._id(end)
-        self.start_id = None if start is None else self._id(start)
-        default_files = TokenizerFiles.of(end, self.end_id, start, self.start_id)
+        processor = self._backend.post_processor
+        stored = None if processor is None else json.loads(processor.__getstate__())
+        self.head, self.tail = added_around(stored)
+        """Ids of the tokens that the tokenizer adds before and after each text."""
+        if start is not None:
+            self._set_start(start)
+        default_files = TokenizerFiles.of(end, self.end_id, self.start, self.start_id)
         self.files = default_files if files is None else TokenizerFiles(files)
+        self.special_as_text = special_as_text
+        self._backend.encode_special_tokens = special_as_text or self.files.splits_special
         self.size = check_vocab_size(max(self._backend.get_vocab().values()) + 1, source)
         """Highest token id plus one."""
         self.vocab = self.size if vocab is None else vocab
         """Rows of the embedding; the ids from ``size`` on never occur."""
         if self.vocab < self.size:
             raise DataError(f"{source}: {self.size} ids exceed the embedding's {self.vocab} rows")
+
+    def _set_start(self, start: str) -> None:
+        """Make ``start`` the only token that is added before each text; none if it is empty."""
+        before = {start: self._id(start)} if start else {}
+        if self.head == tuple(before.values()):
+            return
+        after = {str(self._backend.id_to_token(i)): i for i in self.tail}
+        content = json.loads(self.text) | {"post_processor": around_texts(before, after)}
+        self.text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        self.head = tuple(before.values())
+
+    @property
+    def start_id(self) -> int | None:
+        """Id of the token that begins each text; None if there is none, or there are several."""
+        return self.head[0] if len(self.head) == 1 else None
+
+    @property
+    def start(self) -> str | None:
+        """The token that begins each text; None if there is none, or there are several."""
+        return None if self.start_id is None else self._backend.id_to_token(self.start_id)
 
     def _id(self, token: str) -> int:
         token_id = self._backend.token_to_id(token)
@@ -95,31 +130,69 @@ class Tokenizer:
         """Ids of all tokens that end a text, first the one that ends documents."""
         return tuple(i for i in self.files.end_ids(self.end_id) if i < self.size)
 
+    @property
+    def ends(self) -> list[str]:
+        """All tokens that end a text, first the one that ends documents."""
+        return [self.decode([token_id], special=True) for token_id in self.end_ids]
+
+    def add_ends(self, ids: Iterable[int]) -> None:
+        """Make more tokens ends of generated texts, also in exported settings."""
+        for token_id in ids:
+            self.files.add_end(self.end_id, token_id)
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without start and end."""
+        """Return the ids of a piece of a document, without tokens around it."""
         text.encode()  # fails for invalid UTF-8; the library's error would not name it
         with _library_errors(self.source):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a document's beginning, for the model to continue."""
-        head = [] if self.start_id is None else [self.start_id]
-        return head + self.encode(text)
+        """Return the ids of a text that the model continues."""
+        return self.encode_texts([text])[0].tolist()
+
+    def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return int64 [N] ids of each text, with the tokens that the tokenizer adds around it.
+
+        Special tokens in a text are recognised; one that is at its place already is not added.
+        """
+        return [
+            np.array([*self._missing_head(ids_N), *ids_N, *self._missing_tail(ids_N)], np.int64)
+            for ids_N in (ids_N.tolist() for ids_N, _ in self.encode_chats(texts))
+        ]
+
+    def _missing_head(self, ids: list[int]) -> tuple[int, ...]:
+        """Return the ids to add before a text, unless it begins with them."""
+        return () if tuple(ids[: len(self.head)]) == self.head else self.head
+
+    def _missing_tail(self, ids: list[int]) -> tuple[int, ...]:
+        """Return the ids to add after a text, unless it ends with them."""
+        return () if self.tail and tuple(ids[-len(self.tail) :]) == self.tail else self.tail
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return int64 [N] ids of each document: start, text, end."""
-        head = [] if self.start_id is None else [self.start_id]
+        """Return int64 [N] ids of each document: a text as by :meth:`encode_texts`, then end."""
         with parallel_encoding(), _library_errors(self.source):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*head, *c.ids, self.end_id], dtype=np.int64) for c in encodings]
+        documents = []
+        for encoding in encodings:
+            body = encoding.ids
+            ends = [*body, *self._missing_tail(body)]
+            if ends[-1:] != [self.end_id]:
+                ends.append(self.end_id)
+            documents.append(np.array([*self._missing_head(body), *ends], dtype=np.int64))
+        return documents
 
     @cached_property
     def _chat_backend(self) -> tokenizers.Tokenizer:
-        """A tokenizer that recognises special tokens in text, as rendered chats contain them."""
+        """A tokenizer that recognises special tokens in text, as rendered chats contain them.
+
+        Without its post-processor, which may move a token's span to trim spaces off it.
+        """
         with _library_errors(self.source):
             inner = tokenizers.Tokenizer.from_str(self.text)
         inner.no_truncation()
         inner.no_padding()
+        inner.post_processor = None  # type: ignore[assignment]
+        inner.encode_special_tokens = self.files.splits_special
         return inner
 
     def encode_chats(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -131,10 +204,20 @@ class Tokenizer:
             (np.array(c.ids, np.int64), np.array(c.offsets, np.int64).reshape(-1, 2)) for c in chats
         ]
 
+    def token_at_start(self, text: str) -> int | None:
+        """Return the id of the longest added token with which a text begins, or None."""
+        added = self._backend.get_added_tokens_decoder()
+        found = [(len(t.content), i) for i, t in added.items() if text.startswith(t.content)]
+        return max(found, default=(0, None))[1]
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of token ids; special tokens are included only if ``special``."""
         with _library_errors(self.source):
-            return self._backend.decode(list(ids), skip_special_tokens=not special)
+            text = self._backend.decode(list(ids), skip_special_tokens=not special)
+        if self.files.cleans_spaces and not isinstance(self._backend.model, models.BPE):
+            for spaced in _SPACED:
+                text = text.replace(spaced, spaced.strip())
+        return text
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -156,7 +239,7 @@ class Tokenizer:
             alphabet |= {chr(BYTES + i): bytes([b]) for i, b in enumerate(others)}
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
             if i in added:
-                if not added[i].special and i not in (self.start_id, self.end_id):
+                if not added[i].special and i not in (*self.head, self.end_id):
                     table[i] = added[i].content.encode()
             elif alphabet:
                 table[i] = b"".join(alphabet.get(c) or c.encode() for c in token)
@@ -174,8 +257,10 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the tokenizer's content, independent of the formatting of its file."""
-        content = json.dumps(json.loads(self.text), sort_keys=True, ensure_ascii=True)
-        return sha256(f"{content}\0{self.start!r}\0{self.end!r}".encode()).hexdigest()
+        parts = json.loads(self.text) | {"post_processor": None}
+        content = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+        more = f"\0{self.head}\0{self.tail}" if len(self.head) > 1 or self.tail else ""
+        return sha256(f"{content}\0{self.start!r}\0{self.end!r}{more}".encode()).hexdigest()
 
     def first_difference(self, other: "Tokenizer") -> tuple[int, str | None, str | None] | None:
         """Return the lowest id whose token differs in ``other``, and both tokens."""
@@ -189,7 +274,8 @@ class Tokenizer:
         """Write ``tokenizer.json`` and a file with special tokens, vocabulary and sidecar files."""
         file.write_text(self.text, encoding="utf-8")
         config = {"eos_token": self.end, "bos_token": self.start, "vocab": self.vocab}
-        config |= {"files": self.files}
+        config |= {"files": self.files, "special_as_text": self.special_as_text}
+        config |= {"notes": self.notes}
         write_json(file.with_name(TOKENIZER_CONFIG), config)
 
 
@@ -201,7 +287,17 @@ def load(path: Path) -> Tokenizer:
     if end is None or not isinstance(vocab, int):
         raise DataError(f"{config_file}: is damaged: eos_token or vocab is missing")
     start, files = token_text(config.get("bos_token")), config.get("files")
-    return Tokenizer(_read_text(path), end, start, vocab=vocab, source=str(path), files=files)
+    tokenizer = Tokenizer(
+        _read_text(path),
+        end,
+        start,
+        vocab=vocab,
+        source=str(path),
+        files=files,
+        special_as_text=config.get("special_as_text") is True,
+    )
+    tokenizer.notes = tuple(config.get("notes") or ())
+    return tokenizer
 
 
 def from_record(record: FileTokenizer, sample: TextSampler) -> Tokenizer:
@@ -209,35 +305,39 @@ def from_record(record: FileTokenizer, sample: TextSampler) -> Tokenizer:
     tokenizer = from_path(record.path, record.end, record.start)
     if record.template is not None:
         file = Path(record.template)
-        tokenizer.files[TEMPLATE_FILE] = _read_text(file)
+        tokenizer.files.replace_template(_read_text(file))
         tokenizer.template_source = str(file)
-    if record.start is None and tokenizer.start is None:
-        tokenizer.start, tokenizer.start_id = tokenizer.end, tokenizer.end_id  # to predict byte 0
     return tokenizer
 
 
 def from_path(path: str, end: str | None = None, start: str | None = None) -> Tokenizer:
     """Load a tokenizer from a ``tokenizer.json`` or its folder, as for :class:`FileTokenizer`.
 
-    It has a start token only if the folder or ``start`` names one.
+    Texts begin with ``start``, the empty string for none; None: as the folder says.
     """
     file = tokenizer_file(path)
-    config_file = file.with_name(TOKENIZER_CONFIG)
-    config = read_json(config_file, DataError) if config_file.is_file() else {}
-    end = end or token_text(config.get("eos_token"))
-    if not end:
-        added = read_json(file, DataError).get("added_tokens")
-        tokens = added if isinstance(added, list) else []
-        known = [token_text(each) for each in tokens]
-        end = next((name for name in _KNOWN_END_TOKENS if name in known), None)
-        if end is None:
-            raise DataError(f"{file}: has no known end token; set data.tokenizer.end")
-    files = TokenizerFiles.read(file.parent, end, start)
-    start = token_text(config.get("bos_token")) if start is None else start or None
-    known = Tokenizer(_read_text(file), end, start, source=str(file), files=files)
+    text, content = _read_text(file), read_json(file, DataError)
+    sidecars = read_sidecars(file.parent)
+    found = assemble(content, sidecars, str(file.parent))
+    if found.changed:
+        text = json.dumps(found.content, ensure_ascii=False, separators=(",", ":"))
+    end = end or found.named.get("eos_token") or _known_end(found.content, file)
+    files = TokenizerFiles.read(file.parent, end, start, is_byte_level(content))
+    known = Tokenizer(text, end, start, source=str(file), files=files)
     template_file = TEMPLATE_FILE if TEMPLATE_FILE in files else TOKENIZER_CONFIG
     known.template_source = str(file.with_name(template_file))
+    known.notes = found.notes
     return known
+
+
+def _known_end(content: Mapping[str, Any], file: Path) -> str:
+    """Return the well-known end token of a ``tokenizer.json`` for which no file names one."""
+    present = {token["content"] for token in content.get("added_tokens") or []}
+    known = [name for name in _KNOWN_END_TOKENS if name in present]
+    if len(known) == 1:
+        return known[0]
+    found = f"has the end tokens {' and '.join(known)}" if known else "has no known end token"
+    raise DataError(f"{file}: {found}; set data.tokenizer.end")
 
 
 def _read_text(file: Path) -> str:
@@ -258,7 +358,14 @@ def train(record: BpeTokenizer, sample: TextSampler) -> Tokenizer:
     )
     with parallel_encoding():
         backend.train_from_iterator(sample(record.sample_bytes), trainer)
-    return Tokenizer(backend.to_str(), END, END, vocab=record.vocab, source="trained tokenizer")
+    return Tokenizer(
+        backend.to_str(),
+        END,
+        END,
+        vocab=record.vocab,
+        source="trained tokenizer",
+        special_as_text=True,
+    )
 
 
 @contextmanager

@@ -287,3 +287,7 @@ def _data(job: Trainer) -> Iterator[Row]:
     tokenizer = job.tokenizer
     kind = getattr(job.run.data.tokenizer, "kind", "")
     yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"
+    if tokenizer.ends[1:]:
+        yield "tokenizer", f"texts end with {' or '.join(tokenizer.ends)}"
+    for note in tokenizer.notes:
+        yield "tokenizer", note

@@ -9,6 +9,7 @@ from typing import Any
 from moefold.checkpoint.errors import CheckpointError
 from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
+from moefold.data.answer_end import answer_ends
 from moefold.data.conversations import load_chat_template
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.decoder import DecoderModel
@@ -68,8 +69,11 @@ class TextGenerator:
             )
         return cls(path, model, tokenizer, window, step, notes)
 
-    def settings(self, **overrides: Any) -> dict[str, Any]:
-        """Return options of ``generate``: the overrides, else the folder's, else the defaults."""
+    def settings(self, chat: bool = False, **overrides: Any) -> dict[str, Any]:
+        """Return options of ``generate``: the overrides, else the folder's, else the defaults.
+
+        With ``chat``, the token by which the chat template ends answers ends texts, too.
+        """
         stored = self.tokenizer.files.generation_config(self.tokenizer.end_id)
         stored = {name: value for name, value in stored.items() if value is not None}
         options = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P}
@@ -78,7 +82,10 @@ class TextGenerator:
             options["temperature"] = 0
         options |= {name: value for name, value in overrides.items() if value is not None}
         vocab = self.tokenizer.size
-        return options | {"stop_ids": self.tokenizer.end_ids, "vocab": vocab, "window": self.window}
+        stop_ids = {*self.tokenizer.end_ids}
+        if chat:
+            stop_ids.update(answer_ends(self.tokenizer))
+        return options | {"stop_ids": stop_ids, "vocab": vocab, "window": self.window}
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a conversation as token ids, up to the beginning of the next answer."""
@@ -99,7 +106,7 @@ class TextGenerator:
         """Yield the next answer of a conversation in pieces of whole characters."""
         ids, shown_text = list[int](), ""
         prompt = [self.encode_chat(messages)]
-        decoder, settings = IncrementalDecoder(self.model), self.settings(**options)
+        decoder, settings = IncrementalDecoder(self.model), self.settings(True, **options)
         for new_tokens in stream_tokens(decoder, prompt, tokens, **settings):
             ids += new_tokens.values()
             text = self.tokenizer.decode(ids)

@@ -38,7 +38,7 @@ def test_a_prompt_of_no_token_is_refused_before_the_first_step(tmp_path: Path) -
     """At the first sample it would cost all steps before."""
     hook = SampleHook(Sample(prompts=("a", "")), Console(quiet=True))
     with job_of(tmp_path, "out", hook) as job:
-        job.tokenizer.start_id = None
+        job.tokenizer.head = ()
         with pytest.raises(ValueError, match=r"sample\.prompts: an empty prompt has no tokens"):
             job.train()
         assert job.step_number == 0

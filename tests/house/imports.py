@@ -103,7 +103,13 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*base, node.module] if node.module else base)
 
 
-GROUND = ("moefold/model/families/", "moefold/layers/kinds/", "moefold/moe/describe.py")
+GROUND = (
+    "moefold/model/families/",
+    "moefold/layers/kinds/",
+    "moefold/moe/describe.py",
+    "moefold/data/errors.py",
+    "moefold/data/folder/",
+)
 
 
 def is_ground(module: Module) -> bool:

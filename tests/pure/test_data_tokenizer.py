@@ -93,7 +93,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
 def test_the_fingerprint_does_not_see_the_layout_of_the_file() -> None:
     spaced = json.dumps(json.loads(TRAINED.text), indent=4)
     assert Tokenizer(spaced, END, END).fingerprint == TRAINED.fingerprint
-    assert Tokenizer(spaced, END, None).fingerprint != TRAINED.fingerprint
+    assert Tokenizer(spaced, END, "").fingerprint != TRAINED.fingerprint
 
 
 def pieces_tokenizer() -> tokenizers.Tokenizer:
@@ -118,7 +118,7 @@ def test_bytes_of_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
         json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
     )
     found = from_path(str(tmp_path))
-    assert (found.start, found.end) == ("<s>", "</s>")
+    assert (found.start, found.end) == (None, "</s>")  # named, but nothing adds it
     text = "bc ## b\nü"
     ids = found.encode(text)
     assert b"".join(found.token_bytes[i] for i in ids) == text.encode()
@@ -164,7 +164,7 @@ def test_which_token_ends_a_document(tmp_path: Path) -> None:
 def test_a_file_that_is_no_tokenizer(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json: "):
+    with pytest.raises(DataError, match=r"tokenizer\.json(: | is not JSON)"):
         from_path(str(file), end="x")
 
 

@@ -1,0 +1,290 @@
+"""A folder's tokenizer is the one that ``AutoTokenizer`` makes of its files."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+
+from moefold.cli.main import main
+from moefold.data.config import DataError
+from moefold.data.conversations import encode_pairs, load_chat_template
+from moefold.data.tokenizer import Tokenizer, from_path
+from tests.chats import conversation, words
+from tests.tokenizer_folders import FOLDERS
+
+HARD = [
+    "",
+    " ",
+    "  two  spaces ",
+    "a\n\nb\tc",
+    "don't 1234567 5%",
+    "naïve où 日本語 🙂",
+    "e\u0301 cafe\u0301s",
+    "the <tool_call> and <think>, <|tool|> <|obs|> <image> <|padding|>",
+    "▁▁ <0x41> ##ing",
+]
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def both(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tuple[Tokenizer, Any]]:
+    """A folder's tokenizer here, and there."""
+    folder = FOLDERS[request.param](tmp_path_factory.mktemp(request.param))
+    yield from_path(str(folder)), AutoTokenizer.from_pretrained(folder)
+
+
+def texts(seed: str) -> list[str]:
+    draws = Random(seed)
+    return [*HARD, *(words(draws) + draws.choice(["", " ", "\n", "."]) for _ in range(12))]
+
+
+def with_special(theirs: Any, seed: str) -> list[str]:
+    """Return texts that contain special tokens."""
+    draws = Random(seed)
+    special = theirs.all_special_tokens
+    return [words(draws) + draws.choice(["", " "]) + t + words(draws, 2) for t in special]
+
+
+def test_b72_texts_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+    ours, theirs = both
+    for text in (*texts("text"), *with_special(theirs, "special")):
+        assert ours.encode_prompt(text) == theirs(text)["input_ids"], text
+        body = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text) == body, text
+        end = [] if theirs(text)["input_ids"][-1:] == [ours.end_id] else [ours.end_id]
+        (document,) = ours.encode_documents([text])
+        assert document.tolist() == [*theirs(text)["input_ids"], *end], text
+
+
+def test_b72_pairs_are_those_of_trl(both: tuple[Tokenizer, Any]) -> None:
+    """TRL 1.16: the end is added unless it is there, and labels begin where the ids differ."""
+    ours, theirs = both
+    draws = Random("pairs")
+    end = theirs.eos_token
+    for _ in range(10):
+        prompt = words(draws, 3) + draws.choice(["", " ", "\n"])
+        completion = draws.choice(["", " "]) + words(draws, 3) + draws.choice(["", end])
+        whole = completion if completion.endswith(end) else completion + end
+        alone, joint = (theirs(t)["input_ids"] for t in (prompt, prompt + whole))
+        shared = next(
+            (n for n, (a, b) in enumerate(zip(alone, joint, strict=False)) if a != b), len(alone)
+        )
+        ((ids, mask),) = encode_pairs([(prompt, whole)], ours)
+        assert ids.tolist() == joint
+        assert mask.tolist() == [n >= shared for n in range(len(joint))]
+
+
+def test_b72_conversations_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+    ours, theirs = both
+    draws = Random("chats")
+    for _ in range(6):
+        messages = conversation(draws, system=False)
+        wanted = theirs.apply_chat_template(messages)["input_ids"]
+        text = load_chat_template(ours).render(messages).text
+        ((ids, _),) = ours.encode_chats([text])
+        assert ids.tolist() == wanted
+
+
+def test_b72_named_tokens_and_sizes_are_those_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+    ours, theirs = both
+    assert ours.files.special_tokens() == theirs.special_tokens_map
+    assert ours.end == theirs.eos_token
+    assert ours.size == max(theirs.get_vocab().values()) + 1
+    assert {i: t for t, i in theirs.get_vocab().items()}[ours.size - 1]
+
+
+def test_b72_decoded_texts_are_those_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+    ours, theirs = both
+    for text in texts("decoded"):
+        ids = theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_b72_a_stored_and_exported_folder_is_read_alike(
+    both: tuple[Tokenizer, Any], tmp_path: Path
+) -> None:
+    ours, theirs = both
+    (tmp_path / "tokenizer.json").write_text(ours.text, encoding="utf-8")
+    ours.files.write(tmp_path, ours.end_id, 64)
+    model_type = ours.files.json("config.json").get("model_type")
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    back = AutoTokenizer.from_pretrained(tmp_path)
+    alone = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    alone.encode_special_tokens = ours.files.splits_special
+    for text in (*texts("exported"), *with_special(theirs, "exported")):
+        ids = theirs(text)["input_ids"]
+        assert back(text)["input_ids"] == ids
+        assert from_path(str(tmp_path)).encode_prompt(text) == ids
+        assert alone.encode(text).ids == ids
+    assert back.chat_template == theirs.chat_template
+
+
+def changed(folder: Path, name: str, content: Any) -> None:
+    """Write a file of a folder, or change fields of the JSON object that it holds."""
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    if isinstance(content, dict) and file.is_file():
+        content = json.loads(file.read_text()) | content
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+CONFIG = "tokenizer_config.json"
+CONTRADICTIONS: dict[str, tuple[str, str, Any, str]] = {
+    "an id of another token": (
+        "llama3",
+        CONFIG,
+        {"added_tokens_decoder": {"5": {"content": "<new>", "special": True}}},
+        r"added_tokens_decoder has '<new>' with the id 5, but tokenizer\.json gives it the id",
+    ),
+    "an id beyond the next one": (
+        "granite",
+        "added_tokens.json",
+        {"<new>": 900},
+        r"added_tokens\.json has '<new>' with the id 900, but tokenizer\.json gives it the id",
+    ),
+    "two tokens with one id": (
+        "granite",
+        "added_tokens.json",
+        {"<new>": 1},
+        r"added_tokens\.json has '<new>' with the id 1, but tokenizer\.json leaves it out",
+    ),
+    "an id that is no number": (
+        "granite",
+        "added_tokens.json",
+        {"<new>": "7"},
+        r"added_tokens\.json: '<new>' has the id '7'",
+    ),
+    "a decoder without ids": (
+        "llama3",
+        CONFIG,
+        {"added_tokens_decoder": {"a": "<new>"}},
+        r"tokenizer_config\.json: added_tokens_decoder has the id 'a'; name a number",
+    ),
+    "a decoder that is a list": (
+        "llama3",
+        CONFIG,
+        {"added_tokens_decoder": []},
+        r"added_tokens_decoder is \[\], not of type dict",
+    ),
+    "a token that is a number": (
+        "llama3",
+        CONFIG,
+        {"bos_token": 5},
+        r"tokenizer_config\.json: bos_token is 5, which is no token",
+    ),
+    "extra tokens as text": (
+        "gemma",
+        CONFIG,
+        {"extra_special_tokens": "<image>"},
+        r"extra_special_tokens is '<image>', not of type list or dict",
+    ),
+    "a number of extra tokens": (
+        "granite",
+        CONFIG,
+        {"extra_special_tokens": [3]},
+        r"extra_special_tokens is 3, which is no token",
+    ),
+    "a class that needs a BPE": (
+        "unigram",
+        CONFIG,
+        {"tokenizer_class": "LlamaTokenizer"},
+        r"tokenizer_class LlamaTokenizer .* builds a BPE, but tokenizer\.json has .* Unigram",
+    ),
+    "a class that is not supported": (
+        "unigram",
+        CONFIG,
+        {"tokenizer_class": "T5TokenizerFast"},
+        r"tokenizer_class is T5Tokenizer, .* not supported; set tokenizer_class",
+    ),
+    "files for some releases": (
+        "llama3",
+        CONFIG,
+        {"fast_tokenizer_files": ["tokenizer.4.0.0.json", "tokenizer.json"]},
+        r"fast_tokenizer_files names other files",
+    ),
+    "an end token that is missing": (
+        "wordpiece",
+        CONFIG,
+        {"eos_token": None},
+        r"tokenizer\.json: has no known end token; set data\.tokenizer\.end|has the end tokens",
+    ),
+    "a template for tools alone": (
+        "llama3",
+        "additional_chat_templates/tool_use.jinja",
+        "{{ tools }}",
+        "",
+    ),
+    "a map that is a list": ("granite", "special_tokens_map.json", "[]", r"special_tokens_map"),
+    "a config that is cut off": ("llama3", CONFIG, '{"bos_token": ', r"tokenizer_config\.json"),
+    "a flag that is text": (
+        "llama3",
+        CONFIG,
+        {"split_special_tokens": "no"},
+        r"split_special_tokens is 'no', not of type bool",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_files_that_contradict_each_other_are_refused(tmp_path: Path, name: str) -> None:
+    folder, file, content, message = CONTRADICTIONS[name]
+    FOLDERS[folder](tmp_path)
+    changed(tmp_path, file, content)
+    if not message:
+        (tmp_path / "chat_template.jinja").unlink()
+        with pytest.raises(
+            DataError, match=r"but no default; save the one .* chat_template\.jinja"
+        ):
+            load_chat_template(from_path(str(tmp_path)))
+        return
+    with pytest.raises(DataError, match=message):
+        from_path(str(tmp_path))
+    run = ["data", "prepare", "tiny", f"data.tokenizer={{kind: file, path: {tmp_path}}}"]
+    assert main([*run, "--folder", str(tmp_path / "out")]) == 2
+
+
+def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
+    FOLDERS["granite"](tmp_path)
+    changed(tmp_path, CONFIG, {"strange": 1, "add_bos_token": True, "padding_side": "left"})
+    unused, starts, *more = from_path(str(tmp_path)).notes
+    assert unused.endswith("left out: strange")
+    assert "add_bos_token is true" in starts and "adds none" in starts
+    assert not more
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_files_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    folder = FOLDERS[name](tmp_path / "theirs")
+    found = from_path(str(folder))
+    back = tmp_path / "back"
+    back.mkdir()
+    (back / "tokenizer.json").write_text(found.text, encoding="utf-8")
+    found.files.write(back, found.end_id, None)
+    for file in folder.glob("*.json"):
+        copy = json.loads((back / file.name).read_text()) if file.name != "config.json" else {}
+        before = json.loads(file.read_text())
+        if file.name == CONFIG:  # in words of release 4 of transformers
+            before = {"model_input_names": ["input_ids", "attention_mask"]} | before
+            copy = {"model_input_names": ["input_ids", "attention_mask"]} | copy
+            if "additional_special_tokens" not in before and "additional_special_tokens" in copy:
+                copy["extra_special_tokens"] = copy.pop("additional_special_tokens")
+        if file.name in (CONFIG, "special_tokens_map.json", "added_tokens.json"):
+            assert copy == before, file.name
+    for file in folder.rglob("*.jinja"):
+        assert (back / file.relative_to(folder)).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("chosen", ["tool_use", "default"])
+def test_templates_in_files_precede_those_of_the_configuration(tmp_path: Path, chosen: str) -> None:
+    folder = FOLDERS["added_tokens"](tmp_path)
+    changed(folder, CONFIG, {"chat_template": "{{ 'other' }}"})
+    ours, theirs = from_path(str(folder)), AutoTokenizer.from_pretrained(folder)
+    tools = chosen == "tool_use"
+    assert ours.files.chat_template(tools) == theirs.get_chat_template(
+        tools=[{}] if tools else None
+    )
