@@ -1,12 +1,20 @@
 """Arguments of the commands that generate text."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.checkpoint.folder import resolve_checkpoint
 from moefold.cli._common import add_plugins
-from moefold.model.families.peft import is_hub_folder
+from moefold.data.records import BadDocument
+from moefold.data.replies import ANSWER
+from moefold.data.template_names import check_values, parse_values, template_variables
+from moefold.data.tokenizer import from_path
+from moefold.model.families.peft import base_folder, is_hub_folder
+
+if TYPE_CHECKING:
+    from moefold.training.generation_settings import Settings
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -15,20 +23,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="FOLDER", help=text)
     text = "system message at the start of the conversation (default: none)"
     parser.add_argument("--system", metavar="TEXT", help=text)
-    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="maximum new tokens")
+    text = "maximum new tokens (default: FOLDER's, else 128, for chat 1024)"
+    parser.add_argument("--tokens", metavar="N", type=int, help=text)
     text = "sampling temperature; 0 is greedy (default: FOLDER's, else 0.8)"
     parser.add_argument("--temperature", metavar="T", type=float, help=text)
     text = "sample from the top tokens with total probability P (default: FOLDER's, else 0.95)"
     parser.add_argument("--top-p", metavar="P", type=float, help=text)
     text = "sample from the N most probable tokens (default: FOLDER's, else all)"
     parser.add_argument("--top-k", metavar="N", type=int, help=text)
+    text = "sample from tokens at least P times as probable as the likeliest (default: FOLDER's)"
+    parser.add_argument("--min-p", metavar="P", type=float, help=text)
+    text = "divides logits of tokens that the text has already (default: FOLDER's, else 1)"
+    parser.add_argument("--repetition-penalty", metavar="X", type=float, help=text)
+    text = "value for a variable of the chat template, as JSON, such as enable_thinking=false; "
+    text += "repeatable (default: what all training conversations had)"
+    parser.add_argument(
+        "--template-value", metavar="NAME=VALUE", action="append", default=[], help=text
+    )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed")
     add_plugins(parser)
 
 
 def check_options(args: argparse.Namespace) -> Path:
     """Check the arguments; return the model's folder."""
-    if args.tokens < 1:
+    if args.tokens is not None and args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: must be at least 1")
     if args.temperature is not None and not args.temperature >= 0:
         raise ValueError(f"--temperature {args.temperature}: must be at least 0 (greedy)")
@@ -36,13 +54,44 @@ def check_options(args: argparse.Namespace) -> Path:
         raise ValueError(f"--top-p {args.top_p}: must be above 0 and at most 1")
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k {args.top_k}: must be at least 1")
-    path = Path(args.checkpoint)
-    return path if is_hub_folder(path) else resolve_checkpoint(path)
+    if args.min_p is not None and not 0 <= args.min_p <= 1:
+        raise ValueError(f"--min-p {args.min_p}: must be at least 0 and at most 1")
+    if args.repetition_penalty is not None and not args.repetition_penalty > 0:
+        raise ValueError(f"--repetition-penalty {args.repetition_penalty}: must be above 0")
+    values, path = parse_values(args.template_value), Path(args.checkpoint)
+    if not is_hub_folder(path):
+        return resolve_checkpoint(path)
+    if values:
+        folder = path if (path / "tokenizer.json").is_file() else base_folder(path)
+        template = from_path(str(folder)).files.chat_template() or ""
+        check_template_values(values, template, str(folder))
+    return path
+
+
+def check_template_values(values: Mapping[str, Any], template: str, source: str) -> None:
+    """Raise ``ValueError`` for the first value that a chat template does not read."""
+    try:
+        check_values(values, template_variables(template), "--template-value")
+    except BadDocument as error:
+        raise ValueError(f"{source}: {': '.join(error.args)}") from error
+
+
+def default_tokens(args: argparse.Namespace, settings: "Settings", otherwise: int) -> int:
+    """Return the maximum number of new tokens: the flag's, the folder's, or another one."""
+    return args.tokens or settings.tokens or otherwise
+
+
+def mark_part(kind: str, before: str | None) -> str:
+    """Return the mark to print before a part of a reply; none before a reply without reasoning."""
+    if kind == before or (before is None and kind == ANSWER):
+        return ""
+    return f"{'' if before is None else chr(10)}[{kind}] "
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options, None where unset."""
-    return {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    return {name: getattr(args, name) for name in names}
 
 
 def first_messages(args: argparse.Namespace) -> list[dict[str, str]]:

@@ -5,25 +5,34 @@ Reads messages, one per line, and prints the model's answers token by token, in 
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._common import print_notes
-from moefold.cli._generation import add_options, check_options, first_messages, sampling
+from moefold.cli._generation import (
+    add_options,
+    check_options,
+    default_tokens,
+    first_messages,
+    mark_part,
+    sampling,
+)
+from moefold.data.replies import ANSWER
+from moefold.data.template_names import parse_values
 from moefold.training.formatting import escape_control
 
 if TYPE_CHECKING:
-    from moefold.training.text_generator import TextGenerator
+    from moefold.training.text_generator import Reply
 
 NEW, EXIT = "/new", "/exit"
+MAX_TOKENS = 1024
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_options(parser)
-    parser.set_defaults(tokens=1024)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,10 +43,12 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     generator = TextGenerator.open(path, args.uses)
-    print_notes(generator.notes)
-    messages = first_messages(args)
+    settings = generator.settings(True, **sampling(args))
+    print_notes([*generator.notes, *settings.notes()])
+    args.tokens = default_tokens(args, settings, MAX_TOKENS)
+    messages, values = first_messages(args), parse_values(args.template_value)
     # Fails at once if the folder has no chat template.
-    generator.encode_chat([*messages, {"role": "user", "content": "?"}])
+    generator.render_chat([*messages, {"role": "user", "content": "?"}], **values)
     while True:
         try:
             line = console.input("[bold]> [/]").strip()
@@ -50,23 +61,20 @@ def run(args: argparse.Namespace) -> int:
             messages = first_messages(args)
         elif line:
             messages.append({"role": "user", "content": line})
-            answer = _answer(console, generator, messages, args)
-            messages.append({"role": "assistant", "content": answer})
+            reply = generator.stream_reply(messages, args.tokens, values, **sampling(args))
+            messages.append(_print_reply(console, reply))
 
 
-def _answer(
-    console: Console,
-    generator: "TextGenerator",
-    messages: list[dict[str, str]],
-    args: argparse.Namespace,
-) -> str:
-    """Print an answer while it is generated; return it, up to Ctrl-C."""
-    text = ""
+def _print_reply(console: Console, reply: "Reply") -> dict[str, Any]:
+    """Print a reply while it is generated; return it as a message, up to Ctrl-C."""
+    before: str | None = None
     try:
-        for piece in generator.stream_answer(messages, args.tokens, **sampling(args)):
-            text += piece
-            console.print(Text(escape_control(piece)), end="")
+        for kind, text in reply:
+            console.print(Text(mark_part(kind, before), style="dim"), end="")
+            style = "" if kind == ANSWER else "dim"
+            console.print(Text(escape_control(text), style=style), end="")
+            before = kind
     except KeyboardInterrupt:
         console.print(Text(" …", style="dim"), end="")
     console.print()
-    return text
+    return reply.message()

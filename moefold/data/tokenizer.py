@@ -220,6 +220,12 @@ class Tokenizer:
         return text
 
     @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts of the special tokens."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
+    @cached_property
     def token_bytes(self) -> list[bytes]:
         """UTF-8 bytes of each token id in [0, vocab); empty for special and absent tokens.
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.model.logits import LogitRules
+
 NextLogits = Callable[[Sequence[Sequence[int]]], Tensor]
 """A function from the token ids of P texts to the logits [P, V] of their next tokens."""
 
@@ -33,6 +35,8 @@ def stream_tokens(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int | None = None,
+    min_p: float = 0.0,
+    rules: LogitRules | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = (),
     vocab: int | None = None,
@@ -47,13 +51,16 @@ def stream_tokens(
         temperature: 0 is greedy decoding.
         top_p: nucleus sampling: sample from the smallest set of tokens with this probability.
         top_k: sample from the ``top_k`` likeliest tokens, and any as likely as the last of them.
+        min_p: sample from tokens with at least this share of the likeliest one's probability.
+        rules: changes of the logits before a token is chosen.
         seed: seed of each prompt's generator.
         stop_ids: ids of end tokens, which finish a text and are not returned.
         vocab: ids from ``vocab`` on are never sampled (padding rows of the embedding).
         window: most tokens in context; a longer text continues from the window's newest half.
 
     Raises:
-        ValueError: for an empty prompt, a temperature below 0, or a top_p outside (0, 1].
+        ValueError: for an empty prompt, a temperature below 0, a top_p outside (0, 1], or a min_p
+            outside [0, 1].
     """
     if any(not len(p) for p in prompts):
         raise ValueError("a prompt is empty; give at least one character")
@@ -61,6 +68,8 @@ def stream_tokens(
         raise ValueError(
             f"temperature {temperature} must be at least 0, and top_p {top_p} above 0 and at most 1"
         )
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p {min_p} must be at least 0 and at most 1")
     # A generator for each prompt: its text does not depend on the other prompts of the batch.
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts, active = [list(p) for p in prompts], list(range(len(prompts)))
@@ -74,10 +83,19 @@ def stream_tokens(
                 starts[i] = len(texts[i]) - (window + 1) // 2
         logits_PV = next_logits([texts[i][starts[i] :] for i in active])
         logits_PV = logits_PV[:, :vocab].double().cpu()
+        if rules is not None:
+            rows = zip(active, logits_PV, strict=True)
+            logits_PV = torch.stack(
+                [
+                    rules.apply(row_V, texts[i], len(texts[i]) - len(prompts[i]), tokens, stop_ids)
+                    for i, row_V in rows
+                ]
+            )
         if top_k:
             least_P1 = logits_PV.topk(min(top_k, logits_PV.shape[1])).values[:, -1:]
             logits_PV = logits_PV.masked_fill(logits_PV < least_P1, -torch.inf)
-        sampled = _sample(logits_PV, temperature, top_p, [generators[i] for i in active])
+        drawn_by = [generators[i] for i in active]
+        sampled = _sample(logits_PV, temperature, top_p, min_p, drawn_by)
         new = {i: t for i, t in zip(active, sampled, strict=True) if t not in stop_ids}
         for i, token in new.items():
             texts[i].append(token)
@@ -87,19 +105,37 @@ def stream_tokens(
 
 
 def _sample(
-    logits_PV: Tensor, temperature: float, top_p: float, generators: Sequence[torch.Generator]
+    logits_PV: Tensor,
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    generators: Sequence[torch.Generator],
 ) -> list[int]:
     if temperature == 0:
         return logits_PV.argmax(-1).tolist()
     probability_PV, ids_PV = (logits_PV / temperature).softmax(-1), None
-    if top_p < 1:
+    if top_p < 1 or min_p > 0:
         probability_PV, ids_PV = torch.sort(probability_PV, dim=-1, descending=True, stable=True)
     sums_PV = probability_PV.cumsum(-1)
     total_P1 = sums_PV[:, -1:]
-    if top_p < 1:
-        last_P1 = torch.searchsorted(sums_PV, torch.full_like(total_P1, top_p))
-        total_P1 = sums_PV.gather(-1, last_P1.clamp_(max=sums_PV.shape[1] - 1))
+    if ids_PV is not None:
+        total_P1 = sums_PV.gather(-1, count_kept(probability_PV, top_p, min_p) - 1)
     # Uniform in (0, 1], so that a token of probability 0 is never sampled.
     uniform = [1 - torch.rand(1, generator=g, dtype=torch.float64) for g in generators]
     index_P1 = torch.searchsorted(sums_PV, torch.stack(uniform) * total_P1)
     return (index_P1 if ids_PV is None else ids_PV.gather(-1, index_P1)).flatten().tolist()
+
+
+def count_kept(probability_PV: Tensor, top_p: float, min_p: float) -> Tensor:
+    """Return int64 [P, 1]: how many tokens are sampled from, at least 1.
+
+    ``probability_PV`` is in descending order. The nucleus of ``top_p`` is found first.
+    """
+    n_tokens = probability_PV.shape[1]
+    last_P1 = torch.full_like(probability_PV[:, :1], n_tokens - 1, dtype=torch.int64)
+    if top_p < 1:
+        sums_PV = probability_PV.cumsum(-1)
+        last_P1 = torch.searchsorted(sums_PV, torch.full_like(sums_PV[:, :1], top_p))
+        last_P1.clamp_(max=n_tokens - 1)
+    likely_P1 = (probability_PV >= min_p * probability_PV[:, :1]).sum(-1, keepdim=True)
+    return torch.minimum(last_P1 + 1, likely_P1)

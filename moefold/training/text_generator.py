@@ -11,15 +11,17 @@ from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
 from moefold.data.answer_end import answer_ends
 from moefold.data.conversations import load_chat_template
+from moefold.data.replies import Piece, ReplyForm
+from moefold.data.template_names import check_values, template_variables
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import base_folder, is_hub_folder
 from moefold.model.generate import generate, stream_tokens
 from moefold.model.incremental import IncrementalDecoder
 from moefold.training.distributed import device_kind
+from moefold.training.generation_settings import Settings, generation_settings
 from moefold.training.model_checkpoint import StoredModel, fill
 
-TEMPERATURE, TOP_P = 0.8, 0.95
 UNFINISHED = "\ufffd"
 """Decoded form of a character whose bytes are incomplete."""
 
@@ -69,48 +71,98 @@ class TextGenerator:
             )
         return cls(path, model, tokenizer, window, step, notes)
 
-    def settings(self, chat: bool = False, **overrides: Any) -> dict[str, Any]:
-        """Return options of ``generate``: the overrides, else the folder's, else the defaults.
+    def settings(self, chat: bool = False, **overrides: Any) -> Settings:
+        """Return how text is generated: by the overrides, else the folder's settings.
 
         With ``chat``, the token by which the chat template ends answers ends texts, too.
+
+        Raises:
+            DataError: if the folder's settings are malformed.
         """
         stored = self.tokenizer.files.generation_config(self.tokenizer.end_id)
-        stored = {name: value for name, value in stored.items() if value is not None}
-        options = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P}
-        options |= {name: stored[name] for name in options.keys() & stored.keys()}
-        if stored.get("do_sample") is False:
-            options["temperature"] = 0
-        options |= {name: value for name, value in overrides.items() if value is not None}
-        vocab = self.tokenizer.size
         stop_ids = {*self.tokenizer.end_ids}
         if chat:
             stop_ids.update(answer_ends(self.tokenizer))
-        return options | {"stop_ids": stop_ids, "vocab": vocab, "window": self.window}
+        settings = generation_settings(stored, overrides, stop_ids)
+        fixed = {"stop_ids": stop_ids, "vocab": self.tokenizer.size, "window": self.window}
+        return settings._replace(options=settings.options | fixed)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a conversation as token ids, up to the beginning of the next answer."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
+        """Return a conversation as text, up to the beginning of the next answer.
+
+        ``values`` are variables of the template, besides those of all training conversations.
+
+        Raises:
+            BadDocument: if the template does not read one of the values, or fails.
+        """
         template = load_chat_template(self.tokenizer, today=datetime.now())
-        text = template.render(messages, prompt=True).text
-        ((ids_N, _),) = self.tokenizer.encode_chats([text])
+        check_values(values, template_variables(template.text), "--template-value")
+        values = self.tokenizer.files.template_values() | values
+        return template.render(messages, prompt=True, **values).text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
+        """Return the token ids of :meth:`render_chat`."""
+        ((ids_N, _),) = self.tokenizer.encode_chats([self.render_chat(messages, **values)])
         return ids_N.tolist()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int, **options: Any
     ) -> list[list[int]]:
-        """Return the token ids generated after each prompt, decoded together."""
-        return generate(IncrementalDecoder(self.model), prompts, tokens, **self.settings(**options))
+        """Return the token ids generated after each prompt, decoded together.
 
-    def stream_answer(
-        self, messages: Sequence[Mapping[str, Any]], tokens: int, **options: Any
-    ) -> Iterator[str]:
-        """Yield the next answer of a conversation in pieces of whole characters."""
-        ids, shown_text = list[int](), ""
-        prompt = [self.encode_chat(messages)]
-        decoder, settings = IncrementalDecoder(self.model), self.settings(True, **options)
-        for new_tokens in stream_tokens(decoder, prompt, tokens, **settings):
-            ids += new_tokens.values()
-            text = self.tokenizer.decode(ids)
+        ``options`` are those of :meth:`settings`.
+        """
+        settings = self.settings(**options)
+        return generate(IncrementalDecoder(self.model), prompts, tokens, **settings.options)
+
+    def reply_form(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> ReplyForm:
+        """Return how replies to a conversation are divided into reasoning and answer."""
+        template = self.tokenizer.files.chat_template() or ""
+        prompt = self.render_chat(messages, **values)
+        return ReplyForm(template, prompt, self.tokenizer.special_texts)
+
+    def stream_reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokens: int,
+        values: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> "Reply":
+        """Return the next reply of a conversation, which is generated as it is iterated over."""
+        form = self.reply_form(messages, **(values or {}))
+        prompt = [self.encode_chat(messages, **(values or {}))]
+        settings = self.settings(True, **options)
+        new = stream_tokens(IncrementalDecoder(self.model), prompt, tokens, **settings.options)
+        return Reply(self.tokenizer, form, (i for each in new for i in each.values()))
+
+
+class Reply:
+    """A reply while it is generated: iterate over it for its parts in pieces, then ask for more."""
+
+    def __init__(self, tokenizer: Tokenizer, form: ReplyForm, new_ids: Iterator[int]) -> None:
+        self._tokenizer, self._form, self._new_ids = tokenizer, form, new_ids
+        self._ids = list[int]()
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield pieces of whole characters; neighbours of one kind belong together."""
+        shown = list[int]()  # characters of each part
+        for new in self._new_ids:
+            self._ids.append(new)
+            text = self._text()
             if not text.endswith(UNFINISHED):
-                yield text[len(shown_text) :]
-                shown_text = text
-        yield self.tokenizer.decode(ids)[len(shown_text) :]
+                yield from self._unshown(self._form.split(text, ended=False), shown)
+        yield from self._unshown(self._form.split(self._text()), shown)
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, special=self._form.has_parts)
+
+    def _unshown(self, pieces: Sequence[Piece], shown: list[int]) -> Iterator[Piece]:
+        shown.extend([0] * (len(pieces) - len(shown)))
+        for n, (kind, text) in enumerate(pieces):
+            if len(text) > shown[n]:
+                yield Piece(kind, text[shown[n] :])
+                shown[n] = len(text)
+
+    def message(self) -> dict[str, Any]:
+        """Return the reply so far as a message of the conversation."""
+        return self._form.message(self._text())

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.cli import chat
 from moefold.cli.main import main
+from moefold.data.tokenizer import from_path
+from moefold.training import text_generator
 from moefold.training.formatting import escape_control
-from moefold.training.text_generator import TEMPERATURE, TOP_P, TextGenerator
-from tests.chats import CHATML, bpe, write_chat_folder
+from moefold.training.generation_settings import TEMPERATURE, TOP_P
+from moefold.training.text_generator import TextGenerator
+from tests.chats import CHATML, FAMILIES, bpe, template_of, write_chat_folder
 from tests.cpu.families import reference
 from tests.cpu.family_draws import draw
 
@@ -88,7 +92,7 @@ def test_a_conversation_goes_on_from_what_was_said(
     speaker = TextGenerator.open(folder)
     for text, found in zip(expected, [shown[0], shown[1], shown[3]], strict=True):
         assert found == escape_control(text)
-    pieces = list(speaker.stream_answer([asked(PROMPTS[0])], TOKENS))
+    pieces = [piece.text for piece in speaker.stream_reply([asked(PROMPTS[0])], TOKENS)]
     assert "".join(pieces) == expected[0] and len(pieces) > 2
 
 
@@ -98,7 +102,7 @@ def test_settings_of_null_are_as_usual(folder: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     usual = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P}
     (tmp_path / "generation_config.json").write_text(json.dumps(dict.fromkeys(usual)))
-    assert usual.items() <= TextGenerator.open(tmp_path).settings().items()
+    assert usual.items() <= TextGenerator.open(tmp_path).settings().options.items()
 
 
 def test_what_cannot_speak_is_told(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -116,3 +120,50 @@ def test_what_cannot_speak_is_told(folder: Path, tmp_path: Path, capsys: Any) ->
     capsys.readouterr()
     assert main(["sample", str(mute), "--chat", "--prompt", "a"]) == 2
     assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "reply", "shown", "again"),
+    [
+        (
+            "gpt_oss",
+            "<|channel|>analysis<|message|>load it<|end|><|start|>assistant<|channel|>final"
+            "<|message|>the gate",
+            "[reasoning] load it\n[answer] the gate",
+            "<|start|>assistant<|channel|>final<|message|>the gate",
+        ),
+        (
+            "qwen3_moe",
+            "<think>\nload it\n</think>\n\nthe gate",
+            "[reasoning] \nload it\n\n[answer] the gate",
+            "<|im_start|>assistant\nthe gate<|im_end|>",
+        ),
+        ("mixtral", "the gate", "the gate", " the gate</s>"),
+    ],
+)
+def test_reasoning_is_marked_and_goes_back_as_the_template_wants(
+    family: str,
+    reply: str,
+    shown: str,
+    again: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = from_path(str(write_chat_folder(tmp_path, template_of(family), **FAMILIES[family])))
+    generator = TextGenerator(tmp_path, None, tokenizer, None)  # type: ignore[arg-type]
+    prompts = list[str]()
+
+    def scripted(decoder: Any, ids: list[list[int]], *rest: Any, **how: Any) -> Any:
+        prompts.append(tokenizer.decode(ids[0], special=True))
+        ((new, _),) = tokenizer.encode_chats([reply])
+        return ({0: i} for i in new.tolist())
+
+    monkeypatch.setattr(text_generator, "stream_tokens", scripted)
+    monkeypatch.setattr(text_generator, "IncrementalDecoder", lambda model: None)
+    monkeypatch.setattr(TextGenerator, "open", lambda *_: generator)
+    monkeypatch.setattr(chat, "check_options", lambda args: tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("router\nexpert\n"))
+    assert main(["chat", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"> {shown}\n> {shown}\n> \n"
+    assert again in prompts[1] and "load it" not in prompts[1]

@@ -3,6 +3,7 @@
 from tests.plants.plant import Plant
 
 FIELDS = "tests/cpu/test_data_fields.py::"
+SETTINGS = "tests/cpu/test_generation_settings.py::"
 SHAPES = "tests/pure/test_data_shapes.py::"
 
 PLANTS = (
@@ -45,5 +46,45 @@ PLANTS = (
         "data/shapes.py",
         "        end -= 1\n",
         "        end -= 0\n",
+    ),
+    Plant(
+        "b59",
+        "a penalty raises logits below zero",
+        SETTINGS + "test_b59_distributions_are_those_of_transformers",
+        "model/logits.py",
+        "torch.where(found < 0, found * penalty, found / penalty)",
+        "found / penalty",
+    ),
+    Plant(
+        "b59",
+        "the token after which a sequence repeats is one too early",
+        SETTINGS + "test_b59_distributions_are_those_of_transformers",
+        "model/logits.py",
+        "text[i + size - 1] for i in starts",
+        "text[i + size - 2] for i in starts",
+    ),
+    Plant(
+        "b59",
+        "least shares of the likeliest token are ignored",
+        SETTINGS + "test_b59_distributions_are_those_of_transformers",
+        "model/generate.py",
+        "return torch.minimum(last_P1 + 1, likely_P1)",
+        "return last_P1 + 1",
+    ),
+    Plant(
+        "b59",
+        "values of the template do not reach the prompt",
+        SETTINGS + "test_b59_sample_writes_what_generate_writes",
+        "training/text_generator.py",
+        "values = self.tokenizer.files.template_values() | values",
+        "values = self.tokenizer.files.template_values()",
+    ),
+    Plant(
+        "b59",
+        "reasoning stays in the answer that goes back",
+        "tests/pure/test_data_replies.py::test_b59_a_reply_goes_back_as_its_template_wants",
+        "data/replies.py",
+        "if reasoning and field:",
+        "if field is None:",
     ),
 )
