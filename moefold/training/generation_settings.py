@@ -9,7 +9,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from moefold.data.config import GENERATION_CONFIG, DataError
+from moefold.data.config import DataError
+from moefold.data.folder.files import GENERATION_CONFIG
 from moefold.model.logits import LogitRules
 
 TEMPERATURE, TOP_P = 0.8, 0.95
