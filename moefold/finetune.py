@@ -25,7 +25,10 @@ def recipes() -> dict[str, Path]:
 def require_base_model(source: str | Path) -> None:
     """Raise ``ValueError`` if ``source`` needs a base model: a fine-tuning recipe or an adapter."""
     if is_adapter(Path(source)):
-        hint = f"moefold train {base_folder(Path(source))} 'adapter={{kind: lora, from: {source}}}'"
+        hint = (
+            f"moefold train {base_folder(Path(source))} "
+            f"'adapter={{kind: lora, from: {source}, rank: stored}}'"
+        )
         raise ValueError(f"{source} is an adapter; to train it, name its base model: {hint}")
     if str(source) in recipes():
         hint = f"moefold train FOLDER {_BASE}{source}"

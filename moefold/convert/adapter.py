@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moefold.checkpoint.disk import DISK
@@ -26,13 +26,15 @@ from moefold.model.config import Decoder, LowRank
 from moefold.model.families.peft import (
     CONFIG,
     IDENTITY,
+    ORIENTED_RELEASE,
     TENSORS,
     AdapterSite,
-    PeftFolder,
-    StoredAdapter,
+    a_is_first,
     peft_config,
     sites_by_prefix,
 )
+from moefold.model.families.peft_reading import PeftFolder, StoredAdapter
+from moefold.model.families.registry import family_of
 from moefold.spec.decoder import LORA_A, LORA_B
 
 IDENTITY_ROWS = 8
@@ -89,10 +91,13 @@ def write_adapter(
     require_new_folder(folder)
     config, sites = peft_config(decoder, adapters, base[0])
     named: list[tuple[str, TensorSlice]] = []
-    for prefix, (site, _) in sites_by_prefix(sites).items():
+    first = a_is_first(ORIENTED_RELEASE, family_of(decoder).model_type)
+    for prefix, (site,) in sites_by_prefix(sites).items():
         rank = adapters[site.weight.name].rank * site.experts
-        for end, shape in ((LORA_A, (rank, site.inputs)), (LORA_B, (site.outputs, rank))):
-            read = partial(_to_peft, tensors, site, end, WEIGHT_DTYPES[dtype])
+        exchanged = site.experts > 1 and first == (not site.perm)
+        into, out = (site.outputs, site.inputs) if exchanged else (site.inputs, site.outputs)
+        for end, shape in ((LORA_A, (rank, into)), (LORA_B, (out, rank))):
+            read = partial(_to_peft, tensors, site, end, exchanged, WEIGHT_DTYPES[dtype])
             name = f"{prefix}.lora_{'A' if end == LORA_A else 'B'}.weight"
             named.append(
                 (name, TensorSlice.of_full_tensor(LazyTensor(WEIGHT_DTYPES[dtype], shape, read)))
@@ -107,17 +112,30 @@ def write_adapter(
 
 
 def _to_peft(
-    tensors: Mapping[str, Tensor], site: AdapterSite, end: str, dtype: torch.dtype
+    tensors: Mapping[str, Tensor],
+    site: AdapterSite,
+    end: str,
+    exchanged: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return A or B of a site as PEFT stores it."""
-    tensor = tensors[site.weight.name + end].detach().cpu()
+    """Return A or B of a site as PEFT stores it, ``exchanged`` if of the transposed matrix."""
+    is_a = (end == LORA_A) != exchanged
+    tensor = tensors[site.weight.name + (LORA_A if is_a else LORA_B)].detach().cpu()
     if not site.weight.is_expert:
         tensor = tensor[site.index]
-    elif end == LORA_A:
-        tensor = tensor.flatten(0, 1)
     else:
-        tensor = tensor.flatten(1, -2).permute(1, 2, 0).flatten(1)
+        # Both [E, r, n], where n is inputs or outputs.
+        each = tensor if is_a else _outputs_as_stored(tensor, site)
+        tensor = each.flatten(0, 1) if end == LORA_A else each.permute(2, 1, 0).flatten(1)
     return tensor.to(dtype).contiguous()
+
+
+def _outputs_as_stored(b: Tensor, site: AdapterSite) -> Tensor:
+    """Return B [E, ..., r] of experts as [E, r, out], with outputs in the order on disk."""
+    rank = b.shape[-1]
+    if site.perm:
+        return site.piece(rank).to_hf(b)
+    return b.reshape(len(b), -1, rank).transpose(1, 2)
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -128,7 +146,10 @@ class AdapterTensors(Mapping[str, Tensor]):
 
     def __init__(self, peft: PeftFolder) -> None:
         self.peft = peft
-        self._opened = safe_open(peft.path / TENSORS, framework="pt")
+        try:
+            self._opened = safe_open(peft.path / TENSORS, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ConvertError(peft.path / TENSORS, [f"{error}; copy it again"]) from None
         self._file = self._opened.__enter__()
 
     def __iter__(self) -> Iterator[str]:
@@ -147,26 +168,57 @@ class AdapterTensors(Mapping[str, Tensor]):
             ConvertError: if it contains NaN or an infinity.
         """
         weight, end = name[: -len(LORA_A)], name[-len(LORA_A) :]
-        parts = [self._from_peft(stored, end) for stored in self.peft.stored[weight]]
-        tensor = torch.stack(parts) if self.peft.stored[weight][0].site.index else parts[0]
-        if (what := nonfinite(tensor)) is not None:
-            raise ConvertError(self.peft.path, [f"the adapter of {weight} contains {what}"])
+        parts, low_rank = self.peft.stored[weight], self.peft.adapters[weight]
+        tensor = torch.zeros(_shape_of(parts[0].site.weight.shape, low_rank.rank, end, parts[0]))
+        for part in parts:
+            values = self._from_peft(part, end)
+            if (what := nonfinite(values)) is not None:
+                stored = part.a if end == LORA_A else part.b
+                file = self.peft.path / TENSORS
+                raise ConvertError(file, [f"{stored} contains {what}; write or copy it again"])
+            if end == LORA_B and part.scale != low_rank.scale:
+                values = values * (part.scale / low_rank.scale)
+            columns = slice(part.start, part.start + part.rank)
+            if end == LORA_A:
+                index = part.site.index[:1] if part.site.weight.is_expert else part.site.index
+                tensor[index][..., columns, :] = values
+            else:
+                tensor[part.site.index][..., columns] = values
         return tensor
 
     def _from_peft(self, stored: StoredAdapter, end: str) -> Tensor:
         """Return A or B of one site in the model's layout."""
-        site, rank = stored.site, self.peft.adapters[stored.site.weight.name].rank
+        site, rank = stored.site, stored.rank
         is_a = end == LORA_A
-        raw = self._file.get_tensor(stored.a if is_a != stored.transposed else stored.b).float()
-        if not site.weight.is_expert:
-            return raw
-        if is_a != stored.transposed:
-            tensor = raw.unflatten(0, (site.experts, rank))
+        try:
+            reads_a = is_a != stored.exchanged
+            raw = self._file.get_tensor(stored.a if reads_a else stored.b).float()
+        except SafetensorError as error:
+            raise ConvertError(self.peft.path / TENSORS, [str(error)]) from None
+        if site.experts > 1:
+            # Both [E, r, n], where n is inputs or outputs.
+            parts = (site.experts, rank) if reads_a else (rank, site.experts)
+            each = raw.unflatten(0, parts) if reads_a else raw.unflatten(1, parts).permute(2, 1, 0)
         else:
-            tensor = raw.unflatten(1, (rank, site.experts)).permute(2, 0, 1)
-        tensor = tensor.transpose(1, 2) if stored.transposed else tensor
-        return (tensor if is_a else tensor.reshape(*site.weight.shape[:-1], rank)).contiguous()
+            each = (raw if is_a else raw.T)[None]
+        if is_a:
+            return each if site.experts > 1 else each[0]
+        shape = (*site.weight.shape[len(site.index) : -1], rank)
+        if site.perm:
+            whole = shape if not site.index else (1, *shape)
+            return site.piece(rank).from_hf(each, whole).reshape(shape)
+        if site.rows is not None:
+            return site.piece(rank).from_hf(each[0].T, shape)
+        return each.transpose(1, 2).reshape(shape)
 
     def close(self) -> None:
         """Close the file."""
         self._opened.__exit__(None, None, None)
+
+
+def _shape_of(shape: tuple[int, ...], rank: int, end: str, part: StoredAdapter) -> tuple[int, ...]:
+    """Return the shape of A or B of a weight; gate and up of an expert share A."""
+    if end == LORA_B:
+        return (*shape[:-1], rank)
+    lead = shape[:1] if part.site.weight.is_expert else shape[:-2]
+    return (*lead, rank, shape[-1])

@@ -31,7 +31,8 @@ from moefold.model.config import Decoder
 from moefold.model.families.base import Family, ParsedConfig
 from moefold.model.families.folder import CONFIG_LIMIT, MULTI_TOKEN_FIELD, read_config
 from moefold.model.families.names import TensorPiece, resolve_rows
-from moefold.model.families.peft import base_folder, leftover_notes, read_adapter
+from moefold.model.families.peft import base_folder, leftover_notes
+from moefold.model.families.peft_reading import read_adapter
 from moefold.model.tuning import merge_adapter
 from moefold.spec.decoder import LORA_A, LORA_B
 
@@ -257,6 +258,10 @@ def import_folder(
         if number
     ]
     notes = (*config.notes, *left_out, *scaled, *tokenizer_notes)
+    left_out = tuple(f"{folder}: {note}" for note in left_out)
+    if adapter is not None:
+        notes = (*notes, *adapter.peft.notes)
+        left_out = (*left_out, *adapter.peft.notes)
     tensors = FolderTensors(source, plan, copies, adapter)
     return ImportedFolder(
         config.decoder,
@@ -264,7 +269,7 @@ def import_folder(
         tensors,
         config.special_tokens,
         notes,
-        tuple(f"{folder}: {note}" for note in left_out),
+        left_out,
         source,
         adapter,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from moefold.config.errors import Violation
 from moefold.config.suggest import closest
 from moefold.model.config import Decoder, LowRank, to_stacks
-from moefold.model.families.peft import read_adapter
+from moefold.model.families.peft_reading import read_adapter
 from moefold.optim.config import matches
 from moefold.spec.decoder import LORA_B, model_weights
 from moefold.spec.layer import LayerSpec, Weight, round_up
@@ -77,6 +77,8 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
     Raises:
         ValueError: if a plug-in layer has no description, and so no names of parameters.
     """
+    if lora.rank == "stored":
+        return _adapt_as_stored(decoder, lora)
     decoder = freeze(decoder, ("*",))
     targets = [w for w in model_weights(decoder) if is_target(w, lora.targets)]
 
@@ -96,6 +98,29 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
         in_block = adapters(f"layers.{number}.", routing and routing.top_k)
         blocks.append(block.model_copy(update={"adapters": in_block}))
     changes = {"stacks": to_stacks(blocks), "adapters": adapters("", None)}
+    return decoder.model_copy(update=changes)
+
+
+def _adapt_as_stored(decoder: Decoder, lora: Lora) -> Decoder:
+    """Return a decoder with the adapters of the folder from which a run starts."""
+    stored = read_adapter(Path(lora.start or ""), decoder).adapters
+    decoder = freeze(decoder, ("*",))
+    names = [weight.name for weight in model_weights(decoder) if weight.name in stored]
+
+    def adapters(prefix: str) -> tuple[LowRank, ...]:
+        inside = (name for name in names if name.startswith(prefix or "layers.") == bool(prefix))
+        return tuple(
+            stored[name].model_copy(
+                update={"weight": name.removeprefix(prefix), "dropout": lora.dropout}
+            )
+            for name in inside
+        )
+
+    blocks = (
+        block.model_copy(update={"adapters": adapters(f"layers.{number}.")})
+        for number, block in enumerate(decoder.blocks)
+    )
+    changes = {"stacks": to_stacks(blocks), "adapters": adapters("")}
     return decoder.model_copy(update=changes)
 
 
@@ -122,6 +147,8 @@ def is_target(weight: Weight, targets: Sequence[str]) -> bool:
 
 def _adapter_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     """Yield targets that match no weight of a decoder, and a rank that top-k does not divide."""
+    if lora.rank == "stored":
+        return
     weights = [w for w in model_weights(decoder) if is_target(w, ("*",))]
     for index, target in enumerate(lora.targets):
         if not any(is_target(weight, (target,)) for weight in weights):
@@ -147,6 +174,8 @@ def _start_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     except (ValueError, OSError) as error:
         yield Violation(("from",), lora.start, f"must be an adapter of this model: {error}")
         return
+    if lora.rank == "stored":
+        return
     adapted = adapt(decoder, lora)
     scales = adapter_scales(adapted)
     if start.keys() != scales.keys():
@@ -162,8 +191,13 @@ def _start_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     for name, stored in start.items():
         rank = ranks[name + LORA_B]
         if stored.rank != rank:
-            rule = f"gives {name} rank {rank}, but in {lora.start} it has rank {stored.rank}"
-            yield Violation(("rank",), lora.rank, rule, max(1, lora.rank * stored.rank // rank))
+            rule = (
+                f"gives {name} rank {rank}, but in {lora.start} it has rank {stored.rank}; "
+                "stored takes ranks, scales and targets from there"
+            )
+            same = {adapter.rank for adapter in start.values()} == {stored.rank}
+            nearest = max(1, lora.rank * stored.rank // rank) if same or lora.divided else "stored"
+            yield Violation(("rank",), lora.rank, rule, nearest)
             return
         if not isclose(stored.scale, scales[name], rel_tol=1e-6):
             rule = f"alpha / rank ({rank}) must be {stored.scale:g}, as in {lora.start}"

@@ -53,7 +53,8 @@ class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685) as the only trained weights; all others are frozen."""
 
     kind: Literal["lora"] = "lora"
-    rank: Size = 16
+    rank: Size | Literal["stored"] = 16
+    """Inner size of each adapter; ``stored`` takes ranks, scales and targets from ``from``."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Each adapter's output is scaled by ``alpha`` over its rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
@@ -67,8 +68,24 @@ class Lora(Record):
     """Whether adapters of routed experts have rank / top_k; a token's sum to ``rank`` then."""
 
     def rank_of(self, top_k: int | None) -> int:
-        """Return the rank of a weight's adapter; ``top_k`` is given for routed experts."""
+        """Return the rank of a weight's adapter; ``top_k`` is given for routed experts.
+
+        Raises:
+            ValueError: if it is that of the adapter in ``start``.
+        """
+        if self.rank == "stored":
+            raise ValueError(f"ranks are those of {self.start}")
         return max(1, self.rank // top_k) if self.divided and top_k else self.rank
+
+    def rules(self) -> Iterator[Violation]:
+        """``stored`` needs a folder, and no other sizes beside it."""
+        if self.rank != "stored":
+            return
+        if self.start is None:
+            yield Violation(("rank",), "stored", "needs from, the adapter's folder", 16)
+        if self.divided:
+            rule = "must be false if rank is stored, as the folder has the rank of each weight"
+            yield Violation(("divided",), True, rule, False)
 
 
 class Routing(Record):

@@ -108,7 +108,8 @@ def test_a_folder_is_tuned_by_the_recipe_and_answers(
             torch.testing.assert_close(share_E[: len(want_E)], want_E, rtol=1e-3, atol=0)
     assert main(["export", str(tuned), str(out)]) == 0
     assert (out / "adapter_config.json").is_file() and not (out / "config.json").exists()
-    onwards = re.escape(f"moefold train {folder} 'adapter={{kind: lora, from: {out}}}'")
+    start = f"adapter={{kind: lora, from: {out}, rank: stored}}"
+    onwards = re.escape(f"moefold train {folder} '{start}'")
     with pytest.raises(ValueError, match=onwards):
         load_run(out)
     capsys.readouterr()

@@ -17,6 +17,10 @@ B61_LAYOUTS = (
 
 PEFT = "tests/cpu/test_adapters_peft.py::"
 B78_BITS = PEFT + "test_b78_adapters_go_to_peft_bit_for_bit"
+B78_MERGED = (
+    "tests/cpu/test_adapters_experts.py::test_b78_adapters_give_the_logits_of_pefts_merged_model"
+)
+B78_LINEAR = "tests/cpu/test_adapters_experts.py::test_b78_linear_layers_of_experts_are_merged"
 B78_LOGITS = PEFT + "test_b78_an_adapter_of_peft_gives_its_logits"
 
 PLANTS = (
@@ -146,24 +150,48 @@ PLANTS = (
         "experts are fastest in A",
         B78_BITS,
         "convert/adapter.py",
-        "tensor = tensor.flatten(0, 1)",
-        "tensor = tensor.transpose(0, 1).flatten(0, 1)",
+        "tensor = each.flatten(0, 1) if end",
+        "tensor = each.transpose(0, 1).flatten(0, 1) if end",
     ),
     Plant(
         "b78",
         "experts are slowest in B",
         B78_LOGITS,
         "convert/adapter.py",
-        "raw.unflatten(1, (rank, site.experts)).permute(2, 0, 1)",
-        "raw.unflatten(1, (site.experts, rank)).permute(1, 0, 2)",
+        "raw.unflatten(1, parts).permute(2, 1, 0)",
+        "raw.unflatten(1, parts[::-1]).permute(1, 2, 0)",
     ),
     Plant(
         "b78",
         "the first parameter that is wrapped is the outer one",
         B78_LOGITS,
         "model/families/peft.py",
-        "for depth, site in enumerate(reversed(wrapped)):",
-        "for depth, site in enumerate(wrapped):",
+        "for depth, same in enumerate(reversed(wrapped.values())):",
+        "for depth, same in enumerate(wrapped.values()):",
+    ),
+    Plant(
+        "b78",
+        "up of an expert takes the rows of A that gate has",
+        B78_LINEAR,
+        "model/families/peft_reading.py",
+        "        start += max(part.rank for part in same)\n",
+        "        start = max(start, *(part.rank for part in same))\n",
+    ),
+    Plant(
+        "b78",
+        "a scale of one part is that of all",
+        B78_LINEAR,
+        "convert/adapter.py",
+        "            if end == LORA_B and part.scale != low_rank.scale:\n",
+        "            if False:\n",
+    ),
+    Plant(
+        "b78",
+        "PEFT does not know that experts of gpt_oss are transposed",
+        B78_MERGED,
+        "model/families/peft.py",
+        "    marked = family in MARKED_TRANSPOSED\n",
+        "    marked = False\n",
     ),
     Plant(
         "b78",

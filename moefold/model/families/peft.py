@@ -1,23 +1,30 @@
-"""Names, shapes and settings of low-rank adapters in PEFT's folders; no values are read here.
+"""Names and settings of low-rank adapters in PEFT's folders; no values are read here.
 
 PEFT names an adapter by the module of ``transformers`` that it wraps. The matrices of all experts
 are one parameter, and a module with two adapted parameters is wrapped twice: the first one's
-adapter has ``base_layer`` in its name. For E experts and rank r, A is ``[E * r, in]`` with experts
-as the slow index, and B ``[out, r * E]`` with experts as the fast one. Releases before 0.19
-interpret ``[E, out, in]`` as ``[E, in, out]``, so A and B belong to the transposed matrix.
+adapter has ``base_layer`` in its name. For E experts and rank r, one of A and B is ``[E * r, n]``
+with experts as the slow index, the other ``[m, r * E]`` with experts as the fast one.
+
+Which dim of ``[E, d1, d2]`` A multiplies depends on the release: d1 before 0.19.1, d2 since, and
+the other way round (from 0.19.0) where the module of ``transformers`` states ``is_transposed``.
 """
 
-import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.files import path_in_errors, read_json
+from moefold.files import read_json
 from moefold.model.config import Decoder, LowRank
-from moefold.model.families.names import find_mappings, pieces
+from moefold.model.families.names import (
+    JoinedRows,
+    Layout,
+    TensorPiece,
+    find_mappings,
+    pieces,
+    resolve_rows,
+)
 from moefold.model.families.registry import family_of
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
 from moefold.spec.layer import Weight
@@ -26,25 +33,21 @@ CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 BASE = "base_model_name_or_path"
 IDENTITY = "base_identity"
 """Key, in the tensor file's metadata, of the identity of the base model."""
-ORIENTED_RELEASE = "0.19.0"
-"""First release of PEFT that interprets experts' matrices as ``[E, out, in]``."""
+ORIENTED_RELEASE = "0.19.1"
+"""Release in whose form adapters are written: the first whose A multiplies the last dim."""
+MARKED_TRANSPOSED = ("gpt_oss",)
+"""Families whose experts' module states ``is_transposed``; in llama4_text it does not."""
 HEADER_LIMIT = 64 * 2**20
 _MODEL_WEIGHTS = re.compile(
     r"(model|pytorch_model|consolidated)[^/]*\.(safetensors|bin|pt|pth)(\.index\.json)?"
 )
 """Names of files with a model's weights; a trainer leaves others, such as ``optimizer.pt``."""
-_PREFIX = "base_model.model."
-_BASE_LAYER = ".base_layer"
+PREFIX = "base_model.model."
+BASE_LAYER = ".base_layer"
 _EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names of linear layers that PEFT treats as experts', wherever they occur."""
-_PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none"}
+PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none"}
 """Settings with which an adapter adds ``scale * B A`` and nothing else."""
-_UNWRITTEN = dict.fromkeys(
-    ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"), False
-)
-"""Further such settings; not written, as some releases of PEFT do not know them."""
-_BASE_PRESERVING_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that keep the base model's weights; others modify them."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -106,22 +109,46 @@ class AdapterSite:
 
     weight: Weight
     index: tuple[int, ...]
-    """Index of gate or up in a dense feed-forward's weight; otherwise empty."""
+    """Index, in the model's weight, of an expert and of gate or up; empty for a whole weight."""
     module: str
     parameter: str | None
     """Parameter of the module, as in ``target_parameters``; None for a linear layer."""
     outputs: int
     inputs: int
+    perm: tuple[int, ...] = ()
+    """Permutation of the weight's dims on disk, if experts are stored as ``[E, in, out]``."""
+    rows: JoinedRows | None = None
+    """Rows of the weight in a linear layer that several weights share."""
 
     @property
     def experts(self) -> int:
-        """Number of experts; 1 for other weights."""
-        return self.weight.shape[0] if self.weight.is_expert else 1
+        """Number of experts; 1 for other weights, and for one expert's linear layer."""
+        return self.weight.shape[0] if self.weight.is_expert and not self.index else 1
 
     @property
     def target(self) -> str:
         """Full name of the target in PEFT's settings."""
         return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether one A serves several weights, or gate and up: then it cannot be written."""
+        dense = not self.weight.is_expert and len(self.weight.shape) - len(self.index) > 2
+        return self.rows is not None or dense
+
+    def piece(self, inner: int) -> TensorPiece:
+        """Return how a matrix of these outputs and ``inner`` inputs lies on disk."""
+        shape = (self.experts, inner, self.outputs) if self.perm else (self.outputs, inner)
+        return TensorPiece(self.target, shape, self.index, self.perm, self.rows)
+
+
+def _adapted_weights(decoder: Decoder) -> dict[str, Weight]:
+    """Return the matrices of a decoder's products that exist in ``transformers``, by name."""
+    weights = {w.name: w for w in model_weights(decoder) if not w.name.endswith((LORA_A, LORA_B))}
+    weights = {n: w for n, w in weights.items() if len(w.shape) > 1 and not w.looked_up}
+    # Multi-token prediction blocks, which come last, do not exist in transformers.
+    multi_token = tuple(f"layers.{n}." for n in range(decoder.layers, len(decoder.blocks)))
+    return {n: w for n, w in weights.items() if not n.startswith(multi_token)}
 
 
 def adapter_sites(decoder: Decoder) -> list[AdapterSite]:
@@ -130,41 +157,67 @@ def adapter_sites(decoder: Decoder) -> list[AdapterSite]:
     Feed-forwards and routers are ``target_parameters``, as are linear layers with a name that PEFT
     treats as experts', such as the attention gate of ``afmoe``.
     """
-    weights = {w.name: w for w in model_weights(decoder) if not w.name.endswith((LORA_A, LORA_B))}
-    weights = {n: w for n, w in weights.items() if len(w.shape) > 1 and not w.looked_up}
-    # Multi-token prediction blocks, which come last, do not exist in transformers.
-    multi_token = tuple(f"layers.{n}." for n in range(decoder.layers, len(decoder.blocks)))
-    weights = {n: w for n, w in weights.items() if not n.startswith(multi_token)}
+    return [site for site in readable_sites(decoder) if not site.is_shared]
+
+
+def readable_sites(decoder: Decoder, layout: Layout = "packed") -> list[AdapterSite]:
+    """Return the matrices whose adapters can be read: those that can be written, and shared ones.
+
+    In the layout ``per_expert`` each expert has linear layers of its own, as in releases of
+    ``transformers`` before 5, and as Unsloth loads gpt_oss.
+    """
+    weights = _adapted_weights(decoder)
+    table = resolve_rows(family_of(decoder).tensors, decoder)
     found: list[AdapterSite] = []
-    for name, (mapping, layer) in find_mappings(family_of(decoder).tensors, weights).items():
+    for name, (mapping, layer) in find_mappings(table, weights).items():
         weight = weights[name]
-        is_linear = name == "head.weight" or weight.category == "attention"
-        if mapping.joined:  # one matrix of several weights, for which PEFT has a single A
-            continue
-        for piece in pieces(mapping, layer, weight.shape, "packed"):
-            module, _, leaf = piece.name.rpartition(".")
-            if piece.perm:  # stored as [in, out], which names of adapters do not express
-                continue
-            *lead, outputs, inputs = piece.shape
-            experts = weight.shape[: 1 if weight.is_expert else 0]
-            if tuple(lead) == experts and (
-                weight.is_expert or len(weight.shape) - len(piece.index) < 3
-            ):
-                linear = is_linear and module.rpartition(".")[2] not in _EXPERT_MODULES
-                parameter = None if linear else leaf
-                found.append(AdapterSite(weight, piece.index, module, parameter, outputs, inputs))
+        for piece in pieces(mapping, layer, weight.shape, layout):
+            if layout == "per_expert" and weight.is_expert and not piece.index:
+                found += _expert_modules(weight, piece)
+            else:
+                found += _sites_of(weight, piece)
     return found
 
 
-def sites_by_prefix(sites: Iterable[AdapterSite]) -> dict[str, tuple[AdapterSite, str]]:
-    """Return (site, target) by the prefix of the names of an adapter's tensors."""
-    by_module: dict[str, list[AdapterSite]] = {}
+def _sites_of(weight: Weight, piece: TensorPiece) -> Iterator[AdapterSite]:
+    """Yield the site of a tensor on disk, unless it is no matrix."""
+    module, _, leaf = piece.name.rpartition(".")
+    *lead, outputs, inputs = piece.shape
+    if piece.perm:
+        outputs, inputs = inputs, outputs
+    whole = weight.is_expert and not piece.index
+    if tuple(lead) != (weight.shape[:1] if whole else ()):
+        return
+    is_linear = weight.name == "head.weight" or weight.category == "attention" or bool(piece.rows)
+    is_linear = is_linear and module.rpartition(".")[2] not in _EXPERT_MODULES
+    parameter = None if is_linear or (weight.is_expert and not whole) else leaf
+    yield AdapterSite(
+        weight, piece.index, module, parameter, outputs, inputs, piece.perm, piece.rows
+    )
+
+
+def _expert_modules(weight: Weight, piece: TensorPiece) -> Iterator[AdapterSite]:
+    """Yield the linear layers into which Unsloth splits experts that are one tensor on disk.
+
+    Their outputs are in the order of the tensor's: gate and up of gpt_oss are interleaved.
+    """
+    if not piece.perm or len(piece.shape) != 3:  # not split, or biases
+        return
+    experts, inputs, outputs = piece.shape
+    for expert in range(experts):
+        module = f"{piece.name}s.{expert}"
+        yield AdapterSite(weight, (expert,), module, None, outputs, inputs, piece.perm)
+
+
+def sites_by_prefix(sites: Iterable[AdapterSite]) -> dict[str, list[AdapterSite]]:
+    """Return sites by the prefix of the names of an adapter's tensors, which shared sites have."""
+    by_module: dict[str, dict[str, list[AdapterSite]]] = {}
     for site in sites:
-        by_module.setdefault(site.module, []).append(site)
-    found = {}
+        by_module.setdefault(site.module, {}).setdefault(site.target, []).append(site)
+    found: dict[str, list[AdapterSite]] = {}
     for module, wrapped in by_module.items():
-        for depth, site in enumerate(reversed(wrapped)):
-            found[_PREFIX + module + _BASE_LAYER * depth] = (site, site.target)
+        for depth, same in enumerate(reversed(wrapped.values())):
+            found[PREFIX + module + BASE_LAYER * depth] = same
     return found
 
 
@@ -184,9 +237,8 @@ def peft_config(
     if unknown := [name for name in adapters if name not in known]:
         raise ValueError(
             f"{', '.join(unknown)}: PEFT cannot adapt such a weight: in transformers it is part of "
-            "a joined matrix (gate and up of some shared experts), transposed (experts of gpt_oss "
-            "and llama4_text), or absent (multi-token blocks); leave it out of adapter.targets, "
-            "or write the merged weights (--merged)"
+            "a joined matrix (gate and up of some shared experts) or absent (multi-token blocks); "
+            "leave it out of adapter.targets, or write the merged weights (--merged)"
         )
     adapted = [site for site in sites if site.weight.name in adapters]
     sizes = {name: (adapter.rank, adapter.scale) for name, adapter in adapters.items()}
@@ -213,8 +265,20 @@ def peft_config(
         "alpha_pattern": alphas,
         "use_rslora": False,
         "inference_mode": True,
-        **_PLAIN,
+        **PLAIN,
     }, adapted
+
+
+def a_is_first(release: object, family: str) -> bool:
+    """Return whether A multiplies the first dim of experts' matrices as stored, by PEFT's release.
+
+    A folder without a release is one of before 0.18, which wrote none.
+    """
+    numbers = [int(n) for n in re.findall(r"\d+", str(release or "0.17.0"))[:3]]
+    marked = family in MARKED_TRANSPOSED
+    if numbers < [0, 19]:
+        return True
+    return marked == (numbers >= [0, 19, 1])
 
 
 def _targets(
@@ -243,150 +307,3 @@ def _alpha(rank: int, scale: float) -> float:
     """Return ``scale * rank``, as an integer if it is one."""
     alpha = scale * rank
     return round(alpha) if abs(alpha - round(alpha)) < 1e-9 else alpha
-
-
-# ------------------------------------------------------------------------------------- reading
-
-
-@dataclass(frozen=True)
-class StoredAdapter:
-    """An adapted site in a folder: names and orientation of its tensors."""
-
-    site: AdapterSite
-    a: str
-    b: str
-    transposed: bool
-    """Whether A and B belong to the transposed matrix, and are thus exchanged."""
-
-
-@dataclass(frozen=True)
-class PeftFolder:
-    """Settings and headers of an adapter folder that PEFT or ``moefold export`` wrote."""
-
-    path: Path
-    adapters: Mapping[str, LowRank]
-    """Adapters by weight name."""
-    stored: Mapping[str, tuple[StoredAdapter, ...]]
-    identity: str | None
-    """Identity of the base model, if stored."""
-
-
-def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
-    """Read and check settings and headers of an adapter's folder, but no values.
-
-    Raises:
-        ValueError: listing each tensor that matches no weight of ``decoder`` or has another size,
-            and each setting with which an adapter is more than a product of two matrices.
-    """
-    config = read_json(folder / CONFIG, limit=HEADER_LIMIT)
-    shapes, metadata = _read_header(folder)
-    problems = [
-        f"{CONFIG}: {key} is {config[key]!r}, which is not supported; train without it"
-        for key, plain in (_PLAIN | _UNWRITTEN).items()
-        if config.get(key, plain) not in (plain, None)
-    ]
-    if (init := config.get("init_lora_weights")) not in _BASE_PRESERVING_INITS:
-        problems.append(
-            f"{CONFIG}: init_lora_weights is {init!r}, which changes the base model; save the "
-            "adapter again with path_initial_model_for_weight_conversion"
-        )
-    if config.get("peft_type", "LORA") != "LORA":
-        problems.append(f"{CONFIG}: peft_type is {config['peft_type']!r}; supported: 'LORA'")
-    known = sites_by_prefix(_candidate_sites(adapter_sites(decoder), config, shapes))
-    unmatched = set(shapes)
-    adapters: dict[str, LowRank] = {}
-    stored: dict[str, list[StoredAdapter]] = {}
-    for prefix, (site, target) in known.items():
-        a, b = (f"{prefix}.lora_{which}.weight" for which in "AB")
-        if a not in shapes or b not in shapes:
-            continue
-        unmatched -= {a, b, prefix + _BASE_LAYER + ".weight"}  # PEFT may write the frozen head too
-        name, (rank, alpha) = site.weight.name, _rank_and_alpha(config, target)
-        scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-        plain, ranks = (site.inputs, site.outputs), site.experts * rank
-        sizes = (*shapes[a][1:], *shapes[b][:1])
-        transposed = site.experts > 1 and _is_transposed(sizes, plain, config)
-        into, out = plain[::-1] if transposed else plain
-        if (shapes[a], shapes[b]) != ((ranks, into), (out, ranks)):
-            expected = (ranks, plain[0]), (plain[1], ranks)
-            problems.append(f"{a} and B have shapes {(shapes[a], shapes[b])}, expected {expected}")
-        adapter = LowRank(weight=name, rank=rank, scale=scale)
-        if adapters.setdefault(name, adapter) != adapter:
-            problems.append(f"{prefix}: rank and scale must equal those of the gate")
-        stored.setdefault(name, []).append(StoredAdapter(site, a, b, transposed))
-    problems += [f"{name}: matches no weight of the base model" for name in sorted(unmatched)]
-    problems += [
-        f"{parts[0].a}: gate and up must both have an adapter, but one of them has none"
-        for parts in stored.values()
-        if parts[0].site.index and len(parts) < 2
-    ]
-    if problems or not adapters:
-        raise ValueError("\n  ".join([f"{folder}:", *(problems or ["has no adapter tensors"])]))
-    stored_by_name = {name: tuple(parts) for name, parts in stored.items()}
-    return PeftFolder(folder, adapters, stored_by_name, metadata.get(IDENTITY))
-
-
-def _candidate_sites(
-    sites: Sequence[AdapterSite], config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
-) -> Iterator[AdapterSite]:
-    """Yield sites that may have tensors; of a module's two parameters those in the settings."""
-    targets = [t for t in config.get("target_parameters") or () if isinstance(t, str)]
-    for site in sites:
-        twice = f"{_PREFIX}{site.module}{_BASE_LAYER}.lora_A.weight" in shapes
-        listed = any(f".{site.target}".endswith(f".{target}") for target in targets)
-        if site.experts == 1 or twice or listed or not targets:
-            yield site
-
-
-def _is_transposed(
-    sizes: tuple[int, ...], plain: tuple[int, int], config: Mapping[str, Any]
-) -> bool:
-    """Return whether experts' A and B are transposed, by their sizes or else by the release."""
-    if plain[0] != plain[1]:
-        return sizes == plain[::-1]
-    release = str(config.get("peft_version") or "0.18").split(".")[:2]
-    return all(n.isdigit() for n in release) and [*map(int, release)] < [0, 19]
-
-
-def _rank_and_alpha(config: Mapping[str, Any], target: str) -> tuple[int, float]:
-    """Return rank and alpha of a target, from the first matching pattern or the defaults.
-
-    Raises:
-        ValueError: if they are missing or malformed.
-    """
-
-    def value(key: str, patterns: str) -> Any:
-        by_pattern = (config.get(patterns) or {}).items()
-        matches = (
-            value for pattern, value in by_pattern if re.match(rf"(.*\.)?({pattern})$", target)
-        )
-        return next(matches, config.get(key))
-
-    try:
-        rank, alpha = value("r", "rank_pattern"), value("lora_alpha", "alpha_pattern")
-    except re.error as error:
-        raise ValueError(f"{CONFIG}: {error.pattern!r} is not a valid regular expression") from None
-    numbers = type(rank) is int and type(alpha) in (int, float)
-    if not numbers or rank < 1 or not 0 < alpha < math.inf:
-        raise ValueError(f"{CONFIG}: r {rank!r} and lora_alpha {alpha!r} must be positive numbers")
-    return rank, alpha
-
-
-def _read_header(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, str]]:
-    """Return the shapes of an adapter's tensors, and the file's metadata.
-
-    Raises:
-        ValueError: if the file is pickled, or its header is malformed.
-    """
-    file = folder / TENSORS
-    if not file.is_file() and (folder / PICKLED).is_file():
-        raise ValueError(f"{folder / PICKLED} is a pickle, which is not read; save it as {TENSORS}")
-    with path_in_errors(file), file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        raw = stream.read(size) if size <= HEADER_LIMIT else b""
-    try:
-        header = json.loads(raw)
-        metadata = header.pop("__metadata__", {})
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}, metadata
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{file} is not a complete safetensors file; copy it again") from None
