@@ -12,7 +12,7 @@ from pydantic import Field
 
 from moefold import finetune
 from moefold.config.base import Record, to_dict
-from moefold.config.errors import RunError, Violation
+from moefold.config.errors import FieldPath, RunError, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.load import LoadedRecord, load
 from moefold.data.config import Data, DataError
@@ -97,10 +97,13 @@ class Run(Record):
     def _step_violations(self) -> Iterator[Violation]:
         """Yield a violation if the schedule cannot run a step's number of micro-batches."""
         train = self.train
-        for found in self.layout.step_violations(train.batch // train.micro_batch):
-            rule = f"{found.rule} (train.micro_batch is {train.micro_batch})"
-            nearest = found.nearest * train.micro_batch
-            yield Violation(("train", "batch"), train.batch, rule, nearest)
+        batches: dict[FieldPath, int] = {("train", "batch"): train.batch}
+        if train.ramp is not None:
+            batches["train", "ramp", "from"] = train.ramp.start
+        for path, batch in batches.items():
+            for found in self.layout.step_violations(batch // train.micro_batch):
+                rule = f"{found.rule} (train.micro_batch is {train.micro_batch})"
+                yield Violation(path, batch, rule, found.nearest * train.micro_batch)
 
     def decoder(self) -> Decoder:
         """Return the model's full description: vocabulary, frozen weights, adapters, formats."""

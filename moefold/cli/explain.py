@@ -221,6 +221,7 @@ def derived_values(loaded: LoadedRecord[Run]) -> dict[str, Any]:
     decoder, train = run.decoder(), run.train
     counts, seq = count(decoder), run.data.seq
     tokens, flops = train.batch * seq, counts.flops_per_token(seq, causal=True)
+    in_all = train.sizes(seq).before(train.steps) * seq
     places = {"first step": 0, "half way": train.steps // 2, "last step": train.steps - 1}
     lr = {n: run.optim.lr * run.optim.schedule_lr.factor(s, train.steps) for n, s in places.items()}
     layers, first = [], 0
@@ -238,8 +239,8 @@ def derived_values(loaded: LoadedRecord[Run]) -> dict[str, Any]:
         "flops_per_token": flops,
         "flops_per_token_full_attention": counts.flops_per_token(seq, causal=False),
         "tokens_per_step": tokens,
-        "tokens_in_all": tokens * train.steps,
-        "flops_in_all": tokens * train.steps * flops,
+        "tokens_in_all": in_all,
+        "flops_in_all": in_all * flops,
         "micro_batches_per_step": train.batch // train.micro_batch,
         "lr": lr,
         "evaluation_sets": list(run.data.evaluation_sets),

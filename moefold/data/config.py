@@ -1,10 +1,13 @@
 """Records of the data: sources, tokenizer, sequence length. Imports no torch."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from hashlib import sha256
-from operator import index
+from itertools import accumulate, pairwise
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +34,33 @@ Files = Annotated[
     Field(min_length=1, examples=[["corpus/*.txt"]]),
 ]
 """Paths and glob patterns (also ``**``), relative to the run file; read in sorted order."""
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sequences per step, which may change at certain steps."""
+
+    stages: tuple[tuple[int, int], ...]
+    """First step, from 0, and sequences per step of each stage, ascending."""
+
+    def size(self, step: int) -> int:
+        """Return the number of sequences of a step."""
+        return self.stages[self._stage(step)][1]
+
+    def before(self, step: int) -> int:
+        """Return the number of sequences of all steps before ``step``."""
+        stage = self._stage(step)
+        first, size = self.stages[stage]
+        return self._before[stage] + (step - first) * size
+
+    def _stage(self, step: int) -> int:
+        return max(bisect_right(self.stages, step, key=itemgetter(0)) - 1, 0)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Sequences before each stage."""
+        sizes = ((b - a) * size for (a, size), (b, _) in pairwise(self.stages))
+        return list(accumulate(sizes, initial=0))
 
 
 class TokenizerRecord(Record):

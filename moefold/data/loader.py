@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moefold.data.batch import IGNORE_INDEX, MicroBatch, SegmentOrigin, assemble, pack
-from moefold.data.config import DataError
+from moefold.data.config import BatchSizes
+from moefold.data.errors import DataError
 from moefold.data.index import DocumentPiece
 from moefold.data.order import Given, Mixture, OrderStart, evenly_spaced, match_given
 from moefold.data.packing import build_sequences
@@ -56,8 +57,8 @@ class Loader:
     Args:
         prepared: tokenizer and token files.
         seq: tokens per sequence.
-        batch: sequences per step.
-        micro_batch: sequences per micro-batch; divides ``batch``.
+        batch: sequences per step, or the sizes of all steps.
+        micro_batch: sequences per micro-batch; divides each size.
         seed: the run's seed.
         pad_to: rows of a micro-batch are padded to a multiple of this.
         rank: this data rank.
@@ -68,16 +69,18 @@ class Loader:
         self,
         prepared: PreparedData,
         seq: int,
-        batch: int,
+        batch: int | BatchSizes,
         micro_batch: int = 1,
         seed: int = 1,
         pad_to: int = 1,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if batch % micro_batch:
-            raise ValueError(f"batch {batch} must be a multiple of micro_batch {micro_batch}")
-        self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
+        sizes = BatchSizes(((0, batch),)) if isinstance(batch, int) else batch
+        for _, size in sizes.stages:
+            if size % micro_batch:
+                raise ValueError(f"batch {size} must be a multiple of micro_batch {micro_batch}")
+        self.prepared, self.seq, self.sizes, self.micro_batch = prepared, seq, sizes, micro_batch
         self._seed, self._rank, self._ranks = seed, rank, ranks
         self.rows = round_up(micro_batch * seq, pad_to)
         """Number of rows T of each micro-batch."""
@@ -90,8 +93,8 @@ class Loader:
     def start_order(self, start: OrderStart, offset: int) -> None:
         """Read in the order that begins at ``start``.
 
-        ``offset`` is added to ``step * batch`` for the number of a step's first sequence. It is not
-        zero in a fork of a run with another batch size.
+        ``offset`` is added to the sequences of all earlier steps for the number of a step's first
+        sequence. It is not zero in a fork of a run with another batch size.
         """
         self._first, self._offset = start.first, offset
         if start == self._start:
@@ -133,16 +136,15 @@ class Loader:
 
     def _number(self, step: int) -> int:
         """Return the number, in this order, of a step's first sequence."""
-        return step * self.batch + self._offset - self._first
+        return self.sizes.before(step) + self._offset - self._first
 
     def _taken(self, step: int) -> tuple[int, ...]:
         """Return how many sequences of each source this order has before ``step``."""
         return self._mixture.counts(self._number(step))
 
-    @property
-    def n_micro_batches(self) -> int:
-        """Number of micro-batches of a step, over all data ranks."""
-        return self.batch // self.micro_batch
+    def n_micro_batches(self, step: int) -> int:
+        """Return the number of micro-batches of a step, over all data ranks."""
+        return self.sizes.size(step) // self.micro_batch
 
     @property
     def evaluation_sets(self) -> tuple[str, ...]:
@@ -165,13 +167,13 @@ class Loader:
 
     def load_step(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step (from 0), determined by seed and step."""
-        count = self.n_micro_batches
+        count = self.n_micro_batches(step)
         mine = [self.load_micro_batch(step, j) for j in range(self._rank, count, self._ranks)]
         return list(self._pad_to_equal(iter(mine), count))
 
     def load_micro_batch(self, step: int, j: int) -> MicroBatch:
         """Return micro-batch ``j`` of a step, of any rank."""
-        assert step >= 0 and 0 <= j < self.n_micro_batches, (step, j)
+        assert step >= 0 and 0 <= j < self.n_micro_batches(step), (step, j)
         number = self._number(step)
         if number < 0:
             raise ValueError(f"step {step} is before the data order of this fork begins")
@@ -180,7 +182,7 @@ class Loader:
         for i in range(first, first + self.micro_batch):
             source, n = self._mixture.pick(number + i)
             sequences.append((self._parts[source], self._sequences[source].train_sequence(n)))
-        padding = self.batch * self.seq + j * (self.rows - self.micro_batch * self.seq)
+        padding = self.sizes.size(step) * self.seq + j * (self.rows - self.micro_batch * self.seq)
         return self._build(sequences, first * self.seq, padding)
 
     def evaluation(self, name: str | None = None, limit: int | None = None) -> Iterator[MicroBatch]:

@@ -184,14 +184,17 @@ class Layout(Record):
             rule = f"must be at most {most}: graphs: {self.graphs} needs {fixed} in fixed memory"
             yield Violation(("zero",), self.zero, rule, most)
 
-    def step_violations(self, micro_batches: int) -> Iterator[Violation]:
-        """Yield why the schedule cannot run a step of ``micro_batches`` in all, whatever dp is."""
+    def schedule_violations(self, micro_batches: int) -> list[Violation]:
+        """Return why the schedule cannot run ``micro_batches`` on a data rank."""
         sizes = self.split
         if sizes.pp == 1:
-            return
-        counts = divisors(micro_batches)
-        by_count = [list(self.resolved_schedule.violations(sizes.pp, sizes.vpp, m)) for m in counts]
-        broken = [[v for v in listed if v.path == ("micro_batches",)] for listed in by_count]
+            return []
+        found = self.resolved_schedule.violations(sizes.pp, sizes.vpp, micro_batches)
+        return [violation for violation in found if violation.path == ("micro_batches",)]
+
+    def step_violations(self, micro_batches: int) -> Iterator[Violation]:
+        """Yield why the schedule cannot run a step of ``micro_batches`` in all, whatever dp is."""
+        broken = [self.schedule_violations(count) for count in divisors(micro_batches)]
         if broken and all(broken):
             yield from broken[-1]
 

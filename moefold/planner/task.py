@@ -252,7 +252,7 @@ def _parse_run(
         load=load,
         software=Software(loss_chunk=run.train.loss_chunk),
         notes=(*notes, *step_notes(run)),
-        tokens=float(run.train.steps) * run.train.batch * run.data.seq,
+        tokens=float(run.train.sizes(run.data.seq).before(run.train.steps) * run.data.seq),
     )
     auto = run.layout.recompute
     if not isinstance(auto, Auto):

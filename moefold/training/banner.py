@@ -142,12 +142,17 @@ def _cost(job: Trainer) -> Iterator[Row]:
     text = f"{si(causal)}FLOP per token, forward and backward ({si(full)}FLOP with full attention)"
     yield "work", text
     parts = run.train.batch // run.train.micro_batch
+    sizes, step = job.loader.sizes, job.step_number
+    to_go = sizes.before(step + steps) - sizes.before(step)
+    if run.train.ramp is not None:
+        last, _ = sizes.stages[-1]
+        yield "batch", f"{sizes.size(step)} sequences, {run.train.batch} from step {last + 1:,} on"
     on_all = "" if job.world.size == 1 else f" on all {job.world.size} ranks"
     yield (
         "",
         f"{run.train.batch} sequences of {seq} = {tokens:,} tokens a step, in "
         f"{plural(parts, 'micro-batch', 'es')}; {plural(steps, 'step')} to go, "
-        f"{count(steps * tokens)} tokens",
+        f"{count(to_go * seq)} tokens",
     )
     yield (
         "time",

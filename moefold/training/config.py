@@ -1,14 +1,16 @@
 """Records of training steps: number, batch, precision, loss, adapters, non-finite steps."""
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.errors import Violation
+from moefold.config.errors import MISSING, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
+from moefold.data.config import BatchSizes
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import PrecisionSetting, Size
 from moefold.spec.decoder import has_routing
@@ -108,12 +110,53 @@ class Routing(Record):
             yield Violation(("replay",), self.replay, rule, None if self.record else "./routing")
 
 
+class BatchRamp(Record):
+    """A batch that grows from ``from`` to ``train.batch`` in equal increments.
+
+    The increment is the greatest common divisor of both.
+    """
+
+    start: Size = Field(alias="from")
+    """Sequences of the first step."""
+    steps: Size | None = None
+    """Steps until the batch is ``train.batch``."""
+    tokens: Size | None = None
+    """Tokens until then, of which each size gets an equal share, rounded up to whole steps."""
+
+    def rules(self) -> Iterator[Violation]:
+        """Exactly one of ``steps`` and ``tokens`` is set."""
+        if (self.steps is None) == (self.tokens is None):
+            rule = "cannot be combined with steps" if self.steps else "must be set, or steps"
+            yield Violation(("tokens",), self.tokens, rule, None if self.steps else 1_000_000)
+
+
+def batch_sizes(batch: int, seq: int, ramp: BatchRamp | None) -> BatchSizes:
+    """Return the sizes of all steps' batches, with a ramp or always ``batch``."""
+    if ramp is None or ramp.start >= batch:
+        return BatchSizes(((0, batch),))
+    sizes = range(ramp.start, batch + 1, gcd(ramp.start, batch))
+    increments = len(sizes) - 1
+    firsts, sequences = [0], 0
+    for number, size in enumerate(sizes[:-1], 1):
+        first = -(-number * (ramp.steps or 0) // increments)
+        if ramp.tokens is not None:
+            until = -(-number * ramp.tokens // (increments * seq))
+            steps = max(-(-(until - sequences) // size), 0)
+            first = firsts[-1] + steps
+            sequences += steps * size
+        firsts.append(first)
+    # Where several sizes would begin at one step, the last of them does.
+    return BatchSizes(tuple(dict(zip(firsts, sizes, strict=True)).items()))
+
+
 class Train(Record):
     """Number and size of steps, number formats, loss, and what is trained."""
 
     steps: Annotated[int, Field(ge=1)]
     batch: Size
     """Sequences per optimizer step, over all data-parallel ranks."""
+    ramp: BatchRamp | None = None
+    """Smaller batches at the start of the run; None: all steps have ``batch`` sequences."""
     micro_batch: Size = 1
     """Sequences per forward and backward, on each data-parallel rank."""
     precision: PrecisionSetting = "auto"
@@ -152,8 +195,17 @@ class Train(Record):
             rule = "must be left out: no layer of the model has a router"
             yield Violation(("train", "routing"), self.routing, rule, None)
 
+    def sizes(self, seq: int) -> BatchSizes:
+        """Return the sizes of all steps' batches, for sequences of ``seq`` tokens."""
+        return batch_sizes(self.batch, seq, self.ramp)
+
     def rules(self) -> Iterator[Violation]:
-        """``micro_batch`` divides ``batch``."""
+        """``micro_batch`` divides ``batch`` and the first batch of a ramp, which is smaller."""
+        ramp = self.ramp
+        if ramp is not None and (ramp.start >= self.batch or ramp.start % self.micro_batch):
+            rule = f"must be below batch ({self.batch}), and a multiple of micro_batch"
+            largest = (self.batch - 1) // self.micro_batch * self.micro_batch
+            yield Violation(("ramp", "from"), ramp.start, rule, largest or MISSING)
         if self.batch % self.micro_batch:
             sizes = range(min(self.micro_batch, self.batch), 0, -1)
             nearest = next(size for size in sizes if self.batch % size == 0)

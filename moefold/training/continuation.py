@@ -12,13 +12,14 @@ from typing import Any
 from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.fields import FieldSpec, basename, iter_file_paths
-from moefold.data.config import Data
+from moefold.data.config import BatchSizes, Data
 from moefold.data.loader import Loader, Reading
 from moefold.data.order import Given, Mixture, OrderStart, match_given
 from moefold.data.packing import MaskedCorpus, build_sequences
 from moefold.data.prepare import PreparedData, PreparedPart
 from moefold.optim.rates import RatePhase, change_steps
 from moefold.run import Run
+from moefold.training.config import BatchRamp, batch_sizes
 from moefold.training.state import Progress
 
 
@@ -39,7 +40,7 @@ class StoredOrder:
 
     seed: int
     seq: int
-    batch: int
+    sizes: BatchSizes
     sources: tuple[Mapping[str, Any], ...]
     """Records of the training sources."""
     taken: tuple[int, ...]
@@ -51,13 +52,16 @@ class StoredOrder:
     def of(cls, stored: Mapping[str, Any], progress: Progress) -> "StoredOrder":
         """Read it from the run of a checkpoint, as plain data, and the progress there."""
         train, data = stored["train"], stored["data"]
-        sources, batch = tuple(data["train"]), train["batch"]
+        sources, ramp = tuple(data["train"]), train.get("ramp")
+        sizes = batch_sizes(train["batch"], data["seq"], ramp and BatchRamp.model_validate(ramp))
         mixture = Mixture(tuple(source.get("weight", 1.0) for source in sources))
-        number = progress.first_sequence(batch) - progress.order.first
+        index = progress.next_batch_index()
+        offset = progress.sequence_offset - progress.order.first
         steps_left = max(train["steps"] - progress.step, 0)
-        taken, end = mixture.counts(number), mixture.counts(number + steps_left * batch)
+        taken = mixture.counts(sizes.before(index) + offset)
+        end = mixture.counts(sizes.before(index + steps_left) + offset)
         planned = tuple(b - a for a, b in zip(taken, end, strict=True))
-        return cls(stored.get("seed", 1), data["seq"], batch, sources, taken, planned)
+        return cls(stored.get("seed", 1), data["seq"], sizes, sources, taken, planned)
 
     @property
     def labels(self) -> list[str]:
@@ -66,10 +70,22 @@ class StoredOrder:
 
 
 def open_loader(run: Run, prepared: PreparedData, world: World) -> Loader:
-    """Return the loader of this data rank's micro-batches."""
-    sizes = run.data.seq, run.train.batch, run.train.micro_batch
+    """Return the loader of this data rank's micro-batches.
+
+    Raises:
+        ValueError: if the pipeline schedule cannot run the micro-batches of a later, larger batch.
+    """
+    seq, micro_batch = run.data.seq, run.train.micro_batch
+    sizes = run.train.sizes(seq)
     pad_to, rank, ranks = world.folding.sizes.row_multiple, world.attention.dp, world.folding.dp
-    return Loader(prepared, *sizes, run.seed, pad_to=pad_to, rank=rank, ranks=ranks)
+    for _, size in sizes.stages if run.train.ramp else ():
+        per_rank = -(-size // (micro_batch * ranks))
+        for found in run.layout.schedule_violations(per_rank):
+            raise ValueError(
+                f"train.ramp: a batch of {size} is {per_rank} micro-batches on each data rank, but "
+                f"their number {found.rule}; choose train.ramp.from and train.batch accordingly"
+            )
+    return Loader(prepared, seq, sizes, micro_batch, run.seed, pad_to, rank, ranks)
 
 
 def continue_data(
@@ -97,10 +113,10 @@ def continue_data(
         stored_sources = meta["run"]["data"]["train"]
         changed = _unrecognised(stored_sources, given, run, loader)
         kept = [_recut(one, run, loader, lines) for one in given]
-        start = OrderStart(progress.first_sequence(old.batch), tuple(kept))
+        start = OrderStart(progress.first_sequence(old.sizes), tuple(kept))
         refused += changed
         lines += changed
-    progress = replace(progress.rebatched(old.batch, run.train.batch), order=start)
+    progress = replace(progress.rebatched(old.sizes, loader.sizes), order=start)
     loader.start_order(start, progress.sequence_offset)
     index = progress.next_batch_index()
     last = index + max(run.train.steps - progress.step, 0)

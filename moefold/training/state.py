@@ -19,6 +19,7 @@ from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, describe_mismatch
 from moefold.checkpoint.tensors import DTYPES, TensorSlice
 from moefold.comm.collectives import sum_
+from moefold.data.config import BatchSizes
 from moefold.data.order import OrderStart
 from moefold.layers.placement import slices
 from moefold.optim.base import Optimizer
@@ -49,7 +50,7 @@ class Progress:
     struck_at: int = 0
     """Number of steps done before the newest non-finite step."""
     sequence_offset: int = 0
-    """Sequences read beyond batch index times batch size, if a fork changed the batch size."""
+    """Sequences read beyond those of the batches before, if a fork changed the batch size."""
     order: OrderStart = FROM_THE_START
     """Where the data order began: at the start of the run, or where a fork changed it."""
     rate: tuple[RatePhase, ...] = ()
@@ -76,15 +77,15 @@ class Progress:
             index += excluded <= index
         return index
 
-    def first_sequence(self, batch: int) -> int:
+    def first_sequence(self, sizes: BatchSizes) -> int:
         """Return the number of the next step's first sequence, counted over the whole run."""
-        return self.next_batch_index() * batch + self.sequence_offset
+        return sizes.before(self.next_batch_index()) + self.sequence_offset
 
-    def rebatched(self, batch: int, new: int) -> "Progress":
-        """Return the progress to continue with ``new`` sequences per step instead of ``batch``."""
-        if batch == new:
+    def rebatched(self, sizes: BatchSizes, new: BatchSizes) -> "Progress":
+        """Return the progress to continue with ``new`` sizes of batches instead of ``sizes``."""
+        if sizes == new:
             return self
-        offset = self.first_sequence(batch) - self.step * new
+        offset = self.first_sequence(sizes) - new.before(self.step)
         return replace(self, excluded=(), sequence_offset=offset)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moefold.config.base import to_dict
 from moefold.config.load import load
-from moefold.data.config import Data
+from moefold.data.config import BatchSizes, Data
 from moefold.data.loader import Loader
 from moefold.data.order import OrderStart
 from moefold.data.prepare import PreparedData, prepare
@@ -277,7 +277,7 @@ def test_b93_checkpoints_with_one_position_are_converted(
     earlier.meta = {"run": earlier.stored, "data": "of another version"}
     again = earlier.fork(**{**BEGUN, "weights": (1, 9, 0)}, steps=5, repeat="refuse")[1][0]
     assert again.given(earlier.progress.step) == expected
-    assert earlier.progress.first_sequence(5) == 35
+    assert earlier.progress.first_sequence(BatchSizes(((0, 5),))) == 35
 
 
 def test_an_unchanged_order_stays_as_it_is(prepared: tuple[PreparedData, Run]) -> None:

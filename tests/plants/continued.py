@@ -1,4 +1,4 @@
-"""Plants B93 and B94: what a changed run continues, its data and its learning rate."""
+"""Plants B93 to B95: what a changed run continues, its data, learning rate and batch."""
 
 from tests.plants.plant import Plant
 
@@ -6,6 +6,8 @@ FORKS = "tests/cpu/test_data_forks.py::test_b93_"
 SOURCES = "tests/pure/test_data_continued.py::test_b93_"
 RATES = "tests/pure/test_optim_rates.py::test_b94_"
 ORDER, PACKING = "data/order.py", "data/packing.py"
+RAMP = "tests/pure/test_training_ramp.py::test_b95_"
+RAMPED = "tests/cpu/test_training_ramp.py::test_b95_"
 CONTINUATION, PHASES = "training/continuation.py", "optim/rates.py"
 
 PLANTS = (
@@ -22,8 +24,8 @@ PLANTS = (
         "a new mixture is counted from the start of the run",
         FORKS + "another_mixture_reads_on_in_each_source",
         "data/loader.py",
-        "return step * self.batch + self._offset - self._first",
-        "return step * self.batch + self._offset",
+        "return self.sizes.before(step) + self._offset - self._first",
+        "return self.sizes.before(step) + self._offset",
     ),
     Plant(
         "b93",
@@ -128,5 +130,29 @@ PLANTS = (
         PHASES,
         "return self.start + (1 - self.start) * (done + 1) / (warmup + 1)",
         "return (done + 1) / (warmup + 1)",
+    ),
+    Plant(
+        "b95",
+        "sequences before a step are those of its own size",
+        RAMP + "a_ramp_over_steps_rises_in_a_line",
+        "data/config.py",
+        "return self._before[stage] + (step - first) * size",
+        "return step * size",
+    ),
+    Plant(
+        "b95",
+        "a ramp over tokens counts sequences",
+        RAMP + "a_ramp_over_tokens_gives_each_size_its_share",
+        "training/config.py",
+        "until = -(-number * ramp.tokens // (increments * seq))",
+        "until = -(-number * ramp.tokens // increments)",
+    ),
+    Plant(
+        "b95",
+        "a fork with another ramp begins at the sequence of its own steps",
+        RAMPED + "a_fork_with_another_ramp_reads_on",
+        "training/state.py",
+        "offset = self.first_sequence(sizes) - new.before(self.step)",
+        "offset = self.sequence_offset",
     ),
 )

@@ -64,7 +64,7 @@ def watched(folder: Any, micro_batches: int) -> tuple[SpikesHook, FakeJob]:
     """Return the hook, and a run at place 7 of the data's order."""
     hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
     job = FakeJob(folder, [hook])
-    loader: Any = SimpleNamespace(n_micro_batches=micro_batches, load_micro_batch=Part)
+    loader: Any = SimpleNamespace(n_micro_batches=lambda step: micro_batches, load_micro_batch=Part)
     vars(job).update(loader=loader, batch_index=7)
     return hook, job
 

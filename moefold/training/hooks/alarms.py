@@ -190,7 +190,7 @@ class SpikesHook(Hook):
         if norm is None or exceeded is None:
             return
         loader, index = job.loader, job.batch_index
-        batches = (loader.load_micro_batch(index, j) for j in range(loader.n_micro_batches))
+        batches = (loader.load_micro_batch(index, j) for j in range(loader.n_micro_batches(index)))
         documents = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
         facts = {"step": job.step_number, "place": index, "grad_norm": norm, "usual": exceeded}
         log_event(job.folder, "spike", **facts, documents=list(dict.fromkeys(documents)))
