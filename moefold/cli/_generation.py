@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.checkpoint.folder import resolve_checkpoint
+from moefold.checkpoint.manifest import read
 from moefold.cli._common import add_plugins
 from moefold.data.records import BadDocument
 from moefold.data.replies import ANSWER
 from moefold.data.template_names import check_values, parse_values, template_variables
 from moefold.data.tokenizer import from_path
+from moefold.data.tokenizer_files import TokenizerFiles
 from moefold.model.families.peft import base_folder, is_hub_folder
 
 if TYPE_CHECKING:
@@ -59,21 +61,25 @@ def check_options(args: argparse.Namespace) -> Path:
     if args.repetition_penalty is not None and not args.repetition_penalty > 0:
         raise ValueError(f"--repetition-penalty {args.repetition_penalty}: must be above 0")
     values, path = parse_values(args.template_value), Path(args.checkpoint)
-    if not is_hub_folder(path):
-        return resolve_checkpoint(path)
+    path = path if is_hub_folder(path) else resolve_checkpoint(path)
     if values:
-        folder = path if (path / "tokenizer.json").is_file() else base_folder(path)
-        template = from_path(str(folder)).files.chat_template() or ""
-        check_template_values(values, template, str(folder))
+        _check_values(values, path)
     return path
 
 
-def check_template_values(values: Mapping[str, Any], template: str, source: str) -> None:
-    """Raise ``ValueError`` for the first value that a chat template does not read."""
+def _check_values(values: Mapping[str, Any], path: Path) -> None:
+    """Raise ``ValueError`` for the first value that a folder's chat template does not read."""
+    if is_hub_folder(path):
+        folder = path if (path / "tokenizer.json").is_file() else base_folder(path)
+        files = from_path(str(folder)).files
+    else:
+        stored = read(path).meta.get("tokenizer") or {}
+        files = TokenizerFiles(stored.get("files") or {})
+    known = template_variables(files.chat_template() or "")
     try:
-        check_values(values, template_variables(template), "--template-value")
+        check_values(values, known, "--template-value")
     except BadDocument as error:
-        raise ValueError(f"{source}: {': '.join(error.args)}") from error
+        raise ValueError(f"{path}: {': '.join(error.args)}") from error
 
 
 def default_tokens(args: argparse.Namespace, settings: "Settings", otherwise: int) -> int:

@@ -10,7 +10,9 @@ from moefold.checkpoint.errors import CheckpointError
 from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
 from moefold.data.answer_end import answer_ends
+from moefold.data.config import DataError
 from moefold.data.conversations import load_chat_template
+from moefold.data.records import BadDocument
 from moefold.data.replies import Piece, ReplyForm
 from moefold.data.template_names import check_values, template_variables
 from moefold.data.tokenizer import Tokenizer, from_path
@@ -93,12 +95,15 @@ class TextGenerator:
         ``values`` are variables of the template, besides those of all training conversations.
 
         Raises:
-            BadDocument: if the template does not read one of the values, or fails.
+            DataError: if the template does not read one of the values, or fails.
         """
         template = load_chat_template(self.tokenizer, today=datetime.now())
-        check_values(values, template_variables(template.text), "--template-value")
-        values = self.tokenizer.files.template_values() | values
-        return template.render(messages, prompt=True, **values).text
+        given = self.tokenizer.files.template_values() | values
+        try:
+            check_values(values, template_variables(template.text), "--template-value")
+            return template.render(messages, prompt=True, **given).text
+        except BadDocument as error:
+            raise DataError(f"{self.path}: {': '.join(error.args)}") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
         """Return the token ids of :meth:`render_chat`."""

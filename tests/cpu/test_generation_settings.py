@@ -12,9 +12,11 @@ from torch import Tensor
 
 from moefold.cli.main import main
 from moefold.data.config import DataError
+from moefold.data.tokenizer import from_path
 from moefold.model.generate import count_kept, stream_tokens
 from moefold.model.logits import LogitRules
 from moefold.training.generation_settings import TEMPERATURE, TOP_P, generation_settings
+from moefold.training.text_generator import TextGenerator
 from tests.chats import bpe, write_chat_folder
 from tests.cpu.families import reference
 from tests.cpu.family_draws import draw
@@ -284,3 +286,22 @@ def test_flags_that_are_wrong_are_refused(folder: Path, capsys: Any, words: Any,
         assert told in capsys.readouterr().err
     assert main(["sample", str(folder), "--template-value", "deep=1"]) == 2
     assert "add --chat" in capsys.readouterr().err
+
+
+def test_values_are_checked_before_a_checkpoint_is_loaded(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["import", str(folder), str(tmp_path / "stored")]) == 0
+    monkeypatch.setattr(TextGenerator, "open", lambda *_: pytest.fail("loaded"))
+    flags = ["--chat", "--template-value", "deeper=1"]
+    assert main(["sample", str(tmp_path / "stored"), *flags]) == 2
+    assert "the template does not read; it reads deep" in capsys.readouterr().err
+
+
+def test_a_template_that_refuses_a_message_is_quoted(tmp_path: Path, capsys: Any) -> None:
+    """Which it says of conversations that are typed, too, in its own words."""
+    template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}x"
+    tokenizer = from_path(str(write_chat_folder(tmp_path, template)))
+    generator = TextGenerator(tmp_path, None, tokenizer, None)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=rf"^{tmp_path}: the template fails: no system here"):
+        generator.render_chat([{"role": "system", "content": "a"}])

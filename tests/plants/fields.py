@@ -76,8 +76,8 @@ PLANTS = (
         "values of the template do not reach the prompt",
         SETTINGS + "test_b59_sample_writes_what_generate_writes",
         "training/text_generator.py",
-        "values = self.tokenizer.files.template_values() | values",
-        "values = self.tokenizer.files.template_values()",
+        "given = self.tokenizer.files.template_values() | values",
+        "given = self.tokenizer.files.template_values()",
     ),
     Plant(
         "b59",
