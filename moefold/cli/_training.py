@@ -2,7 +2,8 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from moefold.checkpoint.folder import find_newest
 from moefold.cli._common import print_json, progress_bars
 from moefold.comm.config import Survive
 from moefold.comm.environment import RankInfo
+from moefold.comm.launch import RankLost
 from moefold.comm.worker import Attempt
+from moefold.comm.world import IN_OPERATION
 from moefold.run import Run
 from moefold.training.banner import Row, banner_panel
 from moefold.training.formatting import count
@@ -41,6 +44,38 @@ def elastic_rank(
     return rank(info, args, MemoryCheckpoint(attempt, record))
 
 
+@contextmanager
+def saying_how_to_resume(folder: str, is_fork: bool = False) -> Iterator[None]:
+    """Add to a loss of ranks how the run in ``folder`` goes on.
+
+    ``is_fork``: the command had --fork.
+
+    Raises:
+        RankLost: if ranks are lost; also if this process was started by another launcher, and an
+            operation with its other ranks fails.
+    """
+    try:
+        yield
+    except RankLost as lost:
+        reason = f"{lost.reason}; {resume_hint(folder, is_fork)}"
+        raise RankLost(reason, lost.report, lost.ranks, lost.results) from lost
+    except RuntimeError as error:
+        if IN_OPERATION not in getattr(error, "__notes__", ()):
+            raise
+        reason = f"communication with other ranks failed: {error}"
+        raise RankLost(f"{reason}; {resume_hint(folder, is_fork)}") from error
+
+
+def resume_hint(folder: str, is_fork: bool) -> str:
+    """Return how to resume a run, to complete a sentence; ``is_fork``: the command had --fork."""
+    has_checkpoint = find_newest(Path(folder)) is not None
+    where = "" if has_checkpoint else ", which has no checkpoint yet, so from the start"
+    # Until there is a checkpoint a fork has to begin again where it began.
+    without_fork = " and without --fork" if is_fork and has_checkpoint else ""
+    folder = shlex.quote(folder)
+    return f"to resume, repeat the command with --folder {folder}{without_fork}{where}"
+
+
 def open_job(run: Run, folder: Path, console: Console, **options: Any) -> Trainer:
     """Open a run with its hooks, and prepare its data; ``options`` go to :class:`Trainer`."""
     hooks = assemble(run.watch, console)
@@ -57,7 +92,6 @@ def train_to_end(
     """
     folder = shlex.quote(str(job.folder))
     without_fork = " and without --fork" if is_fork else ""
-    resume_hint = f"to resume, repeat the command with --folder {folder}{without_fork}"
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; resumed at step {job.step_number}", "yellow"))
     else:
@@ -73,14 +107,14 @@ def train_to_end(
         result = job.train()
     except Interrupted as stopped:
         console.print(Text(str(stopped), style="yellow"), soft_wrap=True)
-        console.print(Text(resume_hint), soft_wrap=True)
+        console.print(Text(resume_hint(str(job.folder), is_fork)), soft_wrap=True)
         return SAVED_AND_STOPPED
     except (NonFiniteStep, RoutingCollapse) as stopped:
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")
         return STOPPED_BY_POLICY
     except (OSError, SaveError):
         if checkpoint := find_newest(job.folder):
-            text = f"the newest checkpoint is {checkpoint}; {resume_hint}"
+            text = f"the newest checkpoint is {checkpoint}; {resume_hint(str(job.folder), is_fork)}"
             console.print(Text(text, style="yellow"), soft_wrap=True)
         raise
     figures = f"{count(result['tokens'])} tokens, loss {result['lm_loss']:.3f}"

@@ -6,7 +6,8 @@ of commands, the rest in ``moefold COMMAND --help``. ``add(parser)`` adds its ar
 and without torch, which functions import once the arguments are checked. Files whose name starts
 with ``_`` are shared by commands.
 
-Exit status: the command's; 2 for wrong input, 130 after Ctrl-C, 141 for a broken pipe, 1 for bugs.
+Exit status: the command's; 2 for wrong input and used-up memory, 76 for lost ranks, 130 after
+Ctrl-C, 141 for a broken pipe, 1 for bugs.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,6 +26,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import moefold
+from moefold.failures import Failure, OutOfMemory, describe_shortage, is_out_of_memory
 
 WRONG_INPUT, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 TRACEBACK = "--traceback"
@@ -43,6 +46,11 @@ REMEDIES = {
     ),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then repeat the command"),
 }
+
+LESS_MEMORY = (
+    "free memory or raise the limit (ulimit -v, the job's or the container's), or make the model, "
+    "data.seq or train.micro_batch smaller"
+)
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -74,13 +82,13 @@ class CommandParser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's arguments); return its exit status.
 
-    A ``ValueError`` or a system error is for users: it is printed without traceback, unless
-    ``--traceback`` is among the arguments. Other errors are bugs and propagate.
+    A ``ValueError``, a ``Failure`` or a system error is for users: it is printed without traceback,
+    unless ``--traceback`` is among the arguments. Other errors are bugs and propagate.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # File names may not be valid text.
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
-    traceback = TRACEBACK in words
+    with_traceback = TRACEBACK in words
     words = [word for word in words if word != TRACEBACK]
     try:
         with _interruptible():
@@ -88,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # raises here if the reader has closed the pipe
         return status
     except KeyboardInterrupt as stopped:
-        if traceback:
+        if with_traceback:
             raise
         print(str(stopped) or "stopped", file=sys.stderr)
         return INTERRUPTED
@@ -98,11 +106,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, BrokenPipeError):  # rich turns it into SystemExit
             return _broken_pipe()
         raise
-    except (ValueError, OSError) as error:
-        if traceback or isinstance(error, ConnectionError) or getattr(error, "errno", 0) in BUGS:
+    except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
+        if with_traceback or not _is_for_users(error):
             raise
+        return _print_failure(error)
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Return whether an error is not a bug, and its text says all that a user needs."""
+    if isinstance(error, Failure) or is_out_of_memory(error):
+        return True
+    if isinstance(error, ConnectionError) or getattr(error, "errno", 0) in BUGS:
+        return False
+    return isinstance(error, ValueError | OSError)
+
+
+def _print_failure(error: Exception) -> int:
+    """Print an error for users; return the exit status."""
+    if is_out_of_memory(error):
+        failed = OutOfMemory(f"no memory left: {describe_shortage(error)}; {LESS_MEMORY}")
+        # What the failed call holds is freed, so that there is memory to print with.
+        traceback.clear_frames(error.__traceback__)
+        error = failed
+    try:
         _print_error(error)
-        return WRONG_INPUT
+    except MemoryError:
+        os.write(2, f"error: {error}\n".encode())
+    return error.status if isinstance(error, Failure) else WRONG_INPUT
 
 
 def _run_command(words: list[str]) -> int:

@@ -5,13 +5,15 @@ exists in --folder is resumed; RUN can then be left out.
 
 exit status:
   0   the run reached its last step or --until, or --dry-run succeeded
-  2   wrong input
+  2   wrong input, or no memory left
   3   a policy stopped it: non-finite loss or gradient, or collapsed routing
   75  a signal stopped the run; it saved first, and --folder resumes it
+  76  ranks were killed or did not answer; --folder resumes from the newest checkpoint
 """
 
 import argparse
 import os
+import sys
 import tempfile
 from io import StringIO
 from pathlib import Path
@@ -25,6 +27,7 @@ from moefold.comm.environment import RankInfo, rank_info_from_env
 from moefold.comm.fork_server import fork_server
 from moefold.config.load import load
 from moefold.config.slot import modules_to_preload
+from moefold.failures import IMPORT_BYTES, WORKING_BYTES, require_address_space
 from moefold.files import remove_empty_folders, unused_folder
 from moefold.layers.config import Auto
 from moefold.offload.disk import DiskFile
@@ -77,23 +80,27 @@ def run(args: argparse.Namespace) -> int:
     if launches:  # The server imports what ranks need while this process imports what it needs.
         fork_server(RANK_MODULE, __name__, *modules_to_preload((run, run.decoder())))
 
-    from moefold.cli._training import elastic_rank
+    imports = 0 if "torch" in sys.modules else IMPORT_BYTES
+    require_address_space(imports + WORKING_BYTES, "the smallest run")
+    from moefold.cli._training import elastic_rank, saying_how_to_resume
     from moefold.comm.elastic import launch_elastic
     from moefold.comm.launch import launch
     from moefold.comm.rendezvous import join
     from moefold.training.distributed import MESSAGES, device_kind
 
-    time_out_s = run.watch.time_out_s
+    time_out_s, is_fork = run.watch.time_out_s, args.fork is not None
     if info is not None:
         join(info, time_out_s, device_kind())
-        return rank(info, args)
+        with saying_how_to_resume(args.fork or args.folder or f"runs/{run.name}", is_fork):
+            return rank(info, args)
     if not launches:
         return _train(run, args, None)
     args.folder = args.folder or str(unused_folder(run.name))
     options = {"time_out_s": time_out_s, "device": device_kind(nproc), "messages": MESSAGES}
-    if record is None:
-        return launch(rank, nproc, args, **options)
-    return launch_elastic(elastic_rank, nproc, rank, record, args, record=record, **options)
+    with saying_how_to_resume(args.fork or args.folder, is_fork):
+        if record is None:
+            return launch(rank, nproc, args, **options)
+        return launch_elastic(elastic_rank, nproc, rank, record, args, record=record, **options)
 
 
 # --------------------------------------------------------------------- before torch is imported

@@ -16,7 +16,6 @@ from moefold.comm.config import Survive
 from moefold.comm.interrupt import NO_MESSAGES, Messages
 from moefold.comm.launch import (
     TIME_OUT_S,
-    RankError,
     RankLost,
     Workers,
     forward_signals,
@@ -41,7 +40,7 @@ def launch_elastic(
 
     Raises:
         ValueError, OSError: a rank's own error, if it is one of these.
-        RankError: for a rank's other errors, or after too many losses.
+        RankError: for a rank's other errors; ``RankLost`` after too many losses.
         KeyboardInterrupt: if the ranks ended after an interrupt.
     """
     memories = [RankMemory.create() for _ in range(nproc)]
@@ -125,7 +124,7 @@ class RestartLimit:
         """Count a loss.
 
         Raises:
-            RankError: if losses are too frequent, or recur at one step.
+            RankLost: if losses are too frequent, or recur at one step.
         """
         now, record = time.monotonic(), self._record
         self._times.append(now)
@@ -141,7 +140,7 @@ class RestartLimit:
         elif len(self._times) > record.limit:
             what = f"ranks were lost {len(self._times)} times within {record.window_s:g} s"
         if what:
-            raise RankError(
+            raise RankLost(
                 f"{reason}; {what}, too often for watch.survive. Find the cause (memory, the "
                 "device, the data of this step), then repeat the command with --folder to resume "
                 "from the newest checkpoint"

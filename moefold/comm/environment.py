@@ -8,6 +8,10 @@ from typing import NamedTuple
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 FIRST_PORT, PORTS = 20_000, 12_000
+SECRET = "MOEFOLD_SECRET"
+"""Variable with a text that all ranks of a run share, and without which nobody uses their store."""
+SECRET_CHARACTERS = 16
+"""Fewest characters of a secret."""
 NUMBERS = r"[0-9]+(?:-[0-9]+)?"
 HOSTS = rf"(?=[^,])[^,\[\]]*(?:\[{NUMBERS}(?:,{NUMBERS})*\][^,\[\]]*)*"
 """One part of a Slurm node list, such as ``gpu[01-03,7]``."""
@@ -24,10 +28,14 @@ class RankInfo(NamedTuple):
     port: int
     store_running: bool = False
     """Whether a process outside the ranks already serves the store."""
-    attempt: int = 0
-    """Number of earlier starts; their entries in the store are ignored."""
     binds_devices: bool = False
     """Whether the launcher may make a single device visible to each rank."""
+    secret: bytes = b""
+    """What all ranks of a run know and others do not; empty if they share none."""
+    is_agents_store: bool = False
+    """Whether torchrun's agent serves the store, which anyone who reaches its port can use."""
+    meeting: int = 0
+    """Number of the meeting, for processes that meet several times through one store."""
 
 
 def rank_info_from_env(variables: Mapping[str, str] | None = None) -> RankInfo | None:
@@ -50,7 +58,8 @@ def rank_info_from_env(variables: Mapping[str, str] | None = None) -> RankInfo |
             address=env["MASTER_ADDR"],
             port=_read_int(env, "MASTER_PORT"),
             store_running=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_read_int(env, "TORCHELASTIC_RESTART_COUNT", "0"),
+            secret=read_secret(env),
+            is_agents_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     # A batch script outside any step also has SLURM_PROCID, but is not a rank.
     elif "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
@@ -60,6 +69,21 @@ def rank_info_from_env(variables: Mapping[str, str] | None = None) -> RankInfo |
             f"rank {info.rank} of {info.world_size}: it must be 0 to {info.world_size - 1}"
         )
     return info
+
+
+def read_secret(env: Mapping[str, str]) -> bytes:
+    """Return the secret of a run's ranks; empty if there is none.
+
+    Raises:
+        ValueError: if it is too short to be one.
+    """
+    text = env.get(SECRET, "")
+    if text and len(text) < SECRET_CHARACTERS:
+        raise ValueError(
+            f"{SECRET} has {len(text)} characters; use at least {SECRET_CHARACTERS}, such as "
+            "those of `openssl rand -hex 32`"
+        )
+    return text.encode()
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankInfo | None:
@@ -80,8 +104,8 @@ def _from_slurm(env: Mapping[str, str]) -> RankInfo | None:
         local_rank=_read_int(env, "SLURM_LOCALID"),
         address=address or first_host(nodes),
         port=_read_int(env, "MASTER_PORT", default_port),
-        attempt=_read_int(env, "SLURM_RESTART_COUNT", "0"),
         binds_devices=True,
+        secret=read_secret(env),
     )
 
 

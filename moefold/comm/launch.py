@@ -6,6 +6,7 @@ ranks start in about half a second.
 
 import math
 import os
+import secrets
 import signal
 import threading
 import time
@@ -15,12 +16,21 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from moefold.comm.environment import RankInfo
-from moefold.comm.fork_server import fork_server
+from moefold.comm.fork_server import fork_server, kill_server
 from moefold.comm.interrupt import FORWARDED_SIGNALS, NO_MESSAGES, Messages, write_stderr
-from moefold.comm.rendezvous import serve
+from moefold.comm.rendezvous import JOIN_TIME_OUT_S, LOOPBACK, connect
+from moefold.comm.store import StoreServer
 from moefold.comm.watch import recent_report
-from moefold.comm.worker import POLL_S, Attempt, RankProcess, RankTask, WorkerResult
+from moefold.comm.worker import (
+    POLL_S,
+    SERVER_GONE,
+    Attempt,
+    RankProcess,
+    RankTask,
+    WorkerResult,
+)
 from moefold.comm.world import IN_OPERATION
+from moefold.failures import Failure
 
 TIME_OUT_S = 300.0
 ERROR_WAIT_S, DEATH_WAIT_S = 0.5, 0.1
@@ -43,18 +53,23 @@ class RankError(RuntimeError):
         super().__init__(text)
 
 
-class RankLost(RankError):
+class RankLost(RankError, Failure):
     """Ranks died or an operation between ranks failed, and no rank raised an error itself.
 
     Attributes:
         reason: the cause as far as known, in one line.
+        report: the report of a hang, which begins with a new line; empty if there is none.
         ranks: the ranks that died.
         results: each rank's result so far, or None.
     """
 
-    def __init__(self, text: str, reason: str, ranks: tuple[int, ...], results: Results) -> None:
-        self.reason, self.ranks, self.results = reason, ranks, results
-        super().__init__(text)
+    status = 76
+
+    def __init__(
+        self, reason: str, report: str = "", ranks: tuple[int, ...] = (), results: Results = ()
+    ) -> None:
+        self.reason, self.report, self.ranks, self.results = reason, report, ranks, results
+        super().__init__(reason + report)
 
 
 def launch(
@@ -133,7 +148,8 @@ class Workers:
         self._context = fork_server(function.__module__)
         self._function, self._args, self._attempts = function, args, attempts
         self._time_out_s, self._device = time_out_s, device
-        self._store = serve(0, time_out_s)
+        self._secret = secrets.token_hex(32).encode()
+        self._store = StoreServer(self._secret, LOOPBACK)
         self._ranks: list[RankProcess] = []
         self._interrupted = False
 
@@ -141,19 +157,21 @@ class Workers:
         """Start every rank."""
         count, text = len(self._args), os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         threads = max(1, int(text)) if text.isdecimal() else 1  # OpenMP ignores other values
-        for rank, args in enumerate(self._args):
-            task = RankTask(
-                RankInfo(rank, count, rank, "127.0.0.1", self._store.port, store_running=True),
-                self._time_out_s,
-                self._device,
-                threads,
-                self._function,
-                args,
-                self._attempts[rank] if self._attempts else None,
-            )
-            self._ranks.append(RankProcess(self._context, task))
-            if self._interrupted:
-                raise KeyboardInterrupt
+        with _server_must_answer():
+            for rank, args in enumerate(self._args):
+                info = RankInfo(rank, count, rank, LOOPBACK, self._store.port, store_running=True)
+                task = RankTask(
+                    info._replace(secret=self._secret),
+                    self._time_out_s,
+                    self._device,
+                    threads,
+                    self._function,
+                    args,
+                    self._attempts[rank] if self._attempts else None,
+                )
+                self._ranks.append(RankProcess(self._context, task))
+                if self._interrupted:
+                    raise KeyboardInterrupt
 
     def forward_signal(self, number: int) -> None:
         """Forward a signal to the ranks; Ctrl-C during their first start aborts the start."""
@@ -179,32 +197,42 @@ class Workers:
         stopped process and has no effect on one that only waits for a core.
 
         Raises:
-            RankLost: if ranks failed, but none raised an error itself.
+            RankLost: if ranks failed, but none raised an error itself; a rank's traceback is its
+                cause.
             RankError: if one did, or ranks did not finish in time.
         """
         results = _collect_results(self._ranks, limit_s, find_silent)
         if all(result and result.ok for result in results):
             return [result.value for result in results if result]
-        report = recent_report(self._store, self._time_out_s)
+        store = connect(LOOPBACK, self._store.port, self._time_out_s, self._secret)
+        report = recent_report(store, self._time_out_s)
         failed = [(rank, result) for rank, result in enumerate(results) if result and not result.ok]
         if not failed:
             missing = [rank for rank, result in enumerate(results) if result is None]
             raise RankError(f"no answer from ranks {missing} within {limit_s:g} s{report}")
         dead = tuple(rank for rank, result in failed if result.value == DEAD)
         if dead:
-            reason = "; ".join(
-                f"rank {n}: the process {self._ranks[n].describe_exit()}" for n in dead
-            )
-            raise RankLost(reason + report, reason, dead, results)
+            raise RankLost(self._describe_deaths(dead), report, dead, results)
         rank, first = min(failed, key=lambda f: (f[1].blames_others, f[1].is_secondary, f[1].time))
         text = f"rank {rank} failed first:\n{first.value}{report}"
         error = first.error and first.error.rebuild()
         if not first.blames_others:
             raise RankError(text, error)
         lines = [line for line in first.value.splitlines() if line not in ("", IN_OPERATION)]
-        lost = RankLost(text, f"rank {rank}: communication failed: {lines[-1]}", (), results)
+        reason = f"rank {rank}: communication failed: {lines[-1]}"
+        lost = RankLost(reason, report, (), results)
         lost.error = error
-        raise lost
+        raise lost from RankError(text)
+
+    def _describe_deaths(self, ranks: Sequence[int]) -> str:
+        """Return how ranks died, in one line; those that died in one way are named together."""
+        by_way: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_way.setdefault(self._ranks[rank].describe_exit(), []).append(rank)
+        return "; ".join(
+            f"{'rank' if len(named) == 1 else 'ranks'} {', '.join(map(str, named))} {way}"
+            for way, named in by_way.items()
+        )
 
     def release(self) -> None:
         """Release ranks that have sent their results, and wait briefly for their exit."""
@@ -217,8 +245,25 @@ class Workers:
             rank.process.kill()
         for rank in self._ranks:
             rank.kill()
-        # A raised error references this object, and would keep the store's thread and port alive.
-        del self._store
+        self._store.close()
+
+
+@contextmanager
+def _server_must_answer() -> Iterator[None]:
+    """Limit the time in which the server that ranks fork from starts them; after it, kill it.
+
+    Raises:
+        RankLost: if the server ends.
+    """
+    limit = threading.Timer(JOIN_TIME_OUT_S, kill_server)
+    limit.daemon = True
+    limit.start()
+    try:
+        yield
+    except (EOFError, ConnectionError, ChildProcessError) as error:
+        raise RankLost(SERVER_GONE) from error
+    finally:
+        limit.cancel()
 
 
 def _collect_results(

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.comm.recorder import Recorder
-from moefold.comm.rendezvous import PrefixStore, Store
+from moefold.comm.rendezvous import PrefixStore, latest_meeting
+from moefold.comm.store import Store
 from moefold.comm.verdict import Heartbeat, WaitingCall, diagnose
 
 PREFIX = "moefold watch"
@@ -49,7 +50,7 @@ class HangWatch:
         self.beat_s = min(SLOWEST_BEAT_S, time_out_s / BEATS_PER_TIME_OUT)
         self.silence_s = min(SILENCE_S, time_out_s / 4)
         self._store = PrefixStore(PREFIX, store)
-        # Restarted ranks see the alarms of earlier attempts.
+        # Ranks that open groups again see the alarms of the earlier ones.
         self._last_alarm = self._store.add("alarm", 0)
         self._beat_count, self._last_alarm_at = 0, float("-inf")
         self._open_alarm: int | None = None
@@ -210,7 +211,10 @@ class HangWatch:
 
 def recent_report(store: Store, within_s: float) -> str:
     """Return a store's last verdict, to append to an error; empty if there is no recent one."""
-    watch = PrefixStore(PREFIX, store)
+    met = latest_meeting(store)
+    if met is None:
+        return ""
+    watch = PrefixStore(PREFIX, met)
     if not watch.check(["report"]):
         return ""
     at, text = json.loads(watch.get("report"))

@@ -20,15 +20,22 @@ import torch
 
 from moefold.comm.agree import FirstRankFailed
 from moefold.comm.environment import RankInfo
+from moefold.comm.fork_server import kill_server, server_pid
 from moefold.comm.interrupt import unblock_signals
+from moefold.comm.parent import signal_when_parent_ends
 from moefold.comm.rendezvous import join
 from moefold.comm.world import IN_OPERATION
 from moefold.config.plugins import PluginImports
+from moefold.failures import Failure, OutOfMemory, describe_shortage, is_out_of_memory
 
 POLL_S = 0.1
 """Seconds between heartbeats, and between the launcher's checks for them."""
 GRACE_S = 3.0
+"""Seconds that a rank has to end, and the server that it forked from to report it."""
 ORPHAN_S = 1.0
+SERVER_GONE = "the process that ranks fork from was killed"
+SERVER_LOST = 255
+"""Exit status that ``multiprocessing`` gives a process whose server has ended."""
 BEATS, ATTEMPTS, STEPS = range(3)
 """Indices of counters: heartbeats, attempts that have stored state, steps stored."""
 
@@ -49,6 +56,8 @@ class PicklableError(NamedTuple):
         if isinstance(error, ValueError):
             ours = type(error).__module__.startswith("moefold.")
             return cls(type(error) if ours else ValueError, (str(error),))
+        if isinstance(error, Failure):
+            return cls(type(error), (str(error),))
         return None
 
     def rebuild(self) -> Exception:
@@ -174,13 +183,19 @@ class RankProcess:
 
     Two pipes connect them: the rank sends its result through one, and the launcher closes the other
     to release the rank; it also closes when the launcher dies.
+
+    Raises:
+        OSError: if the server that ranks fork from has ended.
     """
 
     def __init__(self, context: Any, task: RankTask) -> None:
+        server = server_pid()
+        if server is None:
+            raise ChildProcessError(SERVER_GONE)
         self.result, send_end = context.Pipe(duplex=False)
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(
-            target=_run_rank, args=(PluginImports(), task, send_end, lifeline)
+            target=_run_rank, args=(PluginImports(), server, task, send_end, lifeline)
         )
         self.process.start()
         send_end.close()
@@ -193,11 +208,15 @@ class RankProcess:
                 os.kill(self.process.pid, number)
 
     def describe_exit(self) -> str:
-        """Return how the process died, to complete a sentence."""
+        """Return how the process died, to complete a sentence that begins with its rank."""
         self.process.join(GRACE_S)
         code = self.process.exitcode
+        if code == SERVER_LOST and server_pid() is None:
+            return f"died, as {SERVER_GONE}"
         if code is not None and code < 0:
-            return f"died: killed by {signal.Signals(-code).name}"
+            return f"was killed by {_describe_signal(-code)}"
+        if code is None:
+            return "ended, and the process that ranks fork from does not answer"
         return f"died with exit status {code} and no error message"
 
     def release(self) -> None:
@@ -206,18 +225,35 @@ class RankProcess:
         self.process.join(GRACE_S)
 
     def kill(self) -> None:
-        """Kill the process and wait for its exit."""
+        """Kill the process and wait for its exit, and for its server's if that does not report."""
         self.process.kill()
-        self.process.join()
+        self.process.join(GRACE_S)
+        if self.process.exitcode is None:
+            kill_server()
+            self.process.join(GRACE_S)
         self._lifeline.close()
         self.result.close()
 
 
-def _run_rank(plugins: object, task: RankTask, result: Connection, lifeline: Connection) -> None:
+def _describe_signal(number: int) -> str:
+    """Return a signal's name, with the usual cause where users cannot know it."""
+    name = signal.Signals(number).name
+    causes: dict[int, str] = {
+        signal.SIGKILL: "the kernel does that when memory is used up",
+        signal.SIGABRT: "a library ended the process, as some do when memory is used up",
+    }
+    return f"{name} ({causes[number]})" if number in causes else name
+
+
+def _run_rank(
+    plugins: object, server: int, task: RankTask, result: Connection, lifeline: Connection
+) -> None:
     """Run a rank: join the others, call the function, send the result, wait for the release.
 
     ``plugins`` is unpickled first: it imports plug-ins, whose classes ``task`` may refer to.
+    ``server`` is the id of the process that this one was forked from.
     """
+    signal_when_parent_ends(server)
     os.setpgrp()
     # The server's imports are never freed; collecting them takes longer than everything else.
     gc.freeze()
@@ -233,7 +269,11 @@ def _run_rank(plugins: object, task: RankTask, result: Connection, lifeline: Con
         joined = True
         value = task.function(task.info, *task.args)
         result.send(WorkerResult(True, value, time.monotonic()))
-    except BaseException as error:
+    except BaseException as caught:
+        error = caught
+        if is_out_of_memory(caught):
+            shortage = describe_shortage(caught)
+            error = OutOfMemory(f"rank {task.info.rank} has no memory left: {shortage}")
         waited = IN_OPERATION in getattr(error, "__notes__", ())
         alone = not joined and isinstance(error, RuntimeError)
         blames_others = alone or waited or isinstance(error, FirstRankFailed)

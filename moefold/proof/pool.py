@@ -148,7 +148,7 @@ def _rank_main(
         started = time.perf_counter()
         with _naming_case(number):
             if case.world > 1:
-                join(info._replace(world_size=case.world, attempt=number + 1), time_out_s)
+                join(info._replace(world_size=case.world, meeting=number + 1), time_out_s)
             with World.open(case.folding, "cpu", time_out_s) as world:
                 facts = read_facts(Path(task.reference))
                 drawn = replace(case, subject=replace(case.subject, seed=facts["seed"]))

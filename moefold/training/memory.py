@@ -1,23 +1,31 @@
 """Memory of a run: ``recompute: auto`` by the planner, and explanations of out-of-memory errors."""
 
 import gc
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 
 import torch
 
 from moefold.comm.agree import run_on_first
 from moefold.comm.world import World
+from moefold.failures import (
+    GIB,
+    WORKING_BYTES,
+    OutOfMemory,
+    describe_host_memory,
+    describe_shortage,
+    is_out_of_memory,
+    require_address_space,
+)
 from moefold.layers.config import Auto
 from moefold.planner.hardware import Cluster, cpu_device, device_by_name, find_device, with_memory
-from moefold.planner.memory import estimate_memory
+from moefold.planner.memory import StageMemory, estimate_memory
 from moefold.planner.recompute import FALLBACK_DEVICE
 from moefold.planner.task import resolve_memory_policy, task_from_run, with_memory_policy
 from moefold.run import Run
 from moefold.training.machine import HOST_BYTES
-
-GIB = 2**30
 
 
 def resolve_recompute(run: Run, world: World) -> Run:
@@ -25,7 +33,9 @@ def resolve_recompute(run: Run, world: World) -> Run:
 
     Raises:
         ValueError: if no choice fits the limit; says how much memory is needed.
+        OutOfMemory: if the process may not map what the run is planned to take.
     """
+    require_host_memory(run, world)
     if not isinstance(run.layout.recompute, Auto):
         return run
     keeping = run_on_first(lambda: resolve_memory_policy(run, cluster_of(world)), world.on_host)
@@ -61,32 +71,67 @@ def heap_frozen() -> Iterator[None]:
             gc.unfreeze()
 
 
-class OutOfMemory(RuntimeError):
-    """A rank's device is out of memory; the text says what it held and what was planned."""
-
-
 @contextmanager
 def explaining_oom(run: Run, world: World) -> Iterator[None]:
-    """Raise ``OutOfMemory``, with actual and planned memory, in place of torch's error."""
+    """Raise ``OutOfMemory``, with actual and planned memory, in place of a library's error."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        allocated_text = "unknown on a CPU"
-        if world.device.type == "cuda":
-            stats, key = torch.cuda.memory_stats(world.device), "allocated_bytes.all"
-            peak, current = stats[f"{key}.peak"] / GIB, stats[f"{key}.current"] / GIB
-            reserved = stats["reserved_bytes.all.current"] / GIB
-            allocated_text = f"{current:.2f} GiB, peak {peak:.2f}; PyTorch reserved {reserved:.2f}"
-        try:
-            task, choice = task_from_run(run, cluster_of(world))
-            by_stage = estimate_memory(choice.build_case(task))
-            planned = next(stage for stage in by_stage if stage.rank == world.attention.pp)
-            parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in planned.parts.items())
-            planned_text = f"peak {planned.total / GIB:.2f} GiB: {parts}"
-        except ValueError as unknown:
-            planned_text = f"cannot be planned: {unknown}"
-        raise OutOfMemory(
-            f"rank {world.rank} has no memory left: {error}\nallocated: {allocated_text}\n"
-            f"planned: {planned_text}\nSplit the model over more ranks, lower train.micro_batch or "
-            "data.seq, or recompute more (layout.recompute); `moefold plan` compares such layouts"
-        ) from error
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # What the failed call holds is freed, so that there is memory to plan with.
+        traceback.clear_frames(error.__traceback__)
+        text = f"rank {world.rank} has no memory left: {_describe(error, world)}"
+        advice = (
+            "Split the model over more ranks, lower train.micro_batch or data.seq, or recompute "
+        )
+        advice += "more (layout.recompute); `moefold plan` compares such layouts"
+        raise OutOfMemory(f"{text}\nplanned: {_planned_memory(run, world)}\n{advice}") from error
+
+
+def _describe(error: Exception, world: World) -> str:
+    """Return what failed, and how much memory this rank has."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return describe_shortage(error)
+    if world.device.type != "cuda":
+        return f"{error}; {describe_host_memory()}"
+    stats, key = torch.cuda.memory_stats(world.device), "allocated_bytes.all"
+    peak, current = stats[f"{key}.peak"] / GIB, stats[f"{key}.current"] / GIB
+    reserved = stats["reserved_bytes.all.current"] / GIB
+    allocated = f"allocated: {current:.2f} GiB, peak {peak:.2f}"
+    return f"{error}\n{allocated}; PyTorch reserved {reserved:.2f}"
+
+
+def _planned_memory(run: Run, world: World) -> str:
+    """Return the planned peak of this rank and its parts."""
+    try:
+        planned = _plan(run, world)
+    except (ValueError, MemoryError) as unknown:
+        return f"cannot be planned: {unknown}"
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in planned.parts.items())
+    return f"peak {planned.total / GIB:.2f} GiB: {parts}"
+
+
+def _plan(run: Run, world: World) -> StageMemory:
+    """Return the planned memory of this rank.
+
+    Raises:
+        ValueError: if it cannot be planned.
+    """
+    task, choice = task_from_run(run, cluster_of(world))
+    by_stage = estimate_memory(choice.build_case(task))
+    return next(stage for stage in by_stage if stage.rank == world.attention.pp)
+
+
+def require_host_memory(run: Run, world: World) -> None:
+    """Check that this rank may map what its run is planned to take, where that is limited.
+
+    Raises:
+        OutOfMemory: if it may not.
+    """
+    planned_bytes = 0
+    if world.device.type == "cpu":
+        with suppress(ValueError):
+            planned_bytes = int(_plan(run, world).total)
+    purpose = f"rank {world.rank} of this run ({planned_bytes / GIB:.2f} GiB are planned)"
+    require_address_space(planned_bytes + WORKING_BYTES, purpose)

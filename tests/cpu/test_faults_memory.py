@@ -1,13 +1,14 @@
 """A rank without memory left says what it held and what was to be expected."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from moefold.training import trainer
-from moefold.training.memory import OutOfMemory
+from moefold.failures import WORKING_BYTES, OutOfMemory
+from moefold.training import memory, trainer
 from tests.cpu.runs import job_of
 
 
@@ -27,6 +28,41 @@ def test_no_memory_left(
     text = str(caught.value)
     assert "rank 0 has no memory left: CUDA out of memory. Tried to allocate 2.00 GiB" in text
     assert "planned: " in text and said in text and "train.micro_batch" in text
+
+
+@pytest.mark.parametrize("place", ["prepare", "build_parts", "PrecisionChoice"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 1.00 GiB for an array"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_memory_of_the_host_is_explained_wherever_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer, place, SimpleNamespace(choose=refuse) if "P" in place else refuse)
+    with pytest.raises(OutOfMemory) as caught:
+        job_of(tmp_path)
+    text = str(caught.value)
+    assert text.startswith("rank 0 has no memory left: an allocation of ")
+    assert "planned: peak" in text and "this process has" in text and "train.micro_batch" in text
+
+
+def test_a_limit_below_the_plan_is_told_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size: int, purpose: str) -> None:
+        assert size > WORKING_BYTES
+        raise OutOfMemory(purpose)
+
+    monkeypatch.setattr(memory, "require_address_space", refuse)
+    monkeypatch.setattr(trainer, "prepare", lambda *_: pytest.fail("too late"))
+    with pytest.raises(OutOfMemory, match=r"rank 0 of this run \(0.0\d GiB are planned"):
+        job_of(tmp_path)
 
 
 def test_no_memory_to_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def _forked(function: Callable[[Group], None], rank: int, world: int, meeting: P
         return pid
     status = 1
     try:
-        store = serve(0, WAIT_S) if rank == 0 else None
-        port = _port(meeting, store and store.port)
+        _store, served = serve("127.0.0.1", 0, WAIT_S) if rank == 0 else (None, None)
+        port = _port(meeting, served)
         join(RankInfo(rank, world, rank, "127.0.0.1", port, store_running=True), WAIT_S / 2)
         function(Group("world", tuple(range(world)), rank, dist.group.WORLD, Recorder()))
         status = 0

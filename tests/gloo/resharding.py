@@ -273,7 +273,7 @@ def with_world(info: RankInfo, place: Place, attempt: int, function: Callable[[W
     if info.rank >= ranks:
         return None
     if ranks > 1:
-        join(info._replace(world_size=ranks, attempt=attempt), TIME_OUT_S)
+        join(info._replace(world_size=ranks, meeting=attempt), TIME_OUT_S)
     with World.open(Folding(Sizes.parse(sizes), ranks), "cpu", TIME_OUT_S) as world:
         return function(world)
 

@@ -24,7 +24,8 @@ from moefold.comm import launch as launching
 from moefold.comm.agree import FirstRankFailed
 from moefold.comm.environment import RankInfo
 from moefold.comm.launch import ERROR_WAIT_S, RankError, launch
-from moefold.comm.rendezvous import TCPStore, connect, join, serve, serve_in_subprocess
+from moefold.comm.rendezvous import connect, join, serve_in_subprocess
+from moefold.comm.store import StoreServer
 from moefold.config.dump import dump_yaml
 from tests.cpu.runs import raw_run
 
@@ -136,7 +137,7 @@ def leave(info: RankInfo) -> None:
 
 
 def test_a_rank_that_leaves_is_named() -> None:
-    with pytest.raises(RankError, match="rank 1: the process died with exit status 7 and no"):
+    with pytest.raises(RankError, match="rank 1 died with exit status 7 and no"):
         launch(leave, 2, time_out_s=20)
 
 
@@ -181,37 +182,97 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
 
 
 LAUNCHER = """
-    import sys
-    from moefold.comm.launch import launch
-    from tests.gloo.test_comm_launch import write_pid
+    import os, signal, sys, threading, time
+    from pathlib import Path
+    from moefold.comm.fork_server import server_pid
+    from moefold.comm.launch import RankLost, launch
+    from tests.gloo.test_comm_launch import wait_for_files, write_pid
+
+    def disturb(folder, *numbers):
+        ranks = wait_for_files(folder, 2)
+        pids = {"rank": ranks[1], "server": server_pid()}
+        for who, number in numbers:
+            os.kill(pids[who], number)
+
+    def lost(folder, *numbers):
+        folder.mkdir()
+        threading.Thread(target=disturb, args=(folder, *numbers)).start()
+        try:
+            launch(write_pid, 2, str(folder), time_out_s=20)
+        except RankLost as error:
+            print(error.status, error, flush=True)
 
     if __name__ == "__main__":
-        launch(write_pid, 2, sys.argv[1], time_out_s=20)
+        folder, before = Path(sys.argv[1]), time.monotonic()
+        lost(folder / "killed", ("rank", signal.SIGKILL))
+        lost(folder / "silent", ("server", signal.SIGSTOP), ("rank", signal.SIGKILL))
+        (folder / "seconds").write_text(str(time.monotonic() - before))
+        (folder / "last").mkdir()
+        threading.Thread(target=disturb, args=(folder / "last", ("rank", signal.SIGSTOP))).start()
+        # In a thread that ends soon, as some callers start it.
+        launch(write_pid, 2, str(folder / "last"), time_out_s=20)
 """
 
 
 def write_pid(info: RankInfo, folder: str) -> None:
-    (Path(folder) / f"ready {info.rank}").write_text(str(os.getpid()))
+    draft = Path(folder) / f"draft {info.rank}"
+    draft.write_text(str(os.getpid()))
+    draft.rename(Path(folder) / f"ready {info.rank}")
     time.sleep(60)
 
 
-@pytest.mark.slow
-def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(LAUNCHER))
-    launcher = subprocess.Popen([sys.executable, script, tmp_path], env=environ())
-    files = [tmp_path / f"ready {rank}" for rank in range(2)]
+def wait_for_files(folder: Path, ranks: int) -> list[int]:
+    """Return the process ids that ranks wrote, by rank."""
+    files = [folder / f"ready {rank}" for rank in range(ranks)]
     until = time.monotonic() + 120
-    while not all(file.exists() and file.read_text() for file in files):
+    while not all(file.exists() for file in files):
         assert time.monotonic() < until
         time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process started, and those that they started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit():
+                text = (entry / "stat").read_text().rpartition(")")[2]
+                parents[int(entry.name)] = int(text.split()[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found[1:]
+
+
+def test_a_lost_rank_is_told_and_nothing_outlives_the_launcher(tmp_path: Path) -> None:
+    """Not a rank that is stopped when the launcher is killed; and no wait is without an end."""
+    script, scratch = tmp_path / "script.py", tmp_path / "tmp"
+    script.write_text(textwrap.dedent(LAUNCHER))
+    scratch.mkdir()
+    env = environ(TMPDIR=str(scratch))
+    with (tmp_path / "said").open("w") as said:
+        launcher = subprocess.Popen([sys.executable, script, tmp_path], env=env, stdout=said)
+    (tmp_path / "last").parent.mkdir(exist_ok=True)
+    pids = wait_for_files(tmp_path / "last", 2)
+    until = time.monotonic() + 20
+    while "T" not in Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0]:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    family = descendants(launcher.pid)
+    assert set(pids) < set(family)
     launcher.kill()
     launcher.wait()
-    pids = [int(file.read_text()) for file in files]
     until = time.monotonic() + 15
-    while any(lives(pid) for pid in pids):
-        assert time.monotonic() < until, "ranks go on without their launcher"
+    while any(lives(pid) for pid in family):
+        assert time.monotonic() < until, "processes go on without their launcher"
         time.sleep(0.05)
+    assert not list(scratch.iterdir()), "files are left behind"
+    assert (tmp_path / "said").read_text().splitlines() == [
+        "76 rank 1 was killed by SIGKILL (the kernel does that when memory is used up)",
+        "76 rank 1 ended, and the process that ranks fork from does not answer",
+    ]
+    assert float((tmp_path / "seconds").read_text()) < 60
 
 
 def environ(**more: str) -> dict[str, str]:
@@ -279,7 +340,7 @@ def test_a_store_whose_words_are_logged_goes_on_answering(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    serve_in_subprocess(port, 5.0)
+    serve_in_subprocess("localhost", port, 5.0)
     store = connect("localhost", port, 5.0)
     for turn in range(1000):
         store.set("beat", str(turn))
@@ -309,12 +370,12 @@ def test_an_error_keeps_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """What raised holds the launcher's frames; a store's thread and port do not wait for those."""
     ports = []
 
-    def noted(port: int, time_out_s: float) -> TCPStore:
-        store = serve(port, time_out_s)
+    def noted(secret: bytes, host: str) -> StoreServer:
+        store = StoreServer(secret, host)
         ports.append(store.port)
         return store
 
-    monkeypatch.setattr(launching, "serve", noted)
+    monkeypatch.setattr(launching, "StoreServer", noted)
     with pytest.raises(ValueError, match="refused") as caught:
         launch(refuse, 1, time_out_s=20)
     with pytest.raises(ConnectionRefusedError):

@@ -143,9 +143,9 @@ def test_a_disk_that_refuses_reports_ends_no_watch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without its watch a rank would give no sign of life, and be blamed."""
-    store = serve(0, 10.0)
+    _store, port = serve("127.0.0.1", 0, 10.0)
     (tmp_path / "hangs").write_text("no folder")
-    own = connect("localhost", store.port, 10.0)
+    own = connect("127.0.0.1", port, 10.0)
     watch = HangWatch(Recorder(), own, 0, 1, 4.0, tmp_path / "hangs")
     try:
         watch._alarm_requested.set()

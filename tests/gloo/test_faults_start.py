@@ -1,7 +1,6 @@
 """Ranks that do not come to the first meeting are named."""
 
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ from tests.gloo.test_comm_launch import free_port
 
 def alone(rank: int) -> str:
     dist.destroy_process_group()
-    store = serve(0, 20.0)
-    store.set_timeout(timedelta(seconds=20))
+    _store, port = serve("127.0.0.1", 0, 20.0)
     with pytest.raises(RuntimeError) as caught, pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "JOIN_TIME_OUT_S", 2.0)
-        join(RankInfo(0, 3, 0, "127.0.0.1", store.port, store_running=True), 2.0)
+        join(RankInfo(0, 3, 0, "127.0.0.1", port, store_running=True), 2.0)
     return str(caught.value)
 
 
@@ -32,7 +30,7 @@ def test_missing_ranks_are_named() -> None:
 
 def late(rank: int, port: int) -> float:
     dist.destroy_process_group()
-    store = serve(port, 20.0) if rank == 0 else None
+    store = serve("127.0.0.1", port, 20.0) if rank == 0 else None
     time.sleep(2.5 * rank)
     join(RankInfo(rank, 2, rank, "127.0.0.1", port, store_running=True), 1.0)
     total = torch.tensor([10.0**rank])

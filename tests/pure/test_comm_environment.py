@@ -26,7 +26,7 @@ def test_torchrun() -> None:
     assert rank_info_from_env(TORCHRUN) == RankInfo(5, 8, 1, "node-a", 29500)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
     found = rank_info_from_env(TORCHRUN | agent)
-    assert found == RankInfo(5, 8, 1, "node-a", 29500, store_running=True, attempt=3)
+    assert found == RankInfo(5, 8, 1, "node-a", 29500, store_running=True, is_agents_store=True)
     assert rank_info_from_env(TORCHRUN | SLURM) == rank_info_from_env(TORCHRUN), (
         "torchrun inside of a Slurm step"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 CASES = 40
-BASES = {"ValueError", "RuntimeError", "Exception", "CheckpointError", "OSError"}
+BASES = {"ValueError", "RuntimeError", "Exception", "CheckpointError", "OSError", "Failure"}
 
 
 def functions(path: Path) -> set[str]:

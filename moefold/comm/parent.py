@@ -1,0 +1,33 @@
+"""A process that ends with its parent, also if it is stopped when the parent is killed.
+
+A pipe that a thread polls does not reach a stopped process; a signal of the kernel does. Imports no
+torch.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that the kernel sends to this process when its parent ends."""
+
+WAKE_SIGNAL = signal.SIGCONT
+"""For a process that ends by itself once it runs."""
+
+
+def signal_when_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let the kernel send a signal to this process when its parent ends.
+
+    Only Linux has this; elsewhere nothing happens. The kernel takes the end of the thread that
+    started this process for the end of the parent.
+
+    Args:
+        parent: process id of the parent, which may have ended already.
+        number: the signal.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # It ended before the call.
+        os.kill(os.getpid(), number)
