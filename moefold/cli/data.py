@@ -26,6 +26,8 @@ from moefold.training.formatting import escape_control, plural
 
 INTACT, DAMAGED = 0, 1
 MAX_SHOWN = 200
+FLAGS = ("text", "jsonl", "parquet", "webdataset")
+"""Kinds of sources that a flag of ``data prepare`` names."""
 READ_TOKENS = 1 << 22
 """Number of tokens read at a time."""
 
@@ -37,12 +39,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     make = actions.add_parser("prepare", help=text, description=text)
     make.add_argument("what", metavar="RUN", nargs="?", help="run whose data is prepared")
     make.add_argument("overrides", metavar="k=v", nargs="*", help="override of the run")
-    for kind in ("text", "jsonl", "parquet"):
+    for kind in FLAGS:
         text = f"{kind} files or patterns; repeatable (default: none)"
         make.add_argument(f"--{kind}", metavar="FILES", action="append", default=[], help=text)
     make.add_argument("--stdlib", action="store_true", help="read Python's standard library")
     text = "JSON field or Parquet column with the text (default: text)"
     make.add_argument("--field", metavar="NAME", help=text)
+    text = "member of a WebDataset sample with the text (default: txt)"
+    make.add_argument("--member", metavar="NAME", help=text)
     text = "what to do with documents that cannot be read (default: refuse)"
     make.add_argument("--bad", choices=("refuse", "skip"), help=text)
     text = "share of documents kept for validation (default: 0)"
@@ -110,19 +114,21 @@ def run(args: argparse.Namespace) -> int:
 def _data_record(args: argparse.Namespace) -> Data:
     """Return the data that the arguments select: a run's, or the sources they name."""
     columns = {"jsonl": {"field": args.field}, "parquet": {"column": args.field}}
+    columns["webdataset"] = {"field": args.field, "member": args.member}
     sources = [
         {"source": source, "files": files, "bad": args.bad, **columns.get(source, {})}
-        for source in ("text", "jsonl", "parquet")
+        for source in FLAGS
         if (files := getattr(args, source))
     ]
     sources += [{"source": "python_stdlib"}] if args.stdlib else []
     if args.what is not None:
-        options = (args.field, args.bad, args.holdout, args.vocab, args.tokenizer)
+        options = (args.field, args.member, args.bad, args.holdout, args.vocab, args.tokenizer)
         if sources or any(option is not None for option in options):
             raise DataError("give a run, or sources with their options, not both")
         return load_run(args.what, args.overrides).data
     if not sources:
-        raise DataError("nothing to read: give a run, --text, --jsonl, --parquet or --stdlib")
+        flags = ", ".join(f"--{kind}" for kind in FLAGS)
+        raise DataError(f"nothing to read: give a run, {flags} or --stdlib")
     if None not in (args.vocab, args.tokenizer):
         raise DataError("--vocab trains a tokenizer, --tokenizer loads one: give only one of them")
     tokenizer = {"kind": "bpe", "vocab": args.vocab}

@@ -201,6 +201,21 @@ class ExampleSource(FileSource):
 
 
 @SOURCE.register
+class WebDataset(FileSource):
+    """Tars of the ``webdataset`` library, also compressed: one document per sample.
+
+    A sample is the members with a common name up to the first dot.
+    """
+
+    owner = "moefold.data.shards:WebDatasetReader"
+    source: Literal["webdataset"] = "webdataset"
+    member: Annotated[str, Field(min_length=1)] = "txt"
+    """Name of the member with the text, from the first dot on; ``json`` members hold an object."""
+    field: Annotated[str, Field(min_length=1)] = "text"
+    """Field of the object in a ``json`` member."""
+
+
+@SOURCE.register
 class Chat(ExampleSource):
     """Conversations in JSON lines (also compressed), Parquet or Arrow files, or saved folders.
 

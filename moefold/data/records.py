@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -140,3 +140,25 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BadDocument("not an object", f"the line holds a {type(content).__name__}")
     return content
+
+
+def text_field(content: Mapping[str, Any], field: str) -> str:
+    """Return the text in a field of an object; raise ``BadDocument`` if there is none."""
+    if field not in content:
+        detail = f"the line has {sorted(content)[:20]}; choose with {hint('field', 'NAME')}"
+        raise BadDocument(f"no field {field!r}", detail)
+    text = content[field]
+    if not isinstance(text, str):
+        kind = "null" if text is None else f"a {type(text).__name__}"
+        raise BadDocument(f"field {field!r} is not text", f"it holds {kind}")
+    try:
+        text.encode()  # JSON can encode half of a surrogate pair, which UTF-8 cannot
+    except UnicodeEncodeError as error:
+        detail = f"character {error.start} is half of a surrogate pair"
+        raise BadDocument("invalid text", detail) from error
+    return text
+
+
+def hint(field: str, value: str, flag: str | None = None) -> str:
+    """Describe how to set a source's field, in a run file and as a flag of ``data prepare``."""
+    return f"{field}: {value} in the source (data prepare: --{flag or field} {value})"

@@ -15,18 +15,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moefold.data.ahead import map_ahead
 from moefold.data.config import DataError, FileSource, Jsonl, Parquet, PythonStdlib, Text
-from moefold.data.records import BadDocument, iter_objects, parse_json_object
-from moefold.data.streams import MAX_DOCUMENT, READ_BYTES, check_size, open_stream
+from moefold.data.records import BadDocument, hint, iter_objects, parse_json_object, text_field
+from moefold.data.streams import (
+    MAX_DOCUMENT,
+    READ_BYTES,
+    check_size,
+    decode_utf8,
+    open_stream,
+)
 from moefold.data.tables import is_saved, is_text, open_saved, open_table
-from moefold.data.tokenizer import Tokenizer
+from moefold.data.tokenizer import Tokenizer, parallel_encoding
 
 MAX_NAMES = 20
 MAX_REFUSED = 8
 """Maximum number of unreadable documents in an error."""
 MAX_LONG = 10
 """Maximum number of overlong documents in an error."""
-_BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
+_BATCH_CHARS, _BATCH_DOCUMENTS = 500_000, 1024
+"""Maximum size of a batch that is tokenized at once, unless it is one document. While it is, its
+text takes about 100 bytes per character."""
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 TABLE_FOLDERS = {"encodings", "pydoc_data"}
 EXCLUDED_FOLDERS = TEST_FOLDERS | TABLE_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
@@ -131,10 +140,14 @@ class Source(ABC):
 
     def encode(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Encoded]]:
         """Yield tokenized documents, in groups; ``seq`` is the sequence length."""
-        for batch in _batches(self, skipped):
+
+        def encode_batch(batch: list[Document]) -> list[Encoded]:
             encoded = tokenizer.encode_documents([document.text for document in batch])
             pairs = zip(batch, encoded, strict=True)
-            yield [Encoded(document.name, encode_utf8(document), ids) for document, ids in pairs]
+            return [Encoded(document.name, encode_utf8(document), ids) for document, ids in pairs]
+
+        with parallel_encoding():
+            yield from map_ahead(encode_batch, _batches(self, skipped))
 
     def template_values(self) -> list[dict[str, Any]]:
         """Return the template's values of the conversations read so far, if they are any."""
@@ -236,25 +249,9 @@ class JsonlReader(FileReader):
         for path in self.files():
             for name, line in iter_objects(path):
                 try:
-                    yield Document(name, self._text(line))
+                    yield Document(name, text_field(parse_json_object(line), self._field))
                 except BadDocument as error:
                     self.refuse(name, *error.args, skipped=skipped)
-
-    def _text(self, line: bytes) -> str:
-        content = parse_json_object(line)
-        if self._field not in content:
-            detail = f"the line has {sorted(content)[:20]}; choose with {hint('field', 'NAME')}"
-            raise BadDocument(f"no field {self._field!r}", detail)
-        text = content[self._field]
-        if not isinstance(text, str):
-            kind = "null" if text is None else f"a {type(text).__name__}"
-            raise BadDocument(f"field {self._field!r} is not text", f"it holds {kind}")
-        try:
-            text.encode()  # JSON can encode half of a surrogate pair, which UTF-8 cannot
-        except UnicodeEncodeError as error:
-            detail = f"character {error.start} is half of a surrogate pair"
-            raise BadDocument("invalid text", detail) from error
-        return text
 
 
 class ParquetReader(FileReader):
@@ -350,11 +347,12 @@ def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
         if not document.text:
             skipped.note(document.name, "empty")
             continue
-        batch.append(document)
-        chars += len(document.text)
-        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+        full = chars + len(document.text) > _BATCH_CHARS or len(batch) == _BATCH_DOCUMENTS
+        if batch and full:
             yield batch
             batch, chars = [], 0
+        batch.append(document)
+        chars += len(document.text)
     if batch:
         yield batch
 
@@ -413,13 +411,3 @@ def _expand_folders(pattern: str, folders: list[Path], tables: bool, found: Expa
     if folders:
         raise DataError(f"{pattern}: is a folder; add a pattern such as /**/*.txt")
     raise DataError(f"{pattern}: no file matches; name existing files (files: [...] in the source)")
-
-
-def hint(field: str, value: str, flag: str | None = None) -> str:
-    """Describe how to set a source's field, in a run file and as a flag of ``data prepare``."""
-    return f"{field}: {value} in the source (data prepare: --{flag or field} {value})"
-
-
-def decode_utf8(data: bytes) -> str:
-    """Decode UTF-8, without a byte order mark."""
-    return data.removeprefix(b"\xef\xbb\xbf").decode()

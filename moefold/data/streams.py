@@ -66,7 +66,7 @@ _MAGIC = (
     (rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a", Kind("an image", _NO_TEXT)),
     (rb".{6}\0\0\{\"", Kind("a safetensors file", "name files of text")),
 )
-_TAR_KIND = Kind("a tar", "unpack it, and name the files in it")
+_TAR_KIND = Kind("a tar", "read it with source: webdataset, or unpack it and name the files in it")
 _ZEROS = Kind("a file of zeros", "get a new copy")
 _PACKED = {
     "gzip": rb"\x1f\x8b",
@@ -230,3 +230,8 @@ def check_size(name: str, size: int, remedy: str) -> None:
     if size > MAX_DOCUMENT:
         limit = f"{MAX_DOCUMENT >> 20} MiB, the most that one document may have"
         raise DataError(f"{name}: has more than {limit}; {remedy}")
+
+
+def decode_utf8(data: bytes) -> str:
+    """Decode UTF-8, without a byte order mark."""
+    return data.removeprefix(b"\xef\xbb\xbf").decode()

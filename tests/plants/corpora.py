@@ -65,4 +65,28 @@ PLANTS = (
         "if shown is None or name in shown]",
         "]",
     ),
+    Plant(
+        "b58",
+        "documents come in the order in which threads end",
+        "tests/pure/test_data_prepare.py::test_b58_documents_keep_their_order_whatever_the_threads",
+        "data/ahead.py",
+        "if len(pending) == _THREADS:\n                    yield pending.popleft().result()",
+        "if len(pending) == _THREADS:\n                    yield pending.pop().result()",
+    ),
+    Plant(
+        "b48",
+        "links in a tar are passed over",
+        "tests/cpu/test_data_shards.py::test_b48_strange_members_are_refused_by_name",
+        "data/shards.py",
+        "if info.issym() or info.islnk():",
+        "if False:",
+    ),
+    Plant(
+        "b48",
+        "members whose names are in upper case are empty",
+        "tests/cpu/test_data_shards.py::test_b48_documents_are_the_samples_of_webdataset",
+        "data/shards.py",
+        'partition("/")[2].partition(".")[2].lower()',
+        'partition("/")[2].partition(".")[2]',
+    ),
 )

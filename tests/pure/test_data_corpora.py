@@ -113,7 +113,7 @@ def parquet_bytes() -> bytes:
 FOREIGN: dict[str, tuple[bytes, str]] = {
     "tar": (
         tar_of(a_txt=b"text"),
-        "is a tar, not text; unpack it, and name the files",
+        "is a tar, not text; read it with source: webdataset",
     ),
     "old tar": (v7_tar(), "is a tar, not text"),
     "packed tar": (gzip.compress(tar_of(a_txt=b"text")), "is a tar in gzip, not text"),

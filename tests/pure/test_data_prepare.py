@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from moefold.cli.data import inspect
 from moefold.config.load import load
 from moefold.config.plugins import import_plugins
+from moefold.data.ahead import map_ahead
 from moefold.data.baselines import compute_baselines
 from moefold.data.config import SOURCE, Data, DataError
 from moefold.data.index import IndexedDataset, IndexWriter
@@ -389,3 +392,33 @@ def _charge(seen: list, held: list, order: int, vocab: int, first: bool) -> floa
             chance = (pairs.get((*context, ids[i]), 0) + 1) / (contexts.get(context, 0) + vocab)
             bits -= np.log2(chance)
     return float(bits)
+
+
+def test_b58_documents_keep_their_order_whatever_the_threads() -> None:
+    """Batches that take longer than the next ones, and one that fails."""
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for i in range(20):
+            taken.append(i)
+            yield i
+
+    def slow_first(i: int) -> int:
+        time.sleep(0.01 * (i % 3 == 0))
+        return i
+
+    found = []
+    for i in map_ahead(slow_first, items()):
+        found.append(i)
+        assert len(taken) <= i + 3  # no more than two are ahead of their use
+    assert found == list(range(20))
+
+    def fails(i: int) -> int:
+        if i == 4:
+            raise DataError("the fifth")
+        return i
+
+    found = []
+    with pytest.raises(DataError, match="the fifth"):
+        found.extend(map_ahead(fails, range(20)))
+    assert found == [0, 1, 2, 3]
