@@ -1,6 +1,7 @@
 """``moefold data``: make indexed token files from text, and inspect them.
 
-Makes and inspects indexed token files (Megatron's .bin and .idx), and makes sample conversations.
+Makes and inspects indexed token files (Megatron's .bin and .idx), converts tokenizers of other
+libraries, and makes sample conversations.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from moefold.cli._common import add_json, on_stderr, plain_table, print_json, pr
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
 from moefold.data.docstrings import write_chats
+from moefold.data.foreign_tokenizers import PATTERNS, write_tokenizer
 from moefold.data.index import Corpus, IndexedDataset, is_token_index, read_metadata
 from moefold.data.packing import REJECTED
 from moefold.data.prepare import MASK, PreparedData, open_mask, prepare
@@ -62,6 +64,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     chats = actions.add_parser("chats", help=text, description=text)
     chats.add_argument("file", metavar="FILE", type=Path, help="JSON Lines file to create")
     chats.add_argument("--number", metavar="N", type=int, default=2000, help="how many to make")
+    text = "converts a SentencePiece, tiktoken or tekken file to a tokenizer.json with the same ids"
+    convert = actions.add_parser("tokenizer", help=text, description=text)
+    convert.add_argument("file", metavar="FILE", type=Path, help="the file to convert")
+    text = "folder to write to (default: the file's own)"
+    convert.add_argument("--folder", metavar="OUT", type=Path, help=text)
+    text = f"how words of a tiktoken file are split: {', '.join(PATTERNS)}, or an expression"
+    convert.add_argument("--pattern", metavar="P", help=text)
     text = "checks token files and shows what they hold; exit status 1 if they are damaged"
     look = actions.add_parser("inspect", help=text, description=text)
     text = "path of the files without .bin or .idx, or a folder with such files"
@@ -76,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
     """Make or inspect token files; the exit status is 1 if inspected files are damaged."""
     if args.action == "inspect":
         return _inspect(args)
+    if args.action == "tokenizer":
+        folder = args.folder or args.file.parent
+        n = write_tokenizer(args.file, folder, args.pattern)
+        print(f"{n} tokens in {folder / 'tokenizer.json'}, which gives the ids of {args.file}")
+        return INTACT
     if args.action == "chats":
         print(f"{write_chats(args.file, args.number)} conversations in {args.file}")
         return INTACT

@@ -27,6 +27,8 @@ SOURCE = Slot("source", tag="source")
 
 BYTES = 256
 MAX_IDS = 1 << 24
+SENTENCEPIECE, TEKKEN = "tokenizer.model", "tekken.json"
+"""Names of files with tokenizers that must be converted."""
 MAX_TRAINED = 1 << 20
 """Ids of a tokenizer that is trained; the library reserves memory for all of them at once."""
 Files = Annotated[
@@ -321,7 +323,16 @@ def tokenizer_file(path: str) -> Path:
     """Return the ``tokenizer.json`` at a path, which is the file or its folder."""
     file = Path(path)
     if file.is_dir():
+        foreign = (file / name for name in (SENTENCEPIECE, TEKKEN))
+        others = [each for each in (*foreign, *sorted(file.glob("*.tiktoken"))) if each.is_file()]
         file = file / "tokenizer.json"
+    else:
+        others = [file] if file.name == TEKKEN or file.suffix in (".model", ".tiktoken") else []
+    if others and (not file.is_file() or file in others):
+        raise DataError(
+            f"{others[0]}: is not a tokenizer.json; convert it with: "
+            f"moefold data tokenizer {others[0]}"
+        )
     if not file.is_file():
         raise DataError(f"{file}: no such file; give the path of a tokenizer.json or its folder")
     return file

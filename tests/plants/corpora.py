@@ -3,6 +3,7 @@
 from tests.plants.plant import Plant
 
 CORPORA = "tests/pure/test_data_corpora.py::"
+FOREIGN_TOKENIZERS = "tests/pure/test_data_foreign_tokenizers.py::"
 CUT = CORPORA + "test_b43_a_compressed_file_that_is_cut_off_is_refused"
 PLAIN = CORPORA + "test_b43_compressed_lines_are_those_of_the_plain_file"
 FOREIGN = CORPORA + "test_b45_other_kinds_of_files_are_never_text"
@@ -88,5 +89,29 @@ PLANTS = (
         "data/shards.py",
         'partition("/")[2].partition(".")[2].lower()',
         'partition("/")[2].partition(".")[2]',
+    ),
+    Plant(
+        "b49",
+        "merges are ordered by their text, not by score",
+        FOREIGN_TOKENIZERS + "test_b49_sentencepiece_files_give_their_library_s_ids",
+        "data/foreign_tokenizers.py",
+        "(-score, at, piece[:at], piece[at:])",
+        "(at, -score, piece[:at], piece[at:])",
+    ),
+    Plant(
+        "b49",
+        "ids of a tekken file are its ranks",
+        FOREIGN_TOKENIZERS + "test_b49_tekken_files_have_special_tokens_first_and_a_cut_vocabulary",
+        "data/foreign_tokenizers.py",
+        '"vocab": {spelt(token): rank + first for',
+        '"vocab": {spelt(token): rank for',
+    ),
+    Plant(
+        "b49",
+        "a conversion is not proved",
+        FOREIGN_TOKENIZERS + "test_b49_what_cannot_be_converted_is_refused_with_a_way_out",
+        "data/foreign_tokenizers.py",
+        "    _prove(file, text, encode)\n",
+        "",
     ),
 )
