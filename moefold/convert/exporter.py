@@ -1,5 +1,6 @@
 """Export to a Hugging Face folder, with one tensor in memory at a time."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, NamedSlice, TensorSlice, pack, write_shard
 from moefold.convert.plan import Dtype, ExportTensor, contract, meta_state_dict
 from moefold.convert.source import INDEX, ConvertError
-from moefold.data.folder.files import GENERATION_CONFIG
+from moefold.data.folder.files import GENERATION_CONFIG, read_sidecars
+from moefold.data.folder.tokens import assemble
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
 from moefold.model.config import Decoder
@@ -65,16 +67,32 @@ def export_folder(
         slices[entry.name] = TensorSlice.of_full_tensor(lazy)
     files = pack(list(slices.items()), shard_bytes)
     with staging_folder(folder) as staged:
-        config = family.to_hf(decoder) | {"torch_dtype": dtype}
+        config: dict[str, Any] = {**family.to_hf(decoder), "torch_dtype": dtype}
         tokens = {k: v for k, v in (special_tokens or {}).items() if k in SPECIAL}
         if tokenizer is not None:
             (staged / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
-            tokens = tokenizer.files.write(staged, tokenizer.end_id, decoder.context) | tokens
+            longest = decoder.context or config.get("max_position_embeddings")
+            tokens = tokenizer.files.write(staged, tokenizer.end_id, longest) | tokens
         elif tokens:
             write_json(staged / GENERATION_CONFIG, tokens)
         write_json(staged / "config.json", config | tokens)
         _write_weights(staged, files)
-    return export_notes(decoder)
+        notes = export_notes(decoder)
+        if tokenizer is not None:
+            notes += _tokenizer_notes(staged, tokenizer)
+    return notes
+
+
+def _tokenizer_notes(folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """Return a note if ``transformers`` makes another tokenizer of a written folder."""
+    read = assemble(json.loads(tokenizer.text), read_sidecars(folder), str(folder))
+    if not read.changed:
+        return []
+    return [
+        "AutoTokenizer of transformers 5 makes another tokenizer of this folder than the run had: "
+        + "; ".join(read.notes)
+        + ". Load it there with PreTrainedTokenizerFast.from_pretrained"
+    ]
 
 
 def require_new_folder(folder: Path) -> None:

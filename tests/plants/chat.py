@@ -162,4 +162,28 @@ PLANTS = (
         "[prompt + completion for prompt, completion in pairs]",
         "[prompt + ' ' + completion for prompt, completion in pairs]",
     ),
+    Plant(
+        "b72",
+        "tokens of the configuration are not added",
+        "tests/cpu/test_tokenizer_folders.py::test_b72_texts_have_the_ids_of_transformers",
+        "data/folder/tokens.py",
+        "listed = [by_id[number] for number in sorted(by_id)]",
+        "listed = [by_id[number] for number in sorted(by_id)][:0]",
+    ),
+    Plant(
+        "b72",
+        "a class that brings its own words is not known",
+        "tests/cpu/test_tokenizer_folders.py::test_b72_texts_have_the_ids_of_transformers",
+        "data/folder/classes.py",
+        "    known = name in REBUILT or ",
+        "    known = False and ",
+    ),
+    Plant(
+        "b72",
+        "an exported tokenizer adds no start",
+        "tests/cpu/test_tokenizer_folders.py::test_b72_a_stored_and_exported_folder_is_read_alike",
+        "data/folder/tokens.py",
+        "    assembled |= parts | ",
+        '    assembled |= {"post_processor": None} | parts | ',
+    ),
 )
