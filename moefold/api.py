@@ -25,6 +25,7 @@ from moefold.run import Run, require_fit
 from moefold.training.distributed import MESSAGES, device_kind, open_world
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.base import Figures, Hook
+from moefold.training.model_card import card_files, left_behind
 from moefold.training.model_checkpoint import StoredModel, fill
 from moefold.training.run_folder import METRICS_FILE, read_lines
 from moefold.training.trainer import Trainer
@@ -150,6 +151,7 @@ def export(
     layout: Literal["per_expert", "packed"] = "per_expert",
     uses: Sequence[str | Path] = (),
     merged: bool = False,
+    card: bool = True,
 ) -> list[str]:
     """Write a checkpoint's model as a folder that ``transformers`` loads; return notes.
 
@@ -162,15 +164,19 @@ def export(
         layout: one tensor per expert, or all experts packed in one tensor.
         uses: Python files that register parts of the model from outside the package.
         merged: for a run with adapters, write the whole model, ``weight + scale * B A``.
+        card: write a model card (``README.md``), and the base model's beside it.
 
     Raises:
         ValueError: if there is no checkpoint, no known family fits the model, or the adapters'
             base is not a folder or has changed.
     """
     with StoredModel.open(checkpoint, uses) as stored:
-        if stored.tensors.scales and not merged:
-            return stored.write_adapter(Path(folder), dtype)
-        return export_folder(
+        adapter = bool(stored.tensors.scales) and not merged
+        files = card_files(stored, dtype, layout, adapter) if card else {}
+        unsaid = [] if card else left_behind(stored)
+        if adapter:
+            return unsaid + stored.write_adapter(Path(folder), dtype, files)
+        return unsaid + export_folder(
             stored.decoder,
             stored.tensors,
             folder,
@@ -178,6 +184,7 @@ def export(
             dtype,
             layout,
             special_tokens=stored.meta.get("special_tokens"),
+            more_files=files,
         )
 
 

@@ -2,6 +2,8 @@
 
 Writes config.json, safetensors and the tokenizer's files. For a run that trained adapters it writes
 only the adapters, in PEFT's format, or with --merged the whole model with the adapters merged in.
+A model card, README.md, has data, figures, layout and how to serve the model; the base model's card
+is kept as README.base.md.
 """
 
 import argparse
@@ -23,6 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=layouts, default="per_expert", help=text)
     text = "for a run with adapters: write the whole model with the adapters merged in"
     parser.add_argument("--merged", action="store_true", help=text)
+    text = "write no model card (README.md), which has data, figures, layout and how to serve it"
+    parser.add_argument("--no-card", action="store_true", help=text)
     add_plugins(parser)
     add_json(parser)
 
@@ -33,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
     from moefold.api import export
 
-    notes = export(path, args.folder, args.dtype, args.layout, args.uses, args.merged)
+    options = {"merged": args.merged, "card": not args.no_card}
+    notes = export(path, args.folder, args.dtype, args.layout, args.uses, **options)
+    if not args.no_card:
+        notes.append(f"{args.folder / 'README.md'} is a model card; write its licence")
     size = sum(path.stat().st_size for path in args.folder.glob("*.safetensors"))
     facts = {"folder": str(args.folder), "dtype": args.dtype, "layout": args.layout, "bytes": size}
     print_conversion(facts | {"notes": notes}, args.json)

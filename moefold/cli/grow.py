@@ -79,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
         notes = export_folder(
             grown.decoder, grown, args.folder, tokenizer, dtype, special_tokens=first.special_tokens
         )
+    notes += [
+        f"{folder / 'README.md'}, the card of a source, is not copied"
+        for folder in args.sources
+        if (folder / "README.md").is_file()
+    ]
     shape = grown.model.shape
     facts = {"folder": str(args.folder), "family": grown.model.model_type, "layers": shape.layers}
     facts |= {"experts": shape.experts, "top_k": shape.top_k, "dtype": dtype}

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from moefold.checkpoint.save import save
     from moefold.checkpoint.tensors import LazyTensor
     from moefold.convert.importer import import_folder
+    from moefold.training.model_card import STORED_CARD, read_base_card
     from moefold.training.model_checkpoint import MODEL_PREFIX, describe_model
 
     with import_folder(args.source, args.weights) as imported, progress_bars(on_stderr()) as show:
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         meta = describe_model(imported.decoder, tokenizer)
         if tokenizer is None:  # else they are among its files
             meta |= {"special_tokens": dict(imported.special_tokens)}
+        if card := read_base_card(args.source):
+            meta |= {STORED_CARD: card}
 
         def read(name: str, number: int) -> "Tensor":
             """Read a tensor of the folder, and advance the progress bar."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, TensorSlice, write_shard
-from moefold.convert.exporter import require_new_folder, staging_folder
+from moefold.convert.exporter import require_new_folder, staging_folder, write_texts
 from moefold.convert.plan import WEIGHT_DTYPES, Dtype
 from moefold.convert.source import ConvertError, nonfinite
 from moefold.data.tokenizer import Tokenizer
@@ -72,6 +72,7 @@ def write_adapter(
     base: tuple[str, str],
     tokenizer: Tokenizer | None = None,
     dtype: Dtype = "float32",
+    more_files: Mapping[str, str] | None = None,
 ) -> None:
     """Write a folder that PEFT loads onto the base model, with its tokenizer and chat template.
 
@@ -83,6 +84,7 @@ def write_adapter(
         base: folder and identity of the base model.
         tokenizer: also written to the folder.
         dtype: dtype of A and B on disk.
+        more_files: further files, texts by name, such as a model card.
 
     Raises:
         ConvertError: if the folder is not empty.
@@ -106,6 +108,7 @@ def write_adapter(
         if tokenizer is not None:
             (staged / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
             tokenizer.files.write(staged, tokenizer.end_id, decoder.context)
+        write_texts(staged, more_files or {})
         write_json(staged / CONFIG, config)
         metadata = {IDENTITY: base[1]}
         write_shard(DISK, staged / TENSORS, sorted(named), CHUNK_BYTES, 0, **metadata)

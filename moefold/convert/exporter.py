@@ -37,6 +37,7 @@ def export_folder(
     layout: Layout = "per_expert",
     *,
     special_tokens: Mapping[str, Any] | None = None,
+    more_files: Mapping[str, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[str]:
     """Write a folder that ``transformers`` loads; return notes on what it cannot represent.
@@ -49,6 +50,7 @@ def export_folder(
         dtype: dtype of the weights; the selection bias stays fp32, as in transformers.
         layout: one tensor per expert, which most programs read, or all experts in one tensor.
         special_tokens: ``eos_token_id`` and similar; by default those of the tokenizer's files.
+        more_files: further files, texts by name, such as a model card.
         shard_bytes: most bytes of data in one file.
 
     Raises:
@@ -76,6 +78,7 @@ def export_folder(
         elif tokens:
             write_json(staged / GENERATION_CONFIG, tokens)
         write_json(staged / "config.json", config | tokens)
+        write_texts(staged, more_files or {})
         _write_weights(staged, files)
         notes = export_notes(decoder)
         if tokenizer is not None:
@@ -93,6 +96,12 @@ def _tokenizer_notes(folder: Path, tokenizer: Tokenizer) -> list[str]:
         + "; ".join(read.notes)
         + ". Load it there with PreTrainedTokenizerFast.from_pretrained"
     ]
+
+
+def write_texts(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts to files of a folder, by name."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def require_new_folder(folder: Path) -> None:

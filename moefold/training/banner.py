@@ -21,7 +21,7 @@ from moefold.kernels.scaled.choose import PRODUCTS, describe_backends
 from moefold.layers.precision import recipe_of
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
-from moefold.moe.config import Bias
+from moefold.moe.config import Bias, Moe
 from moefold.optim.rates import describe_rate
 from moefold.planner.plan import graph_bytes
 from moefold.planner.time import newton_schulz_flops
@@ -256,6 +256,7 @@ def _balance(job: Trainer) -> str:
         values = " and ".join(f"{c:g}" for c in dict.fromkeys(coefficients))
         total = math.fsum(coefficients)
         texts.append(f"{name}: {values} in each of {len(coefficients)} layers, {total:g} in total")
+    texts += _folder_unit(job, coefficients_by_term.get("aux_micro_batch", ()))
     texts += [f"selection bias: rate {rate:g} in {n} layers" for rate, n in rates.items()]
     if not texts:
         return "none" if any(model.moe_layers()) else "none (no experts)"
@@ -268,6 +269,24 @@ def _rate(job: Trainer) -> Iterator[Row]:
         optim, progress = job.run.optim, job.progress
         text = describe_rate(progress.rate, optim.schedule_lr, progress.step, optim.lr)
         yield "rate", text
+
+
+def _folder_unit(job: Trainer, coefficients: Sequence[float]) -> Iterator[str]:
+    """Say what a folder's ``router_aux_loss_coef`` adds here, and in ``transformers``.
+
+    There the statistics of all layers and choices are averaged first, with a term of top_k under an
+    even load; here each layer has a term, which is 1 then.
+    """
+    of_folder = isinstance(job.run.model, Folder) and job.run.model.balance is None
+    if not of_folder or not coefficients:
+        return
+    tops = [block.ffn.router.top_k for block in job.decoder.blocks if isinstance(block.ffn, Moe)]
+    theirs = coefficients[0] * max(tops)
+    yield (
+        f"in transformers the folder's coefficient {coefficients[0]:g} adds {theirs:g} in total "
+        f"(one mean over all layers, top_k under an even load); {theirs / len(coefficients):g} in "
+        "model.balance adds as much here"
+    )
 
 
 def _data(job: Trainer) -> Iterator[Row]:

@@ -101,8 +101,15 @@ class StoredModel:
             tensors = ModelTensors(reader, meta.get("adapters", {}))
             yield cls(path, meta, verdict.record, tokenizer_of(meta), tensors)
 
-    def write_adapter(self, folder: Path, dtype: Dtype = "float32") -> list[str]:
+    def write_adapter(
+        self,
+        folder: Path,
+        dtype: Dtype = "float32",
+        more_files: Mapping[str, str] | None = None,
+    ) -> list[str]:
         """Write the adapters only, by :func:`moefold.convert.adapter.write_adapter`; return notes.
+
+        ``more_files`` are further files, texts by name, such as a model card.
 
         Raises:
             ConvertError: if their base is not a Hugging Face folder, or has changed.
@@ -126,8 +133,16 @@ class StoredModel:
             name: LowRank(weight=name, rank=self.tensors.shape(name + LORA_B)[-1], scale=scale)
             for name, scale in self.tensors.scales.items()
         }
-        source = base, trained_on
-        write_adapter(self.decoder, adapters, self.tensors, folder, source, self.tokenizer, dtype)
+        write_adapter(
+            self.decoder,
+            adapters,
+            self.tensors,
+            folder,
+            (base, trained_on),
+            self.tokenizer,
+            dtype,
+            more_files,
+        )
         return notes
 
     def model(

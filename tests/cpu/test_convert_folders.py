@@ -29,6 +29,8 @@ def hub(tmp_path: Path) -> Path:
     """A folder of a small model, with a tokenizer."""
     decoder = decoder_of("mixtral")
     write_hub(tmp_path / "hub", decoder, on_disk(decoder, weights_of(decoder)))
+    fast = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps(fast))
     return write_tokenizer(tmp_path / "hub", WORDS)
 
 
